@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import csv
 import random
-import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
@@ -16,8 +15,6 @@ from torchpipe_py.backends.image.files import find_images, label_of
 from torchpipe_py.files import read_bytes
 from torchpipe_py.tools.report import ToolError
 
-HEAD_START_NS = 100_000_000  # from the opening of the gate to the start, for all clients to be awake by then
-HEAD_START_EACH_NS = 1_000_000  # and for each of them
 NS_PER_S = 1_000_000_000
 
 _LONGEST_WARMUP = 50
@@ -26,7 +23,6 @@ _LEAST_DELAY_S = 1.0
 _LATEST_FIRST_S = 3600.0
 _LATEST_S = 1e7  # for any call: the report has figures for each second
 _LEAST_RATE = 1e-300  # of calls that can be computed with; any after the first is refused
-_LOOK_S = 0.25
 
 Times = array
 """Ascending times in ns since the start; an array of type ``q``."""
@@ -201,60 +197,6 @@ def rate_of(times: Sequence[int]) -> float:
     return (len(times) - 1) / span * NS_PER_S if span else 0.0
 
 
-# --- what a client follows
-
-
-class Pace:
-    """One client's schedule: ``wait_next`` blocks until the next call is due.
-
-    In a closed loop, ``times`` None, the next call is due when the previous one is answered. In an open loop calls are
-    due at ``times``, in ns since ``start``, whatever became of those before; a call whose time passed while the one
-    before it was under way is sent at once, late. After ``until`` nothing is sent.
-    """
-
-    def __init__(
-        self, times: Sequence[int] | None, start: int, until: int | None, is_stopping: Callable[[], bool]
-    ) -> None:
-        self.is_open = times is not None
-        self._times = iter(times or ())
-        self._start, self._until, self._is_stopping = start, until, is_stopping
-
-    def wait_next(self) -> tuple[int, int] | None:
-        """When the call was due and when it goes, in ns of ``perf_counter_ns``; None if no other one is to be sent."""
-        time_due = next(self._times, None) if self.is_open else 0
-        if time_due is None:
-            return None
-        due = self._start + time_due
-        while (now := time.perf_counter_ns()) < due:
-            if self._is_stopping():
-                return None
-            time.sleep(min((due - now) / NS_PER_S, _LOOK_S))
-        if self._until is not None and now >= self._until:
-            return None
-        return (due, now) if self.is_open else (now, now)
-
-
-class LagMeter:
-    """Measures how much of a late send is the client's own fault, or what an earlier delay has left."""
-
-    def __init__(self) -> None:
-        self._free = self._lag = 0
-
-    def sent(self, due: int, sent: int) -> tuple[int, int]:
-        """How late a send was, and by how much a client that always gets CPU at once would have been earlier; in ns.
-
-        The delay after the time when the client was free and the call due is added to what is left of earlier ones: a
-        client cannot be further behind the ideal one than it is behind its schedule.
-        """
-        late = sent - due
-        self._lag = min(late, self._lag + sent - max(due, self._free))
-        return late, self._lag
-
-    def free(self, now: int) -> None:
-        """The client is done with a call; ``now`` in ns of ``perf_counter_ns``."""
-        self._free = now
-
-
 # --- the whole run
 
 
@@ -275,11 +217,6 @@ class Load:
         return self.times is not None
 
     @property
-    def head_start(self) -> int:
-        """In ns."""
-        return HEAD_START_NS + HEAD_START_EACH_NS * len(self.plans) if self.is_open else 0
-
-    @property
     def total(self) -> int | None:
         """Images that will be sent; None where time ends the run."""
         return None if self.times is None and self.until is not None else sum(plan.share for plan in self.plans)
@@ -298,11 +235,6 @@ class Load:
         if series and self.total is not None:
             series[-1] -= len(times) * self.batch - self.total
         return series
-
-    def pace(self, client: int, start: int, is_stopping: Callable[[], bool]) -> Pace:
-        """That of a client; ``start`` in ns of ``perf_counter_ns``."""
-        times = None if self.times is None else deal(self.times, len(self.plans))[client]
-        return Pace(times, start, None if self.until is None else start + self.until, is_stopping)
 
     def unsent(self, left: int) -> int:
         """Of a client that gave up with ``left`` images of its plan: those it owes. None where it had only time."""

@@ -1,36 +1,42 @@
-"""Clients: each sends its share of the images over a session of its own, as a process or as a thread."""
+"""Clients: each sends its share of the images, over a connection of its own or, of a pipe, as a thread."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
 import multiprocessing
-import os
+import select
+import selectors
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, repeat
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torchpipe_py.errors import BackendError, TorchpipeError, counted, first_line
+from torchpipe_py.cores import usable_cores
+from torchpipe_py.errors import BackendError, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.tools.load.arrivals import LagMeter, Load, Pace, Payload, Plan
-from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Outcome, shared_words
+from torchpipe_py.tools.load.arrivals import NS_PER_S, Load, Payload, Plan, deal
+from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Outcome, Tally
 from torchpipe_py.tools.report import ToolError
 
+if TYPE_CHECKING:
+    from torchpipe_py.tools.load.wire import Endpoint
+
 READY = "ready"
-WAITING, GOING, STOPPING = range(3)
 
 _BROKEN_CALLS_IN_A_ROW = 10
 _LOOK_S = 0.25
 _GRACE_S = 1.0
-
-
-# --- a client
+_ROUNDING_S = 0.002  # more than epoll may add to a timeout
+_HEAD_START_NS = NS_PER_S // 10  # for all client processes to be awake when an open loop starts
 
 
 @dataclass(frozen=True)
@@ -57,153 +63,77 @@ def error_name(error: Any) -> str:
     return name if more is None else f"{name}:{more}"
 
 
-class Session(Protocol):
-    """How one client reaches what is tested."""
+class LagMeter:
+    """Measures how much of a late send is the client's own fault, or what an earlier delay has left."""
 
-    def call(self, sequence: int, bodies: Sequence[bytes]) -> list[Any]:
-        """An ``Answer`` or an exception for each image; raises what breaks the session."""
+    def __init__(self) -> None:
+        self._free = self._lag = 0
 
-    def renew(self) -> None:
-        """A new connection in place of a broken one; raises ``OSError``."""
+    def sent(self, due: int, sent: int) -> tuple[int, int]:
+        """How late a send was, and by how much a client that always gets CPU at once would have been earlier; in ns.
 
-    def close(self) -> None: ...
+        The delay after the time when the client was free and the call due is added to what is left of earlier ones: a
+        client cannot be further behind the ideal one than it is behind its schedule.
+        """
+        late = sent - due
+        self._lag = min(late, self._lag + sent - max(due, self._free))
+        return late, self._lag
 
-
-class PipeSession:
-    """Calls a pipe of this process: with a dict where a call has one image, else with a list of dicts."""
-
-    def __init__(self, run: pipe, batch: int) -> None:
-        self._pipe, self._batch = run, batch
-
-    def call(self, sequence: int, bodies: Sequence[bytes]) -> list[Any]:
-        """Of several images that failed with a defect the pipe raises the first; it counts for each of them."""
-        items: list[dict[str, Any]] = [{TASK_DATA_KEY: body} for body in bodies]
-        raised: Exception | None = None
-        try:
-            self._pipe(items[0] if self._batch == 1 else items)
-        except Exception as error:  # whatever a pipe raises is a finding, by type
-            raised = error
-        return [
-            Answer(_label(item[TASK_RESULT_KEY])) if TASK_RESULT_KEY in item else item.get(TASK_ERROR_KEY, raised)
-            for item in items
-        ]
-
-    def renew(self) -> None:
-        """A pipe needs no connection."""
-
-    def close(self) -> None:
-        """The pipe belongs to the run."""
-
-
-def _label(result: Any) -> str | None:
-    """The label of ``(label, score)``."""
-    return str(result[0]) if isinstance(result, tuple) and len(result) == 2 else None
+    def free(self, now: int) -> None:
+        """The client is done with a call; ``now`` in ns of ``perf_counter_ns``."""
+        self._free = now
 
 
 class Client:
-    """Sends calls and enters them in its log; errors are counted in images, by ``error_name``.
+    """Takes the images of a plan in turn, and enters in log and tally what became of them."""
 
-    After ``_BROKEN_CALLS_IN_A_ROW`` calls without a reply, or when no new connection can be had, it gives up.
-    """
-
-    def __init__(
-        self, plan: Plan, payload: Payload, session: Session, log: CallLog, is_stopping: Callable[[], bool]
-    ) -> None:
-        self.log = log
-        self.errors: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-        self._plan, self._payload, self._session, self._is_stopping = plan, payload, session, is_stopping
+    def __init__(self, plan: Plan, payload: Payload, log: CallLog, tally: Tally) -> None:
+        self.plan, self.log, self.tally = plan, log, tally
+        self.left = plan.share
+        self._payload = payload
         self._sequence, self._next_image = 0, plan.first_image
+        self._labels: list[str | None] = []
 
-    def warm_up(self) -> None:
-        """The plan's calls, not counted; ends early when one of them breaks the session. Raises ``OSError``."""
-        for _ in range(self._plan.warmup):
-            if self._is_stopping():
-                return
-            try:
-                self._session.call(*self._next_call(self._plan.batch)[:2])
-            except Exception:
-                self._session.renew()
-                return
-
-    def work(self, pace: Pace, cpu_clock: Callable[[], int]) -> int:
-        """The plan's share, or as much of it as comes before the stop or the pace ends it.
-
-        Returns how many images it gave up because it could not reach the service any more.
-        """
-        began, cpu = time.perf_counter_ns(), cpu_clock()
-        left, given_up, broken_in_a_row = self._plan.share, 0, 0
-        lag = LagMeter()
-        while left and not self._is_stopping():
-            turn = pace.wait_next()
-            if turn is None:
-                break
-            if pace.is_open:
-                self.log.delay(*lag.sent(*turn))
-            count = min(self._plan.batch, left)
-            left -= count
-            sequence, bodies, labels = self._next_call(count)
-            try:
-                answers = self._session.call(sequence, bodies)
-            except Exception as error:  # whatever a server does to a connection is a finding, by type
-                ended = time.perf_counter_ns()
-                self._count_error(error, count)
-                self.log.count(count, 0, 0, 0)
-                self.log.record(ended - turn[0], ended, NO_REPLY)
-                broken_in_a_row += 1
-                if broken_in_a_row >= _BROKEN_CALLS_IN_A_ROW or not self._can_renew():
-                    given_up = left
-                    break
-            else:
-                ended = time.perf_counter_ns()
-                broken_in_a_row = ok = correct = 0
-                for answer, label in zip(answers, labels, strict=True):
-                    if isinstance(answer, Answer):
-                        ok += 1
-                        correct += label is not None and answer.label == label
-                    else:
-                        self._count_error(answer, 1)
-                self.log.count(count, count, ok, correct)
-                self.log.record(ended - turn[0], ended, ok)
-            if pace.is_open:
-                lag.free(time.perf_counter_ns())
-        self._session.close()
-        self.log.close(cpu_clock() - cpu, time.perf_counter_ns() - began)
-        return given_up
-
-    def _next_call(self, count: int) -> tuple[int, list[bytes], list[str | None]]:
-        """Sequence number, bodies and expected labels of the next ``count`` images."""
+    def next_call(self, count: int) -> tuple[int, list[bytes]]:
+        """Sequence number and bodies of the next ``count`` images."""
         bodies, labels = self._payload.bodies, self._payload.labels
         picks = [(self._next_image + offset) % len(bodies) for offset in range(count)]
         self._next_image = (self._next_image + count) % len(bodies)
         self._sequence += 1
-        return self._sequence, [bodies[pick] for pick in picks], [labels[pick] for pick in picks]
+        self._labels = [labels[pick] for pick in picks]
+        return self._sequence, [bodies[pick] for pick in picks]
 
-    def _count_error(self, error: Any, images: int) -> None:
-        name = error_name(error)
-        self.errors[name] += images
-        if name not in self.examples:
-            self.examples[name] = str(getattr(error, "message", None) or first_line(error)).strip().split("\n", 1)[0]
+    def next_counted(self) -> tuple[int, list[bytes]]:
+        """The same of the next images of its share, at most a batch."""
+        count = min(self.plan.batch, self.left)
+        self.left -= count
+        return self.next_call(count)
 
-    def _can_renew(self) -> bool:
-        try:
-            self._session.renew()
-        except OSError:
-            return False
-        return True
+    def enter(self, due: int, outcome: list[Any] | Exception, late: int = 0, lag: int = 0) -> None:
+        """The last call ended now: with an answer or an error for each image, or without a reply. Times in ns."""
+        ended, size, ok, correct = time.perf_counter_ns(), len(self._labels), NO_REPLY, 0
+        if isinstance(outcome, Exception):
+            self.tally.count(error_name(outcome), outcome, size)
+        else:
+            ok = 0
+            for answer, label in zip(outcome, self._labels, strict=True):
+                if isinstance(answer, Answer):
+                    ok += 1
+                    correct += label is not None and answer.label == label
+                else:
+                    self.tally.count(error_name(answer), answer, 1)
+        self.log.enter(correct, ended - due, ended, ok, late, lag, size)
 
 
-# --- all clients of a run
+# --- clients of a pipe
 
 
 class ClientThreads:
     """Owns the client threads of one run on a pipe, in a closed loop."""
 
     def __init__(self, plans: Sequence[Plan], run: pipe, payload: Payload) -> None:
-        self._clients = [
-            Client(plan, payload, PipeSession(run, plan.batch), CallLog(plan.calls), lambda: self._is_stopping)
-            for plan in plans
-        ]
+        self._pipe = run
+        self._clients = [Client(plan, payload, CallLog(plan.calls), Tally()) for plan in plans]
         self._warm, self._gate, self._is_stopping = threading.Semaphore(0), threading.Event(), False
         self._threads = [
             threading.Thread(target=self._main, args=(client,), name=f"torchpipe-bench-{index}", daemon=True)
@@ -233,8 +163,7 @@ class ClientThreads:
             outcome.interrupted = True
             self.stop()
         for client in self._clients:
-            outcome.errors += client.errors
-            outcome.examples |= client.examples
+            outcome.tally.add(client.tally)
         return outcome
 
     def stop(self) -> None:
@@ -247,25 +176,135 @@ class ClientThreads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _main(self, client: Client) -> None:
-        try:
-            client.warm_up()
-        finally:
-            self._warm.release()
+        for _ in range(client.plan.warmup):
+            if not self._is_stopping:
+                self._call(client.next_call(client.plan.batch)[1], client.plan.batch)
+        self._warm.release()
         self._gate.wait()
-        client.work(Pace(None, 0, None, lambda: self._is_stopping), time.thread_time_ns)
+        began, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        while client.left and not self._is_stopping:
+            due, (_, bodies) = time.perf_counter_ns(), client.next_counted()
+            client.enter(due, self._call(bodies, client.plan.batch))
+        client.log.close(time.thread_time_ns() - cpu, time.perf_counter_ns() - began)
+
+    def _call(self, bodies: Sequence[bytes], batch: int) -> list[Any]:
+        """Of several images that failed with a defect the pipe raises the first; it counts for each of them."""
+        items: list[dict[str, Any]] = [{TASK_DATA_KEY: body} for body in bodies]
+        raised: Exception | None = None
+        try:
+            self._pipe(items[0] if batch == 1 else items)
+        except Exception as error:  # whatever a pipe raises is a finding, by type
+            raised = error
+        return [
+            Answer(_label(item[TASK_RESULT_KEY])) if TASK_RESULT_KEY in item else item.get(TASK_ERROR_KEY, raised)
+            for item in items
+        ]
+
+
+def _label(result: Any) -> str | None:
+    """The label of ``(label, score)``."""
+    return str(result[0]) if isinstance(result, tuple) and len(result) == 2 else None
+
+
+# --- clients of a service
+
+
+class _Selector(selectors.EpollSelector):
+    """Wakes within microseconds of the time that asyncio asks for: epoll itself rounds it up to milliseconds."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout > 0:
+            if timeout > 2 * _ROUNDING_S:
+                return super().select(timeout - _ROUNDING_S)
+            select.select([self], (), (), timeout)  # as a process's first selector it is below FD_SETSIZE
+            timeout = 0
+        return super().select(timeout)
+
+
+class _ServiceClient(Client):
+    """A client with a connection, made anew when it breaks.
+
+    It gives up after ``_BROKEN_CALLS_IN_A_ROW`` calls without a reply, or when no new connection can be had.
+    """
+
+    def __init__(self, endpoint: Endpoint, plan: Plan, payload: Payload, log: CallLog, tally: Tally) -> None:
+        super().__init__(plan, payload, log, tally)
+        self._endpoint = endpoint
+        self._connection: Any = None
+
+    async def warm_up(self) -> None:
+        """Connect and make the plan's calls, not counted, until one fails. Raises ``OSError`` without a connection."""
+        await self._connect()
+        for _ in range(self.plan.warmup):
+            try:
+                await self._call(*self.next_call(self.plan.batch))
+            except Exception:
+                await self._connect()
+                return
+
+    async def work(self, times: Iterable[int] | None, start: int, until: int | None) -> int:
+        """The plan's share, or as much of it as goes out before ``until``; returns how many images it gave up.
+
+        In a closed loop, ``times`` None, a call is due when the one before it is answered. In an open loop calls are
+        due at ``times``, in ns since ``start``, whatever became of those before: a call that came due while the one
+        before it was under way is sent at once, late. ``start`` and ``until`` are in ns of ``perf_counter_ns``.
+        """
+        broken_in_a_row, lag = 0, LagMeter()
+        for time_due in islice(repeat(None) if times is None else times, self.plan.calls):
+            due = sent = time.perf_counter_ns()
+            if time_due is not None:
+                due = start + time_due
+                if sent < due:
+                    await asyncio.sleep((due - sent) / NS_PER_S)
+                    sent = max(due, time.perf_counter_ns())
+            if until is not None and sent >= until:
+                break
+            delay = (0, 0) if times is None else lag.sent(due, sent)
+            sequence, bodies = self.next_counted()
+            try:
+                outcome: list[Any] | Exception = await self._call(sequence, bodies)
+                broken_in_a_row = 0
+            except Exception as error:  # whatever a server does to a connection is a finding, by type
+                outcome = error
+                broken_in_a_row += 1
+            self.enter(due, outcome, *delay)
+            if broken_in_a_row:
+                try:
+                    if broken_in_a_row == _BROKEN_CALLS_IN_A_ROW:
+                        return self.left
+                    await self._connect()
+                except OSError:
+                    return self.left
+            lag.free(time.perf_counter_ns())
+        return 0
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _call(self, sequence: int, bodies: Sequence[bytes]) -> list[Any]:
+        request = self._endpoint.wire.request(self.plan.index, sequence, bodies)
+        answers: list[Any] = await self._connection.call(sequence, len(bodies), request)
+        return answers
+
+    async def _connect(self) -> None:
+        from torchpipe_py.tools.load.wire import connect
+
+        self.close()
+        self._connection = await connect(self._endpoint, self._endpoint.timeout)
 
 
 @dataclass(frozen=True)
 class _Child:
     """A client process as its parent sees it."""
 
-    plan: Plan
+    plans: Sequence[Plan]
     log: CallLog
     process: Any
     channel: Channel
 
     def receive(self) -> Any:
-        """The process's next message, None when it died: ``READY`` or why it is not; then errors and examples."""
+        """The process's next message, None if it died: ``READY`` or why it is not; then its tally."""
         try:
             return self.channel.recv()
         except (EOFError, OSError):
@@ -273,38 +312,31 @@ class _Child:
 
 
 class ClientProcesses:
-    """Owns the client processes of one run. Make it before any thread exists: it forks.
+    """Owns the client processes of one run, one for two cores, each with its share of the clients on an asyncio loop.
 
-    Clients wait in a read of a pipe, the gate, that only the parent can write: closing it wakes all of them at once,
-    and so does the parent's death, which leaves the state at ``WAITING``.
+    Make it before any thread exists: it forks. A process is told when to start, and ends when it is told something
+    else or the other end of its channel is closed, as by its parent's death.
     """
 
-    def __init__(self, load: Load, connect: Callable[[int], Session], payload: Payload) -> None:
-        """Fork; ``connect(client)`` makes a client's session, in its process.
-
-        ``ToolError`` where the system lacks descriptors, memory or processes for all of them.
-        """
-        self._load, self._connect, self._payload = load, connect, payload
-        self._shared = shared_words(2)  # the state; when the run begins, in ns of perf_counter_ns
-        self._parent = os.getpid()
-        self._gate, self._opener = os.pipe()
+    def __init__(self, load: Load, endpoint: Endpoint, payload: Payload) -> None:
+        """Fork; ``ToolError`` where the system lacks descriptors, memory or processes."""
+        self._load, self._endpoint, self._payload = load, endpoint, payload
         self._children: list[_Child] = []
         context = multiprocessing.get_context("fork")
         gc.freeze()  # what exists now stays shared: no collection in a client touches it
+        count = min(len(load.plans), max(1, usable_cores() // 2))
         try:
-            for plan in load.plans:
-                log = CallLog(plan.calls)
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=self._main, args=(plan, log, theirs), daemon=True)
+            for index in range(count):
+                plans = load.plans[index::count]
+                log = CallLog(sum(plan.calls for plan in plans))
+                ours, theirs = context.Pipe()
+                process = context.Process(target=self._main, args=(plans, log, ours, theirs), daemon=True)
                 process.start()
-                self._children.append(_Child(plan, log, process, ours))
+                self._children.append(_Child(plans, log, process, ours))
                 theirs.close()  # NOTE: before the next fork, or its death would not end the channel
         except OSError as error:
             self.stop()
-            raise ToolError(
-                f"only {len(self._children)} of {counted(len(load.plans), 'client process')} can be started: "
-                f"{error.strerror or error}; start fewer (--request_client), or allow more (ulimit -n, ulimit -u)"
-            ) from error
+            raise ToolError(f"cannot start {count} client processes: {error.strerror or error}") from error
 
     @property
     def pids(self) -> list[int]:
@@ -312,87 +344,93 @@ class ClientProcesses:
 
     def wait_ready(self) -> None:
         """Until every client is connected and warm; ``ToolError`` with the first reason why one is not."""
-        waiting: dict[Any, _Child] = {child.channel: child for child in self._children}
-        while waiting:
-            for channel in wait(list(waiting)):
-                child = waiting.pop(channel)
-                message = child.receive()
-                if message != READY:
-                    raise ToolError(message or f"client {child.plan.index} died before the start")
+        for child in self._children:
+            message = child.receive()
+            if message != READY:
+                raise ToolError(message or "a client process died before the start")
 
     def run(self, progress: Callable[[int], None]) -> Outcome:
-        """Open the gate and wait for all clients; ``progress`` gets the number of images sent, now and then.
+        """Start the clients and wait for them all; ``progress`` gets the number of images sent, now and then.
 
         KeyboardInterrupt ends the run early: what was done until then is the outcome.
         """
-        start = time.perf_counter_ns() + self._load.head_start
+        start = time.perf_counter_ns() + (_HEAD_START_NS if self._load.is_open else 0)
         outcome = Outcome(start, [child.log for child in self._children])
-        try:  # NOTE: before the gate opens, for an interrupt from then on must find someone to report the part done
-            self._shared[1], self._shared[0] = start, GOING
-            self._open_gate()
-            waiting: list[Any] = [child.channel for child in self._children]
-            while waiting:  # until every client has sent its last message, or died
-                for channel in wait(waiting, _LOOK_S):
-                    waiting.remove(channel)
+        waiting = {child.channel: child for child in self._children}
+        try:  # NOTE: before they start, for an interrupt from then on must find someone to report the part done
+            self._tell_all(start)
+            while waiting:
+                for channel in wait(list(waiting), _LOOK_S):
+                    self._take(waiting.pop(channel), outcome)  # type: ignore[call-overload]
                 progress(sum(child.log.sent for child in self._children))
         except KeyboardInterrupt:
             outcome.interrupted = True
             self.stop()
-        for child in self._children:
-            message = child.receive()
-            if message is None:  # a process that ended without one owes all that has no result
-                owed = child.log.sent - child.log.images_ok
-                if not outcome.interrupted:
-                    owed = max(1, owed + self._load.unsent(child.plan.share - child.log.sent))
-                message = {"interrupted" if outcome.interrupted else "ClientProcessDied": owed}, {}
-            outcome.errors += Counter(message[0])
-            outcome.examples |= message[1]
+            for child in waiting.values():
+                self._take(child, outcome)
         return outcome
+
+    def _take(self, child: _Child, outcome: Outcome) -> None:
+        tally = child.receive()
+        if tally is None:  # a process that died owes everything without a result
+            owed = child.log.sent - child.log.images_ok
+            if not outcome.interrupted:
+                owed += self._load.unsent(sum(plan.share for plan in child.plans) - child.log.sent)
+            tally = Tally()
+            tally.errors["interrupted" if outcome.interrupted else "ClientProcessDied"] += max(1, owed)
+        outcome.tally.add(tally)
 
     def stop(self) -> None:
         """End every client, after a grace by force. May be called again, and at any time."""
-        self._shared[0] = STOPPING
-        self._open_gate()
+        self._tell_all(None)
         deadline = time.monotonic() + _GRACE_S
         for child in self._children:
             child.process.join(max(0.0, deadline - time.monotonic()))
         for child in self._children:
             child.process.terminate()
             child.process.join()
-        end, self._gate = self._gate, -1
-        if end >= 0:
-            os.close(end)
 
-    def _open_gate(self) -> None:
-        end, self._opener = self._opener, -1  # NOTE: before the close: an interrupt must not close it twice
-        if end >= 0:
-            os.close(end)
+    def _tell_all(self, start: int | None) -> None:
+        for child in self._children:
+            with suppress(OSError):  # it has ended
+                child.channel.send(start)
 
     # --- in a client process
 
-    def _is_stopping(self) -> bool:
-        """Whether to end: the parent said so, or is gone."""
-        return self._shared[0] == STOPPING or os.getppid() != self._parent
-
-    def _main(self, plan: Plan, log: CallLog, channel: Channel) -> None:
+    def _main(self, plans: Sequence[Plan], log: CallLog, parents: Channel, channel: Channel) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent takes it, and stops the clients
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.close(self._opener)  # the copy of the parent's end
+        parents.close()  # these copies would keep channels open when the parent is dead
+        for child in self._children:
+            child.channel.close()
+        loop = asyncio.SelectorEventLoop(_Selector())
+        with suppress(EOFError, OSError):  # the parent is gone
+            loop.run_until_complete(self._run(plans, log, channel))
+
+    async def _run(self, plans: Sequence[Plan], log: CallLog, channel: Channel) -> None:
+        tally, loop = Tally(), asyncio.get_running_loop()
+        clients = [_ServiceClient(self._endpoint, plan, self._payload, log, tally) for plan in plans]
         try:
-            client = Client(plan, self._payload, self._connect(plan.index), log, self._is_stopping)
-            client.warm_up()
+            await asyncio.gather(*(client.warm_up() for client in clients))
         except OSError as error:
-            channel.send(f"client {plan.index} cannot connect to the service: {error.strerror or error}")
+            hint = "; use fewer clients (--request_client), or allow more files (ulimit -n)"
+            more = hint if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            channel.send(f"{len(plans)} clients cannot all connect to the service: {error.strerror}{more}")
             return
-        try:
-            channel.send(READY)
-        except BrokenPipeError:  # the parent is gone
+        channel.send(READY)
+        start = channel.recv()
+        if start is None:
             return
-        os.read(self._gate, 1)
-        if self._shared[0] != GOING:
-            return
-        given_up = client.work(self._load.pace(plan.index, self._shared[1], self._is_stopping), time.process_time_ns)
-        if os.getppid() == self._parent:
-            if unsent := self._load.unsent(given_up):
-                client.errors["unsent"] += unsent
-            channel.send((dict(client.errors), client.examples))
+        began, cpu = time.perf_counter_ns(), time.process_time_ns()
+        until = None if self._load.until is None else start + self._load.until
+        times = None if self._load.times is None else deal(self._load.times, len(self._load.plans))
+        work = asyncio.gather(*(client.work(times and times[client.plan.index], start, until) for client in clients))
+        loop.add_reader(channel.fileno(), work.cancel)
+        with suppress(asyncio.CancelledError):
+            if unsent := self._load.unsent(sum(await work)):
+                tally.errors["unsent"] += unsent
+        loop.remove_reader(channel.fileno())
+        log.close(time.process_time_ns() - cpu, time.perf_counter_ns() - began)
+        for client in clients:
+            client.close()
+        channel.send(tally)

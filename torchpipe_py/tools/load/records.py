@@ -6,6 +6,7 @@ Each word of it has one writer and is read by the others as it is, without a loc
 from __future__ import annotations
 
 import mmap
+import struct
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,74 +15,83 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.tools.load.arrivals import Plan
+from torchpipe_py.errors import first_line
 
-NO_REPLY = -1  # in ``CallLog.ok``: the call ended without a reply
+NO_REPLY = -1  # in place of the number of images with a result: the call ended without a reply
 
-_COUNTERS = 7
-_COLUMNS = ("latency", "end", "ok", "late", "lag")
+_COUNTERS = ("calls_done", "sent", "correct", "cpu_ns", "wall_ns")
+_ROW = struct.Struct("6q")
 # Pages are taken as they are written: a run of many hours would be refused its memory. Python has the name from 3.13.
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
-def shared_words(count: int) -> memoryview:
-    """``count`` zeroed signed 64-bit words, shared with every process forked later; most may never be written."""
-    return memoryview(mmap.mmap(-1, 8 * max(1, count), _FLAGS)).cast("q")
-
-
 def _counter(index: int) -> Any:
-    return property(lambda log: log._counters[index])
+    return property(lambda log: log._words[index])
 
 
 class CallLog:
-    """One client's counters, and a record of each of its calls. The client writes, the parent reads.
+    """Counters and calls of one client thread or process, which writes; the parent reads.
 
-    Records are columns of ``calls`` words: ``latency`` in ns, ``end`` in ns of ``perf_counter_ns``, ``ok`` the images
-    that have a result, or ``NO_REPLY``; and, for calls that had a time to be sent at, by how many ns they were sent
-    ``late``, and ``lag``, the part of it that is the client's own fault. A record counts once ``calls_done`` says so.
+    Counted are calls done, images sent, images with the expected ``correct`` label; at the end CPU and wall time in ns.
     """
 
-    calls_done, sent, answered, images_ok, correct, cpu_ns, wall_ns = map(_counter, range(_COUNTERS))
+    calls_done, sent, correct, cpu_ns, wall_ns = map(_counter, range(len(_COUNTERS)))
 
     def __init__(self, calls: int) -> None:
-        words = shared_words(_COUNTERS + len(_COLUMNS) * calls)
-        self._counters = words[:_COUNTERS]
-        columns = (words[_COUNTERS + n * calls :][:calls] for n in range(len(_COLUMNS)))
-        self.latency, self.end, self.ok, self.late, self.lag = columns
+        """Room for so many calls; most of it may never be written."""
+        self._memory = mmap.mmap(-1, 8 * len(_COUNTERS) + _ROW.size * max(1, calls), _FLAGS)
+        self._words = memoryview(self._memory).cast("q")
 
-    def delay(self, late: int, lag: int) -> None:
-        """How late the call was sent whose record is the next one."""
-        done = self._counters[0]
-        self.late[done], self.lag[done] = late, lag
-
-    def record(self, latency: int, end: int, ok: int) -> None:
-        """One call has ended."""
-        done = self._counters[0]
-        self.latency[done], self.end[done], self.ok[done] = latency, end, ok
-        self._counters[0] = done + 1
-
-    def count(self, sent: int, answered: int, ok: int, correct: int) -> None:
-        """Adds images; ``correct`` are those with the expected label."""
-        for index, images in enumerate((sent, answered, ok, correct), start=1):
-            self._counters[index] += images
+    def enter(self, correct: int, latency: int, end: int, ok: int, late: int, lag: int, size: int) -> None:
+        """One call has ended; see ``Records``, but ``end`` is in ns of ``perf_counter_ns``."""
+        words = self._words
+        _ROW.pack_into(self._memory, 8 * len(_COUNTERS) + _ROW.size * words[0], latency, end, ok, late, lag, size)
+        words[1] += size
+        words[2] += correct
+        words[0] += 1  # a row counts from now on
 
     def close(self, cpu_ns: int, wall_ns: int) -> None:
-        """The client has done its work: the CPU time it took, and the time since its start, both in ns."""
-        self._counters[5], self._counters[6] = cpu_ns, wall_ns
+        """All work is done: the CPU time it took, and the time since its start, both in ns."""
+        self._words[3], self._words[4] = cpu_ns, wall_ns
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The calls, as ``enter`` got them: latency, end, ok, late, lag, size; int64."""
+        words = np.frombuffer(self._memory, np.int64, 6 * self.calls_done, 8 * len(_COUNTERS))
+        return words.reshape(-1, 6)
+
+    @property
+    def images_ok(self) -> int:
+        return int(np.maximum(self.rows[:, 2], 0).sum())
+
+
+@dataclass
+class Tally:
+    """Errors in images, by name, and a message for each name."""
+
+    errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def count(self, name: str, error: Any, images: int) -> None:
+        """So many images failed with this error."""
+        self.errors[name] += images
+        if name not in self.examples:
+            self.examples[name] = str(getattr(error, "message", None) or first_line(error)).strip().split("\n", 1)[0]
+
+    def add(self, other: Tally) -> None:
+        """What others have counted."""
+        self.errors += other.errors
+        self.examples |= other.examples
 
 
 @dataclass
 class Outcome:
-    """A run that took place: when the clients were released (ns of ``perf_counter_ns``), and what they did.
-
-    Errors are in images, by type; ``examples`` has a message of each type.
-    """
+    """A run that took place: when the clients were released (ns of ``perf_counter_ns``), and what they did."""
 
     released: int
     logs: list[CallLog]
     interrupted: bool = False
-    errors: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(frozen=True)
@@ -109,13 +119,8 @@ class Records:
         return values
 
 
-def collect(logs: Sequence[CallLog], plans: Sequence[Plan], start: int) -> Records:
+def collect(logs: Sequence[CallLog], start: int) -> Records:
     """All clients' calls; ``start`` in ns of ``perf_counter_ns``."""
-    tables = []
-    for log, plan in zip(logs, plans, strict=True):
-        done = log.calls_done
-        sizes = np.minimum(plan.batch, plan.share - plan.batch * np.arange(done))
-        tables.append(np.stack([*(np.asarray(getattr(log, name)[:done]) for name in _COLUMNS), sizes]))
-    table = np.hstack(tables)
+    table = np.concatenate([log.rows for log in logs]).T
     latency, end, ok, late, lag, size = table[:, np.argsort(table[1] - table[0], kind="stable")]
     return Records(end - latency - start, end - start, latency, latency - late, size, ok, late, lag)

@@ -77,8 +77,9 @@ def make_report(
     The window runs from the release of the clients to the last reply. ``latency_ms`` is of calls that brought a result.
     ``limits`` are the reasons why the run measured the tester and not its subject.
     """
-    sent, answered, ok = (sum(getattr(log, name) for log in outcome.logs) for name in ("sent", "answered", "images_ok"))
-    replies = records.end[records.ok != NO_REPLY]
+    replied = records.ok != NO_REPLY
+    sent, answered, ok = (int(images.sum()) for images in (records.size, records.size[replied], records.ok[replied]))
+    replies = records.end[replied]
     window = int((replies if len(replies) else records.end).max(initial=0)) / 1e9
     warnings = [f"the tester is the limit: {reason}" for reason in limits]
     if cpu["other_cpu_percent"] is not None and cpu["other_cpu_percent"] > OTHERS_LIMIT:
@@ -94,9 +95,9 @@ def make_report(
         "qps": answered / (window or float("inf")),
         "calls_per_s": len(replies) / (window or float("inf")),
         "goodput": ok / (window or float("inf")),
-        "images_failed": sum(outcome.errors.values()),
-        "errors": dict(outcome.errors.most_common()),
-        "error_examples": outcome.examples,
+        "images_failed": sum(outcome.tally.errors.values()),
+        "errors": dict(outcome.tally.errors.most_common()),
+        "error_examples": outcome.tally.examples,
         "accuracy": sum(log.correct for log in outcome.logs) / answered if labelled and answered else None,
         "latency_ms": judge.summarize(records.good("latency")),
         "latency_failed_ms": judge.summarize(records.latency[records.ok <= 0]),

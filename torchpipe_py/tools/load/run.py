@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import importlib.util
 import os
@@ -10,7 +11,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torchpipe_py.idl import load_idl
@@ -92,7 +92,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
         limits = [f"clients spent {outside:.0%} of their time between calls"] if outside > OUTSIDE_LIMIT else []
         ours = use.parent + (use.server or 0.0)  # pipe and clients share a process: their times cannot be told apart
         cpu = {"process_cpu_percent": 100 * ours / use.wall, **use.fields(ours)}
-        records = collect(outcome.logs, plans, outcome.released)
+        records = collect(outcome.logs, outcome.released)
         report = make_report(outcome, records, about, cpu, limits, args.labels_from_names)
         nodes = measure.node_figures(before, run.stats(), use.wall)
         return report | {"tester_share_of_clients": outside, "nodes": nodes}
@@ -104,7 +104,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
 def time_outside(logs: Sequence[CallLog]) -> float:
     """The share of the clients' time that was spent not in calls but in making and counting them."""
     ended = [log for log in logs if log.wall_ns]
-    inside = sum(sum(log.latency[: log.calls_done]) for log in ended)
+    inside = sum(int(log.rows[:, 0].sum()) for log in ended)
     return 1 - inside / sum(log.wall_ns for log in ended) if ended else 0.0
 
 
@@ -166,10 +166,9 @@ class LoadRunner:
             speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path)
         else:
             speaks = wire.ThriftWire(load_idl(), options.transport == "framed", options.request_batch)
-        endpoint = wire.Endpoint(options.host, options.port, options.timeout)
+        self._endpoint = wire.Endpoint(speaks, options.host, options.port, options.timeout)
         self._payload = load_images(options.img_dir, options.labels_from_names)
-        wire.probe(speaks, endpoint)
-        self._connect = partial(wire.ServiceSession, speaks, endpoint)
+        asyncio.run(wire.probe(self._endpoint))
         self._is_local = measure.is_local(options.host)
         self._service = measure.ServiceMeter(options.host, options.http_port, self._is_local)
         self._service.start()  # so that a wrong port is reported before anything is sent
@@ -181,7 +180,7 @@ class LoadRunner:
         about |= {"host_is_local": self._is_local, "server_pids": server}
         load = make_load(options, len(self._payload.bodies))
         gpu = measure.GpuMeter(wanted=self._is_local)
-        clients = ClientProcesses(load, self._connect, self._payload)
+        clients = ClientProcesses(load, self._endpoint, self._payload)
         cpu = measure.CpuMeter(server, clients.pids)
         try:
             clients.wait_ready()
@@ -194,7 +193,7 @@ class LoadRunner:
         finally:
             gpu.stop()
             clients.stop()
-        records = collect(outcome.logs, load.plans, outcome.released)
+        records = collect(outcome.logs, outcome.released)
         fields = measure.cpu_fields(outcome.logs, use)
         limits = measure.cpu_limits(fields) + (judge.late_limits(judge.late_sends(records)) if load.is_open else [])
         report = make_report(outcome, records, about, fields, limits, options.labels_from_names)
