@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Load tester of the inference service, as ``torchpipe load``: closed or open loop, one process per client.
+"""Load tester of the inference service, as ``torchpipe load``: closed or open loop, one connection per client.
 
     python scripts/client_qps.py --img_dir DIR --port 8888 --request_client 20 --request_batch 1 --total_number 10000
     python scripts/client_qps.py --img_dir DIR --rate 200 --arrivals poisson --duration 30 --slo-p99 50 --html run.html

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,11 @@ from thriftpy2.thrift import TApplicationException, TMessageType, TProcessor
 from thriftpy2.transport import TSocket
 from thriftpy2.transport.buffered import TCyBufferedTransport
 from thriftpy2.transport.framed import TCyFramedTransport
-from thriftpy2.transport.memory import TCyMemoryBuffer
 
 from torchpipe_py.idl import load_idl
 from torchpipe_py.tools.load.run import main
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
+CLIENT_QPS = str(Path(__file__).resolve().parents[2] / "scripts" / "client_qps.py")
 IDL = load_idl()
 
 Serve = Callable[..., "ToyServer"]
@@ -38,11 +37,7 @@ Images = Callable[..., Path]
 
 
 class HangUpError(Exception):
-    """The toy server ends the connection, with a reset if `reset`."""
-
-    def __init__(self, reset: bool = False) -> None:
-        super().__init__()
-        self.reset = reset
+    """The toy server ends the connection."""
 
 
 class ToyServer(socketserver.ThreadingTCPServer):
@@ -53,24 +48,13 @@ class ToyServer(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def __init__(
-        self,
-        framed: bool = False,
-        deaf: bool = False,
-        on_stall: Callable[[], None] | None = None,
-        before_answer: Callable[[], object] | None = None,
-        freeze_at: int | None = None,
+        self, framed: bool = False, deaf: bool = False, before_answer: Callable[[int], object] = lambda number: None
     ) -> None:
+        """``deaf``: reads nothing after the first connection. ``before_answer`` gets the number of a single call."""
         super().__init__(("127.0.0.1", 0), ToyConnection)
-        self.framed = framed
-        self.deaf = deaf  # after the first ping, it reads nothing more
+        self.framed, self.deaf, self.before_answer = framed, deaf, before_answer
         self.pings = 0
-        self.freeze_at = freeze_at  # at this call, it answers nobody for a second
-        self.whole = threading.Lock()
-        self.is_paused = False
-        self.delay_s = 0.0  # of each single answer
-        self.on_stall = on_stall or (lambda: None)
-        self.before_answer = before_answer or (lambda: None)  # of each single one
-        self.ended = threading.Event()
+        self.ended, self.stalled, self.paused = threading.Event(), threading.Event(), threading.Event()
         self.uuids: list[str] = []
         self.call_sizes: list[int] = []
 
@@ -84,31 +68,22 @@ class ToyConnection(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         transport = (TCyFramedTransport if self.server.framed else TCyBufferedTransport)(TSocket(sock=self.request))
-        self._protocol = TCyBinaryProtocol(transport)
-        self._processor = TProcessor(IDL.InferenceService, self)
+        protocol, processor = TCyBinaryProtocol(transport), TProcessor(IDL.InferenceService, self)
         if self.server.deaf and self.server.pings:
             self.server.ended.wait()
-            return
         try:
             while True:
-                self._answer()
-        except HangUpError as hangup:
-            if hangup.reset:
-                self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.request.close()
-        except Exception:  # the client went away
+                name, self._sequence, result, call = processor.process_in(protocol)
+                try:
+                    result.success = call()
+                except IDL.InferenceError as error:
+                    result.error = error
+                except TApplicationException as error:
+                    processor.send_exception(protocol, name, error, self._sequence)
+                    continue
+                processor.send_result(protocol, name, result, self._sequence)
+        except Exception:  # HangUpError, or the client went away
             pass
-
-    def _answer(self) -> None:
-        name, sequence, result, call = self._processor.process_in(self._protocol)
-        try:
-            result.success = call()
-        except IDL.InferenceError as error:
-            result.error = error
-        except TApplicationException as error:
-            self._processor.send_exception(self._protocol, name, error, sequence)
-            return
-        self._processor.send_result(self._protocol, name, result, sequence)
 
     def ping(self) -> None:
         self.server.pings += 1
@@ -116,12 +91,7 @@ class ToyConnection(socketserver.BaseRequestHandler):
     def infer_batch(self, params: Any) -> Any:
         self.server.uuids.append(params.uuid)
         self.server.call_sizes.append(1)
-        self.server.ended.wait(self.server.delay_s)
-        self.server.before_answer()
-        with self.server.whole:
-            if len(self.server.call_sizes) == self.server.freeze_at:
-                self.server.freeze_at = None
-                self.server.ended.wait(1.0)
+        self.server.before_answer(len(self.server.call_sizes))
         return self._result(params.data)
 
     def infer_many(self, params: list[Any], deadline_ms: int | None, *trace: str | None) -> list[Any]:
@@ -136,54 +106,44 @@ class ToyConnection(socketserver.BaseRequestHandler):
             return IDL.InferenceOutcome(error=error)
 
     def _result(self, data: bytes) -> Any:
-        word, _, label = data.partition(b":")
-        if word == b"ok":
-            return IDL.InferenceResult(label=label.decode(), score=0.5)
-        return getattr(self, f"_{word.decode()}")()
-
-    def _refuse(self) -> None:
-        raise IDL.InferenceError(code="overloaded", message="try later", retry_after_ms=5)
-
-    def _defect(self) -> None:
-        raise TApplicationException(TApplicationException.INTERNAL_ERROR, "a defect")
+        word, _, label = data.decode().partition(":")
+        if word == "refuse":
+            raise IDL.InferenceError(code="overloaded", message="try later", retry_after_ms=5)
+        if word == "defect":
+            raise TApplicationException(TApplicationException.INTERNAL_ERROR, "a defect")
+        if word != "ok":
+            getattr(self, f"_{word}")()
+        return IDL.InferenceResult(label=label, score=0.5)
 
     def _close(self) -> None:
         raise HangUpError
 
     def _reset(self) -> None:
-        raise HangUpError(reset=True)
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.request.close()
+        raise HangUpError
 
     def _stall(self) -> None:
-        self.server.on_stall()
-        self.server.ended.wait()
-
-    def _half(self) -> None:
-        """A part of a reply, and no more of it."""
-        self.request.sendall(struct.pack(">I", 0x80010000 | TMessageType.REPLY))
+        self.server.stalled.set()
         self.server.ended.wait()
 
     def _trickle(self) -> None:
         """A good reply that takes seconds: byte by byte, none of them late."""
-        buffer = TCyMemoryBuffer()
-        success = IDL.InferenceResult(label="late", score=0.5)
-        protocol = TCyBinaryProtocol(buffer)
-        protocol.write_message_begin("infer_batch", TMessageType.REPLY, int(self.server.uuids[-1][5:13], 16))
-        IDL.InferenceService.infer_batch_result(success=success).write(protocol)
-        for byte in bytes(buffer.getvalue()):
+        name = b"infer_batch"
+        head = struct.pack(">II", 0x80010000 | TMessageType.REPLY, len(name)) + name
+        for byte in head + struct.pack(">i", self._sequence) + b"\x0c\x00\x00\x00\x00":
             self.request.sendall(bytes([byte]))
             self.server.ended.wait(0.1)
         raise HangUpError
 
     def _kill(self) -> None:
-        """Kills the client process that sent this."""
         os.kill(self._client(), signal.SIGKILL)
 
-    def _pause(self) -> Any:
-        """A good answer; the client process that got the first one is stopped soon after, for two seconds."""
-        if not self.server.is_paused:
-            self.server.is_paused = True
+    def _pause(self) -> None:
+        """The client process that got the first such answer is stopped soon after, for two seconds."""
+        if not self.server.paused.is_set():
+            self.server.paused.set()
             threading.Thread(target=self._stop_for_a_while, args=(self._client(),)).start()
-        return IDL.InferenceResult(label="pause", score=0.5)
 
     def _stop_for_a_while(self, client: int) -> None:
         self.server.ended.wait(0.2)  # it has the answer by then, and nothing to do
@@ -198,25 +158,47 @@ class ToyConnection(socketserver.BaseRequestHandler):
 
 
 @contextmanager
-def toy_servers() -> Iterator[Serve]:
-    """Starts servers, which live as long as the context."""
-    servers: list[tuple[ToyServer, threading.Thread]] = []
-
-    def start(**options: Any) -> ToyServer:
-        server = ToyServer(**options)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        servers.append((server, thread))
-        return server
-
+def running(server: socketserver.BaseServer) -> Iterator[Any]:
+    """Serves for as long as the context lasts."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
     try:
-        yield start
+        yield server
     finally:
-        for server, thread in servers:
-            server.ended.set()
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        getattr(server, "ended", threading.Event()).set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def http_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[int]:
+    """The port of a server that answers path and body with a status and JSON, in two pieces."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, value = answer(self.path, body)
+            text = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("content-LENGTH", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text[:1])
+            self.wfile.write(text[1:])
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def do_OPTIONS(self) -> None:
+            self.do_POST()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
+        yield server.server_port
 
 
 PATIENT = """
@@ -231,8 +213,8 @@ sys.exit(main())
 
 def command(directory: Path, port: int, *more: object, is_patient: bool = False) -> list[str]:
     """A patient one sends its whole schedule, however late: a busy machine may be more than a second behind."""
-    fixed = ["--img_dir", directory, "--port", port, "--request_client", 2, "--timeout", WAIT]
-    program = ["-c", PATIENT] if is_patient else [str(SCRIPTS / "client_qps.py")]
+    fixed = ["--img_dir", directory, "--port", port, "--request_client", 2, "--timeout", WAIT, "--warmup", 0]
+    program = ["-c", PATIENT] if is_patient else [CLIENT_QPS]
     return [sys.executable, *program, *map(str, [*fixed, *more])]
 
 

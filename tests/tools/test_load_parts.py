@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from torchpipe_py import files
-from torchpipe_py.tools.load import compare, judge, run
+from torchpipe_py.idl import load_idl
+from torchpipe_py.tools.load import compare, judge, run, wire
 from torchpipe_py.tools.load.arrivals import (
-    LagMeter,
-    Pace,
     constant_times,
     cut,
     deal,
@@ -29,8 +28,9 @@ from torchpipe_py.tools.load.arrivals import (
     read_replay,
     rescale,
 )
+from torchpipe_py.tools.load.client import Answer, LagMeter
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
-from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Records, collect, shared_words
+from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Records, collect
 from torchpipe_py.tools.report import ToolError, write_json
 
 MS = 1_000_000
@@ -128,9 +128,42 @@ def test_refuses_a_call_that_is_never_due(rate: float, arrivals: str, tmp_path: 
 
 
 def test_records_of_a_run_of_days_take_no_memory_in_advance() -> None:
-    words = shared_words(2**40)
-    words[2**39] = 7
-    assert (words[0], words[2**39]) == (0, 7)
+    assert CallLog(2**38).rows.shape == (0, 6)
+
+
+# --- answers of a service
+
+
+REPLY = b"\x80\x01\x00\x02\x00\x00\x00\x0binfer_batch\x00\x00\x00\x07\x0c\x00\x00\x0b\x00\x01\x00\x00\x00\x01a\x00\x00"
+OVER_HTTP = b'HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{"label": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("speaks", "reply"),
+    [
+        (wire.ThriftWire(load_idl(), False, 1), REPLY),
+        (wire.ThriftWire(load_idl(), True, 1), len(REPLY).to_bytes(4, "big") + REPLY),
+        (wire.HttpWire("host", "/infer"), OVER_HTTP),
+    ],
+    ids=str,
+)
+def test_answers_in_pieces(speaks: Any, reply: bytes) -> None:
+    assert [speaks.answers(reply[:count], 7, 1) for count in range(len(reply))] == [None] * len(reply)
+    assert speaks.answers(reply, 7, 1) == [Answer("a")]
+
+
+@pytest.mark.parametrize(
+    ("speaks", "reply", "why"),
+    [
+        (wire.ThriftWire(load_idl(), False, 1), REPLY, "infer_batch number 7 in place of infer_batch number 8"),
+        (wire.ThriftWire(load_idl(), False, 2), REPLY, "in place of infer_many number 8"),
+        (wire.HttpWire("host", "/infer"), OVER_HTTP + b"more", "4 bytes after the answer"),
+        (wire.HttpWire("host", "/infer"), b"HTTP/1.1 200 OK\r\n\r\n", "no answer with a Content-Length"),
+    ],
+)
+def test_replies_to_something_else_are_refused(speaks: Any, reply: bytes, why: str) -> None:
+    with pytest.raises(wire.ReplyError, match=why):
+        speaks.answers(reply, 8, 1)
 
 
 # --- replay files
@@ -166,25 +199,7 @@ def test_replay_errors_name_file_and_line(text: str, column: str | None, why: st
         read_replay(path, column)
 
 
-# --- pace and late sends
-
-
-def test_open_loop_sends_late_calls_at_once_and_gives_up_in_the_end() -> None:
-    late = Pace([0, 5], 1, 2**62, lambda: False)  # it started long ago
-    turn = late.wait_next()
-    assert turn is not None
-    assert turn[0] == 1 < turn[1]
-    assert late.wait_next() is not None
-    assert late.wait_next() is None
-    assert Pace([0], 1, 5, lambda: False).wait_next() is None
-    assert Pace([2**61], 1, 2**62, lambda: True).wait_next() is None
-
-
-def test_closed_loop_ends_by_time() -> None:
-    assert Pace(None, 0, 5, lambda: False).wait_next() is None
-    turn = Pace(None, 0, None, lambda: False).wait_next()
-    assert turn is not None
-    assert turn[0] == turn[1]
+# --- late sends
 
 
 @pytest.mark.parametrize(
@@ -281,12 +296,11 @@ def test_summaries_are_in_milliseconds() -> None:
 
 
 def test_per_second_counts_images_where_they_belong() -> None:
-    logs, plans = [CallLog(3), CallLog(1)], make_plans(2, 2, 7, 1, 0)
-    logs[0].delay(100 * MS, 0)
-    logs[0].record(1200 * MS, SECOND + 1100 * MS, 2)  # due at -0.1 s of the second second, sent in it, done later
-    logs[0].record(100 * MS, SECOND + 1300 * MS, NO_REPLY)
-    logs[1].record(50 * MS, SECOND + 100 * MS, 1)
-    records = collect(logs, plans, start=SECOND)
+    logs = [CallLog(3), CallLog(1)]
+    logs[0].enter(0, 1200 * MS, SECOND + 1100 * MS, 2, 100 * MS, 0, 2)  # due 0.1 s before the start, done in second 1
+    logs[0].enter(0, 100 * MS, SECOND + 1300 * MS, NO_REPLY, 0, 0, 2)
+    logs[1].enter(0, 50 * MS, SECOND + 100 * MS, 1, 0, 0, 2)
+    records = collect(logs, start=SECOND)
     assert records.due.tolist() == [-100 * MS, 50 * MS, 1200 * MS]
     assert records.actual.tolist() == [1100 * MS, 50 * MS, 100 * MS]
     rows = judge.per_second(records, [4, 3])

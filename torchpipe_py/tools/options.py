@@ -228,7 +228,7 @@ def parse_load(arguments: Sequence[str], program: str) -> argparse.Namespace:
     """
     description = f"Load tester of the inference service. `{program} compare A.json B.json` compares two reports."
     parser = ArgumentParser(prog=program, description=description, epilog=_STATUSES, elsewhere=ELSEWHERE)
-    add_load_options(parser, clients="client processes")
+    add_load_options(parser, clients="clients, each with a connection")
     add, default = parser.add_argument, "; default %(default)s"
     port = at_least(1, 65535)
     add("--host", default="127.0.0.1", help="where the service is" + default)
