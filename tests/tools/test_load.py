@@ -161,16 +161,17 @@ def test_interrupt_reports_what_was_done(
     is_open: bool, ending: signal.Signals, serve: Serve, images: Images, tmp_path: Path
 ) -> None:
     server, path, times = serve(), tmp_path / "report.json", tmp_path / "times.txt"
-    times.write_text("0\n500\n")
+    times.write_text("0\n0\n500\n")
     options = (*ALONE, "--json", path, *(("--replay", times) if is_open else ("--total_number", 9)))
     arguments = command(images(a="ok:a", b="stall"), server.port, *options)
     with subprocess.Popen(arguments, stdout=-1, stderr=-1, text=True) as process:
-        eventually(lambda: server.uuids if is_open else server.stalled.is_set())
+        eventually(lambda: len(server.uuids) == 2)  # the first is answered and counted
         process.send_signal(ending)
         _, complaints = process.communicate(timeout=WAIT)
     assert (process.returncode, "Traceback" in complaints) == (130, False), complaints
     report = json.loads(path.read_text())
-    assert (report["interrupted"], report["valid"], report["images_ok"]) == (True, False, 1)
+    assert (report["interrupted"], report["valid"]) == (True, False)
+    assert report["images_ok"] in ((1, 2) if is_open else (1,))
 
 
 def test_clients_do_not_outlive_a_killed_parent(serve: Serve, images: Images) -> None:

@@ -28,9 +28,9 @@ from torchpipe_py.tools.load.arrivals import (
     read_replay,
     rescale,
 )
-from torchpipe_py.tools.load.client import Answer, LagMeter
+from torchpipe_py.tools.load.client import LagMeter
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
-from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Records, collect
+from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, collect
 from torchpipe_py.tools.report import ToolError, write_json
 
 MS = 1_000_000

@@ -20,11 +20,10 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.cores import usable_cores
-from torchpipe_py.errors import BackendError, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.load.arrivals import NS_PER_S, Load, Payload, Plan, deal
-from torchpipe_py.tools.load.records import NO_REPLY, CallLog, Outcome, Tally
+from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Outcome, Tally, error_name
 from torchpipe_py.tools.report import ToolError
 
 if TYPE_CHECKING:
@@ -37,30 +36,6 @@ _LOOK_S = 0.25
 _GRACE_S = 1.0
 _ROUNDING_S = 0.002  # more than epoll may add to a timeout
 _HEAD_START_NS = NS_PER_S // 10  # for all client processes to be awake when an open loop starts
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A result; ``label`` is None where it has none."""
-
-    label: str | None
-
-
-def error_name(error: Any) -> str:
-    """What an error is counted as: ``timeout``, its class, or its class and a detail: the code that a service
-    gave (``InferenceError:overloaded``), the kind of a Thrift error, the class of a defect's cause.
-    """
-    name = type(error).__name__
-    if isinstance(error, TorchpipeError):
-        defect = isinstance(error, BackendError) and error.__cause__ is not None
-        return f"{name}:{type(error.__cause__).__name__}" if defect else name
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    if name == "TApplicationException":
-        kinds = {value: kind.lower() for kind, value in vars(type(error)).items() if kind.isupper()}
-        return f"{name}:{kinds.get(error.type, error.type)}"
-    more = error.type if name == "TTransportException" else getattr(error, "code", None)
-    return name if more is None else f"{name}:{more}"
 
 
 class LagMeter:
@@ -288,10 +263,8 @@ class _ServiceClient(Client):
         return answers
 
     async def _connect(self) -> None:
-        from torchpipe_py.tools.load.wire import connect
-
         self.close()
-        self._connection = await connect(self._endpoint, self._endpoint.timeout)
+        self._connection = await self._endpoint.connect(self._endpoint.timeout)
 
 
 @dataclass(frozen=True)
@@ -423,8 +396,12 @@ class ClientProcesses:
             return
         began, cpu = time.perf_counter_ns(), time.process_time_ns()
         until = None if self._load.until is None else start + self._load.until
-        times = None if self._load.times is None else deal(self._load.times, len(self._load.plans))
-        work = asyncio.gather(*(client.work(times and times[client.plan.index], start, until) for client in clients))
+        due = (
+            [None] * len(self._load.plans)
+            if self._load.times is None
+            else deal(self._load.times, len(self._load.plans))
+        )
+        work = asyncio.gather(*(client.work(due[client.plan.index], start, until) for client in clients))
         loop.add_reader(channel.fileno(), work.cancel)
         with suppress(asyncio.CancelledError):
             if unsent := self._load.unsent(sum(await work)):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py.errors import first_line
+from torchpipe_py.errors import BackendError, TorchpipeError, first_line
 
 NO_REPLY = -1  # in place of the number of images with a result: the call ended without a reply
 
@@ -63,6 +63,30 @@ class CallLog:
     @property
     def images_ok(self) -> int:
         return int(np.maximum(self.rows[:, 2], 0).sum())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result; ``label`` is None where it has none."""
+
+    label: str | None
+
+
+def error_name(error: Any) -> str:
+    """What an error is counted as: ``timeout``, its class, or its class and a detail: the code that a service
+    gave (``InferenceError:overloaded``), the kind of a Thrift error, the class of a defect's cause.
+    """
+    name = type(error).__name__
+    if isinstance(error, TorchpipeError):
+        defect = isinstance(error, BackendError) and error.__cause__ is not None
+        return f"{name}:{type(error.__cause__).__name__}" if defect else name
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if name == "TApplicationException":
+        kinds = {value: kind.lower() for kind, value in vars(type(error)).items() if kind.isupper()}
+        return f"{name}:{kinds.get(error.type, error.type)}"
+    more = error.type if name == "TTransportException" else getattr(error, "code", None)
+    return name if more is None else f"{name}:{more}"
 
 
 @dataclass

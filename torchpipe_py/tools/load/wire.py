@@ -21,7 +21,7 @@ from thriftpy2.transport.framed import TCyFramedTransport
 from thriftpy2.transport.memory import TCyMemoryBuffer
 
 from torchpipe_py.errors import counted
-from torchpipe_py.tools.load.client import Answer, error_name
+from torchpipe_py.tools.load.records import Answer, error_name
 from torchpipe_py.tools.report import ToolError
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
@@ -171,6 +171,21 @@ class Endpoint:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
+    async def connect(self, patience: float) -> Connection:
+        """Connect; try again for ``patience`` seconds, with growing delays. Raises the last ``OSError``."""
+        loop = asyncio.get_running_loop()
+        deadline, delay = loop.time() + patience, _FIRST_DELAY_S
+        while True:
+            connecting = loop.create_connection(lambda: Connection(self), self.host, self.port)
+            try:
+                return (await asyncio.wait_for(connecting, self.timeout))[1]
+            except (OSError, asyncio.TimeoutError) as error:
+                if loop.time() + delay > deadline:
+                    number = getattr(error, "errno", None)
+                    raise OSError(number, os.strerror(number) if number else str(error) or "timed out") from error
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+
 
 class Connection(asyncio.Protocol):
     """One call at a time; after a call that raises only ``close`` is left."""
@@ -226,26 +241,10 @@ class Connection(asyncio.Protocol):
         self._fail(error or ConnectionClosed("closed by the server"))
 
 
-async def connect(endpoint: Endpoint, patience: float) -> Connection:
-    """Connect; try again for ``patience`` seconds, with growing delays. Raises the last ``OSError``."""
-    loop = asyncio.get_running_loop()
-    deadline, delay = loop.time() + patience, _FIRST_DELAY_S
-    while True:
-        connecting = loop.create_connection(lambda: Connection(endpoint), endpoint.host, endpoint.port)
-        try:
-            return (await asyncio.wait_for(connecting, endpoint.timeout))[1]
-        except (OSError, asyncio.TimeoutError) as error:
-            if loop.time() + delay > deadline:
-                number = getattr(error, "errno", None)
-                raise OSError(number, os.strerror(number) if number else str(error) or "timed out") from error
-        await asyncio.sleep(delay)
-        delay = min(2 * delay, _LONGEST_DELAY_S)
-
-
 async def probe(endpoint: Endpoint) -> None:
     """Connect and send the wire's probe; ``ToolError`` says in one line why the server cannot be tested."""
     try:
-        connection = await connect(endpoint, 0)
+        connection = await endpoint.connect(0)
     except OSError as error:
         hint = "start the service first, or say with --host and --port where it is"
         raise ToolError(f"cannot connect to {endpoint}: {error.strerror}; {hint}") from error
