@@ -13,7 +13,7 @@ from torch import nn
 from recipes.data import MEAN, STD, Normalise
 from recipes.models import check_classes, load_checkpoint, load_weights, make_model
 from torchpipe_py import parse_toml
-from torchpipe_py.backends.model.engine.half import half_model
+from torchpipe_py.backends.model.engine.precision import half_model
 from torchpipe_py.backends.model.onnx_graph import normalized_model
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.tools.export.config import ENGINE, Files, Transform, followed_by, model_node, to_toml

@@ -23,7 +23,7 @@ from torchpipe_py.backends.model.engine import build as engine_build
 from torchpipe_py.backends.model.engine.api import Messages
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine
 from torchpipe_py.backends.model.engine.cache import EngineCache
-from torchpipe_py.backends.model.engine.half import check_half, half_model
+from torchpipe_py.backends.model.engine.precision import check_half, half_model
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID, ModelFile

@@ -153,7 +153,7 @@ class MatDecoder:
         """
         encoded = encoded_bytes(data)
         header = self._check(data if isinstance(data, bytes) else encoded.data)
-        encoded = np.frombuffer(header.without_profiles(encoded.data), UINT8)
+        encoded = np.frombuffer(header.without_texts(encoded.data), UINT8)
         try:
             if header.memory <= SMALL:
                 mat = self._imdecode(encoded, self._flags)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torchpipe_py.errors import DecodeError, counted
 
@@ -29,8 +29,8 @@ class ImageHeader:
     def check(self, data: Bytes, max_pixels: int) -> None:
         """``DecodeError`` where what follows the beginning would take more to decode than the size says."""
 
-    def without_profiles(self, data: Bytes) -> Bytes:
-        """The file without what a decoder would write about on stderr."""
+    def without_texts(self, data: Bytes) -> Bytes:
+        """The file without what a decoder would inflate, or write about on stderr, and not use."""
         return data
 
 
@@ -126,41 +126,48 @@ def read_gif(data: Bytes) -> ImageHeader:
 
 # -- TIFF 6.0 --------------------------------------------------------------------------------------------------------
 
+TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+"""Byte orders, by the first 4 bytes."""
+
 _WIDTH, _HEIGHT, _BITS, _CHANNELS, _TILE_WIDTH, _TILE_HEIGHT = _TIFF_TAGS = 256, 257, 258, 277, 322, 323
 _TIFF_ENTRIES = 1024
 _TIFF_TILE = 4096
 """A side in pixels, above which a tile may not be larger than its image."""
 
 
-def read_tiff(data: Bytes) -> ImageHeader:
-    """The size of the first image."""
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(data[:4]))
-    if order is None:
-        raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
+def tiff_entries(data: Bytes, order: str, most: int = 2**16) -> Iterator[tuple[int, int, int, int]]:
+    """Tag, type, number of values and place of these, or of their address, of each entry of the first directory."""
     (directory,) = struct.unpack_from(order + "I", data, 4)
     (count,) = struct.unpack_from(order + "H", data, directory)
-    if count > _TIFF_ENTRIES:
-        raise DecodeError(f"TIFF: {count} tags, more than {_TIFF_ENTRIES}")
-    tags: dict[int, int] = {}
+    if count > most:
+        raise DecodeError(f"TIFF: {count} tags, more than {most}")
     for entry in range(directory + 2, directory + 2 + 12 * count, 12):
-        tag, kind, values = struct.unpack_from(order + "HHI", data, entry)
+        yield *struct.unpack_from(order + "HHI", data, entry), entry + 8
+
+
+def read_tiff(data: Bytes) -> ImageHeader:
+    """The size of the first image."""
+    order = TIFF_ORDERS.get(bytes(data[:4]))
+    if order is None:
+        raise DecodeError("TIFF: its first 4 bytes are not those of a TIFF of 32 bits")
+    tags: dict[int, int] = {}
+    for tag, kind, values, place in tiff_entries(data, order, _TIFF_ENTRIES):
         if tag not in _TIFF_TAGS:
             continue
         if tag in tags:
             raise DecodeError(f"TIFF: it has the tag {tag} twice")
         if kind not in (3, 4) or (values != 1 and tag != _BITS):
             raise DecodeError(f"TIFF: the tag {tag} holds {values} values of type {kind}")
-        place = entry + 8
         if values * (2 if kind == 3 else 4) > 4:  # the bits of each channel, elsewhere
             (place,) = struct.unpack_from(order + "I", data, place)
         numbers = struct.unpack_from(f"{order}{min(values, 8)}{'H' if kind == 3 else 'I'}", data, place)
         tags[tag] = max(numbers, default=0)
+    width, height, tile_w, tile_h = (tags.get(tag, 0) for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
     if _WIDTH not in tags or _HEIGHT not in tags or (_TILE_WIDTH in tags) != (_TILE_HEIGHT in tags):
         raise DecodeError("TIFF: it does not say its size, or not that of its tiles")
     channels, bits = tags.get(_CHANNELS, 1), tags.get(_BITS, 1)
     if channels > 4 or not 1 <= bits <= 64:
         raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
-    width, height, tile_w, tile_h = (tags.get(tag, 0) for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
     if tile_w > max(width, _TIFF_TILE) or tile_h > max(height, _TIFF_TILE):
         raise DecodeError(f"TIFF: tiles of {tile_w}x{tile_h} pixels for an image of {width}x{height}")
     return ImageHeader("tiff", width, height, channels, bits)
@@ -187,9 +194,6 @@ def read_pnm(data: Bytes) -> ImageHeader:
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 """By color type."""
 
-MAX_TEXT = 2**23
-"""Bytes that texts and the colour profile may grow to together. Nobody reads them, but libpng inflates each."""
-
 FREE_CHUNKS = 4096
 """However small: milliseconds' work. Beyond them a chunk has 512 bytes in the mean; encoders write 8 KiB and more."""
 
@@ -199,7 +203,6 @@ UNCHECKED = 2**20
 NOTE: it inflates all of them, also those after the last row.
 """
 
-_GROWTH = 1032  # of deflate, at the most
 _DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 _ANIMATED = {b"acTL", b"fcTL", b"fdAT"}
 _COMPRESSED = {b"iCCP", b"zTXt", b"iTXt"}
@@ -209,7 +212,7 @@ _IHDR = struct.Struct(">I4sIIBBBBB")
 
 
 class PngHeader(ImageHeader):
-    """The header of a PNG; after ``check`` also where its colour profiles are."""
+    """The header of a PNG; after ``check`` also where its compressed texts and colour profiles are."""
 
     def __init__(self, data: Bytes) -> None:
         """``DecodeError`` for what is not a PNG; what follows the header is not looked at."""
@@ -226,12 +229,11 @@ class PngHeader(ImageHeader):
                 f"PNG: color type {color} with {bits} bits, compressed by {method}, {filters}, {interlace}"
             )
         super().__init__("png", width, height, CHANNELS[color], bits)
-        self._profiles: list[Span] = []
+        self._texts: list[Span] = []
 
     def check(self, data: Bytes, max_pixels: int) -> None:
         """``DecodeError`` for a file that is animated, or holds more than its image."""
         image: list[Span] = []
-        texts: list[tuple[bytes, Span]] = []
         position, size = 33, len(data)
         most = FREE_CHUNKS + size // 512
         for _ in range(most):
@@ -245,9 +247,7 @@ class PngHeader(ImageHeader):
             if kind == b"IDAT":
                 image.append((start, start + length))
             elif kind in _COMPRESSED:
-                texts.append((kind, (start, start + length)))
-                if kind == b"iCCP":
-                    self._profiles.append((position, start + length + 4))
+                self._texts.append((position, start + length + 4))
             elif kind in _ANIMATED:
                 raise DecodeError("PNG: animated (APNG) files are not read; save one of the frames")
             elif not kind[0] & 0x20 and kind not in _CRITICAL:  # a capital first letter: it must be understood
@@ -259,70 +259,42 @@ class PngHeader(ImageHeader):
             raise DecodeError(f"PNG: more than {most} chunks in {size} bytes")
         if not image:
             raise DecodeError("PNG: it has no image data")
-        _check_texts(data, texts)
         row = 1 + (self.width * self.channels * self.bits + 7) // 8
         limit = 2 * row * self.height + 2**12  # interlaced, it is somewhat more than the rows
         if sum(end - start for start, end in image) > limit or _grows_beyond(data, image, limit):
             shown = f"{self.width}x{self.height} pixels of {self.channels}x{self.bits} bits"
             raise DecodeError(f"PNG: its image data grow to more than {shown}")
 
-    def without_profiles(self, data: Bytes) -> Bytes:
-        """The same file without colour profiles, which OpenCV does not use.
+    def without_texts(self, data: Bytes) -> Bytes:
+        """The same file without the chunks that libpng inflates and OpenCV does not use.
 
-        NOTE: the name of one is a client's text, line ends included, and libpng's warnings about it repeat the name on
-        stderr.
+        NOTE: a text of some kilobytes can grow to gigabytes, and the name of a profile is a client's text, line ends
+        included, which libpng's warnings about it repeat on stderr.
         """
-        if not self._profiles:
+        if not self._texts:
             return data
-        edges = [0, *(edge for span in self._profiles for edge in span), len(data)]
+        edges = [0, *(edge for span in self._texts for edge in span), len(data)]
         return b"".join([data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)])
 
 
-def _check_texts(data: Bytes, texts: Sequence[tuple[bytes, Span]]) -> None:
-    if sum(end - start for _, (start, end) in texts) * _GROWTH <= MAX_TEXT:
-        return
-    left = MAX_TEXT
-    for kind, (start, end) in texts:
-        content = bytes(data[start:end])
-        _, _, rest = content.partition(b"\0")  # the keyword
-        if kind == b"iTXt":
-            if rest[:1] != b"\1":
-                continue
-            rest = rest[2:].partition(b"\0")[2].partition(b"\0")[2]  # the language, the keyword in that
-        else:
-            rest = rest[1:]  # how it is compressed
-        left -= _inflated(zlib.decompressobj(), rest, left + 1)
-        if left < 0:
-            raise DecodeError(f"PNG: its texts and profiles grow to more than {MAX_TEXT} bytes")
-
-
 def _grows_beyond(data: Bytes, spans: Sequence[Span], limit: int) -> bool:
-    """Whether the zlib stream in these parts inflates to more than ``limit`` bytes.
+    """Whether the zlib stream in these parts inflates to more than ``limit`` bytes; a damaged one does not.
 
     The last ``UNCHECKED`` bytes are not inflated.
     """
     left = sum(end - start for start, end in spans) - UNCHECKED
     inflater, grown = zlib.decompressobj(), 0
-    for start, end in spans:
-        while start < end:
-            if left <= 0 or inflater.eof:
-                return False
-            piece = min(2**16, end - start)
-            grown += _inflated(inflater, data[start : start + piece], limit + 1 - grown)
-            if grown > limit:
-                return True
-            start += piece
-            left -= piece
+    pieces = (data[at : min(at + 2**16, end)] for start, end in spans for at in range(start, end, 2**16))
+    for piece in pieces:
+        if left <= 0 or inflater.eof:
+            return False
+        left -= len(piece)
+        try:
+            while piece:
+                grown += len(inflater.decompress(piece, min(2**20, limit + 1 - grown)))
+                if grown > limit:
+                    return True
+                piece = inflater.unconsumed_tail
+        except zlib.error:
+            return False
     return False
-
-
-def _inflated(inflater: zlib._Decompress, content: Bytes, limit: int) -> int:
-    """How many bytes ``content`` grows to, ``limit`` at most; damaged ones to none."""
-    grown = 0
-    try:
-        while content and grown < limit:
-            grown += len(inflater.decompress(content, min(2**20, limit - grown)))
-            content = inflater.unconsumed_tail
-    except zlib.error:
-        pass
-    return grown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -120,12 +119,8 @@ def crop_box(item: Data, height: int, width: int) -> Placement:
     ``InvalidRequest`` for a box that is missing, is not four finite numbers, or leaves no pixel.
     """
     where = _image(height, width)
-    values = _box_values(item, f"[left, top, right, bottom] to crop {where} to")
-    if not _are_numbers(values, 4):
-        raise InvalidRequest(
-            f"{TASK_BOX_KEY} must hold 4 numbers, left, top, right, bottom, got {shown(values)} for {where}"
-        )
-    numbers = [round(float(value)) for value in values]
+    purpose = f"[left, top, right, bottom] to crop {where} to"
+    numbers = [round(value) for value in _box(item, (4,), purpose, "4 numbers, left, top, right, bottom", where)]
     left, right = (min(max(x, 0), width) for x in numbers[::2])
     top, bottom = (min(max(y, 0), height) for y in numbers[1::2])
     if left >= right or top >= bottom:
@@ -162,12 +157,7 @@ def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, i
     ``InvalidRequest`` for a box that is missing, or that no image of ``height`` × ``width`` pixels can be warped by.
     """
     where, wanted = _image(height, width), "[[x, y], …], top left, top right, bottom right, bottom left"
-    values = _box_values(item, f"{wanted}, to warp {where} by")
-    good = isinstance(values, (list, tuple)) and len(values) == 4
-    plain = [_plain(value) for value in values] if good else []
-    if not good or not all(_are_numbers(point, 2) for point in plain):
-        raise InvalidRequest(f"{TASK_BOX_KEY} must hold {wanted}, got {shown(values)} for {where}")
-    points = [[float(number) for number in point] for point in plain]
+    points = _box(item, (4, 2), f"{wanted}, to warp {where} by", wanted, where)
     top, right, bottom, left = (math.dist(points[corner], points[(corner + 1) % 4]) for corner in range(4))
     if max(top, right, bottom, left) > MAX_SIDE:
         raise InvalidRequest(f"{TASK_BOX_KEY} {points} has an edge longer than {MAX_SIDE} pixels, for {where}")
@@ -196,18 +186,22 @@ def _is_convex(corners: np.ndarray) -> bool:
 # -- values of a dict -------------------------------------------------------------------------------------------------
 
 
-def _box_values(item: Data, wanted: str) -> Any:
-    """The dict's ``box`` without NumPy or PyTorch around it; ``InvalidRequest`` where there is none.
+def _box(item: Data, shape: tuple[int, ...], purpose: str, wanted: str, where: str) -> Any:
+    """The dict's ``box`` as lists of floats; ``InvalidRequest`` unless it holds finite numbers in this ``shape``.
 
     A leading dimension of 1, that of a batch, is left out: the Open Inference Protocol has no inputs without one.
     """
-    if item.get(TASK_BOX_KEY) is None:
-        raise InvalidRequest(f"the dict has no {TASK_BOX_KEY!r} = {wanted}")
-    values = _plain(item[TASK_BOX_KEY])
-    if isinstance(values, (list, tuple)) and len(values) == 1:
-        first = _plain(values[0])
-        return first if isinstance(first, (list, tuple)) else values
-    return values
+    value = _plain(item.get(TASK_BOX_KEY))
+    if value is None:
+        raise InvalidRequest(f"the dict has no {TASK_BOX_KEY!r} = {purpose}")
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError):  # lists of different lengths, a tensor on a GPU
+        array = np.empty(0)
+    array = array[0] if array.shape[:1] == (1,) else array
+    if array.shape != shape or array.dtype.kind not in "biuf" or not np.isfinite(array).all():
+        raise InvalidRequest(f"{TASK_BOX_KEY} must hold {wanted}, got {shown(value)} for {where}")
+    return array.astype(np.float64).tolist()
 
 
 def _plain(value: Any) -> Any:
@@ -215,17 +209,6 @@ def _plain(value: Any) -> Any:
     if not hasattr(value, "tolist") or math.prod(getattr(value, "shape", ())) > 8:
         return value
     return value.tolist()
-
-
-def _are_numbers(values: Any, count: int) -> bool:
-    """Whether it is a list of ``count`` numbers that are finite as floats."""
-    return isinstance(values, (list, tuple)) and len(values) == count and all(map(_is_finite, values))
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, int):
-        return abs(value) <= sys.float_info.max  # isfinite raises for a larger one
-    return isinstance(value, (float, np.number)) and math.isfinite(value)
 
 
 def _image(height: int, width: int) -> str:

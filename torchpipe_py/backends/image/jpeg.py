@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from torchpipe_py.backends.image.formats import Bytes, ImageHeader
+from torchpipe_py.backends.image.formats import TIFF_ORDERS, Bytes, ImageHeader, tiff_entries
 from torchpipe_py.errors import BackendUnavailable, DecodeError
 
 MAX_SCANS = 32
@@ -144,16 +144,11 @@ class JpegHeader(ImageHeader):
         """The EXIF orientation 1..8; 1, as stored, where there is none or it makes no sense."""
         start, end = self._exif
         segment = bytes(data[start:end])
-        order = {b"II*\0": "<", b"MM\0*": ">"}.get(segment[:4])
-        if order is None:
-            return 1
+        order = TIFF_ORDERS.get(segment[:4], "")
         try:
-            (directory,) = struct.unpack_from(order + "I", segment, 4)
-            (count,) = struct.unpack_from(order + "H", segment, directory)
-            for entry in range(directory + 2, directory + 2 + 12 * count, 12):
-                tag, kind, values = struct.unpack_from(order + "HHI", segment, entry)
+            for tag, kind, values, place in tiff_entries(segment, order) if order else ():
                 if tag == ORIENTATION:
-                    (value,) = struct.unpack_from(order + {3: "H", 4: "I"}[kind], segment, entry + 8)
+                    (value,) = struct.unpack_from(order + {3: "H", 4: "I"}[kind], segment, place)
                     return value if values == 1 and 1 <= value <= 8 else 1
         except (struct.error, KeyError):
             pass  # as OpenCV does: damaged metadata, but a good image

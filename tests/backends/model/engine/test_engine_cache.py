@@ -26,7 +26,7 @@ from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build as engine_build
 from torchpipe_py.backends.model.engine.api import MODULES, load_tensorrt
 from torchpipe_py.backends.model.engine.build import EngineCache, EngineSpec, cached_engine
-from torchpipe_py.backends.model.engine.half import half_model
+from torchpipe_py.backends.model.engine.precision import half_model
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.encryption.model_file import ModelFile
 

@@ -19,8 +19,7 @@ from torchpipe_py import BackendUnavailable, ConfigError
 from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, new_engine
-from torchpipe_py.backends.model.engine.half import check_half, half_model
-from torchpipe_py.backends.model.engine.precision import multiplying_layers
+from torchpipe_py.backends.model.engine.precision import check_half, half_model, multiplying_layers
 from torchpipe_py.encryption.model_file import UNSAID
 
 Kind = enum.Enum("Kind", "CONVOLUTION DECONVOLUTION MATRIX_MULTIPLY QUANTIZE ACTIVATION")

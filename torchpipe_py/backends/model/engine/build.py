@@ -25,8 +25,14 @@ from torchpipe_py.backends.model.engine.api import (
     set_precision,
 )
 from torchpipe_py.backends.model.engine.cache import EngineCache
-from torchpipe_py.backends.model.engine.half import check_half, half_model, is_quantised
-from torchpipe_py.backends.model.engine.precision import check_precision, is_ignored, multiplying_layers
+from torchpipe_py.backends.model.engine.precision import (
+    check_half,
+    check_precision,
+    half_model,
+    is_ignored,
+    is_quantised,
+    multiplying_layers,
+)
 from torchpipe_py.backends.model.onnx_graph import node_name
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.encryption.cipher import Cipher
