@@ -17,9 +17,9 @@ from torchpipe_py.backends import cuda
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.model import cuda_model
 from torchpipe_py.backends.model.check import to_bounds
-from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec, Shapes, finish_of
+from torchpipe_py.backends.model.cuda_model import CudaModel, Shapes, StagedInput, finish_of
+from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.postprocess import Cpu, Postprocessor, SoftmaxMax
-from torchpipe_py.backends.model.staging import StagedInput
 from torchpipe_py.backends.params import Param
 from torchpipe_py.values import to_str
 

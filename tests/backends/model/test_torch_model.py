@@ -18,7 +18,8 @@ from encrypted import encrypt
 from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
-from torchpipe_py.backends.model.cuda_model import InputSpec, batch_sizes
+from torchpipe_py.backends.model.cuda_model import batch_sizes
+from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.torch_model import load_module
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.plan.build import plan_pipeline

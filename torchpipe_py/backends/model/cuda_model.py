@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,9 @@ import numpy as np
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import Guard
 from torchpipe_py.backends.model.check import Layout
-from torchpipe_py.backends.model.inputs import by_shapes, check_numbers, fits, looks_like_mat, request_values, to_numpy
+from torchpipe_py.backends.model.inputs import InputSpec, is_mat, request_values, to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
-from torchpipe_py.backends.model.staging import StagedInput, is_mat
-from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, counted
-from torchpipe_py.keys import TASK_ERROR_KEY
-
-Dims = tuple[int | None, ...]
-"""A shape without the batch; ``None``: any size."""
 
 Infer = Callable[[list[Any]], list[Any]]
 """From input tensors N×… to output tensors, enqueued on the current stream."""
@@ -39,59 +32,135 @@ MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
 _capturing = threading.Lock()
 
 
-@dataclass(frozen=True)
-class InputSpec:
-    """What a model says of one input; ``dims`` is ``None`` where it says nothing."""
+MAT = "mat"
 
-    name: str
-    dtype: Any
-    dims: Dims | None = None
 
-    def row_shape(self, value: Any) -> tuple[int, ...]:
-        """Shape without the batch of one request's value; ``InvalidRequest`` where it does not fit."""
-        shape = self._row_shape(value)
-        dims = self.dims
-        if dims is not None and not fits(shape, dims):
-            raise InvalidRequest(f"input {self.name!r} takes {shown_dims((1, *dims))}, got {shown_dims(value.shape)}")
-        if not self.dtype.is_floating_point and value.dtype != self.dtype:
-            self._check_integers(value)
-        return shape
+def row_tensor(value: Any, shape: tuple[int, ...]) -> Any:
+    """One request's value, a Mat, array or tensor, as a tensor of ``shape``, which has no batch dimension."""
+    import torch
 
-    def _check_integers(self, value: Any) -> None:
-        """``InvalidRequest`` for numbers that are none of this input's integers."""
-        dtype = np.dtype(str(self.dtype).removeprefix("torch."))
+    if len(shape) == 3 and (is_mat(value) or _is_turned(value, shape)):
+        value = value.reshape(*shape[1:], shape[0]).transpose(2, 0, 1)  # not -1: there may be no pixel
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value.copy())  # in one piece, and writable
+    return value.detach().reshape(shape)
+
+
+def _is_turned(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value that is to have this shape is a Mat of another dtype than ``uint8``."""
+    return isinstance(value, np.ndarray) and value.ndim == 3 and value.shape != shape
+
+
+class StagedInput:
+    """One input's buffer on the GPU, max×…, filled from the values of a batch: Mats, arrays or tensors."""
+
+    def __init__(self, buffer: Any) -> None:
+        import torch
+
+        self.buffer = buffer
+        self._torch: Any = torch
+        self._row = tuple(buffer.shape[1:])
+        self._staging: dict[Any, Staging] = {}
+
+    def gather(self, values: list[Any]) -> Staging | None:
+        """Bring the values together; what still has to be copied to the buffer, or ``None`` if that is enqueued."""
+        kinds = {self._kind(value) for value in values}
+        if len(kinds) > 1:
+            for index, value in enumerate(values):
+                self.buffer[index].copy_(row_tensor(value, self._row))
+            return None
+        (kind,) = kinds
+        if kind == MAT:
+            staging = self.mat_staging()
+            staging.gather_mats(values)
+        elif kind[0] == "cuda":
+            self._concatenate(values, kind[1])
+            return None
+        else:
+            staging = self._staging_of(kind[1])
+            staging.gather([as_numpy(row_tensor(value, self._row)) for value in values])
+        return staging
+
+    def mat_staging(self) -> Staging:
+        """Where Mats are gathered, N×H×W×C."""
+        if MAT not in self._staging:
+            channels, height, width = self._row
+            shape = (len(self.buffer), height, width, channels)
+            pinned = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True)
+            self._staging[MAT] = Staging(self.buffer, pinned, True)
+        return self._staging[MAT]
+
+    def takes_images(self) -> bool:
+        """Whether Mats are likely values: one, three or four channels."""
+        return len(self._row) == 3 and self._row[0] in (1, 3, 4)
+
+    def _kind(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            check_numbers(value, dtype, self.name)
-        elif value.is_floating_point():
-            raise InvalidRequest(f"input {self.name!r} takes {dtype}, got {str(value.dtype).removeprefix('torch.')}")
-        elif not value.is_cuda:  # to look at those on a GPU is to wait for it
-            check_numbers(value.numpy(), dtype, self.name)
+            if len(self._row) == 3 and is_mat(value):
+                return MAT
+            return ("cpu", self._torch.from_numpy(np.empty(0, value.dtype)).dtype)
+        return ("cuda" if value.is_cuda else "cpu", value.dtype)
 
-    def _row_shape(self, value: Any) -> tuple[int, ...]:
-        if is_mat(value) and (self.dims is None or len(self.dims) == 3):
-            shape = value.shape
-            return (shape[2], shape[0], shape[1]) if len(shape) == 3 else (1, *shape)
-        if isinstance(value, np.ndarray) and value.ndim == 2 and self.dims is not None and len(self.dims) == 3:
-            return (1, *value.shape)  # a Mat of one channel
-        if isinstance(value, np.ndarray) and value.ndim == 3 and looks_like_mat(value):
-            if self.dims is None or self.dims[0] is None:
-                raise InvalidRequest(
-                    f"input {self.name!r} takes a Tensor or a Mat of uint8, got {'x'.join(map(str, value.shape))} of "
-                    f"{value.dtype}, which may be a Mat; Mat2Tensor makes a Tensor of it"
-                )
-            if len(self.dims) == 3 and value.shape[2] == self.dims[0]:
-                return value.shape[2], value.shape[0], value.shape[1]
-        try:
-            shape = tuple(value.shape)
-        except AttributeError:
-            raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
-        if len(shape) == (3 if self.dims is None else len(self.dims)):
-            return shape  # C×H×W is taken as 1×C×H×W
-        if self.dims is None and len(shape) == 1 and shape[0] > 1:
-            return shape  # a vector; of one number, it is an item without dimensions
-        if not shape or shape[0] != 1:
-            raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {shown_dims(shape)}")
-        return shape[1:]
+    def _concatenate(self, values: list[Any], dtype: Any) -> None:
+        buffer = self.buffer[: len(values)]
+        rows = [value.detach() if value.requires_grad else value for value in values]
+        rows = [row if row.ndim > len(self._row) else row[None] for row in rows]
+        rows = [row if row.device == buffer.device else row.to(buffer.device) for row in rows]
+        if dtype == buffer.dtype:
+            self._torch.cat(rows, out=buffer)
+        else:
+            buffer.copy_(self._torch.cat(rows))
+
+    def _staging_of(self, dtype: Any) -> Staging:
+        if dtype not in self._staging:
+            pinned = self._torch.empty(self.buffer.shape, dtype=dtype, pin_memory=True)
+            self._staging[dtype] = Staging(self.buffer, pinned, False)
+        return self._staging[dtype]
+
+
+class Staging:
+    """Rows gathered in pinned memory; copied to the GPU as they are, and converted and laid out there."""
+
+    def __init__(self, buffer: Any, pinned: Any, channels_last: bool) -> None:
+        import cv2
+        import torch
+
+        self._stack: Any = cv2.vconcat
+        self._rows = as_numpy(pinned)
+        self._pinned, self._buffer = pinned, buffer
+        direct = pinned.dtype == buffer.dtype and not channels_last
+        self._device = buffer if direct else torch.empty(pinned.shape, dtype=pinned.dtype, device=buffer.device)
+        self._source = None if direct else self._device.permute(0, 3, 1, 2) if channels_last else self._device
+
+    def gather(self, arrays: list[np.ndarray]) -> None:
+        """Copy arrays of one row each."""
+        for row, array in zip(self._rows, arrays, strict=False):
+            np.copyto(row, array.reshape(row.shape))
+
+    def gather_mats(self, mats: list[np.ndarray]) -> None:
+        """Copy Mats of one size."""
+        _, height, width, channels = self._rows.shape
+        if channels == 1 or len(mats) == 1:
+            self.gather(mats)
+            return
+        # One call for all of them: NumPy would give up the GIL, and queue for it again, for each.
+        target = self._rows[: len(mats)].reshape(len(mats) * height, width, channels)
+        if self._stack(mats, target) is not target:
+            self.gather(mats)  # OpenCV has put them elsewhere
+
+    def enqueue(self, size: int) -> None:
+        """Enqueue the copy of ``size`` rows."""
+        self._device[:size].copy_(self._pinned[:size], non_blocking=True)
+        if self._source is not None:
+            self._buffer[:size].copy_(self._source[:size])
+
+
+def as_numpy(tensor: Any) -> np.ndarray:
+    """A CPU tensor's memory as an array; of 16-bit integers for bfloat16, which NumPy has not."""
+    import torch
+
+    array: np.ndarray = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
 
 
 class GraphedNetwork:
@@ -255,25 +324,8 @@ class CudaModel(ModelBackend):
         ]
         return [to_numpy(output) for output in self.enqueue(tensors)]
 
-    def forward(self, items: list[Data]) -> None:
-        for shapes, members, rows in by_shapes(items, self._read):
-            try:
-                self.check_batches(shapes)
-                self.run_group(shapes, members, rows)
-            except InvalidRequest as error:
-                if len(members) > self.min():
-                    raise  # each alone may be of a size that the model takes
-                for item in members:
-                    item[TASK_ERROR_KEY] = error
-
-    def _read(self, item: Data) -> tuple[Shapes, list[Any]]:
+    def read(self, item: Data) -> tuple[Shapes, list[Any]]:
         row = request_values(item, self.inputs)
-        shapes = self._shapes(row)
-        self.check_shapes(shapes)
-        return shapes, row
-
-    def _shapes(self, row: list[Any]) -> Shapes:
-        """The shape of each input of one request, without batch; ``InvalidRequest`` where they do not fit."""
         specs = self._specs_of.get(len(row))
         if specs is None:
             if len(row) > MAX_INPUTS:
@@ -282,12 +334,9 @@ class CudaModel(ModelBackend):
             if len(specs) != len(row):
                 raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")
             self._specs_of[len(row)] = specs
-        if len(row) == 1:
-            return (specs[0].row_shape(row[0]),)
-        return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)])
+        return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)]), row
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
-        """Run requests whose inputs have the same ``shapes``; ``rows`` holds the inputs of each."""
         count = len(items)
         size = self.size_for(count, shapes)
         outputs = self._network(shapes).run(rows, size)

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.image.mat import UINT8
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.errors import InvalidRequest, counted, nearest, shown
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
-
-Shapes = TypeVar("Shapes")
-
-
-def by_shapes(
-    items: Sequence[Data], read: Callable[[Data], tuple[Shapes, list[Any]]]
-) -> list[tuple[Shapes, list[Data], list[list[Any]]]]:
-    """The items whose inputs have the same shapes, with their inputs, as ``read`` gives both.
-
-    An ``InvalidRequest`` of ``read`` is the outcome of its item, which is in no group then.
-    """
-    groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
-    for item in items:
-        try:
-            shapes, row = read(item)
-        except InvalidRequest as error:
-            item[TASK_ERROR_KEY] = error
-            continue
-        group = groups.get(shapes)
-        if group is None:
-            group = groups[shapes] = [], []
-        group[0].append(item)
-        group[1].append(row)
-    return [(shapes, members, rows) for shapes, (members, rows) in groups.items()]
+from torchpipe_py.keys import TASK_DATA_KEY
 
 
 def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
@@ -191,3 +169,68 @@ def to_numpy(tensor: Any) -> np.ndarray:
     except TypeError:  # bfloat16
         array = tensor.float().numpy()
     return array
+
+
+# -- for a GPU --------------------------------------------------------------------------------------------------------
+
+
+def is_mat(value: Any) -> bool:
+    """Whether ``value`` is a Mat: an array H×W or H×W×C, ``uint8``."""
+    if not isinstance(value, np.ndarray) or value.ndim not in (2, 3):
+        return False
+    return value.dtype is UINT8 or value.dtype == UINT8  # an unpickled dtype is another object
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a model says of one input; ``dims`` have no batch, and are ``None`` where it says nothing."""
+
+    name: str
+    dtype: Any
+    dims: tuple[int | None, ...] | None = None
+
+    def row_shape(self, value: Any) -> tuple[int, ...]:
+        """Shape without the batch of one request's value; ``InvalidRequest`` where it does not fit."""
+        shape = self._row_shape(value)
+        dims = self.dims
+        if dims is not None and not fits(shape, dims):
+            raise InvalidRequest(f"input {self.name!r} takes {shown_dims((1, *dims))}, got {shown_dims(value.shape)}")
+        if not self.dtype.is_floating_point and value.dtype != self.dtype:
+            self._check_integers(value)
+        return shape
+
+    def _check_integers(self, value: Any) -> None:
+        """``InvalidRequest`` for numbers that are none of this input's integers."""
+        dtype = np.dtype(str(self.dtype).removeprefix("torch."))
+        if isinstance(value, np.ndarray):
+            check_numbers(value, dtype, self.name)
+        elif value.is_floating_point():
+            raise InvalidRequest(f"input {self.name!r} takes {dtype}, got {str(value.dtype).removeprefix('torch.')}")
+        elif not value.is_cuda:  # to look at those on a GPU is to wait for it
+            check_numbers(value.numpy(), dtype, self.name)
+
+    def _row_shape(self, value: Any) -> tuple[int, ...]:
+        if is_mat(value) and (self.dims is None or len(self.dims) == 3):
+            shape = value.shape
+            return (shape[2], shape[0], shape[1]) if len(shape) == 3 else (1, *shape)
+        if isinstance(value, np.ndarray) and value.ndim == 2 and self.dims is not None and len(self.dims) == 3:
+            return (1, *value.shape)  # a Mat of one channel
+        if isinstance(value, np.ndarray) and value.ndim == 3 and looks_like_mat(value):
+            if self.dims is None or self.dims[0] is None:
+                raise InvalidRequest(
+                    f"input {self.name!r} takes a Tensor or a Mat of uint8, got {'x'.join(map(str, value.shape))} of "
+                    f"{value.dtype}, which may be a Mat; Mat2Tensor makes a Tensor of it"
+                )
+            if len(self.dims) == 3 and value.shape[2] == self.dims[0]:
+                return value.shape[2], value.shape[0], value.shape[1]
+        try:
+            shape = tuple(value.shape)
+        except AttributeError:
+            raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got {type(value).__name__}") from None
+        if len(shape) == (3 if self.dims is None else len(self.dims)):
+            return shape  # C×H×W is taken as 1×C×H×W
+        if self.dims is None and len(shape) == 1 and shape[0] > 1:
+            return shape  # a vector; of one number, it is an item without dimensions
+        if not shape or shape[0] != 1:
+            raise InvalidRequest(f"input {self.name!r} takes one item, 1x…, got {shown_dims(shape)}")
+        return shape[1:]

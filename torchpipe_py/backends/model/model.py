@@ -38,7 +38,7 @@ from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, Tensor
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import ConfigError, InvalidRequest, counted
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_float, to_floats, to_int, to_str
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -198,6 +198,36 @@ class ModelBackend(Backend):
 
     def min(self) -> int:
         return int(min(self.min_batch.batches()))
+
+    def forward(self, items: list[Data]) -> None:
+        groups: dict[Shapes, tuple[list[Data], list[list[Any]]]] = {}
+        for item in items:
+            try:
+                shapes, row = self.read(item)
+                self.check_shapes(shapes)
+            except InvalidRequest as error:
+                item[TASK_ERROR_KEY] = error
+                continue
+            members, rows = groups.setdefault(shapes, ([], []))
+            members.append(item)
+            rows.append(row)
+        for shapes, (members, rows) in groups.items():
+            try:
+                self.check_batches(shapes)
+                self.run_group(shapes, members, rows)
+            except InvalidRequest as error:
+                if len(members) > self.min():
+                    raise  # each alone may be of a size that the model takes
+                for item in members:
+                    item[TASK_ERROR_KEY] = error
+
+    def read(self, item: Data) -> tuple[Shapes, list[Any]]:
+        """The inputs of one request, and the shape of each, without batch; ``InvalidRequest`` where they do not fit."""
+        raise NotImplementedError(type(self).__name__)
+
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
+        """Run requests whose inputs have the same ``shapes``; ``rows`` holds the inputs of each."""
+        raise NotImplementedError(type(self).__name__)
 
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
         """Spread a batch's outputs, laid out as ``layout`` says, over its items."""

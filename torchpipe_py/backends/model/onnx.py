@@ -10,7 +10,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with_batch
-from torchpipe_py.backends.model.inputs import as_array, as_tensor_array, by_shapes, request_values, tensor_to_numpy
+from torchpipe_py.backends.model.inputs import as_array, as_tensor_array, request_values, tensor_to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
 from torchpipe_py.backends.params import Param
@@ -86,11 +86,6 @@ class OnnxTensor(ModelBackend):
             self.check_batches(shapes, self.max())
             self.config.shared.get((self._session, "warm"), lambda: self._warm_up(shapes))
 
-    def forward(self, items: list[Data]) -> None:
-        for shapes, members, rows in by_shapes(items, self._read):
-            self.check_batches(shapes)
-            self._run(members, rows)
-
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
         try:
@@ -111,21 +106,16 @@ class OnnxTensor(ModelBackend):
     def _is_on_device(self) -> bool:
         return any(name in _ON_DEVICE for name in self._session.get_providers())
 
-    def _read(self, item: Data) -> tuple[Shapes, list[np.ndarray]]:
-        """The inputs of a request as arrays 1×…, and their shapes; ``InvalidRequest`` where they do not fit."""
+    def read(self, item: Data) -> tuple[Shapes, list[np.ndarray]]:
+        """Arrays 1×…, and their shapes."""
         if self._only is not None and hasattr(data := item[TASK_DATA_KEY], "dtype"):  # most requests of most models
             array = self._only.array(data)
-            shapes: Shapes = (array.shape[1:],)
-            self.check_shapes(shapes)
-            return shapes, [array]
+            return (array.shape[1:],), [array]
         values = request_values(item, self.inputs)
         arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
-        shapes = tuple([array.shape[1:] for array in arrays])
-        self.check_shapes(shapes)
-        return shapes, arrays
+        return tuple([array.shape[1:] for array in arrays]), arrays
 
-    def _run(self, items: list[Data], rows: list[list[np.ndarray]]) -> None:
-        """One batch of items whose inputs have the same shapes."""
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
         columns = zip(self._inputs, zip(*rows, strict=True), strict=True)
         arrays = self.run_on_host([given.stack(column) for given, column in columns])
         self.layout.check(arrays, self.output_names, len(items))

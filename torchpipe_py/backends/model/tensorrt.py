@@ -9,7 +9,7 @@ from typing import Any
 from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.backends.cuda import on_stream
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED
-from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.model.cuda_model import CudaModel
 from torchpipe_py.backends.model.engine.api import (
     context_memory,
     is_lean,
@@ -19,6 +19,7 @@ from torchpipe_py.backends.model.engine.api import (
     profile_range,
 )
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, load_engine
+from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.model import Shapes
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.backends.params import Param
@@ -27,6 +28,8 @@ from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.files import ENGINE, ONNX
 from torchpipe_py.values import to_bool, to_int, to_str, to_strings
+
+_DTYPES = ("float32", "float16", "int8", "int32", "bool", "uint8", "int64", "bfloat16")  # both have them, or not all
 
 
 @on_stream
@@ -69,18 +72,6 @@ class TensorrtTensor(CudaModel):
             )
         key = ("engine", str(self.guard.device), *self.params.items())
         self._engine = self.config.shared.get(key, self._load)
-        self._types = {
-            self._trt.float32: self._torch.float32,
-            self._trt.float16: self._torch.float16,
-            self._trt.int8: self._torch.int8,
-            self._trt.int32: self._torch.int32,
-            self._trt.bool: self._torch.bool,
-            **{
-                getattr(self._trt, name): getattr(self._torch, dtype)
-                for name, dtype in (("uint8", "uint8"), ("int64", "int64"), ("bfloat16", "bfloat16"))
-                if hasattr(self._trt, name)
-            },
-        }
         self._read_engine()
         self._contexts: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._scratch: Any = None
@@ -164,9 +155,10 @@ class TensorrtTensor(CudaModel):
 
     def _type(self, name: str) -> Any:
         dtype = self._engine.get_tensor_dtype(name)
-        if dtype not in self._types:
+        kind = next((kind for kind in _DTYPES if getattr(self._trt, kind, None) == dtype), None)
+        if kind is None:
             raise ConfigError(f"model {self.model}: tensor {name!r} is a {dtype}, which PyTorch has no type for")
-        return self._types[dtype]
+        return getattr(self._torch, kind)
 
     def size_for(self, count: int, shapes: Shapes) -> int:
         for size in self._sizes:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import on_stream
 from torchpipe_py.backends.model.check import BFLOAT16, EXACT, HALF, TF32
-from torchpipe_py.backends.model.cuda_model import CudaModel, InputSpec
+from torchpipe_py.backends.model.cuda_model import CudaModel, row_tensor
+from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.model import Shapes
-from torchpipe_py.backends.model.staging import row_tensor
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile

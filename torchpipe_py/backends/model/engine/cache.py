@@ -95,7 +95,11 @@ class EngineCache:
         self._write(self.timing_path, content)
 
     def _read(self, path: Path) -> bytes:
-        content = read_kept(path)
+        """What ``_write`` wrote; ``ConfigError`` where other users of this machine could have written it."""
+        with open(path, "rb") as file:
+            # Of the file that is open, not of the name: that may be another one by now.
+            _check(path, path.parent.stat(), os.fstat(file.fileno()))
+            content = file.read()
         if self._cipher is not None:
             return self._cipher.decrypt(content)
         if content.startswith(ENCRYPTED):
@@ -103,23 +107,11 @@ class EngineCache:
         return content
 
     def _write(self, path: Path, content: bytes) -> None:
-        write_kept(path, content if self._cipher is None else self._cipher.encrypt(content))
-
-
-def read_kept(path: Path) -> bytes:
-    """What ``write_kept`` wrote; ``ConfigError`` where other users of this machine could have written it."""
-    with open(path, "rb") as file:
-        # Of the file that is open, not of the name: that may be another one by now.
-        _check(path, path.parent.stat(), os.fstat(file.fileno()))
-        return file.read()
-
-
-def write_kept(path: Path, content: bytes) -> None:
-    """Replace the file; ``ConfigError`` where that fails."""
-    try:
-        replace_file(path, content, mode=0o644)  # others do not write it, whatever the umask
-    except OSError as error:
-        raise ConfigError(f"model::cache: cannot write {path}: {error}") from error
+        content = content if self._cipher is None else self._cipher.encrypt(content)
+        try:
+            replace_file(path, content, mode=0o644)  # others do not write it, whatever the umask
+        except OSError as error:
+            raise ConfigError(f"model::cache: cannot write {path}: {error}") from error
 
 
 def _check(path: Path, folder: os.stat_result, file: os.stat_result) -> None:
