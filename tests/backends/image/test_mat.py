@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import encode, picture, save_model
+from conftest import encode, picture
 from image_kit import FLAGS, Data, noise, refusal, run
-from onnx import helper
 
 from torchpipe_py import BackendUnavailable, ConfigError, pipe
 
@@ -107,35 +105,6 @@ def test_a_decoders_gray_is_not_a_converters(jpeg: bytes) -> None:
     assert np.array_equal(item["result"][:, :, 0], cv2.cvtColor(color, cv2.COLOR_BGR2GRAY))
     item = run("S[DecodeMat,cvtColorMat]", jpeg, **{"DecodeMat::color": "gray", "cvtColorMat::color": "rgb"})
     assert np.array_equal(item["result"], np.dstack([gray] * 3))
-
-
-@pytest.mark.parametrize("image", [picture(16, 20), picture(16, 20)[:, :, 0].copy()], ids=["color", "gray"])
-def test_a_model_of_one_channel(tmp_path: Path, image: np.ndarray) -> None:
-    """``mean`` and ``std`` have one number then."""
-    dims = ["N", 1, 8, 10]
-    model = save_model(tmp_path / "gray.onnx", [helper.make_node("Identity", ["x"], ["y"])], {"x": dims}, {"y": dims})
-    pixels = {"color": "gray", "resize_h": 8, "resize_w": 10, "device": "cpu", "next": "model"}
-    config: Data = {
-        "pixels": {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", **pixels},
-        "model": {"backend": "OnnxTensor", "model": model, "mean": "127.5", "std": 51, "max": 4},
-    }
-    with pipe(config) as p:
-        p(items := [{"data": encode(image)} for _ in range(3)])
-    decoded = cv2.imdecode(np.frombuffer(encode(image), np.uint8), cv2.IMREAD_GRAYSCALE)
-    wanted = (cv2.resize(decoded, (10, 8)).astype(np.float32) - 127.5) / 51
-    for item in items:
-        assert np.allclose(item["result"].numpy(), wanted[None, None], atol=1e-5)
-        assert item["color"] == "gray"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_gray_from_an_isolated_decoder() -> None:
-    config = {"color": "gray", "size": 9, "crop_h": 8, "crop_w": 8}
-    backend = "S[DecodeMat,ResizeShorterMat,CenterCropMat]"
-    items = [run(backend, PNG, decode_isolation=isolation, **config) for isolation in ("none", "process")]
-    assert items[1]["color"] == "gray"
-    assert items[1]["result"].shape == (8, 8, 1)
-    assert np.array_equal(items[0]["result"], items[1]["result"])
 
 
 # -- to Tensors -------------------------------------------------------------------------------------------------------
@@ -290,23 +259,6 @@ def test_perspective_is_opencvs(interpolation: str, box: list[list[float]], chan
     assert np.array_equal(warped(mat, box, interpolation=interpolation), np.atleast_3d(wanted))
 
 
-def test_perspective_by_hand() -> None:
-    """Nearest pixels, each found by the homography that NumPy solves, in coordinates between pixels."""
-    mat, box = noise(40, 50), QUADS[0]
-    result = warped(mat, box, interpolation="nearest")
-    height, width = result.shape[:2]
-    rows, values = [], []
-    for (u, v), (x, y) in zip(corners(0, 0, width, height), box, strict=True):
-        rows += [[u, v, 1, 0, 0, 0, -u * x, -v * x], [0, 0, 0, u, v, 1, -u * y, -v * y]]
-        values += [x, y]
-    matrix = np.append(np.linalg.solve(np.array(rows), np.array(values)), 1).reshape(3, 3)
-    us, vs = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
-    xs, ys, scale = np.einsum("ij,jhw->ihw", matrix, np.stack([us, vs, np.ones_like(us)]))
-    wanted = mat[np.floor(ys / scale).astype(int), np.floor(xs / scale).astype(int)]
-    # OpenCV rounds a place to 1/32 of a pixel; a wrong convention would miss most pixels of this noise
-    assert (result == wanted).all(axis=2).mean() > 0.95
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -316,19 +268,6 @@ def test_perspective_by_hand() -> None:
 )
 def test_takes_a_quadrilateral_of_any_kind(wrap: Any) -> None:
     assert np.array_equal(warped(noise(40, 50), wrap(QUADS[1])), warped(noise(40, 50), QUADS[1]))
-
-
-@pytest.mark.parametrize(
-    ("box", "shape"),
-    [
-        *((corners(2, 3, 2.1, 3.2), (1, 1)), (corners(2, 3, 3.4, 5.6), (3, 1)), (corners(-5, 0, 15, 8), (8, 20))),
-        *(([[0, 0], [9, 0], [5, 7], [2, 7]], (8, 9)), ([[2, 0], [5, 0], [9, 7], [0, 7]], (8, 9))),
-        (corners(0, 0, 2**20, 2), (2, 2**20)),
-    ],
-    ids=str,
-)
-def test_the_size_is_that_of_the_longer_edges(box: list[list[float]], shape: tuple[int, int]) -> None:
-    assert warped(noise(8, 10), box).shape == (*shape, 3)
 
 
 @pytest.mark.parametrize(

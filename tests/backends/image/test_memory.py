@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from time import perf_counter
 
 import cv2
@@ -18,7 +16,7 @@ import pytest
 from fakes import PROGRAM_WAIT
 
 from torchpipe_py import DeadlineExceeded, pipe
-from torchpipe_py.backends.image.memory import CURRENT, DECODING, SMALL, DecodingMemory
+from torchpipe_py.backends.image.memory import DECODING, SMALL, DecodingMemory
 
 SIZE = 2 * SMALL
 
@@ -102,13 +100,6 @@ def test_no_image_waits_for_a_large_one() -> None:
     assert not memory._under_way
 
 
-def test_an_error_gives_the_memory_back() -> None:
-    memory = DecodingMemory()
-    with pytest.raises(ValueError, match="no image"), memory.reserved(SIZE, SIZE):
-        raise ValueError("no image")
-    assert not memory._under_way
-
-
 def test_many_threads_stay_within_the_limit() -> None:
     memory, lock, highest, under_way = DecodingMemory(), threading.Lock(), 0, 0
 
@@ -140,33 +131,6 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
                 os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     holder.end()
-
-
-class Waiter:
-    """Who decodes on this thread; ``is_told`` while it waits."""
-
-    def __init__(self, deadline: float | None) -> None:
-        self.deadline, self.is_told = deadline, threading.Event()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self.is_told.set()
-        yield
-
-
-def test_nobody_waits_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = DecodingMemory()
-    holder = Holder(memory, SIZE, SIZE)
-    assert holder.has.wait(60)
-    waiter = Waiter(perf_counter() + 0.05)
-    monkeypatch.setattr(CURRENT, "waiter", waiter)
-    with pytest.raises(DeadlineExceeded, match=r"waited \d+\.\d s for memory"), memory.reserved(SIZE, SIZE):
-        pass
-    assert waiter.is_told.is_set()
-    assert not memory._waiting
-    holder.end()
-    with memory.reserved(SIZE, SIZE):  # its deadline is over, but nobody is in its way
-        pass
 
 
 def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_batch() -> None:

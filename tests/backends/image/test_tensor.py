@@ -58,16 +58,6 @@ def test_channels_may_come_first_or_last(backend: str) -> None:
     assert 'got shape 3x20x3, which may be either; set data_format = "chw" or "hwc"' in message
 
 
-def test_in_a_sequence_the_format_is_that_of_what_comes_in() -> None:
-    """What a backend gives is 1×C×H×W, and is taken so by the next one, whatever the format."""
-    sequence = "S[CropTensor,cvtColorTensor,Tensor2Mat]"
-    for data_format in ("hwc", "auto"):
-        result = run(sequence, keyed(HWC), data_format=data_format, color="bgr")["result"]
-        assert np.array_equal(result, HWC.numpy()[3:16, 2:20, ::-1])
-    thin = run("S[CropTensor,Tensor2Mat]", keyed(HWC[:, :3]), data_format="hwc")
-    assert np.array_equal(thin["result"], HWC.numpy()[3:16, 2:3])
-
-
 @pytest.mark.parametrize(
     ("shape", "data_format", "first"),
     [
@@ -213,12 +203,3 @@ def test_tensor_to_list(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_rejects_non_tensors(backend: str, data: Any, tmp_path: Path) -> None:
     config = {"SaveTensor": {"save_dir": str(tmp_path)}, "cvtColorTensor": {"color": "rgb"}}
     assert "expected a Tensor" in refusal(backend, data, **config.get(backend, {}))
-
-
-def test_the_whole_way_of_a_picture(jpeg: bytes) -> None:
-    config = {"resize_h": 60, "resize_w": 80, "color": "rgb"}
-    tensors = "S[DecodeMat,Mat2Tensor,cvtColorTensor,ResizeTensor,Tensor2Mat,SyncTensor]"
-    item = run(tensors, jpeg, **config, **{"DecodeMat::color": "bgr", "dtype": "uint8"})
-    other = run("S[DecodeMat,ResizeMat,cvtColorMat]", jpeg, **config)
-    assert np.abs(item["result"].astype(int) - other["result"]).max() <= 1
-    assert item["color"] == other["color"] == "rgb"

@@ -1,4 +1,4 @@
-"""No model gives an item what belongs to others of its batch: what mixes is refused, and what rounds is not."""
+"""An item gets what is its own: models that mix items are refused, and with ``max = 1`` outputs may have any shape."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import save_model
-from fakes import in_threads
-from onnx import TensorProto, helper
+from conftest import picture, save_model
+from fakes import cpu_as_gpu, in_threads
+from model_kit import Data, answer, batched, one_node, onnx_node, refused, torch_model
+from onnx import helper
 
-from torchpipe_py import BackendError, ConfigError, pipe
+from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, ROWS, BatchCheck
 from torchpipe_py.backends.signature import TensorSpec
 
@@ -21,67 +22,46 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 Run = Callable[[list[np.ndarray]], list[np.ndarray]]
 
-
-def node(kind: str, *inputs: str, **attributes: Any) -> Any:
-    return helper.make_node(kind, list(inputs), ["y"], **attributes)
+MIXED = "an item's output depends on what else is in its batch: output 'y' differs by"
 
 
-def onnx_model(path: Path, operator: Any, output: list[int | str], size: Any = 6, **constants: Any) -> str:
-    dims: dict[str, list[int | str]] = {"x": ["N", size]}
-    arrays = {name: np.array(value) for name, value in constants.items()}
-    return save_model(path / "model.onnx", [operator], dims, {"y": output}, arrays)
-
-
-# -- declared shapes ------------------------------------------------------------------------------------------------
+def node_with(path: Path, kind: str, gives: Any, size: Any = 6, attributes: Any = None, **constants: Any) -> Data:
+    """A node of up to four items, whose model has this operator, from N×``size``."""
+    more = {"gives": gives, "constants": constants, **(attributes or {})}
+    return onnx_node(one_node(path / "model.onnx", ["N", size], kind, *constants, **more), max=4)
 
 
 @pytest.mark.parametrize(
-    ("target", "dims", "shown"),
-    [([1, -1], [1, "M"], "1x?"), ([4, -1], [4, "M"], "4x?"), ([4, 6], [4, 6], "4x6")],
+    ("kind", "gives", "to", "problem"),
+    [
+        (
+            "Reshape",
+            [1, "M"],
+            [1, -1],
+            r"output 'y' is 1x\? for every batch, but batches here are 1\.\.4, .* write x\.f",
+        ),
+        ("Reshape", [4, 6], [4, 6], r"output 'y' is 4x6 for every batch"),
+        ("Reshape", ["M"], [-1], r"output 'y' is 6 for one item, .*; or set max = 1: an item that runs alone"),
+        ("ReduceSum", [], None, "output 'y' is a scalar for one item, so it does not follow the batch"),
+    ],
 )
-def test_a_declared_output_that_does_not_follow_the_batch(tmp_path: Path, target: Any, dims: Any, shown: str) -> None:
-    model = onnx_model(tmp_path, node("Reshape", "x", "to"), dims, to=target)
-    with pytest.raises(ConfigError) as caught:
-        pipe({"backend": "OnnxTensor", "model": model, "max": 4})
-    said = str(caught.value)
-    assert f"output 'y' is {shown} for every batch, but batches here are 1..4, and each item needs a row" in said
-    assert "write x.flatten(1) or x.view(x.shape[0], -1)" in said
-
-
-def test_an_output_without_a_batch_is_found_by_the_trial(tmp_path: Path) -> None:
-    model = onnx_model(tmp_path, node("ReduceSum", "x", keepdims=0), [])
-    with pytest.raises(ConfigError, match="output 'y' is a scalar for one item, so it does not follow the batch"):
-        pipe({"backend": "OnnxTensor", "model": model, "max": 4})
+def test_an_output_that_does_not_follow_the_batch(tmp_path: Path, kind: str, gives: Any, to: Any, problem: str) -> None:
+    constants = {} if to is None else {"to": to}
+    refused(node_with(tmp_path, kind, gives, attributes=None if to else {"keepdims": 0}, **constants), problem)
 
 
 def test_a_batch_that_fails_though_its_items_do_not(tmp_path: Path) -> None:
-    model = onnx_model(tmp_path, node("Reshape", "x", "to"), ["N", "M"], to=[1, 6])
-    with pytest.raises(ConfigError, match=r"output 'y' is 1x6 for every batch"):
-        pipe({"backend": "OnnxTensor", "model": model, "max": 4})
-    path = save_model(
-        tmp_path / "two.onnx",
-        [helper.make_node("Reshape", ["x", "to"], ["z"]), helper.make_node("Add", ["z", "x"], ["y"])],
-        {"x": ["N", 6]},
-        {"y": ["N", 6]},
-        {"to": np.array([1, 6])},
-    )
-    with pytest.raises(
-        ConfigError, match=r"it takes a batch of 1, but one of 4 fails: .*; export it with a dynamic batch"
-    ):
-        pipe({"backend": "OnnxTensor", "model": path, "max": 4})
-    with pipe({"backend": "OnnxTensor", "model": path}):  # one at a time it is right
-        pass
+    nodes = [helper.make_node("Reshape", ["x", "to"], ["z"]), helper.make_node("Add", ["z", "x"], ["y"])]
+    dims: Any = ["N", 6]
+    config = onnx_node(save_model(tmp_path / "two.onnx", nodes, {"x": dims}, {"y": dims}, {"to": np.array([1, 6])}))
+    refused({**config, "max": 4}, r"it takes a batch of 1, but one of 4 fails: .*; export it with a dynamic batch")
+    assert answer(config, torch.ones(6))["result"].tolist() == [[2.0] * 6]  # one at a time it is right
 
 
-# -- what mixes -----------------------------------------------------------------------------------------------------
-
-MIXES = {
-    "softmax over the batch": (node("Softmax", "x", axis=0), {}),
-    "cumulative sum": (node("CumSum", "x", "axis"), {"axis": 0}),
-    "in another order": (
-        node("Slice", "x", "last", "first", "axis", "step"),
-        {"last": [-1], "first": [-9], "axis": [0], "step": [-1]},
-    ),
+MIXES: dict[str, Any] = {
+    "softmax over the batch": ("Softmax", {"axis": 0}, {}),
+    "cumulative sum": ("CumSum", {}, {"axis": 0}),
+    "in another order": ("Slice", {}, {"last": [-1], "first": [-9], "axis": [0], "step": [-1]}),
 }
 
 
@@ -89,29 +69,18 @@ MIXES = {
 @pytest.mark.parametrize("size", [6, "D"], ids=["known", "open"])
 def test_items_that_mix_are_refused(tmp_path: Path, name: str, size: int | str) -> None:
     """When the model is loaded where its shape is known, else with the first request, whatever its batch."""
-    operator, constants = MIXES[name]
-    model = onnx_model(tmp_path, operator, ["N", size], size, **constants)
-    config = {"backend": "OnnxTensor", "model": model, "max": 4, "instance_num": 2}
-    problem = "an item's output depends on what else is in its batch: output 'y' differs by"
+    kind, attributes, constants = MIXES[name]
+    config = node_with(tmp_path, kind, ["N", size], size, attributes, **constants) | {"instance_num": 2}
     if size == 6:
-        with pytest.raises(ConfigError, match=problem):
-            pipe(config)
+        refused(config, MIXED)
     else:
         with pipe(config) as run:
             for _ in range(2):
-                with pytest.raises(BackendError, match=problem):
+                with pytest.raises(BackendError, match=MIXED):
                     run({"data": torch.arange(6.0)})
-    with pipe({**config, "max": 1}) as run:
-        run(item := {"data": torch.arange(6.0)})
-        assert item["result"].shape == (1, 6)
-
-
-def test_bounds_give_the_shape_of_the_trial(tmp_path: Path) -> None:
-    operator, constants = MIXES["softmax over the batch"]
-    model = onnx_model(tmp_path, operator, ["N", "D"], "D", **constants)
-    for bounds in ({"max": "4x8"}, {"min": "1x2", "max": "4x8"}):
-        with pytest.raises(ConfigError, match="an item's output depends on what else is in its batch"):
-            pipe({"backend": "OnnxTensor", "model": model, **bounds})
+        for bounds in ({"max": "4x8"}, {"min": "1x2", "max": "4x8"}):
+            refused({**config, **bounds}, MIXED)
+    assert answer({**config, "max": 1}, torch.arange(6.0))["result"].shape == (1, 6)
 
 
 class TrainedNorm(torch.nn.Module):
@@ -129,48 +98,26 @@ class OneRow(torch.nn.Module):
         return x.view(1, -1)
 
 
-@pytest.mark.parametrize(
-    ("module", "problem"), [(TrainedNorm, "depends on what else"), (OneRow, "is 1x72 for 2 items")]
-)
-@pytest.mark.parametrize("kind", ["script", "export"])
-def test_torch_models_are_tried_too(tmp_path: Path, kind: str, module: type, problem: str) -> None:
+def test_torch_models_are_tried_too(tmp_path: Path) -> None:
     """An exported program says its shapes; TorchScript does not, and is tried with the first request."""
-    path = tmp_path / "model"
-    if kind == "export":
-        shapes = ({0: torch.export.Dim("batch", min=1, max=8)},)
-        program = torch.export.export(module().eval(), (torch.zeros(2, 4, 3, 3),), dynamic_shapes=shapes)
-        torch.export.save(program, path)
-    else:
-        torch.jit.script(module().eval()).save(str(path))
-    config = {"backend": "TorchTensor", "trusted": True, "model": str(path), "max": 4}
-    if kind == "export":
-        with pytest.raises(ConfigError, match=problem if module is TrainedNorm else "for every batch"):
-            pipe(config)
-        return
-    with pipe(config) as run, pytest.raises(BackendError, match=problem):
-        run({"data": torch.ones(1, 4, 3, 3)})
-
-
-def test_an_export_of_one_batch_takes_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.zeros(1, 4),)), path)
-    config = {"backend": "TorchTensor", "trusted": True, "model": str(path)}
-    with pytest.raises(ConfigError, match=r"has a fixed batch of 1, but the range is 1\.\.4; .* or set max = 1$"):
-        pipe({**config, "max": 4})
-    with pipe(config) as run:
-        run(item := {"data": torch.ones(1, 4)})
-        assert item["result"].tolist() == [[1.0] * 4]
+    example = torch.zeros(2, 4, 3, 3)
+    for module, told, found in ((TrainedNorm, "depends on what", "depends on"), (OneRow, "for every batch", "is 1x72")):
+        exported = torch_model(tmp_path / "model", module(), example, shapes=batched())
+        refused({**exported, "max": 4}, told)
+        script = torch_model(tmp_path / "model", module()) | {"max": 4}
+        with pipe(script) as run, pytest.raises(BackendError, match=found):
+            run({"data": torch.ones(1, 4, 3, 3)})
+    config = torch_model(tmp_path / "one.pt2", torch.nn.ReLU(), torch.zeros(1, 4))
+    refused({**config, "max": 4}, r"has a fixed batch of 1, but the range is 1\.\.4; .* or set max = 1$")
+    assert answer(config, torch.ones(1, 4))["result"].tolist() == [[1.0] * 4]
 
 
 # -- what does not mix ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_random_outputs_are_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture, most: int) -> None:
+def test_random_outputs_are_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # So wide that two draws are never the same by chance.
-    dropout = node("Dropout", "x", "ratio", "training")
-    model = onnx_model(tmp_path, dropout, ["N", 64], ratio=np.float32(0.5), training=True)
-    with pipe({"backend": "OnnxTensor", "model": model, "max": most}):
+    with pipe(node_with(tmp_path, "Dropout", ["N", 64], 64, ratio=np.float32(0.5), training=True)):
         pass
     assert "gives another output each time for the same input, as random numbers and dropout in training" in caplog.text
 
@@ -203,32 +150,42 @@ def test_rounding_is_no_mixing_and_more_than_that_is(tolerance: float, error: fl
         check(rounding(40), tolerance)
 
 
-def test_numbers_that_are_none_are_equal_to_themselves_only() -> None:
-    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
-        rows = inputs[0].reshape(len(inputs[0]), -1)[:, :3].copy()
-        rows[:, 0], rows[:, 1] = np.nan, np.inf
-        return [rows]
-
-    check(run)
-    with pytest.raises(ConfigError, match="differs by inf"):
-        check(lambda inputs: [run(inputs)[0] if len(inputs[0]) == 1 else np.nan_to_num(run(inputs)[0])])
+def odd_numbers(rows: np.ndarray) -> np.ndarray:
+    rows = rows.reshape(len(rows), -1)[:, :3].copy()
+    rows[:, 0], rows[:, 1] = np.nan, np.inf
+    return rows
 
 
-def test_integers_may_differ_in_few_places() -> None:
-    def run(inputs: list[np.ndarray], share: float) -> list[np.ndarray]:
-        classes = (inputs[0].reshape(len(inputs[0]), -1) > 0).astype(np.int64)
-        if len(inputs[0]) > 1:
-            classes[:, : round(share * classes.shape[1])] += 1
-        return [classes]
-
-    check(lambda inputs: run(inputs, 0.1))
-    with pytest.raises(ConfigError, match="50% of output 'y' differ"):
-        check(lambda inputs: run(inputs, 0.5))
+def classes(rows: np.ndarray, share: float) -> np.ndarray:
+    found = (rows.reshape(len(rows), -1) > 0).astype(np.int64)
+    if len(rows) > 1:
+        found[:, : round(share * found.shape[1])] += 1
+    return found
 
 
-def test_a_row_of_another_shape_in_a_batch() -> None:
-    with pytest.raises(ConfigError, match="output 'y' is 1x5 in a batch, 1x1 alone"):
-        check(lambda inputs: [np.zeros((len(inputs[0]), len(inputs[0])), np.float32)])
+def no_memory(rows: np.ndarray) -> np.ndarray:
+    if len(rows) > 1:
+        raise MemoryError("Unable to allocate 56.1 GiB")
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("run", "problem"),
+    [
+        (odd_numbers, ""),
+        (lambda rows: odd_numbers(rows) if len(rows) == 1 else np.nan_to_num(odd_numbers(rows)), "differs by inf"),
+        (lambda rows: classes(rows, 0.1), ""),
+        (lambda rows: classes(rows, 0.5), "50% of output 'y' differ"),
+        (lambda rows: np.zeros((len(rows), len(rows)), np.float32), "output 'y' is 1x5 in a batch, 1x1 alone"),
+        (no_memory, "no memory for a batch of max = 5: Unable .*; set a smaller max"),
+    ],
+)
+def test_what_differs_in_a_batch(run: Any, problem: str) -> None:
+    if not problem:
+        check(lambda inputs: [run(inputs[0])])
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check(lambda inputs: [run(inputs[0])])
 
 
 def test_one_trial_for_all_instances_and_its_verdict_stays() -> None:
@@ -239,22 +196,12 @@ def test_one_trial_for_all_instances_and_its_verdict_stays() -> None:
         runs.append(len(inputs[0]))
         return [inputs[0] - inputs[0].mean(0)]
 
-    def refused(_: int) -> None:
+    def refuse(_: int) -> None:
         with pytest.raises(ConfigError, match="depends on what else"):
             mixing.require(run, [TensorSpec("x", (None, 2))], [], 1, 3)
 
-    in_threads(4, refused)
+    in_threads(4, refuse)
     assert runs == [1, 1, 1, 1, 3]
-
-
-def test_no_memory_for_the_largest_batch() -> None:
-    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
-        if len(inputs[0]) > 1:
-            raise MemoryError("Unable to allocate 56.1 GiB")
-        return inputs
-
-    with pytest.raises(ConfigError, match=r"no memory for a batch of max = 5: Unable .*; set a smaller max"):
-        check(run)
 
 
 def test_inputs_that_cannot_be_made_up_are_tried_with_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
@@ -263,18 +210,13 @@ def test_inputs_that_cannot_be_made_up_are_tried_with_other_shapes(caplog: pytes
             raise ValueError("too small")
         return [inputs[0] - inputs[0].mean(0)]
 
-    checked = BatchCheck("m.onnx", ROWS, EXACT, False)
-    assert not checked.require(run, [TensorSpec("x", (None, 1))], [], 1, 3)
+    checked, hopeless = (BatchCheck("m.onnx", ROWS, EXACT, False) for _ in range(2))
+    small = [TensorSpec("x", (None, 1))]
+    assert not checked.require(run, small, [], 1, 3)
     assert "m.onnx: not warmed up: too small" in caplog.text
     with pytest.raises(ConfigError, match="depends on what else"):
         checked.require(run, [TensorSpec("x", (None, 2))], [], 1, 3)
-    hopeless = BatchCheck("m.onnx", ROWS, EXACT, False)
-    assert [hopeless.require(run, [TensorSpec("x", (None, 1))], [], 1, 3) for _ in range(4)] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [hopeless.require(run, small, [], 1, 3) for _ in range(4)] == [False, False, True, True]
 
 
 def test_a_quantised_model_may_find_its_scales_in_the_batch(tmp_path: Path) -> None:
@@ -283,7 +225,124 @@ def test_a_quantised_model_may_find_its_scales_in_the_batch(tmp_path: Path) -> N
         helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
         helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
     ]
-    model = save_model(tmp_path / "dynamic.onnx", nodes, {"x": ["N", 6]}, {"y": ["N", 6]}, dtype=TensorProto.FLOAT)
-    with pipe({"backend": "OnnxTensor", "model": model, "max": 4}) as run:
-        run(item := {"data": torch.arange(6.0)})
-        torch.testing.assert_close(item["result"], torch.arange(6.0)[None], atol=0.02, rtol=0)
+    model = save_model(tmp_path / "dynamic.onnx", nodes, {"x": ["N", 6]}, {"y": ["N", 6]})
+    item = answer(onnx_node(model, max=4), torch.arange(6.0))
+    torch.testing.assert_close(item["result"], torch.arange(6.0)[None], atol=0.02, rtol=0)
+
+
+# -- outputs of one item, whole -------------------------------------------------------------------------------------
+
+FOUND = [[10.0, 10, 20, 20, 0.9], [11, 10, 21, 20, 0.8], [40, 40, 60, 60, 0.7]]  # the second one overlaps the first
+NOTHING = [[10.0, 10, 20, 20, 0.1]] * 3
+
+
+@pytest.fixture
+def detector(tmp_path: Path) -> str:
+    """Boxes and scores 1×K×5 in, NMS inside: boxes M×4, scores M, and how many they are, a scalar."""
+    nodes = [
+        helper.make_node("Split", ["x", "sizes"], ["all_boxes", "column"], axis=2),
+        helper.make_node("Transpose", ["column"], ["rows"], perm=[0, 2, 1]),
+        helper.make_node("NonMaxSuppression", ["all_boxes", "rows", "most", "iou", "least"], ["chosen"]),
+        helper.make_node("Gather", ["chosen", "two"], ["indices"], axis=1),
+        helper.make_node("Squeeze", ["all_boxes", "zero"], ["flat_boxes"]),
+        helper.make_node("Gather", ["flat_boxes", "indices"], ["boxes"]),
+        helper.make_node("Reshape", ["column", "all"], ["flat_scores"]),
+        helper.make_node("Gather", ["flat_scores", "indices"], ["scores"]),
+        helper.make_node("Size", ["indices"], ["size"]),
+        helper.make_node("Cast", ["size"], ["count"], to=1),
+    ]
+    numbers = {"sizes": [4, 1], "most": [100], "two": 2, "zero": [0], "all": [-1]}
+    halves = dict.fromkeys(("iou", "least"), np.array([0.5], np.float32))
+    constants = {**{name: np.array(value) for name, value in numbers.items()}, **halves}
+    outputs: Any = {"boxes": ["M", 4], "scores": ["M"], "count": []}
+    return save_model(tmp_path / "detector.onnx", nodes, {"x": ["N", 3, 5]}, outputs, constants)
+
+
+def shapes(item: Data) -> list[tuple[int, ...]]:
+    return [tuple(part.shape) for part in item["result"]]
+
+
+@pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}, {"instance_num": 2, "max": 1}])
+def test_a_detector_with_its_nms_inside(detector: str, more: Data) -> None:
+    """The shapes differ from call to call, down to no box at all; results are nobody else's memory."""
+    items = answer(onnx_node(detector, **more), *(torch.tensor([rows]) for rows in (FOUND, NOTHING, FOUND[:1] * 3)))
+    assert [shapes(item) for item in items] == [[(2, 4), (2,), ()], [(0, 4), (0,), ()], [(1, 4), (1,), ()]]
+    boxes, scores, count = items[0]["result"]
+    assert boxes.tolist() == [FOUND[0][:4], FOUND[2][:4]]
+    assert scores.tolist() == pytest.approx([0.9, 0.7])
+    assert count.item() == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "declared"),
+    [([24], [24]), ([4, 6], [4, 6]), ([-1, 2], ["M", 2]), ([1, 24], ["N", 24]), ([1, 4, 6], [1, 4, 6])],
+)
+@pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}])
+def test_an_output_of_any_shape_is_the_items(tmp_path: Path, shape: list[int], declared: Any, more: Data) -> None:
+    values = torch.arange(24.0).reshape(1, 4, 6)
+    model = one_node(tmp_path / "m", ["N", 4, 6], "Reshape", "to", gives=declared, constants={"to": shape})
+    assert torch.equal(answer(onnx_node(model, **more), values)["result"], values.reshape(shape))
+
+
+@pytest.mark.parametrize("postprocessor", ["SoftmaxMax", "TopK", "SoftmaxCpu"])
+def test_postprocessors_that_need_rows_are_told(tmp_path: Path, postprocessor: str) -> None:
+    """What is set already is not proposed."""
+    model = one_node(tmp_path / "m", ["N", 4, 6], "Reshape", "to", gives=["M", 6], constants={"to": [-1, 6]})
+    with pytest.raises(ConfigError, match=r"output 'y' is 4x6 for one item, so it does not follow the batch") as caught:
+        pipe(onnx_node(model, postprocessor=postprocessor))
+    assert "set max = 1" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_postprocessor_of_ones_own_gets_the_outputs_whole(detector: str) -> None:
+    class Best:
+        def forward(self, outputs: list[torch.Tensor]) -> list[Any]:
+            boxes, scores, count = outputs
+            assert len(boxes) == len(scores) == count
+            return [boxes.tolist()]
+
+    register_postprocessor(Best, "best")
+    items = answer(onnx_node(detector, postprocessor="best"), torch.tensor(FOUND), torch.tensor(NOTHING))
+    assert [len(item["result"]) for item in items] == [2, 0]
+
+
+@pytest.mark.parametrize("size", [[8, 10], ["H", "W"]])
+def test_an_image_without_a_batch(tmp_path: Path, size: list[int | str]) -> None:
+    """As the detectors of torchvision are exported."""
+    config = onnx_node(one_node(tmp_path / "m", [3, *size], "ReduceMean", gives=[3], axes=[1, 2], keepdims=0))
+    mat = picture(8, 10)
+    planes = torch.from_numpy(mat).permute(2, 0, 1)
+    normal = (planes - torch.tensor([[[1]], [[2]], [[3]]])) / 2
+    for more, expected in (({}, planes), ({"mean": "1, 2, 3", "std": 2}, normal)):
+        with pipe({**config, **more}) as run:
+            for value in (mat, planes, planes[None], planes.float()):
+                run(item := {"data": value})
+                torch.testing.assert_close(item["result"], expected.float().mean((1, 2)))
+            assert [spec.dims[:2] for spec in run.signature().inputs] == [(1, 3)]
+    refused({**config, "max": 2}, "input 'x' has a fixed batch of 3")
+
+
+class Detector(torch.nn.Module):
+    """Boxes M×4 and scores M of those above 0.5, and how many they are, of boxes and scores 1×1×K×5."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = x.flatten(0, 2)
+        rows = rows[(rows[:, 4] > 0.5).nonzero()[:, 0]]
+        return rows[:, :4], rows[:, 4], torch.tensor(rows.shape[0])
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}])
+def test_torchscript(tmp_path: Path, more: Data, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, replaced by the CPU here, memory for the outputs on the host is as large as they are."""
+    script = torch_model(tmp_path / "model.pt", Detector()) | {"cuda_graph": not on_gpu}
+    if on_gpu:
+        cpu_as_gpu(monkeypatch)
+    with pipe({**script, **more}) as run:
+        for rows, count in ((FOUND, 3), (FOUND[:1] * 5, 5), (FOUND[:1], 1), (NOTHING, 0), (FOUND, 3)):
+            run(item := {"data": torch.tensor([[rows]])})
+            boxes, scores, found = item["result"]
+            assert boxes.tolist() == [row[:4] for row in rows[:count]]
+            assert (scores.shape, found.item()) == ((count,), count)
+    with pipe({**script, "max": 2}) as run, pytest.raises(BackendError, match="or set max = 1"):
+        run({"data": torch.tensor([[FOUND]])})

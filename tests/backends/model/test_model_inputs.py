@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture, save_model
+from model_kit import Data, answer, batched, one_node, onnx_node, refused, torch_model
 from onnx import TensorProto, helper
 
-from torchpipe_py import ConfigError, InvalidRequest, pipe
+from torchpipe_py import InvalidRequest, pipe
+from torchpipe_py.backends.model.inputs import request_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -26,31 +28,24 @@ class Weighted(torch.nn.Module):
 
 
 @pytest.fixture(scope="module", params=["onnx", "script", "export"])
-def weighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("weighted")
-    if request.param == "onnx":
-        nodes = [
-            helper.make_node("ReduceSum", ["img", "axes"], ["sums"], keepdims=0),
-            helper.make_node("Mul", ["sums", "meta"], ["weighted"]),
-        ]
-        dims: dict[str, list[int | str]] = {"img": ["N", 3, "H", "W"], "meta": ["N", 3]}
-        outputs: dict[str, list[int | str]] = {"sums": ["N", 3], "weighted": ["N", 3]}
-        path = save_model(folder / "model.onnx", nodes, dims, outputs, {"axes": np.array([2, 3])})
-        return {"backend": "OnnxTensor", "model": path, "max": 4}
+def weighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Data:
+    path = tmp_path_factory.mktemp("weighted") / "model"
     if request.param == "script":
-        torch.jit.script(Weighted()).save(str(folder / "model"))
-    else:
+        return torch_model(path, Weighted()) | {"max": 4}
+    if request.param == "export":
         batch, height, width = (torch.export.Dim(name, min=1, max=64) for name in ("batch", "height", "width"))
-        program = torch.export.export(
-            Weighted(),
-            (torch.zeros(2, 3, 4, 5), torch.zeros(2, 3)),
-            dynamic_shapes=({0: batch, 2: height, 3: width}, {0: batch}),
-        )
-        torch.export.save(program, folder / "model")
-    return {"backend": "TorchTensor", "trusted": True, "model": str(folder / "model"), "max": 4}
+        shapes = ({0: batch, 2: height, 3: width}, {0: batch})
+        return torch_model(path, Weighted(), torch.zeros(2, 3, 4, 5), torch.zeros(2, 3), shapes=shapes) | {"max": 4}
+    nodes = [
+        helper.make_node("ReduceSum", ["img", "axes"], ["sums"], keepdims=0),
+        helper.make_node("Mul", ["sums", "meta"], ["weighted"]),
+    ]
+    dims: Any = {"img": ["N", 3, "H", "W"], "meta": ["N", 3]}
+    outputs: Any = {"sums": ["N", 3], "weighted": ["N", 3]}
+    return onnx_node(save_model(path, nodes, dims, outputs, {"axes": np.array([2, 3])}), max=4)
 
 
-def test_inputs_by_order_and_by_name_are_the_same(weighted: dict[str, Any]) -> None:
+def test_inputs_by_order_and_by_name_are_the_same(weighted: Data) -> None:
     mat = picture(6, 8)
     image = torch.from_numpy(mat).permute(2, 0, 1).float()
     vector = torch.tensor([1.0, 2.0, 4.0])
@@ -60,23 +55,12 @@ def test_inputs_by_order_and_by_name_are_the_same(weighted: dict[str, Any]) -> N
         {"img": image, "meta": vector[None]},
         {"meta": vector[None], "img": mat},
         {"meta": [[1.0, 2.0, 4.0]], "img": image},
+        *({"img": image, "meta": each} for each in ([1, 2, 4], np.array([1.0, 2, 4]), torch.tensor([1, 2, 4]))),
     ]
     sums = image.flatten(1).sum(1)
-    with pipe(weighted) as run:
-        items: list[dict[str, Any]] = [{"data": data} for data in given]
-        run(items)
-    for item in items:
+    for item in answer(weighted, *given):
         torch.testing.assert_close(item["result"][0], sums[None])
         torch.testing.assert_close(item["result"][1], (sums * vector)[None])
-
-
-def test_a_vector_without_its_batch(weighted: dict[str, Any]) -> None:
-    image = torch.ones(1, 3, 4, 4)
-    vectors: list[Any] = [[1, 2, 4], np.array([1.0, 2, 4]), torch.tensor([1, 2, 4])]
-    items: list[dict[str, Any]] = [{"data": {"img": image, "meta": vector}} for vector in vectors]
-    with pipe(weighted) as run:
-        run(items)
-    assert [item["result"][1].tolist() for item in items] == [[[16.0, 32.0, 64.0]]] * 3
 
 
 @pytest.mark.parametrize(
@@ -91,122 +75,100 @@ def test_a_vector_without_its_batch(weighted: dict[str, Any]) -> None:
         ({"img": [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)], "meta": [1, 2, 3]}, "a list that makes no tensor"),
         ({"img": torch.zeros(1, 3, 4, 4), "meta": [[1, 2], [3]]}, "a list that makes no tensor"),
         ({"img": torch.zeros(1, 3, 4, 4), "meta": "text"}, "input 'meta' takes a .*tensor, got str"),
+        ([], "data holds 0: img( 1x3x.x. float32, meta 1x3 float32)?"),
     ],
 )
-def test_what_is_no_input_says_which_there_are(weighted: dict[str, Any], data: Any, problem: str) -> None:
-    item = {"data": data}
-    with pipe(weighted) as run:
-        run(item)
-        run(good := {"data": {"img": torch.zeros(1, 3, 4, 4), "meta": torch.zeros(1, 3)}})
-    assert "result" not in item
-    assert isinstance(item["error"], InvalidRequest)
-    assert re.search(problem, str(item["error"]))
+def test_what_is_no_input_says_which_there_are(weighted: Data, data: Any, problem: str) -> None:
+    bad, good = answer(weighted, data, {"img": torch.zeros(1, 3, 4, 4), "meta": torch.zeros(1, 3)})
+    assert "result" not in bad
+    assert isinstance(bad["error"], InvalidRequest)
+    assert re.search(problem, str(bad["error"]))
     assert "result" in good
 
 
-def test_messages_have_the_shapes_that_the_model_says(weighted: dict[str, Any]) -> None:
-    with pipe(weighted) as run:
-        run(item := {"data": []})
-    shown = {"OnnxTensor": "img 1x3x?x? float32, meta 1x3 float32", "TorchTensor": "img"}[weighted["backend"]]
-    assert shown in str(item["error"])
+def test_a_model_that_does_not_name_its_inputs_takes_lists() -> None:
+    with pytest.raises(InvalidRequest, match="the model does not say what its inputs are called; give a list"):
+        request_values({"data": {"x": 1}}, ())
 
 
-def test_frames_are_stacked(models: Path) -> None:
+def test_frames_are_stacked(tmp_path: Path) -> None:
     """A clip: one tensor T×C×H×W, or a list of frames under the input's name."""
-    nodes = [helper.make_node("ReduceMean", ["clip"], ["y"], axes=[3, 4], keepdims=0)]
-    dims: dict[str, list[int | str]] = {"clip": ["N", "T", 3, "H", "W"]}
-    model = save_model(models / "clip.onnx", nodes, dims, {"y": ["N", "T", 3]})
+    dims: Any = ["N", "T", 3, "H", "W"]
+    means = {"gives": ["N", "T", 3], "axes": [3, 4], "keepdims": 0}
     mats = [picture(4, 6, seed) for seed in range(5)]
     tensors = [torch.from_numpy(mat).permute(2, 0, 1).float() for mat in mats]
-    wanted = torch.stack(tensors).mean((2, 3))[None]
-    given: list[Any] = [torch.stack(tensors), {"clip": tensors}, {"clip": mats}, [tensors], [mats]]
-    with pipe({"backend": "OnnxTensor", "model": model, "max": 2}) as run:
-        for data in given:
-            run(item := {"data": data})
-            torch.testing.assert_close(item["result"], wanted)
+    given: list[Any] = [torch.stack(tensors), {"x": tensors}, {"x": mats}, [tensors], [mats]]
+    for item in answer(onnx_node(one_node(tmp_path / "m", dims, "ReduceMean", **means), max=2), *given):
+        torch.testing.assert_close(item["result"], torch.stack(tensors).mean((2, 3))[None])
 
 
-def identity(path: Path, dims: list[int | str], dtype: int = TensorProto.FLOAT) -> str:
-    """A model that gives its input."""
-    return save_model(path, [helper.make_node("Identity", ["x"], ["y"])], {"x": dims}, {"y": dims}, dtype=dtype)
-
-
-@pytest.mark.parametrize("vector", [[1, 2, 3], (1.0, 2.0, 3.0), [np.float32(1), 2, 3], [[1, 2, 3]]])
-def test_a_list_of_numbers_is_a_vector(tmp_path: Path, vector: Any) -> None:
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 3])}) as run:
-        assert run({"data": vector})["result"].tolist() == [[1.0, 2.0, 3.0]]
+def identity(path: Path, dims: list[int | str], dtype: int = TensorProto.FLOAT) -> Data:
+    """A node that gives its input."""
+    return onnx_node(one_node(path / "model.onnx", dims, dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    ("dims", "turned"),
+    "vector", [[1, 2, 3], (1.0, 2.0, 3.0), [np.float32(1), 2, 3], [[1, 2, 3]], torch.tensor([1, 2, 3]).bfloat16()]
+)
+def test_numbers_are_a_vector(tmp_path: Path, vector: Any) -> None:
+    assert answer(identity(tmp_path, ["N", 3]), vector)["result"].tolist() == [[1.0, 2.0, 3.0]]
+
+
+# -- Mats -----------------------------------------------------------------------------------------------------------
+
+PLACE = "does not say where a Mat's channels belong"
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "gives"),
     [
-        (["N", 3, "H", "W"], True),
-        (["N", 3, 4, 3], False),
-        (["N", 3, 3, 4], True),
-        (["N", "H", "W", 3], False),
-        (["N", 3, 4, "C"], False),
+        (["N", 3, "H", "W"], (5, 4, 3), "planes"),
+        (["N", 3, 4, 3], (3, 4, 3), "as it is"),
+        (["N", 3, 3, 4], (3, 4, 3), "planes"),
+        (["N", "H", "W", 3], (5, 4, 3), "as it is"),
+        (["N", 3, 4, "C"], (3, 4, 3), "as it is"),
+        (["N", 1, 3, 4], (3, 4), "planes"),
+        (["N", 1, "H", "W"], (1, 5), "planes"),
+        (["N", "H", "W", 1], (3, 4), "as it is"),
+        (["N", 3, 3, 4], (3, 4), "input 'x' takes 1x3x3x4, got 3x4"),
+        (["N", "C", "H", "W"], (4, 5), PLACE),
+        (["N", "A", "B", "C"], (5, 6, 3), PLACE),
     ],
 )
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: list[int | str], turned: bool, dtype: Any) -> None:
-    mat = picture(5 if "H" in dims else 3, 4).astype(dtype)
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", dims)}) as run:
-        result = run({"data": mat})["result"].numpy()
-    np.testing.assert_array_equal(result[0], mat.transpose(2, 0, 1) if turned else mat)
-
-
-@pytest.mark.parametrize("given", [{}, {"color": "rgb"}])
-def test_an_image_from_a_model_has_the_channel_order_of_its_mat(tmp_path: Path, given: dict[str, str]) -> None:
-    config = {"model": identity(tmp_path / "model.onnx", ["N", 3, "H", "W"]), "dtype": "uint8"}
-    with pipe({"backend": "S[OnnxTensor,Tensor2Mat,cvtColorMat]", "color": "rgb", **config}) as run:
-        run(item := {"data": picture(6, 8), **given})
-    assert np.array_equal(item["result"], picture(6, 8)[:, :, :: 1 if given else -1])
-
-
-@pytest.mark.parametrize("dims", [["N", 1, 3, 4], ["N", 1, "H", "W"], ["N", "H", "W", 1]])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_a_mat_of_one_channel_needs_no_third_dimension(tmp_path: Path, dims: list[int | str], dtype: Any) -> None:
-    """As ``cv2.imread`` gives it with ``IMREAD_GRAYSCALE``."""
-    mat = picture(3, 4)[:, :, 0].astype(dtype)
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", dims)}) as run:
-        np.testing.assert_array_equal(run({"data": mat})["result"].numpy().reshape(3, 4), mat)
-
-
-def test_a_mat_of_one_channel_is_refused_where_three_are_taken(tmp_path: Path) -> None:
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 3, 3, 4])}) as run:
-        assert str(run({"data": np.zeros((3, 4), np.uint8)})["error"]) == "input 'x' takes 1x3x3x4, got 3x4"
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_rows_of_a_mat_of_one_channel_are_no_channels(tmp_path: Path, dtype: Any) -> None:
-    """However few there are."""
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "one.onnx", ["N", 1, "H", "W"])}) as run:
-        assert run({"data": np.zeros((1, 5), dtype)})["result"].shape == (1, 1, 1, 5)
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "any.onnx", ["N", "C", "H", "W"])}) as run:
-        error = run({"data": np.zeros((4, 5), dtype)})["error"]
-    assert "does not say where a Mat's channels belong" in str(error)
+def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: Any, shape: Any, gives: str, dtype: Any) -> None:
+    """One of one channel needs no third dimension, as ``cv2.imread`` gives it with ``IMREAD_GRAYSCALE``."""
+    mat = np.random.default_rng(0).integers(0, 256, shape).astype(dtype)
+    image = mat if mat.ndim == 3 else mat[:, :, None]
+    planes = np.ascontiguousarray(image.transpose(2, 0, 1))
+    with pipe(identity(tmp_path, dims)) as run:
+        run(item := {"data": mat})
+        if gives == PLACE and mat.ndim == 3:  # what else has three dimensions, or four, is taken as it is
+            for given in (torch.from_numpy(planes), planes[None], mat[None]):
+                result = run({"data": given})["result"][0].numpy()
+                np.testing.assert_array_equal(result, given.reshape(given.shape[-3:]))
+    if "error" in item:
+        assert gives in str(item["error"])
+    else:
+        np.testing.assert_array_equal(item["result"][0].numpy(), planes if gives == "planes" else image)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_torch_takes_a_mat_of_one_channel(tmp_path: Path, dtype: Any) -> None:
-    path = tmp_path / "model.pt2"
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2, 1, 3, 4),), dynamic_shapes=({0: batch},))
-    torch.export.save(program, path)
     mat = picture(3, 4)[:, :, 0].astype(dtype)
-    with pipe({"backend": "TorchTensor", "trusted": True, "model": str(path), "max": 2}) as run:
-        np.testing.assert_array_equal(run({"data": mat})["result"].numpy().reshape(3, 4), mat)
+    config = torch_model(tmp_path / "m.pt2", torch.nn.ReLU(), torch.zeros(2, 1, 3, 4), shapes=batched()) | {"max": 2}
+    np.testing.assert_array_equal(answer(config, mat)["result"].numpy().reshape(3, 4), mat)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_a_mat_for_an_input_that_does_not_say_its_channels_is_refused(tmp_path: Path, dtype: Any) -> None:
-    mat = picture(5, 6).astype(dtype)
-    planes = np.ascontiguousarray(mat.transpose(2, 0, 1))
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", "A", "B", "C"])}) as run:
-        run(refused := {"data": mat})
-        for given in (torch.from_numpy(planes), planes[None], mat[None]):
-            np.testing.assert_array_equal(run({"data": given})["result"][0].numpy(), given.reshape(given.shape[-3:]))
-    assert "does not say where a Mat's channels belong" in str(refused["error"])
+@pytest.mark.parametrize("given", [{}, {"color": "rgb"}])
+def test_an_image_from_a_model_has_the_channel_order_of_its_mat(tmp_path: Path, given: dict[str, str]) -> None:
+    config = identity(tmp_path, ["N", 3, "H", "W"]) | {"dtype": "uint8", "color": "rgb"}
+    with pipe({**config, "backend": "S[OnnxTensor,Tensor2Mat,cvtColorMat]"}) as run:
+        run(item := {"data": picture(6, 8), **given})
+    assert np.array_equal(item["result"], picture(6, 8)[:, :, :: 1 if given else -1])
+
+
+# -- numbers and bounds -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,15 +182,13 @@ def test_a_mat_for_an_input_that_does_not_say_its_channels_is_refused(tmp_path: 
 )
 def test_numbers_that_the_input_cannot_hold(tmp_path: Path, dtype: int, value: Any, problem: str) -> None:
     """Not wrapped around, and not cut off."""
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 2], dtype)}) as run:
-        run(item := {"data": value})
-        assert run({"data": [1, 2]})["result"].tolist() == [[1, 2]]
-    assert str(item["error"]) == problem
+    bad, good = answer(identity(tmp_path, ["N", 2], dtype), value, [1, 2])
+    assert str(bad["error"]) == problem
+    assert good["result"].tolist() == [[1, 2]]
 
 
 def test_a_tensor_of_the_shape_and_dtype_of_the_last_one_may_hold_other_numbers(tmp_path: Path) -> None:
-    path = identity(tmp_path / "model.onnx", ["N", 2], TensorProto.UINT8)
-    with pipe({"backend": "OnnxTensor", "model": path}) as run:
+    with pipe(identity(tmp_path, ["N", 2], TensorProto.UINT8)) as run:
         for numbers, is_taken in (([1, 2], True), ([1, 300], False), ([3, 255], True), ([-1, 0], False)):
             data = run({"data": torch.tensor([numbers])})
             assert ("result" in data) is is_taken
@@ -237,43 +197,17 @@ def test_a_tensor_of_the_shape_and_dtype_of_the_last_one_may_hold_other_numbers(
         assert isinstance(run({"data": torch.tensor([[4, 5, 6]], dtype=torch.uint8)})["error"], InvalidRequest)
 
 
-def test_bfloat16_is_taken(tmp_path: Path) -> None:
-    with pipe({"backend": "OnnxTensor", "model": identity(tmp_path / "model.onnx", ["N", 2])}) as run:
-        assert run({"data": torch.tensor([1.5, 2.0], dtype=torch.bfloat16)})["result"].tolist() == [[1.5, 2.0]]
-
-
-def test_a_model_that_does_not_name_its_inputs_takes_lists() -> None:
-    from torchpipe_py.backends.model.inputs import request_values
-
-    with pytest.raises(InvalidRequest, match="the model does not say what its inputs are called; give a list"):
-        request_values({"data": {"x": 1}}, ())
-
-
-# -- bounds ---------------------------------------------------------------------------------------------------------
-
-
 def test_min_and_max_bound_shapes(classifier: str) -> None:
-    config = {"backend": "OnnxTensor", "model": classifier, "min": "1x3x4x4", "max": "4x3x8x16"}
-    with pipe(config) as run:
-        assert (run.min(), run.max()) == (1, 4)
-        items = [{"data": torch.zeros(3, *size)} for size in ((4, 4), (8, 16), (8, 17), (3, 8))]
-        run(items)
+    config = onnx_node(classifier, min="1x3x4x4", max="4x3x8x16")
+    items = answer(config, *(torch.zeros(3, *size) for size in ((4, 4), (8, 16), (8, 17), (3, 8))))
     assert ["result" in item for item in items] == [True, True, False, False]
     assert str(items[2]["error"]) == "inputs of 3x8x17 are outside of min = 1x3x4x4 and max = 4x3x8x16"
-    with pipe({**config, "min": "1;1", "max": "4x3x4x4;2x3x8x8"}) as run:
-        items = [{"data": torch.zeros(3, size, size)} for size in (4, 8, 9)]
-        run(items)
+    profiles = {"min": "1;1", "max": "4x3x4x4;2x3x8x8"}
+    items = answer({**config, **profiles}, *(torch.zeros(3, size, size) for size in (4, 8, 9)))
     assert ["result" in item for item in items] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("most", "problem"),
-    [
+    for most, problem in (
         ("4x1x8x8", r"input 'x' is \?x3x\?x\?, max says 4x1x8x8"),
         ("4x3x8", r"input 'x' is \?x3x\?x\?, max says 4x3x8"),
         ("4x3x8x8,4x2", "max gives 2 inputs, the model has 1"),
-    ],
-)
-def test_bounds_that_the_model_does_not_take(classifier: str, most: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        pipe({"backend": "OnnxTensor", "model": classifier, "max": most})
+    ):
+        refused(onnx_node(classifier, max=most), problem)

@@ -89,11 +89,6 @@ def test_beyond_int8_there_is_room_in_uint8() -> None:
         assert session.run(["pool"], {"x": x})[0].max() == pytest.approx(limit * SCALE)
 
 
-@pytest.mark.parametrize("model", [quantised(zero=3), helper.make_model(helper.make_graph([], "empty", [], []))])
-def test_what_is_not_symmetric_stays(model: onnx.ModelProto) -> None:
-    assert onnx.load_from_string(unsigned_model(model.SerializeToString())) == model
-
-
 def test_a_quantised_model_is_served(tmp_path: Path) -> None:
     path = tmp_path / "quantised.onnx"
     onnx.save(quantised(), str(path))

@@ -110,10 +110,6 @@ TRT = SimpleNamespace(
     Builder=None,
     TensorIOMode=Mode,
     float32="float32",
-    float16="float16",
-    int8="int8",
-    int32="int32",
-    bool="bool",
 )
 
 
@@ -140,18 +136,14 @@ def run_batch(config: dict[str, Any], values: list[Any]) -> list[dict[str, Any]]
     return items
 
 
-def test_batches_have_sizes_that_get_a_graph(build: Any) -> None:
-    engine, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (10, 3, 8, 8))], max=10)
-    run_batch(config, [picture(8, 8, seed) for seed in range(9)])
+def test_batches_have_sizes_that_get_a_graph_and_results_are_rows(build: Any) -> None:
+    profiles = [((1, 3, 8, 8), (2, 3, 8, 8)), ((6, 3, 8, 8), (10, 3, 8, 8))]
+    engine, config = build((-1, 3, 8, 8), profiles, max="2;10", min="1;6")
+    items = run_batch(config, [picture(8, 8, seed) for seed in range(9)])
     sizes = [shape[0] for _, shape in engine.runs]
     assert sum(sizes) >= 9
-    assert set(sizes) <= {1, 2, 3, 4, 5, 6, 7, 8, 10}
-
-
-def test_results_are_rows_of_the_output(build: Any) -> None:
-    _, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))], max=4)
-    items = run_batch(config, [picture(8, 8, seed) for seed in range(3)])
-    assert [item["result"].shape for item in items] == [(1, 2)] * 3
+    assert set(sizes) <= {1, 2, 6, 7, 8, 10}
+    assert [item["result"].shape for item in items] == [(1, 2)] * 9
 
 
 def test_the_profile_is_that_of_the_whole_shape(build: Any) -> None:
@@ -164,19 +156,6 @@ def test_the_profile_is_that_of_the_whole_shape(build: Any) -> None:
         run(item := {"data": picture(9, 9)})
     assert isinstance(item["error"], InvalidRequest)
     assert "no profile of the engine takes 1 of 3x9x9" in str(item["error"])
-
-
-def test_contexts_go_with_the_shapes_they_are_for(build: Any) -> None:
-    _, config = build((-1, 3, -1, -1), [((1, 3, 1, 1), (1, 3, 99, 99))])
-    item = {"data": picture(4, 4)}
-    with pipe(config) as run:
-        for side in range(5, 60):
-            run({"data": picture(side, 4)})
-        run(item)
-        instance = next(iter(run._runtime.nodes.values())).instances[0]
-        kept: Any = instance.backend
-        assert len(kept._contexts) <= 16
-    assert item["result"].shape == (1, 2)
 
 
 def test_items_that_mix_are_refused(build: Any) -> None:
@@ -217,14 +196,6 @@ def test_the_lean_runtime_wants_version_compatible_engines(build: Any, monkeypat
         pipe(config)
     run_batch({**config, "version_compatible": True}, [picture(8, 8)])
     assert len(engine.runs) > 0
-
-
-def test_a_gap_between_profiles_is_padded_over(build: Any) -> None:
-    engine, config = build(
-        (-1, 3, 8, 8), [((1, 3, 8, 8), (2, 3, 8, 8)), ((6, 3, 8, 8), (8, 3, 8, 8))], max="2;8", min="1;6"
-    )
-    run_batch(config, [picture(8, 8, seed) for seed in range(4)])
-    assert {shape[0] for _, shape in engine.runs} <= {1, 2, 6, 7, 8}
 
 
 @pytest.mark.parametrize(

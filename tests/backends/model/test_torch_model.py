@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import picture
 from encrypted import encrypt
+from model_kit import Data, answer, batched, refused, torch_model
 from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
@@ -26,12 +27,7 @@ from torchpipe_py.plan.build import plan_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
-
-class TwoWays(torch.nn.Module):
-    """Sum and difference of two inputs."""
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return a + b, a - b
+TRUSTED = {"backend": "TorchTensor", "trusted": True}
 
 
 @pytest.fixture(scope="module", params=["script", "export"])
@@ -39,74 +35,31 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_small(request.param, tmp_path_factory.mktemp("torch") / "model")
 
 
-@pytest.fixture(scope="module")
-def two_ways(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("torch") / "two.pt"
-    torch.jit.script(TwoWays()).save(str(path))
-    return str(path)
-
-
-def test_mats_and_tensors_give_what_the_module_gives(model: str) -> None:
+def test_mats_and_tensors_give_what_the_module_gives(model: str, tmp_path: Path) -> None:
     mats = [picture(32, 32, seed) for seed in range(5)]
     planes = [torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]
     with torch.inference_mode():
         expected = Small()((torch.cat(planes) - 10) / torch.tensor([1.0, 2.0, 4.0]).reshape(1, 3, 1, 1))
-    config = {
-        "backend": "TorchTensor",
-        "trusted": True,
-        "model": model,
-        "max": 8,
-        "mean": 10,
-        "std": "1, 2, 4",
-        "batching_timeout": 20,
-    }
-    with pipe(config) as run:
-        for values in (mats, planes, [plane[0] for plane in planes], [plane.numpy() for plane in planes]):
-            items: list[dict[str, Any]] = [{"data": value} for value in values]
-            run(items)
-            torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_an_encrypted_model_gives_what_the_plain_one_gives(model: str, tmp_path: Path) -> None:
-    keys = encrypt(model, folder=tmp_path)
-    results = []
-    for given in ({"model": model}, keys):
-        with pipe({"backend": "TorchTensor", "trusted": True, **given}) as run:
-            run(item := {"data": picture(32, 32)})
-        results.append(item["result"])
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_model_that_is_not_trusted_is_told_before_anything_starts(
-    model: str, tmp_path: Path, is_encrypted: bool
-) -> None:
-    config = {"backend": "TorchTensor", **(encrypt(model, folder=tmp_path) if is_encrypted else {"model": model})}
-    with pytest.raises(ConfigError, match=r"node 'node': key 'trusted': model .*: loading it .*; set trusted = true "):
-        plan_pipeline(config)
-    plan_pipeline({**config, "trusted": True})
-    with pytest.raises(ConfigError, match="set trusted = true"):  # whoever asks for it
-        load_module(ModelFile(model), torch.device("cpu"), is_trusted=False)
+    config = {**TRUSTED, "max": 8, "mean": 10, "std": "1, 2, 4", "batching_timeout": 20}
+    for keys in ({"model": model}, encrypt(model, folder=tmp_path)):
+        with pipe({**config, **keys}) as run:
+            for values in (mats, planes, [plane[0] for plane in planes], [plane.numpy() for plane in planes]):
+                items: list[Data] = [{"data": value} for value in values]
+                run(items)
+                torch.testing.assert_close(
+                    torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4
+                )
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 @pytest.mark.timeout(600)  # the compiler takes 20 s of a core, however busy that is
 def test_a_package_of_aotinductor(tmp_path: Path) -> None:
-    path = save_small("aoti", tmp_path / "model")
     mats = [picture(32, 32, seed) for seed in range(3)]
     with torch.inference_mode():
         expected = Small()(torch.cat([torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]))
-    with pipe({"backend": "TorchTensor", "trusted": True, "model": path, "max": 4, "batching_timeout": 20}) as run:
-        items = [{"data": mat} for mat in mats]
-        run(items)
-    torch.testing.assert_close(torch.cat([item["result"] for item in items]), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_several_inputs_and_outputs_are_lists(two_ways: str) -> None:
-    with pipe({"backend": "TorchTensor", "trusted": True, "model": two_ways}) as run:
-        item = {"data": [torch.tensor([[3.0]]), torch.tensor([[1.0]])]}
-        run(item)
-        assert [part.tolist() for part in item["result"]] == [[[4.0]], [[2.0]]]
+    config = {**TRUSTED, "model": save_small("aoti", tmp_path / "model"), "max": 4, "batching_timeout": 20}
+    results = [item["result"] for item in answer(config, *mats)]
+    torch.testing.assert_close(torch.cat(results), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_before_the_image_are_not_normalised(tmp_path: Path) -> None:
@@ -114,11 +67,8 @@ def test_sizes_before_the_image_are_not_normalised(tmp_path: Path) -> None:
         def forward(self, sizes: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return sizes * 1, image * 1
 
-    path = tmp_path / "model.pt2"
-    torch.export.save(torch.export.export(Both(), (torch.zeros(1, 2), torch.zeros(1, 3, 2, 2))), path)
-    config = {"backend": "TorchTensor", "trusted": True, "model": str(path), "mean": "1, 2, 3", "std": 2}
-    with pipe(config) as run:
-        run(item := {"data": [torch.tensor([480.0, 640.0]), torch.ones(3, 2, 2)]})
+    config = torch_model(tmp_path / "model.pt2", Both(), torch.zeros(1, 2), torch.zeros(1, 3, 2, 2))
+    item = answer({**config, "mean": "1, 2, 3", "std": 2}, [torch.tensor([480.0, 640.0]), torch.ones(3, 2, 2)])
     sizes, image = item["result"]
     assert sizes.tolist() == [[480, 640]]
     assert image[0, :, 0, 0].tolist() == [0, -0.5, -1]
@@ -127,31 +77,10 @@ def test_sizes_before_the_image_are_not_normalised(tmp_path: Path) -> None:
 def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path) -> None:
     labels = tmp_path / "labels.txt"
     labels.write_text("a\nb\nc\nd\n")
-    with pipe(
-        {
-            "backend": "TorchTensor",
-            "trusted": True,
-            "model": model,
-            "postprocessor": "SoftmaxMax",
-            "labels": str(labels),
-        }
-    ) as run:
-        item = {"data": picture(32, 32)}
-        run(item)
-        label, score = item["result"]
-        assert label in "abcd"
-        assert 0.25 <= score <= 1
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("text", "takes a Mat or a tensor, got str"), (torch.zeros(2, 3, 8, 8), "takes one item, 1x…, got 2x3x8x8")],
-)
-def test_what_is_no_input(model: str, value: Any, message: str) -> None:
-    with pipe({"backend": "TorchTensor", "trusted": True, "model": model}) as run:
-        run(item := {"data": value})
-    assert isinstance(item["error"], InvalidRequest)
-    assert message in str(item["error"])
+    config = {**TRUSTED, "model": model, "postprocessor": "SoftmaxMax", "labels": str(labels)}
+    label, score = answer(config, picture(32, 32))["result"]
+    assert label in "abcd"
+    assert 0.25 <= score <= 1
 
 
 class Anchored(torch.nn.Module):
@@ -167,9 +96,8 @@ class Anchored(torch.nn.Module):
 
 def test_a_result_may_be_changed_in_place(tmp_path: Path) -> None:
     torch.jit.trace(Anchored(), torch.ones(2, 2)).save(str(tmp_path / "model"))  # type: ignore[no-untyped-call]
-    config = {"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True, "max": 2}
-    with pipe({**config, "batching_timeout": 1000}) as run:
-        items: list[dict[str, Any]] = [{"data": torch.ones(2)} for _ in range(2)]
+    with pipe({**TRUSTED, "model": str(tmp_path / "model"), "max": 2, "batching_timeout": 1000}) as run:
+        items: list[Data] = [{"data": torch.ones(2)} for _ in range(2)]
         run(items)
         items[0]["result"][1].zero_()
         assert items[1]["result"][1].tolist() == [[1.0, 1.0]]
@@ -188,58 +116,11 @@ class Looked(torch.nn.Module):
 
 
 def test_inputs_have_the_types_that_the_program_says(tmp_path: Path) -> None:
-    module, batch = Looked().eval(), torch.export.Dim("batch", min=1, max=8)
-    example = torch.zeros(2, 1), torch.zeros(2, 4, dtype=torch.int64)
-    torch.export.save(
-        torch.export.export(module, example, dynamic_shapes=({0: batch}, {0: batch})), tmp_path / "model.pt2"
-    )
-    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model.pt2"), "trusted": True, "max": 2}) as run:
-        run(item := {"data": [[2.0], [1, 2, 3, 4]]})
-        run(refused := {"data": [[2.0], [1.5, 2.0, 3.0, 4.0]]})
-    torch.testing.assert_close(item["result"], module(torch.tensor([[2.0]]), torch.tensor([[1, 2, 3, 4]])).detach())
-    assert str(refused["error"]) == "input 'words' takes int64, got float64"
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        (torch.tensor([1.5, 2.0]), "input 'x' takes uint8, got float32"),
-        (torch.tensor([1.5, 2.0], dtype=torch.bfloat16), "input 'x' takes uint8, got bfloat16"),
-        (torch.tensor([1, 300]), "input 'x' takes uint8, got int64 of 0..300"),
-        (np.array([1, -1]), "input 'x' takes uint8, got int64 of -1..1"),
-    ],
-)
-def test_numbers_that_the_input_cannot_hold(value: Any, problem: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        InputSpec("x", torch.uint8, (2,)).row_shape(value)
-    assert str(caught.value) == problem
-    InputSpec("x", torch.uint8, (2,)).row_shape(torch.tensor([1, 255]))
-
-
-@pytest.mark.parametrize("kind", ["script", "export"])
-def test_a_mat_of_floats_is_a_mat(tmp_path: Path, kind: str) -> None:
-    """Laid out where the program says the channels, refused where nobody does."""
-    mat = picture(5, 6).astype(np.float32)
-    if kind == "script":
-        torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "model"))
-    else:
-        batch = torch.export.Dim("batch", min=1, max=8)
-        program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2, 3, 5, 6),), dynamic_shapes=({0: batch},))
-        torch.export.save(program, tmp_path / "model")
-    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True}) as run:
-        run(item := {"data": mat})
-    if kind == "export":
-        np.testing.assert_array_equal(item["result"][0].numpy(), mat.transpose(2, 0, 1))
-    else:
-        assert "got 5x6x3 of float32, which may be a Mat; Mat2Tensor makes a Tensor of it" in str(item["error"])
-
-
-def test_a_mat_without_a_pixel_is_an_empty_tensor(tmp_path: Path) -> None:
-    """It is the model that says what it does with one; the request is no defect."""
-    torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "model"))
-    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True}) as run:
-        run(item := {"data": np.zeros((0, 5, 3), np.uint8)})
-    assert item["result"].shape == (1, 3, 0, 5)
+    module, example = Looked().eval(), (torch.zeros(2, 1), torch.zeros(2, 4, dtype=torch.int64))
+    config = torch_model(tmp_path / "model.pt2", module, *example, shapes=batched(2)) | {"max": 2}
+    good, bad = answer(config, [[2.0], [1, 2, 3, 4]], [[2.0], [1.5, 2.0, 3.0, 4.0]])
+    torch.testing.assert_close(good["result"], module(torch.tensor([[2.0]]), torch.tensor([[1, 2, 3, 4]])).detach())
+    assert str(bad["error"]) == "input 'words' takes int64, got float64"
 
 
 class Nested(torch.nn.Module):
@@ -248,45 +129,73 @@ class Nested(torch.nn.Module):
 
 
 def test_an_output_that_is_no_tensor(tmp_path: Path) -> None:
-    batch = torch.export.Dim("batch", min=1, max=8)
-    program = torch.export.export(Nested(), (torch.zeros(2, 3),), dynamic_shapes=({0: batch},))
-    torch.export.save(program, tmp_path / "model.pt2")
+    config = torch_model(tmp_path / "model.pt2", Nested(), torch.zeros(2, 3), shapes=batched())
     problem = pytest.raises(BackendError, match="has an output of type list; expected tensors, or a list or dict of")
-    with pipe({"backend": "TorchTensor", "model": str(tmp_path / "model.pt2"), "trusted": True}) as run, problem:
+    with pipe(config) as run, problem:
         run({"data": torch.zeros(3)})
 
 
-@pytest.mark.parametrize(("shape", "shown"), [((1, 1, 4, 4), "1x4x4"), ((1, 3), "3"), ((1, 2, 4, 4), "2x4x4")])
-def test_mean_makes_no_channels(tmp_path: Path, shape: tuple[int, ...], shown: str) -> None:
-    """Broadcast over the three numbers, one channel would become three, and a vector an image."""
-    torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "model"))
-    config = {"backend": "TorchTensor", "model": str(tmp_path / "model"), "trusted": True, "mean": "10, 20, 30"}
-    with pipe(config) as run:
-        run(item := {"data": torch.zeros(shape)})
-        assert run({"data": torch.full((1, 3, 1, 1), 40.0)})["result"].flatten().tolist() == [30.0, 20.0, 10.0]
-    assert str(item["error"]) == f"mean and std are for CxHxW, 3 numbers here; got {shown}"
+MEAN = {"mean": "10, 20, 30"}
 
 
-def test_files_that_are_no_models(tmp_path: Path) -> None:
-    junk, empty = tmp_path / "junk.pt", tmp_path / "empty.pt2"
-    junk.write_bytes(b"junk")
-    with zipfile.ZipFile(empty, "w") as archive:
+@pytest.mark.parametrize(
+    ("more", "value", "told"),
+    [
+        ({}, "text", "takes a Mat or a tensor, got str"),
+        ({}, torch.zeros(2, 3, 8, 8), "takes one item, 1x…, got 2x3x8x8"),
+        ({}, np.zeros((5, 6, 3), np.float32), "got 5x6x3 of float32, which may be a Mat; Mat2Tensor makes a Tensor of"),
+        # It is the model that says what it does with an image without a pixel; the request is no defect.
+        ({}, np.zeros((0, 5, 3), np.uint8), (1, 3, 0, 5)),
+        # Broadcast over the three numbers, one channel would become three, and a vector an image.
+        (MEAN, torch.zeros(1, 1, 4, 4), "mean and std are for CxHxW, 3 numbers here; got 1x4x4"),
+        (MEAN, torch.zeros(1, 3), "mean and std are for CxHxW, 3 numbers here; got 3"),
+        (MEAN, torch.zeros(1, 2, 4, 4), "mean and std are for CxHxW, 3 numbers here; got 2x4x4"),
+        (MEAN, torch.zeros(1, 3, 1, 1), (1, 3, 1, 1)),
+    ],
+)
+def test_what_a_model_that_says_nothing_takes(tmp_path: Path, more: Data, value: Any, told: Any) -> None:
+    item = answer(torch_model(tmp_path / "model", torch.nn.ReLU()) | more, value)
+    if isinstance(told, tuple):
+        assert item["result"].shape == told
+    else:
+        assert isinstance(item["error"], InvalidRequest)
+        assert told in str(item["error"])
+
+
+def test_a_mat_of_floats_is_laid_out_where_the_program_says_the_channels(tmp_path: Path) -> None:
+    mat = picture(5, 6).astype(np.float32)
+    config = torch_model(tmp_path / "model", torch.nn.ReLU(), torch.zeros(2, 3, 5, 6), shapes=batched())
+    np.testing.assert_array_equal(answer(config, mat)["result"][0].numpy(), mat.transpose(2, 0, 1))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_settings_that_do_not_fit(model: str, tmp_path: Path) -> None:
+    path, place = tmp_path / "model.pt", r"neither TorchScript nor \.pt2: "
+    path.write_bytes(b"junk")
+    refused({**TRUSTED, "model": str(path)}, place)
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("nothing", "here")
-    with pytest.raises(ConfigError, match=r"neither TorchScript nor \.pt2"):
-        pipe({"backend": "TorchTensor", "trusted": True, "model": str(junk)})
-    with pytest.raises(ConfigError, match=r"PyTorch .* cannot load it"):
-        pipe({"backend": "TorchTensor", "trusted": True, "model": str(empty)})
-
-
-def test_a_checkpoint_is_told_before_it_is_trusted(tmp_path: Path) -> None:
-    path = tmp_path / "weights.pt"
+    refused({**TRUSTED, "model": str(path)}, r"PyTorch .* cannot load it")
     torch.save({"weight": torch.zeros(2)}, path)
-    said = f"it is a PyTorch checkpoint: torchpipe export MODEL --weights {path} makes an ONNX file of it"
-    with pytest.raises(ConfigError, match=rf"neither TorchScript nor \.pt2: {said}"):
-        pipe({"backend": "TorchTensor", "model": str(path)})
+    said = f"{place}it is a PyTorch checkpoint: torchpipe export MODEL --weights {path} makes an ONNX file of it"
+    refused({"backend": "TorchTensor", "model": str(path)}, said)
     path.write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="git lfs pull"):
-        pipe({"backend": "TorchTensor", "model": str(path)})
+    refused({"backend": "TorchTensor", "model": str(path)}, "git lfs pull")
+    refused({**TRUSTED, "model": model, "mean": "1", "input_type": "uint8"}, "floating input_type")
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_model_that_is_not_trusted_is_told_before_anything_starts(
+    model: str, tmp_path: Path, is_encrypted: bool
+) -> None:
+    config = {"backend": "TorchTensor", **(encrypt(model, folder=tmp_path) if is_encrypted else {"model": model})}
+    with pytest.raises(ConfigError, match=r"node 'node': key 'trusted': model .*: loading it .*; set trusted = true "):
+        plan_pipeline(config)
+    plan_pipeline({**config, "trusted": True})
+    with pytest.raises(ConfigError, match="set trusted = true"):  # whoever asks for it
+        load_module(ModelFile(model), torch.device("cpu"), is_trusted=False)
 
 
 def hostile_script(folder: Path, victim: Path) -> Path:
@@ -350,8 +259,7 @@ def test_no_code_of_a_file_runs_without_trusted(tmp_path: Path) -> None:
     with zipfile.ZipFile(package, "w") as archive:
         archive.writestr("model/data/aotinductor/model/model.wrapper.so", b"never loaded")
     for path, does in ((script, "runs its __setstate__"), (export, "unpickles"), (package, "native code")):
-        with pytest.raises(ConfigError, match=f"{does}.*set trusted = true"):
-            pipe({"backend": "TorchTensor", "model": str(path)})
+        refused({"backend": "TorchTensor", "model": str(path)}, f"{does}.*set trusted = true")
     assert victim.read_bytes() == b"kept"
     assert not made.exists()
 
@@ -368,13 +276,6 @@ def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
     assert victim.read_bytes() == (b"XXXX" if kind == "script" else b"")
 
 
-def test_settings_that_do_not_fit(model: str) -> None:
-    with pytest.raises(ConfigError, match="key 'std': expected numbers above 0"):
-        pipe({"backend": "TorchTensor", "trusted": True, "model": model, "std": "1, 0, 1"})
-    with pytest.raises(ConfigError, match="floating input_type"):
-        pipe({"backend": "TorchTensor", "trusted": True, "model": model, "mean": "1", "input_type": "uint8"})
-
-
 # -- shapes and sizes ---------------------------------------------------------------------------------------------
 
 
@@ -382,7 +283,6 @@ def test_settings_that_do_not_fit(model: str) -> None:
     ("least", "most", "expected"),
     [
         (1, 1, [1]),
-        (1, 4, [1, 2, 3, 4]),
         (2, 9, [2, 3, 4, 5, 6, 7, 8, 9]),
         (8, 8, [8]),
         (1, 20, [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]),
@@ -391,14 +291,24 @@ def test_settings_that_do_not_fit(model: str) -> None:
 )
 def test_batch_sizes_that_get_a_graph(least: int, most: int, expected: list[int]) -> None:
     assert batch_sizes(least, most) == expected
+    for count in range(1, 300):  # padding adds a quarter at most
+        assert min(size for size in batch_sizes(1, 300) if size >= count) <= 1.25 * count
 
 
-@pytest.mark.parametrize("most", range(1, 300, 7))
-def test_padding_to_the_next_size_adds_a_quarter_at_most(most: int) -> None:
-    sizes = batch_sizes(1, most)
-    assert sizes == sorted(set(sizes))
-    for count in range(1, most + 1):
-        assert min(size for size in sizes if size >= count) <= 1.25 * count
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.tensor([1.5, 2.0]), "input 'x' takes uint8, got float32"),
+        (torch.tensor([1.5, 2.0], dtype=torch.bfloat16), "input 'x' takes uint8, got bfloat16"),
+        (torch.tensor([1, 300]), "input 'x' takes uint8, got int64 of 0..300"),
+        (np.array([1, -1]), "input 'x' takes uint8, got int64 of -1..1"),
+    ],
+)
+def test_numbers_that_the_input_cannot_hold(value: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        InputSpec("x", torch.uint8, (2,)).row_shape(value)
+    assert str(caught.value) == problem
+    InputSpec("x", torch.uint8, (2,)).row_shape(torch.tensor([1, 255]))
 
 
 @pytest.mark.parametrize(
