@@ -34,7 +34,7 @@ PACKAGE = [
     "ray tools.quantize",
     "cli",
 ]
-CLIENT = ["address errors tracing", "contract", "values", "calls attempts", "connection", "aio client"]
+CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]
 """Imports neither ``torchpipe_py`` nor the server."""
 SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "engine", "supervisor", "cli", "__main__"]
 TRAINING = [

@@ -3,68 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torchpipe_client.address import Address
-from torchpipe_client.attempts import Attempts, Limits
-from torchpipe_client.calls import Call, Infer, InferBatch, InferMany, Ping, only
-from torchpipe_client.connection import IDLE_SECONDS
-from torchpipe_client.contract import FrameReader, decode_reply, encode_call
-from torchpipe_client.errors import (
-    BadReply,
-    ClientClosed,
-    ClientError,
-    ConnectionLost,
-    InferenceError,
-    NotConnected,
-    TimedOut,
-    ends_connection,
-    not_connected,
-)
-from torchpipe_client.tracing import trace_of
-from torchpipe_client.values import Result
+from torchpipe_client.client import BaseClient, Client
+from torchpipe_client.connection import BaseConnection, BasePool
+from torchpipe_client.contract import FrameReader, decode_reply
+from torchpipe_client.core import Address, Attempts, Call
+from torchpipe_client.errors import BadReply, ClientError, ConnectionLost, NotConnected, not_connected
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AsyncConnection(asyncio.Protocol):
-    """A connection. One call at a time; after one that has no whole answer, a cancelled one too, it is closed."""
+class AsyncConnection(BaseConnection, asyncio.Protocol):
+    """A connection; a call that is cancelled closes it, too."""
 
     def __init__(self, address: Address) -> None:
-        self._address, self._sequence = address, 0
+        super().__init__(address)
         self._transport: Any = None
         self._reader = FrameReader()
         self._answer: asyncio.Future[bytes] | None = None
-        self.is_open = True
-        self.idle_since = time.monotonic()
 
-    async def exchange(self, call: Call[Any], attempts: Attempts) -> Any:
-        """Sends the call's next attempt and returns what the service answered; raises as ``Connection.exchange``."""
-        self._sequence = self._sequence % (2**31 - 1) + 1
-        frame = encode_call(call.method, self._sequence, call.arguments(attempts.deadline_ms()))
-        try:
-            answer = decode_reply(call.method, self._sequence, await self._transfer(frame, attempts))
-        except InferenceError as error:
-            if ends_connection(error):
-                self.close()
-            raise
-        except BaseException:  # a cancellation as well: an answer that comes later must not be the next call's
-            self.close()
-            raise
-        self.idle_since = time.monotonic()
-        return answer
-
-    def is_usable(self) -> bool:
-        """Whether the service has kept it, as far as the event loop knows."""
-        return self.is_open and time.monotonic() - self.idle_since <= IDLE_SECONDS
+    async def exchange(self, call: Call[Any]) -> Any:
+        """As ``Connection.exchange``."""
+        frame = self._encode(call)
+        with self._exchanging():
+            return decode_reply(call.method, self._sequence, await self._transfer(frame, call.attempts))
 
     def close(self) -> None:
-        """May be called again."""
         if self.is_open:
             self.is_open = False
             self._transport.abort()
@@ -109,66 +78,39 @@ class AsyncConnection(asyncio.Protocol):
         self._fail(ConnectionLost(f"{self._address} {how} before the answer"))
 
 
-class AsyncPool:
-    """The connections of a client. A call has one for the length of an attempt; those in no use are kept."""
+class AsyncPool(BasePool[AsyncConnection]):
+    """For the tasks of one event loop."""
 
-    def __init__(self, address: Address, tls: ssl.SSLContext | None, most: int) -> None:
-        self._address, self._tls, self._most = address, tls, most
-        self._is_closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._slots = asyncio.Semaphore(most)
-        self._idle: list[AsyncConnection] = []
+    _loop: asyncio.AbstractEventLoop | None = None
+    _slots: asyncio.Semaphore
 
     @asynccontextmanager
     async def connection(self, attempts: Attempts) -> AsyncIterator[AsyncConnection]:
         """One that no other call has. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
-        await self._take_slot(attempts)
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop, self._slots = loop, asyncio.Semaphore(self._most)
+        if self._loop is not loop:
+            raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one for each loop")
+        if not self._slots.locked():
+            await self._slots.acquire()
+        else:
+            try:
+                await _within(attempts.left(), self._slots.acquire(), lambda _: self._slots.release())
+            except asyncio.TimeoutError:
+                raise attempts.no_connection() from None
         try:
             connection = self._take_idle() or await self._connect(attempts)
             try:
                 yield connection
             finally:
-                if connection.is_open and not self._is_closed:
-                    self._idle.append(connection)
-                else:
-                    connection.close()
+                self._put_back(connection)
         finally:
             self._slots.release()
 
-    def close(self) -> None:
-        """Closes idle connections now, the others when their calls have ended."""
-        self._is_closed = True
-        idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
-
-    async def _take_slot(self, attempts: Attempts) -> None:
-        loop = asyncio.get_running_loop()
-        self._loop = self._loop or loop
-        if self._loop is not loop:
-            raise RuntimeError("an AsyncClient belongs to the event loop of its first call; make one for each loop")
-        if not self._slots.locked():
-            await self._slots.acquire()
-            return
-        try:
-            await _within(attempts.left(), self._slots.acquire(), lambda _: self._slots.release())
-        except asyncio.TimeoutError:
-            most = f"all {self._most} connections were in use for {attempts.timeout:g} s (max_connections)"
-            raise TimedOut(most) from None
-
-    def _take_idle(self) -> AsyncConnection | None:
-        if self._is_closed:
-            raise ClientClosed("the client is closed")
-        while self._idle:
-            connection = self._idle.pop()  # the one used last: the others grow old and are closed
-            if connection.is_usable():
-                return connection
-            connection.close()
-        return None
-
     async def _connect(self, attempts: Attempts) -> AsyncConnection:
         address, loop = self._address, asyncio.get_running_loop()
-        seconds = min(attempts.connect_timeout, attempts.left())
+        seconds = min(attempts.limits.connect_timeout, attempts.left())
         opening = loop.create_connection(lambda: AsyncConnection(address), address.host, address.port, ssl=self._tls)
         try:
             _, connection = await _within(seconds, opening, lambda made: made[1].close())
@@ -200,69 +142,28 @@ async def _within(seconds: float, work: Coroutine[Any, Any, T], undo: Callable[[
     return task.result()
 
 
-class AsyncClient:
+def _coroutine(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """``Client``'s method as a coroutine: it returns what ``_run`` returns, which is one here."""
+
+    @wraps(method)
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await method(self, *args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    return call
+
+
+class AsyncClient(BaseClient[AsyncPool]):
     """``Client`` for asyncio: the same arguments, and the same calls as coroutines, for any number of a loop's tasks.
 
     A call that is cancelled closes its connection, and the service computes it no more if it still waits there.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout: float = 30.0,
-        connect_timeout: float = 5.0,
-        retries: int = 3,
-        idempotent: bool = True,
-        max_connections: int = 64,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        """Connects to nobody yet. Raises ``ValueError`` for an address without a port, and for times of 0 or less."""
-        self._address = Address.parse(address)
-        self._limits = Limits(timeout, connect_timeout, retries, idempotent, max_connections)
-        self._pool = AsyncPool(self._address, tls, max_connections)
+    _pool_class = AsyncPool
 
-    async def ping(self, *, timeout: float | None = None) -> None:
-        """Returns when the service has answered."""
-        await self._run(Ping(), self._limits.attempts(timeout, None))
-
-    async def infer_batch(
-        self, image: bytes, *, timeout: float | None = None, uuid: str = "", traceparent: str | None = None
-    ) -> Result:
-        """Label and score of one encoded image. As part of a trace it is sent as an ``infer_many`` of one image."""
-        trace = trace_of(traceparent)
-        attempts = self._limits.attempts(timeout, None)
-        if trace.parent:
-            return only(await self._run(InferMany((image,), uuid, attempts.may_repeat, trace), attempts))
-        return await self._run(InferBatch(image, uuid), attempts)
-
-    async def infer_many(
-        self,
-        images: Iterable[bytes],
-        *,
-        deadline_ms: int | None = None,
-        timeout: float | None = None,
-        uuid: str = "",
-        traceparent: str | None = None,
-    ) -> list[Result | InferenceError]:
-        """A result, or the error in its place, for each of the encoded images; raises where none has an outcome."""
-        attempts = self._limits.attempts(timeout, deadline_ms)
-        return await self._run(InferMany(images, uuid, attempts.may_repeat, trace_of(traceparent)), attempts)
-
-    async def infer(
-        self,
-        inputs: Mapping[str, Any],
-        *,
-        outputs: Iterable[str] | None = None,
-        node_name: str | None = None,
-        deadline_ms: int | None = None,
-        timeout: float | None = None,
-        uuid: str = "",
-        traceparent: str | None = None,
-    ) -> dict[str, Any]:
-        """Any pipeline, as ``Client.infer``."""
-        attempts = self._limits.attempts(timeout, deadline_ms)
-        return await self._run(Infer(inputs, outputs, node_name, uuid, trace_of(traceparent)), attempts)
+    ping = _coroutine(Client.ping)
+    infer_batch = _coroutine(Client.infer_batch)
+    infer_many = _coroutine(Client.infer_many)
+    infer = _coroutine(Client.infer)
 
     async def close(self) -> None:
         """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""
@@ -271,22 +172,17 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._address)!r})"
-
-    async def _run(self, call: Call[T], attempts: Attempts) -> T:
+    async def _run(self, call: Call[T]) -> T:
         while True:
             try:
-                async with self._pool.connection(attempts) as connection:
-                    error = call.take(await connection.exchange(call, attempts))
+                async with self._pool.connection(call.attempts) as connection:
+                    error = call.take(await connection.exchange(call))
             except ClientError as failure:
                 error = failure
-            delay = None if error is None else attempts.delay_after(error)
+            delay = None if error is None else call.attempts.delay_after(error)
             if delay is None:
                 return call.result(error)
             await asyncio.sleep(delay)

@@ -5,32 +5,21 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from torchpipe_client.address import Address
-from torchpipe_client.attempts import Attempts, Limits
-from torchpipe_client.calls import Call, Infer, InferBatch, InferMany, Ping, only
-from torchpipe_client.connection import Pool
+from torchpipe_client.connection import BasePool, Pool
+from torchpipe_client.core import Address, Attempts, Call, Infer, InferBatch, InferMany, Limits, trace_fields
 from torchpipe_client.errors import ClientError, InferenceError
-from torchpipe_client.tracing import trace_of
 from torchpipe_client.values import Result
 
 T = TypeVar("T")
+P = TypeVar("P", bound=BasePool)
 
 
-class Client:
-    """A service at ``host:port``, for any number of threads at once.
+class BaseClient(Generic[P]):
+    """What both clients are made with."""
 
-    ``timeout`` bounds a call, its repetitions included, and ``connect_timeout`` each connection, in seconds. A call is
-    repeated up to ``retries`` times: after ``overloaded``, ``unavailable`` and a connection that was refused, and, if
-    ``idempotent``, after a connection that was lost and once after ``worker_died``. Each call under way has one of at
-    most ``max_connections`` connections to itself. ``tls`` is for a proxy that takes TLS.
-
-    A call is part of the trace that its ``traceparent`` names, else of OpenTelemetry's current span, if there is one.
-
-    Each call returns, or raises one ``ClientError``; ``ValueError`` for a ``timeout`` or ``deadline_ms`` of 0 or less.
-    """
+    _pool_class: type[P]
 
     def __init__(
         self,
@@ -46,21 +35,39 @@ class Client:
         """Connects to nobody yet. Raises ``ValueError`` for an address without a port, and for times of 0 or less."""
         self._address = Address.parse(address)
         self._limits = Limits(timeout, connect_timeout, retries, idempotent, max_connections)
-        self._pool = Pool(self._address, tls, max_connections)
+        self._pool = self._pool_class(self._address, tls, max_connections)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._address)!r})"
+
+
+class Client(BaseClient[Pool]):
+    """A service at ``host:port``, for any number of threads at once.
+
+    ``timeout`` bounds a call, its repetitions included, and ``connect_timeout`` each connection, in seconds. A call is
+    repeated up to ``retries`` times: after ``overloaded``, ``unavailable`` and a connection that was refused, and, if
+    ``idempotent``, after a connection that was lost and once after ``worker_died``. Each call under way has one of at
+    most ``max_connections`` connections to itself. ``tls`` is for a proxy that takes TLS.
+
+    A call is part of the trace that its ``traceparent`` names, else of OpenTelemetry's current span, if there is one.
+
+    Each call returns, or raises one ``ClientError``; ``ValueError`` for a ``timeout`` or ``deadline_ms`` of 0 or less.
+    """
+
+    _pool_class = Pool
 
     def ping(self, *, timeout: float | None = None) -> None:
         """Returns when the service has answered."""
-        self._run(Ping(), self._limits.attempts(timeout, None))
+        return self._run(Call[None]("ping", Attempts(self._limits, timeout)))
 
     def infer_batch(
         self, image: bytes, *, timeout: float | None = None, uuid: str = "", traceparent: str | None = None
     ) -> Result:
         """Label and score of one encoded image. As part of a trace it is sent as an ``infer_many`` of one image."""
-        trace = trace_of(traceparent)
-        attempts = self._limits.attempts(timeout, None)
-        if trace.parent:
-            return only(self._run(InferMany((image,), uuid, attempts.may_repeat, trace), attempts))
-        return self._run(InferBatch(image, uuid), attempts)
+        trace, attempts = trace_fields(traceparent), Attempts(self._limits, timeout)
+        if trace["traceparent"]:
+            return self._run(InferMany[Result](attempts, [image], uuid, trace, is_single=True))
+        return self._run(InferBatch(attempts, image, uuid))
 
     def infer_many(
         self,
@@ -71,9 +78,9 @@ class Client:
         uuid: str = "",
         traceparent: str | None = None,
     ) -> list[Result | InferenceError]:
-        """A result, or the error in its place, for each of the encoded images; raises where none has an outcome."""
-        attempts = self._limits.attempts(timeout, deadline_ms)
-        return self._run(InferMany(images, uuid, attempts.may_repeat, trace_of(traceparent)), attempts)
+        """A result, or the error in its place, for each of the encoded images; raises if none has an outcome."""
+        attempts = Attempts(self._limits, timeout, deadline_ms)
+        return self._run(InferMany["list[Result | InferenceError]"](attempts, images, uuid, trace_fields(traceparent)))
 
     def infer(
         self,
@@ -92,8 +99,8 @@ class Client:
         ``float64``, of any shape) and lists of arrays. Dicts and lists come back as JSON text. Without ``outputs`` it
         is ``result`` that comes back.
         """
-        call = Infer(inputs, outputs, node_name, uuid, trace_of(traceparent))
-        return self._run(call, self._limits.attempts(timeout, deadline_ms))
+        attempts = Attempts(self._limits, timeout, deadline_ms)
+        return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace_fields(traceparent)))
 
     def close(self) -> None:
         """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""
@@ -102,22 +109,17 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._address)!r})"
-
-    def _run(self, call: Call[T], attempts: Attempts) -> T:
+    def _run(self, call: Call[T]) -> T:
         while True:
             try:
-                with self._pool.connection(attempts) as connection:
-                    error = call.take(connection.exchange(call, attempts))
+                with self._pool.connection(call.attempts) as connection:
+                    error = call.take(connection.exchange(call))
             except ClientError as failure:
                 error = failure
-            delay = None if error is None else attempts.delay_after(error)
+            delay = None if error is None else call.attempts.delay_after(error)
             if delay is None:
                 return call.result(error)
             time.sleep(delay)

@@ -141,8 +141,3 @@ def undeclared_error(code: str, message: str) -> InferenceError:
     if name in _BY_NAME:
         return _BY_NAME[name](text)
     return inference_error(code, message)
-
-
-def ends_connection(error: InferenceError) -> bool:
-    """Whether the service closes the connection after it: it does so where it could not read a message."""
-    return type(error) is InferenceError

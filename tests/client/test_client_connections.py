@@ -143,7 +143,6 @@ def test_a_connection_that_was_idle_for_long_is_not_used(make, monkeypatch):
         client.ping()
         client.ping()
         monkeypatch.setattr("torchpipe_client.connection.IDLE_SECONDS", -1)
-        monkeypatch.setattr("torchpipe_client.aio.IDLE_SECONDS", -1)
         client.ping()
         assert [call.connection for call in server.calls] == [1, 1, 2]
 

@@ -1,0 +1,282 @@
+"""A call without I/O: where it goes, its trace, how long it may take, what is sent and what comes back."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torchpipe_client.contract import IDL
+from torchpipe_client.errors import (
+    BadReply,
+    ClientError,
+    ConnectionLost,
+    InferenceError,
+    InvalidRequest,
+    NotConnected,
+    Overloaded,
+    TimedOut,
+    Unavailable,
+    WorkerDied,
+    inference_error,
+)
+from torchpipe_client.values import Result, from_value, to_bytes, to_value
+
+T = TypeVar("T")
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
+_NOT_BEGUN = (NotConnected, Overloaded, Unavailable)
+_PERHAPS_BEGUN = (ConnectionLost, WorkerDied)
+
+
+class Address(NamedTuple):
+    """Of a service, as it is written in messages."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """``host:port``, an IPv6 address in brackets. Raises ``ValueError``."""
+        host, _, port = text.rpartition(":")
+        is_port = port.isdecimal() and 0 < int(port) < 65536
+        if not host or not is_port or (":" in host and host[0] + host[-1] != "[]"):
+            raise ValueError(f"address {text!r}: expected host:port, as 127.0.0.1:8888 or [::1]:8888")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def trace_fields(traceparent: str | None) -> dict[str, str | None]:
+    """``traceparent`` and ``tracestate`` (W3C Trace Context) of the trace that a call is part of.
+
+    It is the one that the caller names, else OpenTelemetry's current span if the program uses that; imports nothing.
+    """
+    parent, state = traceparent or None, None
+    api: Any = sys.modules.get("opentelemetry.trace")
+    if traceparent is None and api is not None:
+        context = api.get_current_span().get_span_context()
+        if context.is_valid:
+            parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+            state = context.trace_state.to_header() or None
+    return {"traceparent": parent, "tracestate": state}
+
+
+# -- time and repetitions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of every call of a client; times in seconds.
+
+    ``idempotent``: whether a call may be repeated that the service has perhaps begun.
+    """
+
+    timeout: float
+    connect_timeout: float
+    retries: int
+    idempotent: bool
+    max_connections: int
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "connect_timeout", "max_connections"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)!r}")
+        if self.retries < 0:
+            raise ValueError(f"retries must be at least 0, not {self.retries!r}")
+
+
+class Attempts:
+    """The attempts of one call, which begins now: the time and the repetitions that it has left.
+
+    The client gives up after ``timeout``, all attempts together; ``None`` stands for the client's. The service is sent
+    the time that is left of ``deadline_ms``, else of ``timeout``: it need not compute what nobody waits for.
+    """
+
+    def __init__(self, limits: Limits, timeout: float | None, deadline_ms: int | None = None) -> None:
+        self.limits, self.timeout = limits, limits.timeout if timeout is None else timeout
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be greater than 0, not {timeout!r}")
+        if deadline_ms is not None and deadline_ms <= 0:
+            raise ValueError(f"deadline_ms must be greater than 0, not {deadline_ms!r}")
+        now = time.monotonic()
+        self._give_up_at = now + self.timeout
+        self._deadline = now + min(self.timeout, self.timeout if deadline_ms is None else deadline_ms / 1000)
+        self._retries, self._delay = limits.retries, _FIRST_DELAY_S
+        self._has_lost_worker = False
+
+    def left(self) -> float:
+        """Seconds until the client gives up. Raises ``TimedOut`` if there are none."""
+        left = self._give_up_at - time.monotonic()
+        if left <= 0:
+            raise self.timed_out()
+        return left
+
+    def timed_out(self) -> TimedOut:
+        return TimedOut(f"no answer within {self.timeout:g} s")
+
+    def no_connection(self) -> TimedOut:
+        most = self.limits.max_connections
+        return TimedOut(f"all {most} connections were in use for {self.timeout:g} s (max_connections)")
+
+    def deadline_ms(self) -> int:
+        """For the service; at least 1, since 0 says that there is none."""
+        return max(1, min(2**31 - 1, round(1000 * (self._deadline - time.monotonic()))))
+
+    def may_repeat(self, error: ClientError) -> bool:
+        """Whether a call that ended so can be sent again without harm."""
+        return isinstance(error, _NOT_BEGUN) or (self.limits.idempotent and isinstance(error, _PERHAPS_BEGUN))
+
+    def delay_after(self, error: ClientError) -> float | None:
+        """Seconds to wait before the next attempt, at least as long as the service asks for; ``None``: there is none.
+
+        A part of the delay is random: clients that fail together do not come back together.
+        """
+        if not self._retries or not self.may_repeat(error):
+            return None
+        if isinstance(error, WorkerDied):
+            if self._has_lost_worker:
+                return None  # the call may be what kills them
+            self._has_lost_worker = True
+        delay = (error.retry_after_ms or 0) / 1000 + random.uniform(self._delay / 2, self._delay)
+        if time.monotonic() + delay >= self._deadline:
+            return None
+        self._retries -= 1
+        self._delay = min(2 * self._delay, _LONGEST_DELAY_S)
+        return delay
+
+
+# -- the methods of the contract ------------------------------------------------------------------------------------
+
+
+class Call(Generic[T]):
+    """One call, over all its attempts."""
+
+    def __init__(self, method: str, attempts: Attempts) -> None:
+        self.method, self.attempts = method, attempts
+        self._result: Any = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the next attempt."""
+        return {}
+
+    def take(self, success: Any) -> ClientError | None:
+        """Take an answer. Returns an error in it for which the call should be repeated, if there is one.
+
+        Raises ``BadReply`` for an answer that is not as the contract has it.
+        """
+        try:
+            return self._accept(success)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise BadReply(f"an answer to {self.method} that the contract does not allow: {error}") from error
+
+    def result(self, error: ClientError | None) -> T:
+        """The outcome; ``error`` is how the last attempt ended, and is raised if nothing else is known."""
+        if error is not None:
+            raise error
+        return self._result  # type: ignore[no-any-return]
+
+    def _accept(self, success: Any) -> ClientError | None:
+        """Of ``ping``."""
+
+
+class InferBatch(Call[Result]):
+    """One image."""
+
+    def __init__(self, attempts: Attempts, image: Any, uuid: str) -> None:
+        super().__init__("infer_batch", attempts)
+        self._params = IDL.InferenceParams(uuid=uuid, data=to_bytes("image", image))
+
+    def arguments(self) -> dict[str, Any]:
+        return {"params": self._params}
+
+    def _accept(self, success: Any) -> None:
+        self._result = _result(success)
+
+
+class InferMany(Call[T]):
+    """A list of images; only those are sent again whose errors may be repeated.
+
+    ``is_single``: the outcome is that of the one image.
+    """
+
+    def __init__(
+        self, attempts: Attempts, images: Iterable[Any], uuid: str, trace: Mapping[str, Any], is_single: bool = False
+    ) -> None:
+        super().__init__("infer_many", attempts)
+        if isinstance(images, (bytes, str)):
+            raise InvalidRequest(f"images: expected a list of bytes, got {type(images).__name__}")
+        self._params = [
+            IDL.InferenceParams(uuid=uuid, data=to_bytes(f"images[{index}]", image))
+            for index, image in enumerate(images)
+        ]
+        self._outcomes: list[Any] = [None] * len(self._params)
+        self._pending = list(range(len(self._params)))
+        self._trace, self._is_single = trace, is_single
+
+    def arguments(self) -> dict[str, Any]:
+        params = [self._params[index] for index in self._pending]
+        return {"params": params, "deadline_ms": self.attempts.deadline_ms(), **self._trace}
+
+    def _accept(self, success: Any) -> ClientError | None:
+        if len(success) != len(self._pending):
+            raise BadReply(f"{len(success)} outcomes for {len(self._pending)} images")
+        for index, outcome in zip(self._pending, success, strict=True):
+            self._outcomes[index] = _outcome(outcome)
+        outcomes, may_repeat = self._outcomes, self.attempts.may_repeat
+        self._pending = [
+            index for index in self._pending if isinstance(outcomes[index], ClientError) and may_repeat(outcomes[index])
+        ]
+        errors: list[ClientError] = [outcomes[index] for index in self._pending]
+        return max(errors, key=lambda error: error.retry_after_ms or 0, default=None)
+
+    def result(self, error: ClientError | None) -> T:
+        """An attempt that failed as a whole takes nothing from the outcomes of those before it."""
+        outcomes: Any = self._outcomes
+        if error is not None and None in outcomes:
+            raise error
+        if self._is_single and isinstance(outcomes[0], ClientError):
+            raise outcomes[0]
+        return outcomes[0] if self._is_single else outcomes  # type: ignore[no-any-return]
+
+
+class Infer(Call["dict[str, Any]"]):
+    """Any pipeline."""
+
+    def __init__(
+        self, attempts: Attempts, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None,
+        uuid: str, trace: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        super().__init__("infer", attempts)
+        if not isinstance(inputs, Mapping):
+            raise InvalidRequest(f"inputs: expected a dict, as {{'data': …}}, got {type(inputs).__name__}")
+        if isinstance(outputs, str):
+            raise InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
+        values = {key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()}
+        keys = None if outputs is None else list(outputs)
+        self._request = IDL.InferRequest(uuid=uuid, inputs=values, node_name=node_name, outputs=keys, **trace)
+
+    def arguments(self) -> dict[str, Any]:
+        self._request.deadline_ms = self.attempts.deadline_ms()
+        return {"request": self._request}
+
+    def _accept(self, success: Any) -> None:
+        self._result = {key: from_value(key, value) for key, value in success.outputs.items()}
+
+
+def _result(struct: Any) -> Result:
+    if struct.label is None or struct.score is None:
+        raise BadReply("a result without label and score")
+    return Result(struct.label, struct.score)
+
+
+def _outcome(outcome: Any) -> Result | InferenceError:
+    if outcome.result is not None:
+        return _result(outcome.result)
+    if outcome.error is None:
+        raise BadReply("an outcome with neither a result nor an error")
+    return inference_error(outcome.error.code, outcome.error.message, outcome.error.retry_after_ms)
