@@ -149,7 +149,7 @@ def _coroutine(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
     async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         return await method(self, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 class AsyncClient(BaseClient[AsyncPool]):

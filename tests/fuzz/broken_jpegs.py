@@ -297,7 +297,7 @@ KINDS: dict[str, Callable[[bytes, np.random.Generator], bytes]] = {
     kind.__name__: kind
     for kind in (
         cut, bit, bits, run_of_bytes, header, restarts, sizes, samplings, tables, scans, spliced, around, frames,
-        progressive,
+        progressive
     )
 }  # fmt: skip
 

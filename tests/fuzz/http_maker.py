@@ -5,31 +5,36 @@ from __future__ import annotations
 import base64
 import json
 import math
-import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from thrift_maker import ThriftMaker
+
 _TARGETS = (
     b"/infer", b"/infer", b"/infer", b"/infer?outputs=result,data", b"/infer?node_name=%00&deadline_ms=1e3",
     b"/infer?" + b"a=%ff&" * 20, b"/infer?deadline_ms=nan", b"/openapi.json", b"/nothing", b"*", b"http://a/infer",
-    b"HTTPS://[::1]:80/infer?", b"http://a", b"/" + b"%2e./" * 30, b"//infer", b"/infer#a",
+    b"HTTPS://[::1]:80/infer?", b"http://a", b"/" + b"%2e./" * 30, b"//infer", b"/infer#a"
 )  # fmt: skip
 _FIELDS = (
     b"Expect: 100-continue", b"Connection: close", b"Connection: keep-alive, x", b"X-Deadline-Ms: 5",
     b"X-Deadline-Ms: -0", b"X-Request-Id: \xff\xfe", b"X-Request-Id: " + b"r" * 500, b"Upgrade: h2c", b"Accept: */*",
     b"Content-Encoding: gzip", b"Host: b", b"Content-Length: 1", b"Transfer-Encoding: gzip", b"A: b\r\n c", b"A : b",
-    b"Trailer: A", b"Cookie: " + b"c " * 200, b"\xe9: a", b"Content-Type: application/json",
+    b"Trailer: A", b"Cookie: " + b"c " * 200, b"\xe9: a", b"Content-Type: application/json"
 )  # fmt: skip
 _TOKENS = (
     b"\r\n", b"\n", b"\r", b"\r\n\r\n", b"\n\n", b" ", b"\t", b"\0", b":", b",", b";", b'"', b"--", b"chunked",
     b"0\r\n\r\n", b"HTTP/1.0", b"HTTP/1.1", b"HTTP/2.0", b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n",
     b"Expect: 100-continue\r\n", b"Connection: close\r\n", b"ffffffffffffffff", b"[" * 99, b'{"a":' * 50, b"1e999",
-    b"9" * 50, b"\\ud800", b"\xff", b"&", b"?", b"%", b"/", b"--xyz\r\n", b"filename=",
+    b"9" * 50, b"\\ud800", b"\xff", b"&", b"?", b"%", b"/", b"--xyz\r\n", b"filename="
 )  # fmt: skip
 _OIP_TARGETS = (
     b"/v2/models/pipe/infer", b"/v2/models/pipe/versions/1/infer", b"/v2", b"/v2/models/pipe", b"/v2/models/stats",
-    b"/v2/models/pipe/config?node_name=%ff", b"/v2/models/%FF/ready", b"/v2/health/ready",
+    b"/v2/models/pipe/config?node_name=%ff", b"/v2/models/%FF/ready", b"/v2/health/ready"
+)  # fmt: skip
+_DISPOSITIONS = (
+    *(b'form-data; name="data"; filename="a.jpg"',) * 4, b'form-data; name="outputs"', b'form-data; name="conf"',
+    b'form-data; name="box"', b"form-data", b"attachment", b"form-data; name=\"\xff\"; filename*=utf-8''%ff"
 )  # fmt: skip
 _DATATYPES = ("BYTES", "FP32", "UINT8", "INT64", "BOOL", "FP16", "BF16", "")
 _NAMES = ("data", "result", "node_name", "error", "", "é", "x" * 300, "context", "node\n")
@@ -40,11 +45,10 @@ _DTYPES = ("uint8", "float32", "bool", "int64", "float16", "object", "uint9", ""
 Read = tuple[str, str, bytes]
 
 
-class HttpMaker:
-    """Makes requests, one and several ahead, now and then with what does not belong there."""
+class HttpMaker(ThriftMaker):
+    """Makes requests, one and several ahead, now and then with what does not belong there; mutates as the other."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    tokens = _TOKENS
 
     def message(self) -> bytes:
         return b"".join(self.request() for _ in range(self.rng.choice((1, 1, 1, 2, 3, 8))))
@@ -182,18 +186,7 @@ class HttpMaker:
         rng, boundary = self.rng, self.rng.choice((b"xyz", b"x" * 70, b"a b", b""))
         out = b""
         for index in range(rng.choice((1, 1, 1, 2, 3, 20))):
-            disposition = rng.choice(
-                (b'form-data; name="data"; filename="a.jpg"',) * 4
-                + (
-                    b'form-data; name="outputs"',
-                    b'form-data; name="conf"',
-                    b'form-data; name="box"',
-                    b'form-data; name="%s"' % rng.choice(_NAMES).encode(),
-                    b"form-data",
-                    b"attachment",
-                    b"form-data; name=\"\xff\"; filename*=utf-8''%ff",
-                )
-            )
+            disposition = rng.choice((*_DISPOSITIONS, b'form-data; name="%s"' % rng.choice(_NAMES).encode()))
             more = rng.choice((b"",) * 5 + (b"Content-Type: image/jpeg\r\n", b"A" * 300 + b": b\r\n", b"A: b\r\n" * 20))
             content = rng.choice(
                 (b"image", b"", b"result", b"\xff" * 3000, b"\r\n--" + boundary[:-1], b"x" * index, self.field())
@@ -208,36 +201,6 @@ class HttpMaker:
         rng = self.rng
         text = json.dumps(self.plain_list() if rng.random() < 0.6 else rng.choice(_NUMBERS)).encode()
         return rng.choice((text, text, b" %s\r\n" % text, text[:-1], b"[" * 2000 + b"]" * 2000, b"9" * 4000, b"1e400"))
-
-    def mutant(self, seed: bytes, other: bytes) -> bytes:
-        """Up to four changes: bits, tokens, cuts, repetitions, numbers, a piece of another request, all of it."""
-        rng, data = self.rng, bytearray(seed)
-        for _ in range(int(rng.random() * 5)):
-            at = int(rng.random() * (len(data) or 1))
-            choice = int(rng.random() * 8)
-            if choice == 0 and data:
-                data[at] ^= 1 << int(rng.random() * 8)
-            elif choice == 1:
-                data[at:at] = rng.choice(_TOKENS)
-            elif choice == 2:
-                data[at : at + int(rng.random() * 8)] = rng.choice(_TOKENS)
-            elif choice == 3:
-                del data[at : at + int(rng.random() * 8)]
-            elif choice == 4:
-                data[at:at] = data[at : at + int(rng.random() * 40)] * 2
-            elif choice == 5:
-                start = int(rng.random() * len(other))
-                data[at : at + 8] = other[start : start + int(rng.random() * 60)]
-            elif choice == 6:
-                numbers = list(re.finditer(rb"\d+", data))
-                if numbers:
-                    start, end = rng.choice(numbers).span()
-                    data[start:end] = b"%d" % rng.choice(
-                        (0, 1, 2**31, 2**63, 2**64 + 1, int(data[start : min(end, start + 9)]) + 1)
-                    )
-            else:
-                data += other
-        return bytes(data[: 2**16])
 
 
 def plain_reading(data: bytes) -> Iterator[Read]:

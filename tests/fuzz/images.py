@@ -14,6 +14,7 @@ import json
 import mmap
 import random
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from torchpipe_py.cores import usable_cores
 SEEDS = Path(__file__).parent / "seeds" / "images"
 BLOCK = 20_000  # mutants of one child
 MAX_PIXELS = 2**18  # of an image, so that what is slow or large is so without reason
-SLOW, HANGS, GROWTH = 0.05, 60.0, 32 * 1024  # seconds of CPU, seconds without progress, KiB
+SLOW, HANGS, GROWTH = 0.05, 60, 32 * 1024  # seconds of CPU, seconds without progress, KiB
 FORMATS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm")
 DECODERS = {
     "opencv": {"backend": "DecodeMat"},
@@ -297,17 +298,19 @@ def run_child(options: argparse.Namespace) -> None:
 
     cv2.setNumThreads(1)
     first, last = options.child
-    mutant = Mutator(options.seed)
+    mutant, until = Mutator(options.seed), time.monotonic() + options.seconds
     with open(options.progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as progress:
         with pipe({**DECODERS[options.decoder], "max_pixels": MAX_PIXELS}) as run:
             judge = Judge(run)
             judge.warm_up()
-            for number in range(first, last):
-                progress[:] = struct.pack("<q", number)
-                finding = judge(mutant(number))
+            while first < last and (first % 64 or time.monotonic() < until):
+                progress[:] = struct.pack("<q", first)
+                signal.alarm(HANGS)
+                finding = judge(mutant(first))
                 if finding:
-                    print(json.dumps([number, finding]), flush=True)
-        progress[:] = struct.pack("<q", last)
+                    print(json.dumps([first, finding]), flush=True)
+                first += 1
+        progress[:] = struct.pack("<q", first)
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -341,37 +344,29 @@ class Campaign:
 
     def _run_block(self, first: int) -> None:
         last = min(first + BLOCK, self._options.mutants)
-        while first < last and time.monotonic() < self._end:
-            first = self._run_child(first, last)
+        while first < last and (seconds := self._end - time.monotonic()) > 0:
+            first = self._run_child(first, last, seconds)
 
-    def _run_child(self, first: int, last: int) -> int:
+    def _run_child(self, first: int, last: int, seconds: float) -> int:
         """Start a child at ``first``; where the next one begins, after the mutant that ended this one."""
-        progress, output = self._folder / f"{first}.at", self._folder / f"{first}.out"
+        progress = self._folder / f"{first}.at"
         progress.write_bytes(struct.pack("<q", first - 1))
         command = [sys.executable, __file__, "--child", str(first), str(last), "--progress", str(progress)]
-        command += ["--seed", str(self._options.seed), "--decoder", self._options.decoder]
-        at, since, hangs = first - 1, time.monotonic(), False
-        with output.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL) as child:
-            while child.poll() is None and not hangs and time.monotonic() < self._end:
-                time.sleep(0.05)
-                moved = struct.unpack("<q", progress.read_bytes())[0]
-                at, since = moved, time.monotonic() if moved != at else since
-                hangs = time.monotonic() - since > HANGS
-            is_killed = child.poll() is None
-            child.kill()
+        command += ["--seed", str(self._options.seed), "--decoder", self._options.decoder, "--seconds", str(seconds)]
+        child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
         (at,) = struct.unpack("<q", progress.read_bytes())
+        if child.returncode > 0 or at < first:
+            raise SystemExit(f"a child ended with status {child.returncode}, by its own fault")
         with self._lock:
-            self.done += min(at + 1, last) - first
-            for line in output.read_text().splitlines():
+            self.done += at - first
+            for line in child.stdout.splitlines():
                 self._keep(*json.loads(line))
-        if child.returncode == 0 or (is_killed and not hangs):
-            return last
-        if at < first or (child.returncode > 0 and not hangs):
-            raise SystemExit(
-                f"a child ended with status {child.returncode} before its first mutant, or by its own fault"
-            )
-        self._keep(at, "hangs" if hangs else f"ends the process with status {child.returncode}")
-        return at + 1
+            if child.returncode == 0:
+                return last
+            self.done += 1
+            how = f"ends the process with status {child.returncode}"
+            self._keep(at, "hangs" if child.returncode == -signal.SIGALRM else how)
+            return int(at) + 1
 
     def _keep(self, number: int, finding: str) -> None:
         data = Mutator(self._options.seed)(number)

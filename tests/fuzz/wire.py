@@ -159,7 +159,7 @@ def content(message: Any) -> tuple[Any, ...]:
     if isinstance(message, HttpRequest):
         target = f"{message.path}?{message.query}" if message.query else message.path
         return message.method, target, message.body, message.fields, message.size, message.is_last
-    return message.name, message.is_oneway, message.seqid, message.framing, repr(message.args), str(message.error)
+    return message.name, message.is_oneway, message.seqid, message.protocol, repr(message.args), str(message.error)
 
 
 def kept_bytes(pool: list[bytes]) -> int:

@@ -614,7 +614,8 @@ def test_a_type_that_numpy_has_not_is_no_result(register: Register):
     value = torch.zeros(2).to(torch.float8_e5m2)
     with serving(register(returns(value))) as server, Client(server.port) as client:
         error = client.error_of("infer", request=IDL.InferRequest(uuid="u", inputs=raw(b"x")))
-    assert (error.code, error.message) == ("no_result", "an array of torch.float8_e5m2 has no form on the wire")
+    message = "'result' is an array of torch.float8_e5m2, which has no form on the wire"
+    assert (error.code, error.message) == ("no_result", message)
 
 
 @pytest.mark.parametrize(

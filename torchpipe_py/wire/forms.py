@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -15,8 +14,7 @@ from torchpipe_py.wire.json_values import inputs_from
 MOST_PARTS = 16
 TEXT_BYTES = 4096  # of a part that is no file
 _FILE_KEY = "data"
-_BLANKS = " \t\r\n"
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_FIRST = frozenset("0123456789[tf")  # of a JSON number, list or boolean
 
 
 def read_form(content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -65,13 +63,11 @@ def read_form(content_type: str, body: bytes, parameters: Collection[str], optio
 
 
 def _value(name: str, text: str) -> Any:
-    """What a field's text is as JSON, where that is a number, a truth or a list; else the text."""
-    bare = text.strip(_BLANKS)
-    is_list = bare[:1] == "[" and bare[-1:] == "]"
-    if not (is_list or bare in ("true", "false") or _NUMBER.fullmatch(bare)):
+    """What a field's text is as JSON, if that is a number, a boolean or a list; else the text."""
+    if text.lstrip(" \t\r\n-")[:1] not in _FIRST:
         return text
     try:
-        return json.loads(bare)
+        return json.loads(text)
     except RecursionError:
         raise InvalidRequest(f"form: {name[:40]!r} is nested too deeply") from None
     except ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -104,7 +104,7 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
             raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
     if isinstance(value.get("outputs"), str):
         raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
-    exact_milliseconds(value.get("deadline_ms"))
+    milliseconds(value.get("deadline_ms"), (int, float))
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
     return inputs_from(value["inputs"])
 
@@ -128,20 +128,13 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | Non
     return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)), hint)
 
 
-def exact_milliseconds(given: Any) -> float | None:
-    """As ``milliseconds``, of a value of JSON: a number, neither a truth nor a text."""
-    if given is not None and type(given) not in (int, float):
-        raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")
-    return milliseconds(given)
-
-
-def milliseconds(given: Any) -> float | None:
-    """A deadline as a number; ``InvalidRequest`` for what is none."""
+def milliseconds(given: Any, types: Collection[type] = (int, float, str)) -> float | None:
+    """A deadline of one of these types as a number; ``InvalidRequest`` for anything else."""
     if given is None:
         return None
     try:
-        number = float(given)
-    except (TypeError, ValueError, OverflowError):
+        number = float(given) if type(given) in types else math.nan
+    except (ValueError, OverflowError):
         number = math.nan
     if not 0 < number < math.inf:
         raise InvalidRequest(f"a deadline of {str(given)[:40]!r}; expected milliseconds, more than 0")

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest, shown
+from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.wire.answers import utf8_json
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 from torchpipe_py.wire.values import (
-    DTYPES,
     MOST_DIMENSIONS,
     MOST_TENSORS,
+    check_finite,
+    check_form,
     check_names,
     is_array,
     is_label_and_score,
     plain,
+    shaped,
     to_array,
 )
 
@@ -62,104 +62,84 @@ def parse_json(body: bytes, most: Bound) -> Any:
 
 def inputs_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """A request's dict: of each key what ``from_json`` makes of its value, a list of such bytes and arrays, or a plain
-    list as it is: of texts, numbers, truths and such lists. ``InvalidRequest`` for anything else, and for too much."""
+    list as it is: of texts, numbers, booleans and such lists. ``InvalidRequest`` for anything else, and for too much.
+    """
     check_names("inputs", given)
     inputs: dict[str, Any] = {}
     elements = 0
     for key, value in given.items():
+        where = f"{key[:40]!r}: "
         if not isinstance(value, list):
-            inputs[key] = from_json(key, value)
+            inputs[key] = from_json(where, value)
         elif value and all(isinstance(item, dict) for item in value):
             if len(value) > MOST_TENSORS:
-                raise InvalidRequest(f"{key[:40]!r}: a list of {len(value)}; the limit is {MOST_TENSORS}")
-            inputs[key] = [from_json(key, item) for item in value]
+                raise InvalidRequest(f"{where}a list of {len(value)}; the limit is {MOST_TENSORS}")
+            inputs[key] = [from_json(where, item) for item in value]
         else:
-            elements = _elements(key, value, elements)
+            elements = _count(where, value, 1, elements)
             inputs[key] = value
     return inputs
 
 
-def _elements(key: str, value: list[Any], elements: int) -> int:
-    """``elements`` and those of a plain list; ``InvalidRequest`` for too many, or a list that is too deep or none."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MOST_DIMENSIONS:
-            raise InvalidRequest(f"{key[:40]!r}: a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
-        below: list[list[Any]] = []
-        for items in level:
-            elements += len(items)
-            if elements > MOST_ELEMENTS:
-                array = '{"dtype": "float32", "shape": […], "data": […]}'
-                raise InvalidRequest(
-                    f"{key[:40]!r}: lists of more than {MOST_ELEMENTS} elements; numbers may come as {array}"
-                )
-            for item in items:
-                if isinstance(item, list):
-                    below.append(item)
-                elif isinstance(item, (int, float)):
-                    _check_finite(key, item)
-                elif not isinstance(item, str):
-                    what = _SHOWN.get(type(item), "objects")
-                    raise InvalidRequest(
-                        f"{key[:40]!r}: a list with {what}; a list holds texts, numbers, true, false and such lists, or"
-                        " else only bytes and arrays"
-                    )
-        level = below
+def _count(where: str, items: list[Any], depth: int, elements: int) -> int:
+    """``elements`` and those of a plain list; ``InvalidRequest`` for too many, and for what such a list cannot hold."""
+    if depth > MOST_DIMENSIONS:
+        raise InvalidRequest(f"{where}a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
+    elements += len(items)
+    if elements > MOST_ELEMENTS:
+        array = '{"dtype": "float32", "shape": […], "data": […]}'
+        raise InvalidRequest(f"{where}lists of more than {MOST_ELEMENTS} elements; numbers may come as {array}")
+    for item in items:
+        if isinstance(item, list):
+            elements = _count(where, item, depth + 1, elements)
+        elif isinstance(item, (int, float)):
+            _check_finite(where, item)
+        elif not isinstance(item, str):
+            holds = "a list holds texts, numbers, true, false and such lists, or else only bytes and arrays"
+            raise InvalidRequest(f"{where}a list with {_SHOWN.get(type(item), 'objects')}; {holds}")
     return elements
 
 
-def _check_finite(key: str, value: float) -> None:
+def _check_finite(where: str, value: float) -> None:
     """NOTE: Python reads ``NaN``, ``Infinity`` and ``1e400`` as JSON."""
     try:
         is_finite = math.isfinite(value)
     except OverflowError:  # an integer
         is_finite = False
     if not is_finite:
-        raise InvalidRequest(f"{key[:40]!r}: a number that is none, or beyond those of float64")
+        raise InvalidRequest(f"{where}a number that is NaN or beyond float64")
 
 
-def from_json(key: str, value: Any) -> Any:
+def from_json(where: str, value: Any) -> Any:
     """A text, a number, ``{"b64": …}`` for bytes or ``{"dtype": …, "shape": …, "data": […]}`` for an array."""
     if isinstance(value, dict):
         if set(value) == {"b64"}:
-            return _from_base64(key, value["b64"])
+            return _from_base64(where, value["b64"])
         if "dtype" in value:
-            return tensor_from(key, value["dtype"], value.get("shape"), value.get("data"))
+            return _tensor_from(where, value["dtype"], value.get("shape"), value.get("data"))
     elif isinstance(value, str):
         return value
     elif isinstance(value, (int, float)):
-        _check_finite(key, value)
+        _check_finite(where, value)
         return value
-    raise InvalidRequest(
-        f'{key[:40]!r}: expected a text, a number, {{"b64": "…"}}, {{"dtype": "uint8", "shape": […], "data": […]}}, or'
-        " a list"
-    )
+    forms = '{"b64": "…"}, {"dtype": "uint8", "shape": […], "data": […]}'
+    raise InvalidRequest(f"{where}expected a text, a number, {forms}, or a list")
 
 
-def tensor_from(key: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
+def _from_base64(where: str, text: Any) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError) as error:
+        hint = "; leave out what is before its comma, 'data:image/…;base64,'" if str(text)[:5] == "data:" else ""
+        raise InvalidRequest(f"{where}b64 is not base64: {str(error)[:80]}{hint}") from None
+
+
+def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
     """An array of NumPy's name for its type, its shape, and its numbers in C order, flat or nested."""
     import torch
 
-    where = f"{key[:40]!r}: "
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InvalidRequest(f"{where}dtype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], DTYPES)}")
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise InvalidRequest(f"{where}the shape is no list of sizes")
-    if len(shape) > MOST_DIMENSIONS:
-        raise InvalidRequest(f"{where}an array of {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
-    array = array_from(where, dtype, data)
-    return torch.from_numpy(shaped(where, array, shape))
-
-
-def shaped(where: str, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The array in another shape; ``InvalidRequest`` where that has another size, or none can have it."""
-    if array.size != math.prod(shape):
-        raise InvalidRequest(f"{where}shape {list(shape)} does not fit {counted(array.size, 'number')}")
-    try:
-        return array.reshape(shape)
-    except ValueError as error:  # more elements in a dimension than NumPy can count, where another one is 0
-        raise InvalidRequest(f"{where}shape {list(shape)}: {error}") from None
+    check_form(where, dtype, shape)
+    return torch.from_numpy(shaped(where, array_from(where, dtype, data), shape))
 
 
 def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
@@ -201,7 +181,7 @@ def to_json(key: str, value: Any) -> dict[str, str]:
     Their values are JSON. Raises ``NoResult`` for what has no form in it.
     """
     if is_label_and_score(value):
-        return {"label": _text("label", str(value[0])), "score": _text("score", float(value[1]))}
+        return {"label": to_text("label", str(value[0])), "score": to_text("score", float(value[1]))}
     return {key: _json_of(key, value)}
 
 
@@ -210,13 +190,12 @@ def _json_of(key: str, value: Any) -> str:
         return _json_of_array(key, value)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return f"[{', '.join([_json_of(key, item) for item in value])}]"
-    return _text(key, value)
+    return to_text(key, value)
 
 
 def _json_of_array(key: str, value: Any) -> str:
-    array = to_array(value, "in JSON")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise NoResult(f"{key!r} holds numbers that JSON has not: infinite, or not a number")
+    array = to_array(key, value)
+    check_finite(key, array)
     flat = array.ravel()
     # NOTE: in pieces, between which other threads get the GIL: 12 million numbers take more than a second.
     pieces = [_encode(flat[start : start + _PIECE].tolist())[1:-1] for start in range(0, flat.size, _PIECE)]
@@ -236,12 +215,8 @@ def label_line(value: tuple[Any, Any]) -> bytes:
     return utf8_json(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')
 
 
-def to_text(key: str, value: Any) -> bytes:
-    """What a pipeline wrote under ``key`` as a text, JSON in UTF-8; ``NoResult`` for what has no form in it."""
-    return utf8_json(_text(key, value))
-
-
-def _text(key: str, value: Any) -> str:
+def to_text(key: str, value: Any) -> str:
+    """What a pipeline wrote under ``key`` as JSON; ``NoResult`` for what has no form in it."""
     try:
         return _encode(value)
     except (TypeError, ValueError) as error:
@@ -250,31 +225,8 @@ def _text(key: str, value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     """What JSON does not know itself."""
-    return _base64(value) if isinstance(value, (bytes, bytearray)) else plain(value)
+    return {"b64": base64.b64encode(value).decode()} if isinstance(value, (bytes, bytearray)) else plain(value)
 
 
 _encode = json.JSONEncoder(default=_plain, ensure_ascii=False, allow_nan=False).encode
 _PIECE = 2**12  # numbers that are encoded without a pause
-
-
-_NO_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
-
-
-def _base64(value: bytes | bytearray) -> dict[str, str]:
-    return {"b64": base64.b64encode(value).decode()}
-
-
-def _from_base64(key: str, text: Any) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (TypeError, ValueError, binascii.Error):
-        raise InvalidRequest(f"{key[:40]!r}: b64 is not base64{_why_not(text)}") from None
-
-
-def _why_not(text: Any) -> str:
-    if not isinstance(text, str):
-        return f", but {shown(text)}"
-    if text.startswith("data:"):
-        return "; leave out what is before its comma, 'data:image/…;base64,'"
-    other = _NO_BASE64.search(text)
-    return f": it has {other[0]!r} at {other.start()}" if other else ": it is cut off, or padded wrongly"

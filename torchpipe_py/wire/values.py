@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest, NoResult
+from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
 from torchpipe_py.wire.errors import reason
 
 # Data types that PyTorch and NumPy share; only these cross the wire.
@@ -19,6 +20,7 @@ NAME_CHARACTERS = 1024  # of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
 MOST_TENSORS = 256  # in one value
 MOST_DIMENSIONS = 32
+_MOST_SIZE = 2**63 - 1  # of a dimension: NumPy refuses it with an error of its own, larger ones with another
 
 
 def check_names(what: str, names: Collection[str]) -> None:
@@ -33,6 +35,44 @@ def check_name(what: str, name: str) -> None:
     """Raises ``InvalidRequest`` for one that is too long."""
     if len(name) > NAME_CHARACTERS:
         raise InvalidRequest(f"{what}: a name of {len(name)} characters; the limit is {NAME_CHARACTERS}")
+
+
+# -- what comes in --------------------------------------------------------------------------------------------------
+
+
+def shaped(where: str, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The array in another shape; ``InvalidRequest`` if that has another size, or is none that an array can have."""
+    if array.size != math.prod(shape):
+        raise InvalidRequest(f"{where}shape {list(shape)} does not fit {counted(array.size, 'number')}")
+    try:
+        return array.reshape(shape)
+    except ValueError as error:  # more elements in a dimension than NumPy can count, where another one is 0
+        raise InvalidRequest(f"{where}shape {list(shape)}: {error}") from None
+
+
+def array_of_bytes(where: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> np.ndarray:
+    """Little-endian numbers in C order as an array that can be written to; ``InvalidRequest`` for data of another size.
+
+    ``dtype`` is NumPy's name. Every byte of a bool other than 0 is true.
+    """
+    stored = np.dtype("uint8" if dtype == "bool" else dtype).newbyteorder("<")
+    wanted = math.prod(shape) * stored.itemsize
+    if wanted != len(data):
+        raise InvalidRequest(f"{where}{dtype} of shape {list(shape)} has {wanted} bytes, not {len(data)}")
+    return shaped(where, np.frombuffer(data, stored).astype(dtype), shape)
+
+
+def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTYPES) -> None:
+    """Raises ``InvalidRequest`` for a type that does not exist, and for what is not a list of sizes."""
+    if not isinstance(dtype, str) or dtype not in dtypes:
+        raise InvalidRequest(f"{where}datatype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], dtypes)}")
+    if not isinstance(shape, (list, tuple)) or not all(type(size) is int and 0 <= size <= _MOST_SIZE for size in shape):
+        raise InvalidRequest(f"{where}the shape is no list of sizes")
+    if len(shape) > MOST_DIMENSIONS:  # before the product, whose time grows with the square of their number
+        raise InvalidRequest(f"{where}{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
+
+
+# -- what goes out --------------------------------------------------------------------------------------------------
 
 
 def size_of(value: Any) -> int:
@@ -58,7 +98,7 @@ def output_of(data: Mapping[str, Any], key: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy and PyTorch as JSON can say them."""
+    """Numbers and arrays of NumPy and PyTorch as JSON can represent them."""
     import torch
 
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
@@ -72,21 +112,34 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, tensor))
 
 
-def to_array(value: Any, where: str) -> np.ndarray:
-    """A Tensor or an array, as one of ``DTYPES``; bfloat16, which NumPy has not, as float32 of the same numbers.
+def to_array(key: str, value: Any, dtypes: Collection[str] = DTYPES) -> np.ndarray:
+    """A Tensor or an array, as one of ``dtypes``; ``NoResult`` for another type.
 
-    ``NoResult`` for another type; ``where`` says where it has no form.
+    bfloat16, which NumPy lacks, becomes float32 of the same numbers.
     """
-    import torch
+    if not isinstance(value, np.ndarray):
+        import torch
 
-    is_tensor = isinstance(value, torch.Tensor)
-    if is_tensor and value.dtype is torch.bfloat16:
-        value = value.float()
-    name = str(value.dtype).removeprefix("torch.") if is_tensor else value.dtype.name
-    if name not in DTYPES:
-        raise NoResult(f"an array of {value.dtype} has no form {where}")
-    array: np.ndarray = value.detach().cpu().numpy() if is_tensor else value
-    return array
+        value = value.detach().cpu()
+        if str(value.dtype).removeprefix("torch.") in (*dtypes, "bfloat16"):
+            value = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+    if not isinstance(value, np.ndarray) or value.dtype.name not in dtypes:
+        raise NoResult(f"{key!r} is an array of {value.dtype}, which has no form on the wire")
+    return value
+
+
+def check_finite(key: str, array: np.ndarray, hint: str = "") -> None:
+    """Raises ``NoResult`` for an array with NaN or infinity."""
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise NoResult(f"{key!r} contains NaN or infinity, which JSON cannot represent{hint}")
+
+
+def finite(key: str, value: Any) -> float:
+    """A number; ``NoResult`` for NaN and infinity."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise NoResult(f"{key!r} is {number}, which JSON cannot represent")
+    return number
 
 
 def are_arrays(value: Any) -> bool:
@@ -102,3 +155,8 @@ def is_label_and_score(value: Any) -> bool:
     return (
         isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], _LABEL) and isinstance(value[1], _SCORE)
     )
+
+
+def is_ranking(value: Any) -> bool:
+    """Whether ``value`` is a list of pairs of a label and a number."""
+    return isinstance(value, list) and bool(value) and all(map(is_label_and_score, value))

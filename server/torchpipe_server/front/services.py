@@ -15,7 +15,8 @@ from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, desc
 from torchpipe_server.options import MONITORING_PATHS, Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
-from torchpipe_server.wire.thrift import BadArgumentsError, Limits, Message, Specs, ThriftReader
+from torchpipe_server.wire.thrift import BadArgumentsError, Limits, Message
+from torchpipe_server.wire.thrift_reader import ThriftReader
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -167,20 +168,25 @@ class UnknownMethodError(Exception):
     """A message for a method that the service does not have."""
 
 
+_UNDECLARED: Mapping[type, tuple[int, str]] = {
+    UnknownMethodError: (TApplicationException.UNKNOWN_METHOD, "unknown_method"),
+    BadArgumentsError: (TApplicationException.PROTOCOL_ERROR, "bad_arguments"),
+}
+
+
 class ThriftService:
     """One for all connections; ``reply`` is for any thread, the rest for one."""
 
     def __init__(self, methods: Mapping[str, Method], limits: Limits, reply_bytes: int = 64 * 2**20) -> None:
         self._methods, self._limits, self._reply = methods, limits, reply_bound(reply_bytes)
-        self._specs = Specs(False), Specs(True)
 
     def reader(self) -> ThriftReader:
         """What cuts the bytes of a new connection into messages."""
         return ThriftReader(self._limits, self._args_of)
 
-    def _args_of(self, name: str, is_compact: bool) -> Any:
+    def _args_of(self, name: str) -> type | None:
         method = self._methods.get(name)
-        return None if method is None else self._specs[is_compact].struct(method.args)
+        return None if method is None else method.args
 
     def decode(self, message: Message) -> tuple[Method, Any]:
         """What the message calls, and the arguments. Raises what is wrong with either."""
@@ -204,11 +210,16 @@ class ThriftService:
         method = self._methods.get(message.name)
         if isinstance(result, BaseException):
             try:
-                if method is None or isinstance(result, (UnknownMethodError, BadArgumentsError)):
+                if method is None or type(result) in _UNDECLARED:
                     raise result
                 result = method.fail(result)
-            except BaseException as error:
-                return self._undeclared(message, error)
+            except BaseException as error:  # what the method does not declare becomes what every client understands
+                kind, outcome = _UNDECLARED.get(type(error), (TApplicationException.INTERNAL_ERROR, ""))
+                text = str(error)
+                if not outcome:
+                    outcome, text = told(error)
+                    text = f"{type(error).__name__}: {text}"
+                return self._exception(message, kind, text, outcome)
         assert method is not None
         try:
             data = b"" if message.is_oneway else message.reply(result)
@@ -219,18 +230,8 @@ class ThriftService:
             return self._exception(message, TApplicationException.INTERNAL_ERROR, describe_error(error), "internal")
         return self.reply(message, ReplyTooLargeError(len(data), self._reply))
 
-    def _undeclared(self, message: Message, error: BaseException) -> tuple[bytes, str, str]:
-        """An error that the method does not declare becomes what every client understands."""
-        if isinstance(error, UnknownMethodError):
-            return self._exception(message, TApplicationException.UNKNOWN_METHOD, str(error), "unknown_method")
-        if isinstance(error, BadArgumentsError):
-            return self._exception(message, TApplicationException.PROTOCOL_ERROR, str(error), "bad_arguments")
-        code, text = told(error)
-        text = f"{type(error).__name__}: {text}"
-        return self._exception(message, TApplicationException.INTERNAL_ERROR, text, code)
-
     def _exception(self, message: Message, kind: int, text: str, outcome: str) -> tuple[bytes, str, str]:
-        data = b"" if message.is_oneway else message.exception(TApplicationException(kind, text))
+        data = b"" if message.is_oneway else message.reply(TApplicationException(kind, text))
         # NOTE: what a client makes up must not become a name among the counters.
         return data, message.name if message.name in self._methods else "unknown", outcome
 

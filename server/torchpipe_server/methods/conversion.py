@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.errors import nearest
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.values import (
-    DTYPES,
-    MOST_DIMENSIONS,
     MOST_TENSORS,
     are_arrays,
+    array_of_bytes,
+    check_form,
+    finite,
     is_array,
     is_label_and_score,
-    plain,
+    is_ranking,
     to_array,
 )
 
@@ -40,52 +40,54 @@ def to_python(value: Any) -> Any:
     return held
 
 
+def _to_tensor(tensor: Any) -> torch.Tensor:
+    check_form("tensor: ", tensor.dtype, tensor.shape)
+    return torch.from_numpy(array_of_bytes("tensor: ", tensor.dtype, tensor.shape, tensor.data))
+
+
 def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     """What a pipeline wrote under ``key``, as named ``Value``s.
 
-    Dicts and lists of texts, numbers and the like, boxes say, become a text: JSON. So do ``(label, score)`` and a list
-    of such pairs, best first; beside them stand ``label`` and ``score``, those of the first.
+    Dicts and lists of texts, numbers and the like, boxes for instance, become a text: JSON. So do ``(label, score)``
+    and a list of such pairs, best first; beside them stand ``label`` and ``score``, those of the first.
     """
-    if is_label_and_score(value):
-        return _ranked(idl, key, value, _pair(value))
-    if is_ranking(value):
-        return _ranked(idl, key, value[0], list(map(_pair, value)))
+    is_pair = is_label_and_score(value)
+    if is_pair or is_ranking(value):
+        pairs = [
+            (label if isinstance(label, str) else int(label), finite(key, score))
+            for label, score in ([value] if is_pair else value)
+        ]
+        (label, score), text = pairs[0], _json(key, pairs[0] if is_pair else pairs)
+        return {"label": idl.Value(text=str(label)), "score": idl.Value(number=score), key: idl.Value(text=text)}
+    return {key: idl.Value(**_field(idl, key, value))}
+
+
+def _field(idl: Any, key: str, value: Any) -> dict[str, Any]:
     if is_array(value):
-        return {key: idl.Value(tensor=_from_array(idl, value))}
+        return {"tensor": _from_array(idl, key, value)}
     if are_arrays(value):
-        return {key: idl.Value(tensors=[_from_array(idl, array) for array in value])}
+        return {"tensors": [_from_array(idl, key, array) for array in value]}
     if isinstance(value, (bytes, bytearray)):
-        return {key: idl.Value(bytes=bytes(value))}
+        return {"bytes": bytes(value)}
     if isinstance(value, str):
-        return {key: idl.Value(text=value)}
+        return {"text": value}
     if isinstance(value, (bool, int, np.integer)):
-        return {key: idl.Value(integer=int(value))}
+        return {"integer": int(value)}
     if isinstance(value, (float, np.floating)):
-        return {key: idl.Value(number=_finite(value))}
+        return {"number": finite(key, value)}
     if isinstance(value, (dict, list, tuple)):
-        try:
-            return {key: idl.Value(text=json.dumps(value, default=plain, allow_nan=False))}
-        except (TypeError, ValueError) as error:
-            raise NoResult(f"{key!r} holds a {type(value).__name__} that has no form on the wire: {error}") from None
+        return {"text": _json(key, value)}
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
 
 
-def _ranked(idl: Any, key: str, best: Any, pairs: Any) -> dict[str, Any]:
-    outputs = {"label": idl.Value(text=str(best[0])), "score": idl.Value(number=_finite(best[1]))}
-    return {**outputs, key: idl.Value(text=json.dumps(pairs))}
+def _json(key: str, value: Any) -> str:
+    return answers.utf8_json(to_text(key, value)).decode()
 
 
-def _pair(value: Any) -> list[Any]:
-    """A label and a score as JSON can say them."""
-    label = value[0]
-    return [label if isinstance(label, str) else int(label), _finite(value[1])]
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise NoResult(f"the result holds {number}, which is no score and has no form in JSON")
-    return number
+def _from_array(idl: Any, key: str, value: Any) -> Any:
+    array = to_array(key, value)
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
 
 
 def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
@@ -93,43 +95,19 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
 
     Of a tensor of logits, 1×C, the most probable class and its softmax probability.
     """
-    if is_label_and_score(result):
-        return str(result[0]), _finite(result[1])
     if is_ranking(result):
-        return str(result[0][0]), _finite(result[0][1])
-    if is_label_and_score((result, score)):
-        return str(result), _finite(score)
-    if isinstance(result, list) and not result:
-        raise NoResult("the result is an empty list: no class has the score that is asked for")
-    if isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
-        values = result.detach().float().cpu().numpy().ravel()
-        exponentials = np.exp(values - values.max())
-        return str(int(values.argmax())), _finite(exponentials.max() / exponentials.sum())
-    raise NoResult(f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead")
-
-
-def is_ranking(value: Any) -> bool:
-    """Whether ``value`` is a list of pairs of a label and a number."""
-    return isinstance(value, list) and bool(value) and all(map(is_label_and_score, value))
-
-
-def _to_tensor(tensor: Any) -> torch.Tensor:
-    if tensor.dtype not in DTYPES:
-        raise InvalidRequest(f"tensor of dtype {tensor.dtype[:40]!r}; {nearest(tensor.dtype[:40], DTYPES)}")
-    dtype, shape = np.dtype(tensor.dtype), tuple(tensor.shape)
-    if len(shape) > MOST_DIMENSIONS:  # before the product, whose time grows with the square of their number
-        raise InvalidRequest(f"a tensor of {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
-    wanted = math.prod(shape) * dtype.itemsize
-    if any(size < 0 for size in shape) or wanted != len(tensor.data):
-        raise InvalidRequest(f"tensor of dtype {dtype} and shape {shape}: {len(tensor.data)} bytes do not fit")
-    try:
-        array = np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape)
-        return torch.from_numpy(array.astype(dtype))
-    except ValueError as error:  # more elements in a dimension than NumPy can count
-        raise InvalidRequest(f"tensor of shape {shape}: {error}") from None
-
-
-def _from_array(idl: Any, value: Any) -> Any:
-    array = to_array(value, "on the wire")
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
+        result = result[0]
+    elif not is_label_and_score(result):
+        if is_label_and_score((result, score)):
+            result = result, score
+        elif isinstance(result, list) and not result:
+            raise NoResult("the result is an empty list: no class has the score that is asked for")
+        elif isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
+            values = result.detach().float().cpu().numpy().ravel()
+            exponentials = np.exp(values - values.max())
+            result = int(values.argmax()), exponentials.max() / exponentials.sum()
+        else:
+            raise NoResult(
+                f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead"
+            )
+    return str(result[0]), finite("score", result[1])

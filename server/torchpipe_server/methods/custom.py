@@ -1,4 +1,4 @@
-"""A service of one's own: any Thrift IDL, a class whose methods are coroutines, the pipe behind them."""
+"""A custom service: any Thrift IDL, a class whose methods are coroutines, the pipe behind them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import reason
 from torchpipe_server.front.services import METHODS, OK, Done, Method, Route, json_answer, route, trace_fields
-from torchpipe_server.wire.http import HttpAnswer, HttpRequest
+from torchpipe_server.wire.http import HttpAnswer
 
 Data = dict[str, Any]
 
@@ -75,31 +75,29 @@ class RunningMethod:
     def __init__(self, coroutine: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
         self.ended: BaseException | None = None  # why it is to end
-        self._finish = finish
-        self._has_finished = False
-        context = copy_context()  # what is current where the method is called, a span for one
+        self._coroutine, self._finish = coroutine, finish
+        context = copy_context()  # what is current where the method is called, for instance a span
         context.run(_RUNNING.set, self)
-        self._task = context.run(asyncio.get_running_loop().create_task, self._run(coroutine))
-        self._task.add_done_callback(lambda task: coroutine.close())
-        self._task.add_done_callback(lambda task: self._tell(None, self.ended or CancelledError()))
+        self._task = context.run(asyncio.get_running_loop().create_task, self._run())
+        self._task.add_done_callback(self._end)
 
     def cancel(self, error: BaseException | None = None) -> None:
         """End what it waits for, and so the coroutine, with ``error``."""
         self.ended = self.ended or error or CancelledError()
         self._task.cancel()
 
-    async def _run(self, coroutine: Any) -> None:
+    async def _run(self) -> None:
         try:
-            value = await coroutine
+            value = await self._coroutine
         except BaseException as error:  # also ``SystemExit``: requests of others are in this process
-            self._tell(None, self.ended if isinstance(error, asyncio.CancelledError) and self.ended else error)
+            self._finish(None, self.ended if isinstance(error, asyncio.CancelledError) and self.ended else error)
         else:
-            self._tell(value, None)
+            self._finish(value, None)
 
-    def _tell(self, value: Any, error: BaseException | None) -> None:
-        if not self._has_finished:
-            self._has_finished = True
-            self._finish(value, error)
+    def _end(self, task: asyncio.Task) -> None:
+        if task.cancelled():  # before it began: later `_run` takes that for the method's end
+            self._coroutine.close()
+            self._finish(None, self.ended or CancelledError())
 
 
 _RUNNING: ContextVar[RunningMethod | None] = ContextVar("torchpipe_running_method", default=None)
@@ -109,40 +107,44 @@ class CustomHandler:
     """A user's handler as the server's methods. Raises ``ConfigError`` for a class that does not fit its service."""
 
     def __init__(self, cls: type, run: pipe, deadline_ms: float = 0.0) -> None:
-        name = f"{cls.__module__}:{cls.__qualname__}"
+        self._place = f"--handler {cls.__module__}:{cls.__qualname__}"
         service, paths = getattr(cls, "service", None), getattr(cls, "routes", {})
         names = getattr(service, "thrift_services", None)
         if names is None and (service is not None or not paths):
-            raise ConfigError(f"--handler {name}: 'service' must be a service made by thriftpy2.load(...)")
-        handler = cls(Run(run))
-        self._seconds = deadline_ms / 1000
-        self.methods: Mapping[str, Method] = {
-            method: self._method(handler, service, method, name) for method in names or ()
-        }
-        self.routes: Sequence[Route] = [self._route(handler, path, function, name) for path, function in paths.items()]
+            raise ConfigError(f"{self._place}: 'service' must be a service made by thriftpy2.load(...)")
+        self._handler, self._seconds = cls(Run(run)), deadline_ms / 1000
+        self.methods: Mapping[str, Method] = {name: self._method(service, name) for name in names or ()}
+        self.routes: Sequence[Route] = [self._route(path, name) for path, name in paths.items()]
 
-    def _route(self, handler: Any, path: str, function: str, place: str) -> Route:
+    def _function(self, name: str, what: str) -> Callable[..., Any]:
+        function = getattr(self._handler, name, None)
+        if not callable(function):
+            members = set(dir(self._handler)) - {"routes", "run", "service"}
+            hint = nearest(name, sorted(member for member in members if not member.startswith("_")))
+            raise ConfigError(f"{self._place}: no method {name!r} {what}; {hint}")
+        return function  # type: ignore[no-any-return]
+
+    def _route(self, path: str, name: str) -> Route:
         verb, _, target = path.partition(" ")
         if verb not in METHODS or not target.startswith("/"):
-            raise ConfigError(f"--handler {place}: the route {path!r}; expected a method and a path, as 'POST /photos'")
-        if not callable(getattr(handler, function, None)):
-            raise ConfigError(
-                f"--handler {place}: no method {function!r} for {path!r}; {_nearest_method(function, handler)}"
-            )
-        return route(verb, target, partial(_start_route, getattr(handler, function), self._seconds), is_traced=True)
+            raise ConfigError(f"{self._place}: the route {path!r}; expected a method and a path, as 'POST /photos'")
+        function, seconds = self._function(name, f"for {path!r}"), self._seconds
+        start = lambda request, done: _call(function, [request], seconds, _http_answer, done)  # noqa: E731
+        return route(verb, target, start, is_traced=True)
 
-    def _method(self, handler: Any, service: Any, name: str, place: str) -> Method:
+    def _method(self, service: Any, name: str) -> Method:
         args, result = getattr(service, f"{name}_args"), getattr(service, f"{name}_result")
-        function = getattr(handler, name, None)
-        if not callable(function):
-            raise ConfigError(f"--handler {place}: no method {name!r} of its service; {_nearest_method(name, handler)}")
+        function, seconds = self._function(name, "of its service"), self._seconds
         order = [spec[1] for _, spec in sorted(args.thrift_spec.items())]
         try:
             inspect.signature(function).bind(*order)
         except TypeError as error:
-            raise ConfigError(f"--handler {place}: {name}({', '.join(order)}): {error}") from None
+            raise ConfigError(f"{self._place}: {name}({', '.join(order)}): {error}") from None
         errors = {spec[2]: spec[1] for number, spec in result.thrift_spec.items() if number}
-        start = partial(_start, function, order, result, self._seconds)
+
+        def start(args: Any, done: Done) -> RunningMethod | None:
+            return _call(function, [getattr(args, name) for name in order], seconds, partial(_answer, result), done)
+
         return Method(args, start, partial(_fail, result, errors), _outcome, trace_fields=trace_fields)
 
 
@@ -163,20 +165,23 @@ def load_handler(reference: str) -> type:
     return cls
 
 
-def _nearest_method(name: str, handler: Any) -> str:
-    others = ("routes", "run", "service")
-    return nearest(name, [member for member in dir(handler) if not member.startswith("_") and member not in others])
+def _call(
+    function: Callable[..., Any], args: list[Any], seconds: float, answer: Callable[[Any], Any], done: Done
+) -> RunningMethod | None:
+    """Begin a method; ``done`` is given the ``answer`` that is made of its value, or of that of its coroutine."""
 
-
-def _start_route(function: Any, seconds: float, request: HttpRequest, done: Done) -> RunningMethod | None:
     def finish(value: Any, error: BaseException | None) -> None:
         try:
-            answer = error if error is not None else _http_answer(value)
+            result = answer(value) if error is None else error
         except Exception as wrong:
-            answer = wrong
-        done(answer)
+            result = wrong
+        done(result)
 
-    return _call(function(request), finish, seconds)
+    value = function(*args)
+    if inspect.iscoroutine(value):
+        return RunningMethod(value, finish, seconds)
+    finish(value, None)
+    return None
 
 
 def _http_answer(value: Any) -> HttpAnswer:
@@ -188,25 +193,6 @@ def _http_answer(value: Any) -> HttpAnswer:
     if isinstance(value, str):
         return HttpAnswer(200, "text/plain; charset=utf-8", answers.utf8_text(value))
     return json_answer(value)
-
-
-def _call(value: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> RunningMethod | None:
-    """Finish with a method's value; with that of its coroutine, when there is one."""
-    if not inspect.iscoroutine(value):
-        finish(value, None)
-        return None
-    return RunningMethod(value, finish, seconds)
-
-
-def _start(function: Any, order: list[str], result: type, seconds: float, args: Any, done: Done) -> Any:
-    def finish(value: Any, error: BaseException | None) -> None:
-        try:
-            answer = error if error is not None else _answer(result, value)
-        except Exception as wrong:
-            answer = wrong
-        done(answer)
-
-    return _call(function(*(getattr(args, name) for name in order)), finish, seconds)
 
 
 def _answer(result: type, value: Any) -> Any:

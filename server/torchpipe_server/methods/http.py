@@ -1,17 +1,18 @@
-"""``POST /infer`` and ``/openapi.json`` on a pipe."""
+"""``POST /infer`` on a pipe, and ``GET /openapi.json``: the file ``openapi.json`` beside this one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torchpipe_py
 from torchpipe_py import pipe
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import answer_of, read_request
 from torchpipe_server.front.services import JSON, Cancellable, Done, Route, json_answer, reply_bound, route
-from torchpipe_server.methods.openapi import openapi
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 
@@ -21,10 +22,12 @@ class HttpHandler:
     def __init__(self, run: pipe, deadlines: Deadlines, text_bytes: int, reply_bytes: int) -> None:
         self._pipe, self._deadlines = run, deadlines
         self._text, self._reply = Bound(text_bytes, "--max-text-bytes"), reply_bound(reply_bytes)
-        document = json_answer(openapi())
+        document = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
+        document["info"]["version"] = torchpipe_py.__version__
+        answer = json_answer(document)
         self.routes: Sequence[Route] = (
             route("POST", "/infer", self._infer),
-            route("GET", "/openapi.json", partial(_give, document)),
+            route("GET", "/openapi.json", lambda request, done: done(answer)),
         )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
@@ -38,7 +41,3 @@ class HttpHandler:
             done(answer)
 
         return self._pipe.dispatch(asked.data, finish, self._deadlines.seconds(asked.deadline_ms))
-
-
-def _give(answer: HttpAnswer, request: HttpRequest, done: Done) -> None:
-    done(answer)

@@ -18,28 +18,9 @@ from torchpipe_server.front.services import Cancellable
 ROUNDS = 4
 """How often the images in the pipe could fill every instance: single requests beside them wait no longer than that."""
 
-Finish = Callable[[int, dict[str, Any], BaseException | None], None]
-"""Takes an image's number, its dict and its error; called once for each, from any thread."""
-
-Outcome = Callable[[dict[str, Any], BaseException | None], Any]
-"""Makes of an image's dict and its error what its caller keeps."""
-
-
-class Call:
-    """The images of one call. ``deadline`` is in seconds of ``time.perf_counter``."""
-
-    def __init__(self, items: Sequence[dict[str, Any]], timeout: float | None, finish: Finish) -> None:
-        self.items, self.finish = list(items), finish
-        self._context = copy_context()
-        self.deadline = None if timeout is None else perf_counter() + timeout
-        self.entered = 0  # how many of them; those before it are in the pipe, or finished
-        self.tickets: list[Cancellable] = []
-        self.ended: BaseException | None = None
-
-    def enter(self, dispatch: Callable[..., Cancellable], *arguments: Any) -> Cancellable:
-        """``dispatch`` an image in the context of the call, whichever thread this is."""
-        # NOTE: a context is entered by one thread at a time, and images of the call enter on several.
-        return self._context.copy().run(dispatch, *arguments)
+Data = dict[str, Any]
+Outcome = Callable[[Data, BaseException | None], Any]
+"""Makes of an image's dict and its error what its caller keeps; called once for each, from any thread."""
 
 
 class Turns:
@@ -50,7 +31,7 @@ class Turns:
     """
 
     def __init__(self, run: pipe) -> None:
-        self._pipe = run
+        self.pipe = run
         stats = run.stats()
         self._room: int = stats["max_inflight"]
         self._free: int = ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values())
@@ -58,47 +39,41 @@ class Turns:
         self._lock = threading.Lock()
         self._thread = threading.local()
 
-    def start(self, call: Call) -> None:
-        """Let its images enter; those for which there is no room are finished with ``Overloaded``."""
-        with self._lock:
-            waiting = max(0, len(call.items) - self._free)
-            excess = max(0, waiting - self._room)
-            last = len(call.items) - excess
-            refused, call.items = call.items[last:], call.items[:last]
-            self._room -= len(call.items)  # each gives its place back as it enters
-            if call.items:
-                self._calls.append(call)
-        for index, data in enumerate(refused, last):
-            why = f"{counted(waiting, 'image')} would wait, with room for {waiting - excess}"
-            call.finish(index, data, Overloaded(why, 1000))
-        self._advance(0)
-
     def gather(
-        self, items: Sequence[dict[str, Any]], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
-    ) -> Gathering:
-        """``start``; ``done`` is given the outcomes of all images, in their order, on the thread of the last."""
-        gathering = Gathering(self, items, timeout, outcome, done)
-        if items:
-            self.start(gathering.call)
-        else:
-            done([])
-        return gathering
+        self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
+    ) -> Call:
+        """Let the images enter; ``done`` is given the outcomes of all, in their order, on the thread of the last.
 
-    def cancel(self, call: Call, error: BaseException | None = None) -> None:
-        """End it with ``error``: what is in the pipe, and what waits."""
+        Those for which there is no room are finished with ``Overloaded``.
+        """
+        call = Call(self, items, timeout, outcome, done)
+        if not items:
+            done([])
+            return call
         with self._lock:
-            call.ended = error = call.ended or error or CancelledError()
-            waiting = range(call.entered, len(call.items))
-            call.entered = len(call.items)
+            waiting = max(0, len(items) - self._free)
+            excess = max(0, waiting - self._room)
+            call.waiting = len(items) - excess
+            self._room -= call.waiting  # each gives its place back as it enters
+            if call.waiting:
+                self._calls.append(call)
+        for index in range(call.waiting, len(items)):
+            why = f"{counted(waiting, 'image')} would wait, with room for {waiting - excess}"
+            call.finish(index, call.items[index], Overloaded(why, 1000))
+        self.advance(0)
+        return call
+
+    def leave(self, call: Call) -> range:
+        """No further image of the call enters; those that waited."""
+        with self._lock:
+            waiting = range(call.entered, call.waiting)
+            call.entered = call.waiting
             self._room += len(waiting)
             if waiting:
                 self._calls.remove(call)
-        for ticket in call.tickets:
-            ticket.cancel(error)
-        for index in waiting:
-            call.finish(index, call.items[index], error)
+        return waiting
 
-    def _advance(self, freed: int) -> None:
+    def advance(self, freed: int) -> None:
         """Let images enter, as far as there are places; ``freed`` more of them now."""
         with self._lock:
             self._free += freed
@@ -108,7 +83,8 @@ class Turns:
         self._thread.advances = True
         try:
             while (next_ := self._next()) is not None:
-                self._enter(*next_)
+                call, index = next_
+                call.enter(index)
         finally:
             self._thread.advances = False
 
@@ -119,54 +95,66 @@ class Turns:
             call = self._calls.popleft()
             index = call.entered
             call.entered += 1
-            if call.entered < len(call.items):
+            if call.entered < call.waiting:
                 self._calls.append(call)
             self._free -= 1
             self._room += 1
             return call, index
 
-    def _enter(self, call: Call, index: int) -> None:
-        data, call.items[index] = call.items[index], {}
 
-        def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            try:
-                call.finish(index, data, error)
-            finally:
-                self._advance(1)
+class Call:
+    """The images of one call and their outcomes, for ``Server``. ``deadline`` is in seconds of ``perf_counter``.
 
-        # NOTE: images of a call without a deadline are many by intent: they wait for each other, and are not shed.
-        timeout = math.inf if call.deadline is None else call.deadline - perf_counter()
-        try:
-            ticket = call.enter(self._pipe.dispatch, data, finish, timeout)
-        except Exception as error:
-            finish(data, error)
-            return
-        call.tickets.append(ticket)
-        if call.ended is not None:  # meanwhile
-            ticket.cancel(call.ended)
-
-
-class Gathering:
-    """The outcomes of one call on their way, for ``Server``."""
+    ``entered`` and ``waiting``: the images before the first are in the pipe or finished, those before the second wait.
+    """
 
     def __init__(
-        self, turns: Turns, items: Sequence[dict[str, Any]], timeout: float | None, outcome: Outcome,
+        self, turns: Turns, items: Sequence[Data], timeout: float | None, outcome: Outcome,
         done: Callable[[Any], object],
     ) -> None:  # fmt: skip
-        self.call = Call(items, timeout, self._finish)
-        self._turns, self._outcome, self._done = turns, outcome, done
+        self._turns, self.items, self._outcome, self._done = turns, list(items), outcome, done
+        self.deadline = None if timeout is None else perf_counter() + timeout
+        self.entered = self.waiting = 0
+        self._tickets: list[Cancellable] = []
+        self._ended: BaseException | None = None
         self._outcomes: list[Any] = [None] * len(items)
         self._left = len(items)
         self._lock = threading.Lock()
+        self._context = copy_context()
 
-    @property
-    def deadline(self) -> float | None:
-        return self.call.deadline
+    def enter(self, index: int) -> None:
+        """Give the image to the pipe, in the context of the call, whichever thread this is."""
+        data, self.items[index] = self.items[index], {}
+
+        def finish(data: Data, error: BaseException | None) -> None:
+            try:
+                self.finish(index, data, error)
+            finally:
+                self._turns.advance(1)
+
+        # NOTE: images of a call without a deadline are many by intent: they wait for each other, and are not shed.
+        timeout = math.inf if self.deadline is None else self.deadline - perf_counter()
+        try:
+            # NOTE: a context is entered by one thread at a time, and images of the call enter on several.
+            ticket = self._context.copy().run(self._turns.pipe.dispatch, data, finish, timeout)
+        except Exception as error:
+            finish(data, error)
+            return
+        self._tickets.append(ticket)
+        if self._ended is not None:  # meanwhile
+            ticket.cancel(self._ended)
 
     def cancel(self, error: BaseException | None = None) -> None:
-        self._turns.cancel(self.call, error)
+        """End it with ``error``: what is in the pipe, and what waits."""
+        self._ended = error = self._ended or error or CancelledError()
+        waiting = self._turns.leave(self)
+        for ticket in self._tickets:
+            ticket.cancel(error)
+        for index in waiting:
+            self.finish(index, self.items[index], error)
 
-    def _finish(self, index: int, data: dict[str, Any], error: BaseException | None) -> None:
+    def finish(self, index: int, data: Data, error: BaseException | None) -> None:
+        """The image has its outcome."""
         self._outcomes[index] = self._outcome(data, error)
         with self._lock:
             self._left -= 1

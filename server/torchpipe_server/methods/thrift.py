@@ -9,7 +9,7 @@ from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.runtime.deadlines import Deadlines
 from torchpipe_py.wire.errors import ReplyTooLargeError, told
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
-from torchpipe_server.front.services import OK, Cancellable, Done, Method, reply_bound, trace_fields
+from torchpipe_server.front.services import OK, Cancellable, Done, Method, TraceFields, reply_bound, trace_fields
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
 from torchpipe_server.methods.many import Turns
 
@@ -27,68 +27,70 @@ class InferenceHandler:
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
         self._turns = turns or Turns(run)
-        service = idl.InferenceService
+        self._service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
-            "ping": Method(service.ping_args, self._ping, self._raise),
-            "infer_batch": Method(
-                service.infer_batch_args,
-                self._infer_batch,
-                self._failer(service.infer_batch_result),
-                _outcome_of,
-                lambda args: _given(args.params, "params").uuid,
-                lambda args: (None, None),  # there is no room for them
+            "ping": Method(self._service.ping_args, self._ping, _raise),
+            # There is no room for the fields of a trace.
+            "infer_batch": self._method(
+                "infer_batch", self._infer_batch, "params", lambda params: params.uuid, lambda args: (None, None)
             ),
-            "infer_many": Method(
-                service.infer_many_args,
-                self._infer_many,
-                self._failer(service.infer_many_result),
-                _outcome_of_many,
-                lambda args: ",".join([item.uuid[:64] for item in _given(args.params, "params")[:8]]),
-                trace_fields,
+            "infer_many": self._method(
+                "infer_many", self._infer_many, "params",
+                lambda params: ",".join([item.uuid[:64] for item in params[:8]]), trace_fields,
             ),
-            "infer": Method(
-                service.infer_args,
-                self._infer,
-                self._failer(service.infer_result),
-                _outcome_of,
-                lambda args: _given(args.request, "request").uuid,
-                lambda args: trace_fields(args.request),
+            "infer": self._method(
+                "infer", self._infer, "request", lambda request: request.uuid, lambda args: trace_fields(args.request)
             ),
-        }
+        }  # fmt: skip
+
+    def _method(
+        self, name: str, start: Callable[[Any, Any, Done], Cancellable], argument: str,
+        request_id: Callable[[Any], str], traced: Callable[[Any], TraceFields],
+    ) -> Method:  # fmt: skip
+        """``start`` is given the arguments, the one that must be there, and ``done``."""
+        result = getattr(self._service, f"{name}_result")
+
+        def given(args: Any) -> Any:
+            value = getattr(args, argument)
+            if value is None:
+                raise InvalidRequest(f"argument {argument!r} is missing")
+            return value
+
+        return Method(
+            getattr(self._service, f"{name}_args"),
+            lambda args, done: start(args, given(args), done),
+            lambda error: result(error=self._to_error(error)),
+            _outcome_of,
+            lambda args: request_id(given(args)),
+            traced,
+        )
 
     def _ping(self, args: Any, done: Done) -> None:
-        done(self._idl.InferenceService.ping_result())
+        done(self._service.ping_result())
 
-    def _raise(self, error: BaseException) -> Any:
-        """ping declares no exception."""
-        raise error
-
-    def _failer(self, result: type) -> Callable[[BaseException], Any]:
-        return lambda error: result(error=self._to_error(error))
-
-    def _infer_batch(self, args: Any, done: Done) -> Cancellable:
-        result_type = self._idl.InferenceService.infer_batch_result
+    def _infer_batch(self, args: Any, params: Any, done: Done) -> Cancellable:
+        result_type = self._service.infer_batch_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             result, failure = self._outcome(data, error)
             done(result_type(success=result, error=failure))
 
-        data = {"data": _given(args.params, "params").data}
-        return self._pipe.dispatch(data, finish, self._deadlines.seconds())
+        return self._pipe.dispatch({"data": params.data}, finish, self._deadlines.seconds())
 
-    def _infer_many(self, args: Any, done: Done) -> Cancellable:
-        params = _given(args.params, "params")
+    def _infer_many(self, args: Any, params: Any, done: Done) -> Cancellable:
         if len(params) > self._max_batch:
             raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch} (--max-batch)")
-        result_type = self._idl.InferenceService.infer_many_result
+        result_type, outcome_type = self._service.infer_many_result, self._idl.InferenceOutcome
+
+        def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
+            result, failure = self._outcome(data, error)
+            return outcome_type(result=result, error=failure)
+
         items = [{"data": item.data} for item in params]
         seconds = self._deadlines.seconds(args.deadline_ms)
-        return self._turns.gather(
-            items, seconds, self._outcome_in_list, lambda outcomes: done(result_type(success=outcomes))
-        )
+        return self._turns.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
 
-    def _infer(self, args: Any, done: Done) -> Cancellable:
-        request = _given(args.request, "request")
+    def _infer(self, args: Any, request: Any, done: Done) -> Cancellable:
         keys = list(dict.fromkeys(request.outputs or ["result"]))
         check_name("uuid", request.uuid)
         check_names("inputs", request.inputs)
@@ -96,60 +98,52 @@ class InferenceHandler:
         data = {key: to_python(value) for key, value in request.inputs.items()}
         if request.node_name is not None:
             data["node_name"] = request.node_name
-        uuid = request.uuid
+        uuid, result_type = request.uuid, self._service.infer_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            done(self._infer_result(uuid, data, keys, error))
+            try:
+                if error is not None:
+                    raise error
+                result = result_type(success=self._idl.InferResponse(uuid=uuid, outputs=self._outputs(data, keys)))
+            except BaseException as failure:
+                result = result_type(error=self._to_error(failure))
+            done(result)
 
         return self._pipe.dispatch(data, finish, timeout=self._deadlines.seconds(request.deadline_ms))
 
-    def _infer_result(self, uuid: str, data: dict[str, Any], keys: list[str], error: BaseException | None) -> Any:
-        result_type = self._idl.InferenceService.infer_result
-        if error is not None:
-            return result_type(error=self._to_error(error))
-        try:
-            outputs: dict[str, Any] = {}
-            values = {key: output_of(data, key) for key in keys}
-            size = sum(map(size_of, values.values()))
-            if size > self._reply.bytes:
-                raise ReplyTooLargeError(size, self._reply)
-            for key, value in values.items():
-                outputs.update(to_values(self._idl, key, value))
-        except BaseException as failure:
-            return result_type(error=self._to_error(failure))
-        return result_type(success=self._idl.InferResponse(uuid=uuid, outputs=outputs))
+    def _outputs(self, data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+        values = {key: output_of(data, key) for key in keys}
+        size = sum(map(size_of, values.values()))
+        if size > self._reply.bytes:
+            raise ReplyTooLargeError(size, self._reply)
+        outputs: dict[str, Any] = {}
+        for key, value in values.items():
+            outputs.update(to_values(self._idl, key, value))
+        return outputs
 
     def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, Any]:
         """``(InferenceResult, None)`` or ``(None, InferenceError)``."""
-        if error is not None:
-            return None, self._to_error(error)
-        try:
-            label, score = to_label_and_score(output_of(data, "result"), data.get("score"))
-        except BaseException as failure:
-            return None, self._to_error(failure)
-        return self._idl.InferenceResult(label=label, score=score), None
-
-    def _outcome_in_list(self, data: dict[str, Any], error: BaseException | None) -> Any:
-        result, failure = self._outcome(data, error)
-        return self._idl.InferenceOutcome(result=result, error=failure)
+        if error is None:
+            try:
+                label, score = to_label_and_score(output_of(data, "result"), data.get("score"))
+                return self._idl.InferenceResult(label=label, score=score), None
+            except BaseException as failure:
+                error = failure
+        return None, self._to_error(error)
 
     def _to_error(self, error: BaseException) -> Any:
         code, text = told(error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
 
 
+def _raise(error: BaseException) -> Any:
+    """ping declares no exception."""
+    raise error
+
+
 def _outcome_of(result: Any) -> str:
-    return OK if result.error is None else str(result.error.code)
-
-
-def _outcome_of_many(result: Any) -> str:
     """Of a list with some errors the first one's code."""
     if result.error is not None:
         return str(result.error.code)
-    return next((str(item.error.code) for item in result.success if item.error is not None), OK)
-
-
-def _given(value: Any, name: str) -> Any:
-    if value is None:
-        raise InvalidRequest(f"argument {name!r} is missing")
-    return value
+    items = result.success if isinstance(result.success, list) else ()
+    return next((str(item.error.code) for item in items if item.error is not None), OK)

@@ -138,12 +138,7 @@ FIELDS = [
 
 LENGTHS = [
     kept("9112 6.3", "neither length nor chunks: no body", post(body=b""), b""),
-    kept(
-        "9112 6.3",
-        "a body of a method that has no use for it",
-        get(GET, b"Content-Length: 2") + b"ok",
-        200,
-    ),
+    kept("9112 6.3", "a body of a method that has no use for it", get(GET, b"Content-Length: 2") + b"ok", 200),
     kept("9112 6.3", "a body of a path that is not there", sized().replace(b"/infer", b"/nothing"), 404),
     kept("9110 8.6", "a length of 0", sized(body=b""), b""),
     kept("9110 8.6", "leading zeros", post(b"Content-Length: 0002"), b"ok"),

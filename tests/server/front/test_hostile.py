@@ -71,7 +71,7 @@ IMAGES = {
     "jpeg": claiming(jpeg(16, False), b"\xff\xc0"),
     "progressive jpeg": claiming(jpeg(16, True), b"\xff\xc2"),
     "scans": with_scans(jpeg(512, True), 200),
-    "hdr": b"#?RGBE\nFORMAT=32-bit_rle_rgbe\n\n-Y 400000 +X 400000\n" + b"\0" * MEBIBYTE,
+    "hdr": b"#?RGBE\nFORMAT=32-bit_rle_rgbe\n\n-Y 400000 +X 400000\n" + b"\0" * MEBIBYTE
 }  # fmt: skip
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import random
 import resource
 import select
 import socket
@@ -13,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -42,7 +40,7 @@ from thrift.Thrift import TApplicationException
 from thrift.transport.TTransport import TTransportException
 from torchpipe_server.front.server import TICK_SECONDS
 from torchpipe_server.methods.thrift import InferenceHandler
-from torchpipe_server.wire.thrift import ThriftReader
+from torchpipe_server.wire.thrift_reader import ThriftReader
 
 from torchpipe_py import Backend, pipe
 
@@ -74,47 +72,24 @@ def assert_dies(sock: socket.socket) -> bytes:
     return read_all(sock)
 
 
-def assert_typed_error(reply: bytes, code: bytes) -> None:
-    assert reply[:4] == b"\x80\x01\x00\x02", reply
-    assert struct.pack(">I", len(code)) + code in reply
-
-
 # -- size -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_largest_message_is_served(length):
-    with serving(length, max_message_bytes=LIMIT) as server:
-        for wrap in (bytes, framed):
-            with connect(server.port) as sock:
-                sock.sendall(wrap(batch_of(LIMIT)))
-                assert sock.recv(4)
-            with connect(server.port) as sock:
-                sock.sendall(wrap(batch_of(LIMIT + 1)))
-                reply = assert_dies(sock)
-                assert_typed_error(reply[4:] if wrap is framed else reply, b"too_large")
-
-
-def test_the_default_limit(length):
-    with serving(length) as server, Client(server.port, framed=True) as client:
-        size = 16 * KIBIBYTE**2
-        client.sock.sendall(framed(batch_of(size)))
+@pytest.mark.parametrize("limit", [LIMIT, None], ids=["option", "default"])
+@pytest.mark.parametrize("is_framed", [False, True], ids=["buffered", "framed"])
+def test_the_largest_message_is_served(length, limit, is_framed):
+    """A larger one is refused by name, after the requests before it; a client that reads only then reads the reason."""
+    wrap, size = framed if is_framed else bytes, limit or 16 * KIBIBYTE**2
+    options = {} if limit is None else {"max_message_bytes": limit}
+    with serving(length, **options) as server, Client(server.port, framed=is_framed) as client:
+        largest = wrap(batch_of(size + 1)) if limit is None else wrap(batch_of(400 * limit))
+        client.sock.sendall(wrap(batch_of(size)) + wrap(pack_call("ping", seqid=2)) + largest)
         assert client.receive().label == str(size - len(pack_batch(b"")))
-        client.sock.sendall(framed(batch_of(size + 1)))
+        client.receive(2)
         with pytest.raises(IDL.InferenceError, match="--max-message-bytes") as caught:
             client.receive()
         assert caught.value.code == "too_large"
-
-
-@pytest.mark.parametrize("wrap", [bytes, framed], ids=["buffered", "framed"])
-def test_too_large_is_said_while_the_client_still_sends(length, wrap):
-    """The client blocks in send far beyond the limit, and only then reads."""
-    message = wrap(batch_of(400 * LIMIT))
-    with serving(length, max_message_bytes=LIMIT) as server, connect(server.port) as sock, Client(server.port) as other:
-        sock.sendall(message)
-        reply = read_all(sock)
-        assert_typed_error(reply[4:] if wrap is framed else reply, b"too_large")
-        assert b"--max-message-bytes" in reply
-        other.ping()
+        assert read_all(client.sock) == b""
 
 
 def test_too_large_is_said_though_the_frames_length_comes_alone(length):
@@ -128,21 +103,12 @@ def test_too_large_is_said_though_the_frames_length_comes_alone(length):
             assert sock.recv(1), "closed without a word"
         sock.settimeout(WAIT)
         sock.sendall(message[4:])
-        assert_typed_error(read_all(sock)[4:], b"too_large")
+        reply = read_all(sock)[4:]
+        assert reply[:4] == b"\x80\x01\x00\x02"
+        assert b"\0\0\0\x09too_large" in reply
 
 
-def test_requests_before_the_one_that_is_too_large_are_answered(length):
-    with serving(length, max_message_bytes=LIMIT) as server, Client(server.port) as client:
-        client.sock.sendall(pack_batch(b"abc", 1) + pack_call("ping", seqid=2) + batch_of(LIMIT + 1))
-        assert client.receive(1).label == "3"
-        client.receive(2)
-        with pytest.raises(IDL.InferenceError) as caught:
-            client.receive()
-        assert caught.value.code == "too_large"
-        assert read_all(client.sock) == b""
-
-
-def test_a_broken_message_behind_a_request_in_work_is_answered_and_closed(register: Register):
+def test_a_broken_message_after_a_request_in_work_is_answered_and_closed(register: Register):
     """The reply of the first finishes on another thread; nothing but that can wake the connection."""
     gate = Gate()
     options = {"max_message_bytes": LIMIT, "drain_seconds": 1}
@@ -159,42 +125,19 @@ def test_a_broken_message_behind_a_request_in_work_is_answered_and_closed(regist
         other.ping()
         gate.open()
         assert client.receive(seqid).outputs["result"].text == "first"
-        with pytest.raises(IDL.InferenceError) as caught:
-            client.receive()
-        assert caught.value.code == "too_large"
+        assert code_of_next(client) == "too_large"
         assert read_all(client.sock) == b""
 
 
-BROKEN_BODIES = {
-    "negative string": struct.pack(">bhi", 11, 1, -1),
-    "huge string": struct.pack(">bhi", 11, 1, 2**31 - 1),
-    "negative list": struct.pack(">bhbi", 15, 1, 12, -5),
-    "huge list": struct.pack(">bhbi", 15, 1, 3, 2**31 - 1),
-    "huge list of nothing": struct.pack(">bhbi", 15, 1, 12, 2**20) + b"\0" * 2**20,
-    "huge map": struct.pack(">bhbbi", 13, 1, 3, 3, 2**31 - 1),
-    "bad type": struct.pack(">bh", 99, 1),
-    "too deep": struct.pack(">bh", 12, 1) * 65 + b"\0" * 66,
-    "very deep": struct.pack(">bh", 12, 1) * 20000,
-    "deep lists": struct.pack(">bh", 15, 1) + struct.pack(">bi", 15, 1) * 5000,
-}
-
-
-@pytest.mark.parametrize("body", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
-@pytest.mark.parametrize("method", ["infer_batch", "ping", "no_such_method"])
-def test_broken_bodies_are_answered_by_name_and_closed(length, body, method):
-    with serving(length) as server, connect(server.port) as sock, Client(server.port) as other:
-        sock.sendall(pack_call(method, body))
-        reply = assert_dies(sock)
-        assert reply[:3] == b"\x80\x01\x00"
-        assert reply[3] == (2 if method == "infer_batch" else 3)
+@pytest.mark.parametrize(("method", "kind"), [("infer_batch", 2), ("ping", 3), ("no_such_method", 3)])
+def test_broken_bodies_are_answered_by_name_and_closed(length, method, kind):
+    """Which bodies are broken is in ``wire/test_thrift_wire.py``."""
+    with serving(length) as server, Client(server.port) as other:
+        for body in (struct.pack(">bhi", 11, 1, -1), struct.pack(">bh", 12, 1) * 20000):
+            with connect(server.port) as sock:
+                sock.sendall(pack_call(method, body))
+                assert assert_dies(sock)[:4] == bytes([0x80, 1, 0, kind])
         other.ping()
-
-
-def test_the_deepest_message_is_served(length):
-    """64 structs, the arguments the first, in a field that nobody knows."""
-    with serving(length) as server, Client(server.port) as client:
-        client.sock.sendall(pack_call("ping", struct.pack(">bh", 12, 9) * 63 + b"\0" * 64))
-        client.receive(1)
 
 
 HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(range(256))
@@ -221,48 +164,25 @@ def test_garbage_closes_only_its_own_connection(length, data):
         assert other.infer_batch(b"abc") == ("3", 1.0)
 
 
-def test_random_bytes_and_mutated_messages_harm_nobody(length):
-    rng = random.Random(11)
-    whole = pack_batch(b"data") + pack_call("ping") + pack_call("infer", struct.pack(">bh", 12, 1) + b"\0\0")
-    with serving(length) as server, Client(server.port) as other:
-        for round_ in range(300):
-            data = bytearray(whole)
-            for _ in range(rng.randint(1, 6)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-            wrapped = framed(bytes(data)) if round_ % 2 else bytes(data)
-            with connect(server.port) as sock:
-                sock.sendall(rng.randbytes(60) if round_ % 10 == 0 else wrapped)
-            if round_ % 20 == 0:
-                assert other.infer_batch(b"abc") == ("3", 1.0)
-        assert other.infer_batch(b"abc") == ("3", 1.0)
-        eventually(lambda: len(server.server._connections) == 1)
-    assert server.error is None
-
-
 # -- speed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [bytes, framed], ids=["buffered", "framed"])
-def test_one_byte_at_a_time_finishes(length, wrap):
-    with serving(length) as server, Client(server.port, framed=wrap is framed) as client:
-        client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in wrap(pack_batch(b"abc") + b"") + wrap(pack_call("ping", seqid=2)):
-            client.sock.sendall(bytes([byte]))
-        assert client.receive(1).label == "3"
-        client.receive(2)
-
-
 @every_client
-def test_a_message_that_never_ends_is_refused(length, client_type):
+@pytest.mark.parametrize("trickles", [False, True], ids=["silent", "trickle"])
+def test_a_message_that_never_ends_is_refused(length, client_type, trickles):
+    """Bytes that keep coming do not restart the clock of a message."""
+    message = client_type.pack(b"x" * 100_000)
     with (
         serving(length, message_seconds=0.3) as server,
-        client_type(server.port) as silent,
+        client_type(server.port) as client,
         connect(server.port) as mute,
     ):
         mute.sendall(pack_batch(b"abc")[:5])  # not even a name
-        silent.sock.sendall(client_type.pack(b"abc")[:-1])
-        assert code_of_next(silent) == "too_slow"
-        assert assert_dies(silent.sock) == b""
+        client.sock.sendall(message[:100])
+        deadline = time.monotonic() + WAIT
+        while trickles and not is_readable(client.sock, 0.02) and time.monotonic() < deadline:
+            client.sock.sendall(b"x")
+        assert code_of_next(client) == "too_slow"
         assert assert_dies(mute) == b""
 
 
@@ -271,17 +191,6 @@ def code_of_next(client: Any) -> str:
     with pytest.raises(IDL.InferenceError) as caught:
         client.receive()
     return caught.value.code
-
-
-@every_client
-def test_a_trickle_is_refused_as_well(length, client_type):
-    """Bytes that keep coming do not restart the clock of a message."""
-    with serving(length, message_seconds=0.3) as server, client_type(server.port) as client:
-        client.sock.sendall(client_type.pack(b"x" * 100_000)[:100])
-        deadline = time.monotonic() + WAIT
-        while not select.select([client.sock], [], [], 0.02)[0] and time.monotonic() < deadline:
-            client.sock.sendall(b"x")
-        assert code_of_next(client) == "too_slow"
 
 
 def test_waiting_for_a_busy_pipe_is_not_the_clients_slowness(register: Register):
@@ -323,25 +232,39 @@ def holding(server: LocalServer) -> Iterator[None]:
         go_on.set()
 
 
-def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
-    """Thousands of pings fit in one read."""
+@contextmanager
+def noting(backend: str, *real: str) -> Iterator[tuple[LocalServer, list[str]]]:
+    """A server, and the uuids, else the names, of the calls that it has begun; the pipe gets ``real`` ones only."""
     began: list[str] = []
 
-    def noting(loop: Any) -> Any:
-        methods = InferenceHandler(run, IDL).methods
+    def methods(loop: Any) -> Any:
+        made = dict(InferenceHandler(run, IDL).methods)
 
-        def note(name: str) -> Any:
-            start = methods[name].start
-            return methods[name]._replace(start=lambda args, done: (began.append(name), start(args, done))[1])
+        def note(name: str, method: Any) -> Any:
+            def start(args: Any, done: Any) -> Any:
+                began.append(getattr(getattr(args, "request", None), "uuid", None) or name)
+                if name in real:
+                    return method.start(args, done)
+                return done(getattr(IDL.InferenceService, f"{name}_result")())
 
-        return {name: note(name) for name in methods}
+            return method._replace(start=start, outcome=lambda result: "ok")
 
-    with (
-        pipe({"node": {"backend": length}}) as run,
-        LocalServer(run, make_methods=noting) as server,
-        connect(server.port) as sock,
-        Client(server.port) as other,
-    ):
+        return {name: note(name, method) for name, method in made.items()}
+
+    with pipe({"node": {"backend": backend}}) as run, LocalServer(run, make_methods=methods) as server:
+        yield server, began
+
+
+def costly(uuid: str, texts: int) -> bytes:
+    """An infer message with so many empty texts in a field that is declared, of which reading takes some time."""
+    inputs = struct.pack(">bhbbi", 13, 2, 11, 12, 0)
+    outputs = struct.pack(">bhbi", 15, 5, 11, texts) + bytes(4 * texts)
+    return pack_call("infer", struct.pack(">bh", 12, 1) + pack_string(1, uuid.encode()) + inputs + outputs + b"\0\0")
+
+
+def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
+    """Thousands of pings fit in one read."""
+    with noting(length, "infer_batch") as (server, began), connect(server.port) as sock, Client(server.port) as other:
         other.ping()
         with holding(server):
             sock.sendall(pack_call("ping") * 6000)
@@ -354,69 +277,18 @@ def test_many_messages_in_one_piece_wait_for_the_other_connections(length):
     assert len(began) == 6002
 
 
-def test_a_message_that_takes_long_to_read_begins_after_those_of_other_connections():
-    """Each is of one connection, so that no connection has more than its turn."""
-    began: list[str] = []
-
-    def noting(loop: Any) -> Any:
-        def ping(args: Any, done: Any) -> None:
-            began.append("ping")
-            done(IDL.InferenceService.ping_result())
-
-        def infer(args: Any, done: Any) -> None:
-            began.append("infer")
-            done(IDL.InferenceService.infer_result())
-
-        methods = InferenceHandler(run, IDL).methods
-        return {
-            "ping": methods["ping"]._replace(start=ping),
-            "infer": methods["infer"]._replace(start=infer, outcome=lambda result: "ok"),
-        }
-
-    empty_texts = struct.pack(">bhbi", 15, 9, 11, 4000) + bytes(4 * 4000) + b"\0"
-    with ExitStack() as stack:
-        run = stack.enter_context(pipe({"node": {"backend": "Identity"}}))
-        server = stack.enter_context(LocalServer(run, make_methods=noting))
-        socks = [stack.enter_context(connect(server.port)) for _ in range(9)]
-        eventually(lambda: server.server.connections == 9)
+@pytest.mark.parametrize("count", [1, 5])
+def test_connections_with_costly_messages_take_turns_whatever_they_pipeline(count):
+    """All of it is there when the first round begins. A cheap message of another connection comes before them."""
+    with noting("Identity") as (server, began), ExitStack() as stack:
+        socks = [stack.enter_context(connect(server.port)) for _ in range(5)]
+        eventually(lambda: server.server.connections == 5)
         with holding(server):
-            for sock in socks[:8]:
-                sock.sendall(pack_call("infer", empty_texts))
-            socks[8].sendall(pack_call("ping"))
-        eventually(lambda: len(began) == 9)
-        for sock in socks:
-            assert sock.recv(1)
-    assert began[0] == "ping"
-
-
-def test_connections_with_costly_messages_take_turns_whatever_they_pipeline():
-    """All of it is there when the first round begins."""
-    began: list[str] = []
-
-    def noting(loop: Any) -> Any:
-        def infer(args: Any, done: Any) -> None:
-            began.append(args.request.uuid)
-            done(IDL.InferenceService.infer_result())
-
-        methods = InferenceHandler(run, IDL).methods
-        return {"infer": methods["infer"]._replace(start=infer, outcome=lambda result: "ok")}
-
-    def costly(uuid: str) -> bytes:
-        inputs = struct.pack(">bhbbi", 13, 2, 11, 12, 0)
-        outputs = struct.pack(">bhbi", 15, 5, 11, 1000) + bytes(4 * 1000)
-        request = pack_string(1, uuid.encode()) + inputs + outputs + b"\0"
-        return pack_call("infer", struct.pack(">bh", 12, 1) + request + b"\0")
-
-    with ExitStack() as stack:
-        run = stack.enter_context(pipe({"node": {"backend": "Identity"}}))
-        server = stack.enter_context(LocalServer(run, make_methods=noting))
-        socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
-        eventually(lambda: server.server.connections == 4)
-        with holding(server):
-            for index, sock in enumerate(socks):
-                sock.sendall(b"".join(costly(f"{number} of {index}") for number in range(5)))
-        eventually(lambda: len(began) == 20)
-    assert [uuid.split()[0] for uuid in began] == [str(number) for number in range(5) for _ in socks]
+            for sock in socks[1:]:
+                sock.sendall(b"".join(costly(str(number), 4000 // count) for number in range(count)))
+            socks[0].sendall(pack_call("ping"))
+        eventually(lambda: len(began) == 4 * count + 1)
+    assert began == ["ping", *(str(number) for number in range(count) for _ in socks[1:])]
 
 
 class Large(Backend):
@@ -492,17 +364,6 @@ def test_a_client_that_does_not_read_but_keeps_sending_is_dropped(length, ping):
             pass
 
 
-def test_a_reader_by_the_byte_gets_everything(large):
-    with serving(large) as server, narrow(server.port) as sock:
-        sock.sendall(pack_infer(b"x") + pack_call("ping", seqid=2))
-        reply = b""
-        while len(reply) < 2**20:
-            reply += sock.recv(3000)
-        while not reply.endswith(pack_call("ping", seqid=2)[4:]):
-            reply += sock.recv(3000)
-        assert reply.count(b"r" * 2**20) == 1
-
-
 # -- connections ----------------------------------------------------------------------------------------------------
 
 
@@ -556,18 +417,6 @@ def test_ping_and_unknown_methods_beyond_the_limit_are_answered_and_closed(lengt
                 assert read_all(second.sock) == b""
 
 
-def test_connections_far_beyond_the_limit_are_closed(length):
-    with serving(length, max_connections=1) as server, Client(server.port) as first:
-        first.ping()
-        rest = [connect(server.port) for _ in range(200)]
-        first.ping()
-        eventually(lambda: len(server.server._connections) <= 129)
-        for sock in rest:
-            sock.close()
-        eventually(lambda: len(server.server._connections) == 1)
-        first.ping()
-
-
 @every_client
 def test_two_hundred_abandoned_connections_leave_nothing(register: Register, client_type):
     pack = client_type.pack
@@ -591,18 +440,6 @@ def test_two_hundred_abandoned_connections_leave_nothing(register: Register, cli
         eventually(lambda: process.num_fds() <= descriptors, "descriptors are left")
         assert set(threading.enumerate()) <= threads
         gate.open()
-
-
-def test_connections_reset_before_they_are_accepted(length):
-    """The server starts after they are gone."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-    for _ in range(20):
-        sock = connect(listener.getsockname()[1])
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        sock.close()
-    with LocalServer(None, listener) as server, Client(server.port) as client:
-        client.ping()
-        eventually(lambda: len(server.server._connections) == 1)
 
 
 class Clock:
@@ -680,27 +517,22 @@ def test_a_connection_that_is_shed_is_let_go_of_between_two_messages(register: R
 # -- what must not end the I/O thread -------------------------------------------------------------------------------
 
 
-class FailingListener:
-    """A listener whose `accept` fails with each of the errors once, then works."""
+class FailingListener(socket.socket):
+    """Its first `accept` fails, as accept(2) says: pending network errors of the new socket are returned as its own."""
 
-    def __init__(self, errors: list[int]) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._errors = errors
+    errors: ClassVar = [errno.EPROTO, errno.EHOSTUNREACH, errno.EMFILE]
 
     def accept(self) -> Any:
-        if self._errors:
-            number = self._errors.pop()
-            raise OSError(number, os.strerror(number))
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
+        if self.errors:
+            raise OSError(self.errors.pop(), "failed")
+        return super().accept()
 
 
-@pytest.mark.parametrize("number", [errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EMFILE])
-def test_an_error_of_accept_does_not_end_the_server(number):
-    """accept(2): pending network errors of the new socket are returned as its own."""
-    with LocalServer(None, FailingListener([number])) as server, Client(server.port) as client:
+def test_errors_of_accept_do_not_end_the_server():
+    listener = FailingListener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    with LocalServer(None, listener) as server, Client(server.port) as client:
         client.ping()
 
 
@@ -861,8 +693,8 @@ def held_by_connections(server: LocalServer) -> int:
     return sum(one.held_bytes for one in list(server.server._connections))
 
 
-def is_readable(sock: socket.socket) -> bool:
-    return bool(select.select([sock], [], [], 0)[0])
+def is_readable(sock: socket.socket, seconds: float = 0) -> bool:
+    return bool(select.select([sock], [], [], seconds)[0])
 
 
 @every_client

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import random
 import struct
 import sys
 from typing import ClassVar
 
 import pytest
-import torchpipe_server.wire.thrift as module
+import torchpipe_server.wire.thrift_reader as module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thrift.Thrift import TApplicationException as ApacheException
 from thrift.Thrift import TType
 from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
+from thrift_maker import FRAMINGS, IDL, apache_message, apache_protocol
 from thrift_messages import (
     EVERYTHING,
-    FRAMINGS,
-    IDL,
     SERVICE,
-    SMALL,
-    apache_message,
-    apache_protocol,
     args_of,
     batch_args,
     batch_fields,
@@ -69,10 +64,10 @@ Everything.thrift_spec = {
 def test_reads_calls_of_apache_thrift_and_thriftpy2(framing, seqid):
     fields = batch_fields("ü" * 9, b"plain ASCII") | {9: (TType.STRUCT, EVERYTHING)}
     (message,) = read_all(apache_message(framing, fields, seqid=seqid))
-    assert (message.name, message.is_oneway, message.seqid, message.framing) == ("infer_batch", False, seqid, framing)
+    assert (message.name, message.is_oneway, message.seqid, message.protocol) == ("infer_batch", False, seqid, framing)
     assert args_of(message) == batch_args("ü" * 9, b"plain ASCII")
     (message,) = read_all(thriftpy2_message(framing, batch_args(), "infer_batch"))
-    assert (message.framing, args_of(message)) == (framing, batch_args())
+    assert (message.protocol, args_of(message)) == (framing, batch_args())
 
 
 @every_framing
@@ -112,14 +107,12 @@ _tensors = st.builds(
     shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20),
     data=st.binary(max_size=20),
 )
-_values = st.one_of(
-    st.builds(IDL.Value, tensor=_tensors),
-    st.builds(IDL.Value, bytes=st.binary(max_size=9)),
-    st.builds(IDL.Value, text=st.text(max_size=9)),
-    st.builds(IDL.Value, number=st.floats(allow_nan=False)),
-    st.builds(IDL.Value, integer=st.integers(-(2**63), 2**63 - 1)),
-    st.builds(IDL.Value, tensors=st.lists(_tensors, max_size=20)),
-)
+_fields = {
+    "tensor": _tensors, "bytes": st.binary(max_size=9), "text": st.text(max_size=9),
+    "number": st.floats(allow_nan=False), "integer": st.integers(-(2**63), 2**63 - 1),
+    "tensors": st.lists(_tensors, max_size=20)
+}  # fmt: skip
+_values = st.one_of(st.builds(IDL.Value, **{name: field}) for name, field in _fields.items())
 _requests = st.builds(
     IDL.InferRequest,
     uuid=st.text(max_size=9),
@@ -151,16 +144,15 @@ def test_apache_thrift_reads_replies_and_exceptions(framing, seqid):
 
     result = SERVICE.infer_batch_result(success=IDL.InferenceResult(label="cat", score=0.25))
     protocol = read_begin(message.reply(result), REPLY)
-    protocol.readStructBegin()
-    assert protocol.readFieldBegin()[1:] == (TType.STRUCT, 0)
-    protocol.readStructBegin()
-    assert protocol.readFieldBegin()[1:] == (TType.STRING, 1)
+    for kind, number in ((TType.STRUCT, 0), (TType.STRING, 1)):
+        protocol.readStructBegin()
+        assert protocol.readFieldBegin()[1:] == (kind, number)
     assert protocol.readString() == "cat"
     protocol.readFieldEnd()
     assert protocol.readFieldBegin()[1:] == (TType.DOUBLE, 2)
     assert protocol.readDouble() == 0.25
     error = TApplicationException(TApplicationException.PROTOCOL_ERROR, "why")
-    protocol, read = read_begin(message.exception(error), EXCEPTION), ApacheException()
+    protocol, read = read_begin(message.reply(error), EXCEPTION), ApacheException()
     read.read(protocol)
     assert (read.type, read.message) == (ApacheException.PROTOCOL_ERROR, "why")
 
@@ -182,13 +174,12 @@ def test_reads_a_message_split_anywhere(framing):
 
 
 @every_framing
-@pytest.mark.parametrize("piece", [1000, 47, 3])
+@pytest.mark.parametrize("piece", [1000, 3])
 def test_pipelined_messages_keep_their_order(framing, piece):
-    data = b"".join(apache_message(framing, batch_fields(f"u{i}"), seqid=i) for i in range(30))
-    reader, seen = reader_of(), []
-    for at in range(0, len(data), piece):
-        seen += [(message.seqid, args_of(message).params.uuid) for message in take(reader, data[at : at + piece])]
-    assert seen == [(i, f"u{i}") for i in range(30)]
+    data = b"".join(apache_message(framing, batch_fields(), seqid=i) for i in range(30))
+    reader = reader_of()
+    messages = [one for at in range(0, len(data), piece) for one in take(reader, data[at : at + piece])]
+    assert [message.seqid for message in messages] == list(range(30))
 
 
 @every_framing
@@ -212,7 +203,7 @@ def test_a_broken_message_is_answered_by_name():
         take(reader, apache_message(BINARY, batch_fields(data=bytes(3000)), seqid=-3)[:100])
     assert (reader.request.name, reader.request.seqid) == ("infer_batch", -3)
     error = TApplicationException(TApplicationException.PROTOCOL_ERROR, "too large")
-    assert b"too large" in reader.request.exception(error)
+    assert b"too large" in reader.request.reply(error)
 
 
 # -- arguments that do not fit --------------------------------------------------------------------------------------
@@ -230,7 +221,7 @@ BAD_ARGUMENTS = {
     "map": (
         "infer",
         {1: (TType.STRUCT, {1: (TType.STRING, "u"), 2: (TType.MAP, (TType.STRING, TType.STRING, {"k": POISON}))})},
-        "a map of types",
+        "a map of type",
     ),
 }
 
@@ -259,16 +250,6 @@ def test_rejects_a_number_of_more_bits_than_its_field():
 
 
 # -- streams that cannot be read ------------------------------------------------------------------------------------
-
-
-@every_framing
-def test_detects_the_framing_by_the_sixth_byte(framing):
-    reader, known = reader_of(), []
-    for byte in apache_message(framing, batch_fields()):
-        take(reader, bytes([byte]))
-        known.append(reader._framing)
-    assert set(known[:5]) <= {None, framing}
-    assert set(known[5:]) == {framing}
 
 
 _BINARY_START, _COMPACT_START = (apache_message(framing, {})[:-1] for framing in (BINARY, COMPACT))
@@ -452,31 +433,3 @@ def test_fixed_sizes_strings_and_pipelined_messages_cost_little(framing):
     assert executed_lines(data, len(data)) < 600
     one = apache_message(framing, batch_fields())
     assert executed_lines(one * 200, 1000 * len(one)) <= 21 * executed_lines(one * 10, 1000 * len(one))
-
-
-# -- mutants --------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=300)
-@given(data=st.binary(max_size=200), framing=st.sampled_from(FRAMINGS), pieces=st.randoms(use_true_random=False))
-def test_any_bytes_after_a_header_are_read_or_refused(data, framing, pieces):
-    """Mutants of whole messages are made by ``tests/fuzz``."""
-    data = apache_message(Framing(False, framing.protocol), {}, "infer")[:-1] + data
-    if framing.framed:
-        data = struct.pack(">I", len(data)) + data
-    survive(data, pieces)
-    survive(data[pieces.randrange(len(data)) :], pieces)
-
-
-def survive(data: bytes, pieces: random.Random) -> None:
-    """Read the data; anything but messages and the declared errors is a failure."""
-    reader, at = reader_of(), 0
-    try:
-        while at < len(data):
-            piece = pieces.choice((1, 7, 100, len(data)))
-            for message in take(reader, data[at : at + piece]):
-                message.exception(TApplicationException(7, "x"))
-            assert reader.pending_bytes <= SMALL.message_bytes + piece
-            at += piece
-    except ProtocolError:
-        assert reader.pending_bytes == 0

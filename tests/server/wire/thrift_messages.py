@@ -1,4 +1,4 @@
-"""Messages as Apache Thrift and thriftpy2 write them, and what the reader makes of them."""
+"""Messages, and what the reader makes of them."""
 
 from __future__ import annotations
 
@@ -6,82 +6,21 @@ import struct
 
 import pytest
 import thriftpy2
-from thrift.protocol.TBinaryProtocol import TBinaryProtocol
-from thrift.protocol.TCompactProtocol import TCompactProtocol
 from thrift.Thrift import TType
-from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
+from thrift_maker import FRAMINGS, IDL
 from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
 from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
 from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.thrift import CALL, Framing, Limits, Message, Specs, ThriftReader
+from torchpipe_server.wire.thrift import CALL, Framing, Limits, Message
+from torchpipe_server.wire.thrift_reader import ThriftReader
 
-from torchpipe_py.idl import load_idl
-
-IDL = load_idl()
 SERVICE = IDL.InferenceService
-FRAMINGS = [Framing(framed, protocol) for framed in (False, True) for protocol in ("binary", "binary_old", "compact")]
 SMALL = Limits(message_bytes=4096, string_bytes=2048, items=256, depth=64)
 
 every_framing = pytest.mark.parametrize(
     "framing", FRAMINGS, ids=lambda f: f"{'framed' if f.framed else 'buffered'}-{f.protocol}"
 )
-
-
-def apache_protocol(framing: Framing, transport):
-    if framing.protocol == "compact":
-        return TCompactProtocol(transport)
-    return TBinaryProtocol(transport, strictRead=False, strictWrite=framing.protocol == "binary")
-
-
-def write_value(protocol, ttype, value):
-    """value: of a struct number -> (type, value), of a list (type, values), of a map (key type, type, dict)."""
-    if ttype == TType.STRUCT:
-        protocol.writeStructBegin("")
-        for number, (field_type, field) in value.items():
-            protocol.writeFieldBegin("", field_type, number)
-            write_value(protocol, field_type, field)
-            protocol.writeFieldEnd()
-        protocol.writeFieldStop()
-        protocol.writeStructEnd()
-    elif ttype == TType.LIST:
-        protocol.writeListBegin(value[0], len(value[1]))
-        for element in value[1]:
-            write_value(protocol, value[0], element)
-        protocol.writeListEnd()
-    elif ttype == TType.SET:
-        protocol.writeSetBegin(value[0], len(value[1]))
-        for element in value[1]:
-            write_value(protocol, value[0], element)
-        protocol.writeSetEnd()
-    elif ttype == TType.MAP:
-        protocol.writeMapBegin(value[0], value[1], len(value[2]))
-        for key, element in value[2].items():
-            write_value(protocol, value[0], key)
-            write_value(protocol, value[1], element)
-        protocol.writeMapEnd()
-    else:
-        names = {
-            TType.BOOL: "Bool",
-            TType.BYTE: "Byte",
-            TType.I16: "I16",
-            TType.I32: "I32",
-            TType.I64: "I64",
-            TType.DOUBLE: "Double",
-        }
-        name = "Binary" if isinstance(value, bytes) else names.get(ttype, "String")
-        getattr(protocol, f"write{name}")(value)
-
-
-def apache_message(framing: Framing, fields, name="infer_batch", kind=CALL, seqid=7) -> bytes:
-    memory = TMemoryBuffer()
-    transport = TFramedTransport(memory) if framing.framed else memory
-    protocol = apache_protocol(framing, transport)
-    protocol.writeMessageBegin(name, kind, seqid)
-    write_value(protocol, TType.STRUCT, fields)
-    protocol.writeMessageEnd()
-    transport.flush()
-    return memory.getvalue()
 
 
 def thriftpy2_message(framing: Framing, args, name, kind=CALL, seqid=7) -> bytes:
@@ -131,13 +70,7 @@ EVERYTHING = {  # fields that no struct of the IDL knows, of every type and nest
 
 def reader_of(limits: Limits = SMALL, **structs: type) -> ThriftReader:
     """A reader that knows the service's methods, and ``structs`` as arguments of further ones."""
-    specs = Specs(False), Specs(True)
-
-    def args_of(name: str, is_compact: bool):
-        cls = structs.get(name) or getattr(SERVICE, f"{name}_args", None)
-        return None if cls is None else specs[is_compact].struct(cls)
-
-    return ThriftReader(limits, args_of)
+    return ThriftReader(limits, lambda name: structs.get(name) or getattr(SERVICE, f"{name}_args", None))
 
 
 def take(reader: ThriftReader, data: bytes) -> list[Message]:

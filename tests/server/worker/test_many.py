@@ -9,7 +9,7 @@ import pytest
 from conftest import Register
 from fakes import Gate
 from service import IDL, Client, FakePipe, eventually, serving
-from torchpipe_server.methods.many import ROUNDS, Call, Turns
+from torchpipe_server.methods.many import ROUNDS, Turns
 
 from torchpipe_py import Overloaded
 
@@ -66,13 +66,14 @@ def test_what_waits_ends_with_its_call(register: Register):
 class Answers:
     """What becomes of each image of a call: its error, or what it was."""
 
-    def __init__(self, count: int, timeout: float | None = None) -> None:
+    def __init__(self, turns: Turns, count: int) -> None:
         self.all: dict[int, Any] = {}
-        self.call = Call([{"data": index} for index in range(count)], timeout, self._finish)
+        items = [{"data": index} for index in range(count)]
+        self.call = turns.gather(items, None, self._finish, lambda outcomes: None)
 
-    def _finish(self, index: int, data: dict[str, Any], error: BaseException | None) -> None:
-        assert index not in self.all, "answered twice"
-        self.all[index] = error or data["data"]
+    def _finish(self, data: dict[str, Any], error: BaseException | None) -> None:
+        assert data["data"] not in self.all, "answered twice"
+        self.all[data["data"]] = error or data["data"]
 
 
 class Immediate(FakePipe):
@@ -81,8 +82,7 @@ class Immediate(FakePipe):
 
 
 def test_images_that_are_finished_at_once_take_no_stack():
-    answers = Answers(1030)
-    Turns(Immediate()).start(answers.call)  # type: ignore[arg-type]
+    answers = Answers(Turns(Immediate()), 1030)  # type: ignore[arg-type]
     assert answers.all == {index: index for index in range(1030)}
 
 
@@ -111,18 +111,16 @@ class Stuck(FakePipe):
 
 def test_so_many_images_wait_as_may_be_in_flight():
     run = Stuck()
-    turns, answers, more, last = Turns(run), Answers(1500), Answers(3), Answers(1)  # type: ignore[arg-type]
-    turns.start(answers.call)
+    turns = Turns(run)  # type: ignore[arg-type]
+    answers = Answers(turns, 1500)
     most = len(run.inside)
     assert most == ROUNDS * 8
     assert sorted(answers.all) == list(range(most + 1000, 1500))
     assert all(isinstance(error, Overloaded) for error in answers.all.values())
-    turns.start(more.call)
-    assert len(more.all) == 3
+    assert len(Answers(turns, 3).all) == 3
     run.inside[0].finish()
     assert len(run.inside) == most + 1
-    turns.start(last.call)
-    assert not last.all, "there is room for one again"
-    turns.cancel(answers.call, KeyError("gone"))
+    assert not Answers(turns, 1).all, "there is room for one again"
+    answers.call.cancel(KeyError("gone"))
     assert Counter(map(type, answers.all.values())) == {Overloaded: 500 - most, int: 1, KeyError: 1000 - 1}
     assert all(ticket.cancelled for ticket in run.inside)

@@ -175,5 +175,5 @@ def test_half_a_character_of_an_element_is_a_question_mark_in_both_forms(value: 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e300])
 def test_a_score_that_is_none_is_no_result(score: float) -> None:
     for value in (("ring", score), [("ring", score), ("disc", 0.5)]):
-        with pytest.raises(NoResult, match="'score' holds numbers that FP32 has not"):
+        with pytest.raises(NoResult, match="'score' contains NaN, infinity or numbers beyond FP32"):
             results(value)

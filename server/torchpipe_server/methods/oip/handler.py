@@ -16,7 +16,7 @@ from torchpipe_server.front.services import Cancellable, Done, Route, json_answe
 from torchpipe_server.methods.many import Turns
 from torchpipe_server.methods.oip import metadata
 from torchpipe_server.methods.oip.requests import InferLimits, InferRequest, read_head, read_infer
-from torchpipe_server.methods.oip.results import RESULT, Templates, answer, kept, outputs_of
+from torchpipe_server.methods.oip.results import RESULT, VERSION, Templates, answer, kept, outputs_of
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 _MODEL = "/v2/models/{model}"
@@ -43,24 +43,31 @@ class OipHandler:
         self._limits, self._reply = limits, reply
         self._figures = metadata.Figures()
         self._roots: dict[str | None, _Root] = {}
+        told, signature = self._told, self._signature
+        ready, stats = told(self._ready), told(self._stats)
+        index = [{"name": name, "version": VERSION, "state": "READY", "reason": ""}]
         of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
             ("POST", "/infer", self._infer),
-            ("GET", "", self._answering(self._metadata)),
-            ("GET", "/ready", self._answering(lambda request: self._ready({"name": name}))),
-            ("GET", "/config", self._answering(self._config)),
-            ("GET", "/stats", self._answering(self._stats)),
+            ("GET", "", told(lambda request: json_answer(metadata.model(name, signature(request))))),
+            ("GET", "/ready", ready),
+            (
+                "GET",
+                "/config",
+                told(lambda request: json_answer(metadata.config(name, signature(request), limits.items))),
+            ),
+            ("GET", "/stats", stats),
         )
         self.routes: Sequence[Route] = (
             *[route(verb, f"{_MODEL}{path}", start) for verb, path, start in of_model],
             *[route(verb, f"{_MODEL}/versions/{{version}}{path}", start) for verb, path, start in of_model],
-            route("GET", "/v2", self._answering(lambda request: json_answer(metadata.server()))),
-            route("GET", "/v2/health/live", self._answering(lambda request: json_answer({"live": True}))),
-            route("GET", "/v2/health/ready", self._answering(lambda request: self._ready({}))),
-            route("GET", "/v2/models/stats", self._answering(self._stats)),
-            route("POST", "/v2/repository/index", self._answering(self._index), is_traced=False),
+            route("GET", "/v2", told(lambda request: json_answer(metadata.SERVER))),
+            route("GET", "/v2/health/live", told(lambda request: json_answer({"live": True}))),
+            route("GET", "/v2/health/ready", ready),
+            route("GET", "/v2/models/stats", stats),
+            route("POST", "/v2/repository/index", told(lambda request: json_answer(index)), is_traced=False),
         )
 
-    def _answering(self, answer: Callable[[HttpRequest], HttpAnswer]) -> Callable[[HttpRequest, Done], None]:
+    def _told(self, answer: Callable[[HttpRequest], HttpAnswer]) -> Callable[[HttpRequest, Done], None]:
         """The start of a method that knows its answer at once."""
 
         def start(request: HttpRequest, done: Done) -> None:
@@ -70,24 +77,16 @@ class OipHandler:
         return start
 
     def _check(self, request: HttpRequest) -> None:
-        """``RouteError`` for a model or a version that there is not."""
+        """``RouteError`` for a model or a version that does not exist."""
         name = unquote(request.parameters.get("model", self._name))
         if name != self._name:
             raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], [self._name])}")
-        version = unquote(request.parameters.get("version", metadata.VERSION))
-        if version != metadata.VERSION:
-            raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {nearest('', [metadata.VERSION])}")
-
-    # -- what is known without a request of the pipe ------------------------------------------------------------
-
-    def _metadata(self, request: HttpRequest) -> HttpAnswer:
-        return json_answer(metadata.model(self._name, self._signature(request)))
-
-    def _config(self, request: HttpRequest) -> HttpAnswer:
-        return json_answer(metadata.config(self._name, self._signature(request), self._limits.items))
+        version = unquote(request.parameters.get("version", VERSION))
+        if version != VERSION:
+            raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {nearest('', [VERSION])}")
 
     def _signature(self, request: HttpRequest) -> Signature:
-        """Of the root that ``?node_name=`` names; of several roots, without it, nothing is said."""
+        """Of the root that ``?node_name=`` names; empty without it, if there are several roots."""
         names = [value for key, value in parse_qsl(request.query[:2048]) if key == "node_name"]
         try:
             return self._pipe.signature(names[0] if names else None)
@@ -96,15 +95,13 @@ class OipHandler:
                 raise
             return Signature()
 
-    def _ready(self, said: dict[str, Any]) -> HttpAnswer:
+    def _ready(self, request: HttpRequest) -> HttpAnswer:
         is_ready = all(node["alive"] for node in self._pipe.stats()["nodes"].values())
-        return json_answer({**said, "ready": is_ready}, 200 if is_ready else 503)
+        named = {"name": self._name} if "model" in request.parameters else {}
+        return json_answer({**named, "ready": is_ready}, 200 if is_ready else 503)
 
     def _stats(self, request: HttpRequest) -> HttpAnswer:
         return json_answer(self._figures.summary(self._name, self._pipe.stats()))
-
-    def _index(self, request: HttpRequest) -> HttpAnswer:
-        return json_answer([{"name": self._name, "version": metadata.VERSION, "state": "READY", "reason": ""}])
 
     # -- inference ----------------------------------------------------------------------------------------------
 
@@ -115,7 +112,11 @@ class OipHandler:
             self._check(request)
             head = request.known[_HEAD] = read_head(request.fields)
         asked = read_infer(request.body, head, self._limits)
-        root = self._roots.get(asked.node_name) or self._root(asked.node_name)
+        root = self._roots.get(asked.node_name)
+        if root is None:
+            signature = self._pipe.signature(asked.node_name)
+            templates = Templates(self._name, [spec.name for spec in signature.outputs])
+            root = self._roots[asked.node_name] = _Root(signature, templates)
         items = asked.items(root.signature.inputs)
         count, asked = len(items), asked._replace(rows=())  # NOTE: inputs are kept no longer than the pipe keeps them
 
@@ -146,12 +147,6 @@ class OipHandler:
         except BaseException:  # it was not let in
             self._figures.add(count, began, False)
             raise
-
-    def _root(self, name: str | None) -> _Root:
-        """What is known of a root that requests may name; ``UnknownNode`` for one that there is not."""
-        signature = self._pipe.signature(name)
-        root = self._roots[name] = _Root(signature, Templates(self._name, [spec.name for spec in signature.outputs]))
-        return root
 
     def _answer(self, asked: InferRequest, signature: Signature, outcomes: list[Any]) -> HttpAnswer:
         failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]

@@ -9,18 +9,16 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import Signature, TensorSpec
+from torchpipe_server.methods.oip.results import VERSION
 from torchpipe_server.methods.oip.tensors import BYTES, OF_DTYPE
 
 PLATFORM = "torchpipe_py"
-VERSION = "1"
-"""Of every model: a service has one configuration at a time."""
-
-EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics")
-
-
-def server() -> dict[str, Any]:
-    """``GET /v2``."""
-    return {"name": PLATFORM, "version": torchpipe_py.__version__, "extensions": EXTENSIONS}
+SERVER = {
+    "name": PLATFORM,
+    "version": torchpipe_py.__version__,
+    "extensions": ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics"],
+}
+"""``GET /v2``."""
 
 
 def model(name: str, signature: Signature) -> dict[str, Any]:
@@ -71,17 +69,16 @@ class Figures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = {"success": 0, "fail": 0}
-        self._seconds = {"success": 0.0, "fail": 0.0}
+        self._requests = {"success": {"count": 0, "ns": 0}, "fail": {"count": 0, "ns": 0}}
         self._items = 0
         self._last = 0.0
 
     def add(self, items: int, began: float, is_success: bool) -> None:
         """A request of so many items, which began at this time of ``perf_counter``, is over."""
-        kind, seconds = "success" if is_success else "fail", perf_counter() - began
+        requests, ns = self._requests["success" if is_success else "fail"], int(1e9 * (perf_counter() - began))
         with self._lock:
-            self._counts[kind] += 1
-            self._seconds[kind] += seconds
+            requests["count"] += 1
+            requests["ns"] += ns
             self._items += items if is_success else 0
             self._last = time()
 
@@ -92,25 +89,22 @@ class Figures:
         once, not for each of its requests.
         """
         nodes = list(stats["nodes"].values())
-        batching = max(nodes, key=lambda node: int(node["max"]))
         waited = sum(node["queue_ms"] + node["batch_wait_ms"] for node in nodes)
         computed = sum(node["compute_ms"] for node in nodes)
+        # NOTE: perf_analyzer ends if their counts differ.
+        times = {"queue": waited, "compute_infer": computed, "compute_input": 0, "compute_output": 0}
         with self._lock:
-            inference = {
-                kind: {"count": self._counts[kind], "ns": int(1e9 * self._seconds[kind])} for kind in self._counts
-            }
-            inference["queue"] = {"count": stats["admitted"], "ns": int(1e6 * waited)}
-            inference["compute_infer"] = {"count": stats["admitted"], "ns": int(1e6 * computed)}
-            for kind in ("compute_input", "compute_output"):  # NOTE: perf_analyzer ends where counts differ
-                inference[kind] = {"count": stats["admitted"], "ns": 0}
-            inference["cache_hit"] = inference["cache_miss"] = {"count": 0, "ns": 0}
             said = {
                 "name": name,
                 "version": VERSION,
                 "last_inference": int(1000 * self._last),
                 "inference_count": self._items,
-                "execution_count": batching["batches"],
-                "inference_stats": inference,
+                "execution_count": max(nodes, key=lambda node: int(node["max"]))["batches"],
+                "inference_stats": {
+                    **{kind: dict(figures) for kind, figures in self._requests.items()},
+                    **{kind: {"count": stats["admitted"], "ns": int(1e6 * ms)} for kind, ms in times.items()},
+                    **{kind: {"count": 0, "ns": 0} for kind in ("cache_hit", "cache_miss")},
+                },
                 "batch_stats": [],
             }
         return {"model_stats": [said]}

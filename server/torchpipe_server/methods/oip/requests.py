@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.errors import counted, nearest
-from torchpipe_py.wire.errors import Bound, RequestTooLargeError
-from torchpipe_py.wire.infer import check_encoding, exact_milliseconds, milliseconds
+from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.infer import check_encoding, milliseconds
 from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
 from torchpipe_py.wire.values import check_name, check_names
-from torchpipe_server.methods.oip.tensors import form_of, rows_of_binary, rows_of_json
+from torchpipe_server.methods.oip.tensors import form_of, rows_of
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """The header that says how many bytes of a body are JSON; the tensors' binary data follow."""
 
-_OF_REQUEST = ("binary_data_output", "deadline_ms", "node_name", "timeout")
-_OF_INPUT = ("binary_data_size",)
-_OF_OUTPUT = ("binary_data",)
 _DATA = "data"
 MOST_ITEM_VALUES = 2**12
 """Of one request: items times inputs. Each costs the same, however small."""
@@ -28,22 +26,37 @@ MOST_ITEM_VALUES = 2**12
 Row = dict[str, Any]
 """The inputs of one item, by name."""
 
-Parameters = dict[str, Any] | None
+
+class _Options(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """The parameters of a request. ``timeout`` is Triton's, in microseconds; 0 means none."""
+
+    binary_data_output: bool = False
+    deadline_ms: float | None = None
+    node_name: str | None = None
+    timeout: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+class _InputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    binary_data_size: int | None = None
+
+
+class _OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    binary_data: bool | None = None
 
 
 class _Input(msgspec.Struct, gc=False):
-    """A tensor of a request; ``data`` is absent where it is binary."""
+    """A tensor of a request; ``data`` is absent if it is binary."""
 
     name: str
     datatype: str
     shape: list[int]
-    parameters: Parameters = None
+    parameters: _InputOptions | None = None
     data: Any = msgspec.UNSET
 
 
 class _Output(msgspec.Struct, gc=False):
     name: str
-    parameters: Parameters = None
+    parameters: _OutputOptions | None = None
 
 
 class _Asked(msgspec.Struct, gc=False):
@@ -51,11 +64,13 @@ class _Asked(msgspec.Struct, gc=False):
 
     inputs: list[_Input]
     id: str | None = None
-    parameters: Parameters = None
+    parameters: _Options | None = None
     outputs: list[_Output] | None = None
 
 
 _decode = msgspec.json.Decoder(_Asked).decode
+_OPTIONS = [name for struct in (_Options, _InputOptions, _OutputOptions) for name in struct.__struct_fields__]
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)` - at `")
 
 
 class InferLimits(NamedTuple):
@@ -80,7 +95,7 @@ class Head(NamedTuple):
 
 
 class InferRequest(NamedTuple):
-    """``outputs`` is empty where all are wanted, ``is_binary`` says then in which form."""
+    """``outputs`` is empty if all are wanted; then ``is_binary`` says in which form."""
 
     id: str | None
     rows: Sequence[Row]
@@ -107,141 +122,95 @@ def read_head(fields: Mapping[str, str]) -> Head:
 
 def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
     """The request; raises what is wrong with it."""
-    size = len(body) if head.json_size is None else _json_bytes(head.json_size, len(body))
+    size, given = len(body), head.json_size
+    if given is not None:
+        if not (given.isascii() and given.isdigit() and len(given) <= 12 and int(given) <= size):
+            raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
+        size = int(given)
     view = memoryview(body)
     asked = _read_json(view[:size], limits.text)
     deadline_ms, is_binary, node_name = head.deadline_ms, False, None
-    if asked.parameters:
-        options = _known(asked.parameters, "the request", _OF_REQUEST)
-        is_binary = _flag(options, "binary_data_output", "the request")
-        deadline_ms = _deadline(options, deadline_ms)
-        node_name = options.get("node_name")
-        if node_name is not None:
-            if not isinstance(node_name, str):
-                raise InvalidRequest("node_name is not a text")
-            check_name("node_name", node_name)
-    if asked.id is not None:
-        check_name("id", asked.id)
+    options = asked.parameters
+    if options is not None:
+        is_binary, node_name = options.binary_data_output, options.node_name
+        if options.deadline_ms is not None:
+            deadline_ms = milliseconds(options.deadline_ms)
+        elif options.timeout:
+            deadline_ms = milliseconds(options.timeout / 1000)
+    for what, name in (("node_name", node_name), ("id", asked.id)):
+        if name is not None:
+            check_name(what, name)
     outputs: list[Wanted] = []
-    if asked.outputs:
-        check_names("outputs", [output.name for output in asked.outputs])
-        outputs = [_output(given, is_binary) for given in asked.outputs]
-        if len({output.name for output in outputs}) < len(outputs):
-            raise InvalidRequest("an output is asked for twice")
+    for output in asked.outputs or ():
+        wanted = None if output.parameters is None else output.parameters.binary_data
+        outputs.append(Wanted(output.name, is_binary if wanted is None else wanted))
+    _check_names("outputs", [output.name for output in outputs])
     rows = _rows(asked.inputs, view[size:], limits.items)
     return InferRequest(asked.id, rows, outputs, is_binary, node_name, deadline_ms)
 
 
-def _json_bytes(given: str, size: int) -> int:
-    if not (given.isascii() and given.isdigit() and len(given) <= 12 and int(given) <= size):
-        raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
-    return int(given)
+def _check_names(what: str, names: Sequence[str]) -> None:
+    check_names(what, names)
+    if "" in names:
+        raise InvalidRequest(f"{what}: an empty name")
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"{what}: a name is there twice")
 
 
 def _read_json(text: memoryview, most: Bound) -> _Asked:
-    if len(text) > min(most.bytes, MOST_CONTAINERS):
-        if len(text) > most.bytes:
-            raise RequestTooLargeError(
-                f"JSON of {len(text)} bytes; the limit is {most.bytes} ({most.name}): send large values as binary"
-            )
-        return _converted(bytes(text), most)  # which looks first at what it may become
     try:
-        return _decode(text)
+        if len(text) <= min(most.bytes, MOST_CONTAINERS):
+            try:
+                return _decode(text)
+            except msgspec.ValidationError:
+                raise
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass
+        # Python's own reader takes what others write beyond JSON: NaN, and halves of surrogate pairs.
+        return msgspec.convert(parse_json(bytes(text), most), _Asked)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the request: {error}"[:300]) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _converted(bytes(text), most)
+        _refuse(str(error))
 
 
-def _converted(text: bytes, most: Bound) -> _Asked:
-    """The same by Python's own reader, which takes what others write beyond JSON: NaN, and halves of pairs."""
-    value = parse_json(text, most)
-    try:
-        return msgspec.convert(value, _Asked)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the request: {error}"[:300]) from None
-
-
-def _deadline(options: Mapping[str, Any], header: float | None) -> float | None:
-    """In milliseconds; ``timeout``, which is Triton's, is in microseconds, and 0 means none."""
-    if "deadline_ms" in options:
-        return exact_milliseconds(options["deadline_ms"])
-    timeout = options.get("timeout")
-    if not timeout:
-        return header
-    if type(timeout) is not int or abs(timeout) >= 2**63:
-        raise InvalidRequest(f"timeout {str(timeout)[:40]!r}; expected microseconds")
-    return milliseconds(timeout / 1000)
-
-
-def _known(options: Mapping[str, Any], where: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """The parameters, all of them known ones."""
-    for name in options:
-        if name in known:
-            continue
+def _refuse(text: str) -> NoReturn:
+    unknown = _UNKNOWN.search(text)
+    if unknown is not None:
+        name, hint = unknown[1][:40], ""
         if name.startswith("sequence_"):
-            raise InvalidRequest(f"{where}: parameter {name[:40]!r}: a pipe keeps no state between requests")
-        if name == "classification":
-            raise InvalidRequest(
-                f"{where}: parameter 'classification': a postprocessor in the configuration labels classes (TopK)"
-            )
-        raise InvalidRequest(f"{where}: unknown parameter {name[:40]!r}; {nearest(name[:40], known)}")
-    return options
-
-
-def _flag(options: Mapping[str, Any], name: str, where: str) -> bool:
-    flag = options.get(name, False)
-    if not isinstance(flag, bool):
-        raise InvalidRequest(f"{where}: {name} is true or false")
-    return flag
-
-
-def _output(given: _Output, is_binary: bool) -> Wanted:
-    if not given.name:
-        raise InvalidRequest("outputs: an empty name")
-    if given.parameters:
-        where = f"output {given.name[:40]!r}"
-        options = _known(given.parameters, where, _OF_OUTPUT)
-        is_binary = _flag(options, "binary_data", where)
-    return Wanted(given.name, is_binary)
+            hint = "a pipe keeps no state between requests"
+        elif name == "classification":
+            hint = "a postprocessor in the configuration labels classes (TopK)"
+        text = f"{text[:240]}; {hint or nearest(name, _OPTIONS)}"
+    raise InvalidRequest(f"the request: {text[:360]}") from None
 
 
 def _rows(inputs: Sequence[_Input], binary: memoryview, most: int) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
-    check_names("inputs", [given.name for given in inputs])
+    _check_names("inputs", [given.name for given in inputs])
     rows: list[Row] = []
     start = 0
     for given in inputs:
-        if not given.name:
-            raise InvalidRequest("inputs: an empty name")
         form = form_of(given.name, given.datatype, given.shape)
-        items = form.items
+        items, left = form.shape[0], len(binary) - start
         if items > most:
             raise InvalidRequest(f"{form.where}a batch of {items}; the limit is {most} (--max-batch)")
         if items * len(inputs) > MOST_ITEM_VALUES:
-            raise InvalidRequest(
-                f"{counted(len(inputs), 'input')} of {items} items; the limit is {MOST_ITEM_VALUES} values"
-            )
+            count = counted(len(inputs), "input")
+            raise InvalidRequest(f"{count} of {items} items; the limit is {MOST_ITEM_VALUES} values")
         rows = rows or [{} for _ in range(items)]
         if items != len(rows):
             raise InvalidRequest(f"{form.where}a batch of {items}, and of {len(rows)} in another input")
-        if form.name in rows[0]:
-            raise InvalidRequest(f"{form.where}it is there twice")
-        size = None
-        if given.parameters:
-            size = _known(given.parameters, f"input {form.name[:40]!r}", _OF_INPUT).get("binary_data_size")
-        if size is None:
-            values = rows_of_json(form, given.data)
-        elif given.data is not msgspec.UNSET:
-            raise InvalidRequest(f"{form.where}both data and binary_data_size")
-        else:
-            if type(size) is not int or not 0 <= size <= len(binary) - start:
-                left = len(binary) - start
-                raise InvalidRequest(f"{form.where}binary_data_size {str(size)[:40]}; {left} bytes follow the JSON")
-            values = rows_of_binary(form, binary[start : start + size])
+        size = None if given.parameters is None else given.parameters.binary_data_size
+        data = given.data
+        if size is not None:
+            if data is not msgspec.UNSET:
+                raise InvalidRequest(f"{form.where}both data and binary_data_size")
+            if not 0 <= size <= left:
+                raise InvalidRequest(f"{form.where}binary_data_size {size}; {left} bytes follow the JSON")
+            data = binary[start : start + size]
             start += size
-        for row, value in zip(rows, values, strict=True):
+        for row, value in zip(rows, rows_of(form, data), strict=True):
             row[form.name] = value
     if start != len(binary):
         raise InvalidRequest(f"{len(binary) - start} bytes behind the binary data of the inputs")

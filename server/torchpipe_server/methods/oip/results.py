@@ -15,14 +15,15 @@ from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.json_values import to_text
-from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, output_of
-from torchpipe_server.methods.conversion import is_ranking
-from torchpipe_server.methods.oip.metadata import VERSION
+from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of
 from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferRequest
 from torchpipe_server.methods.oip.tensors import BYTES, Output, numbers, texts
 from torchpipe_server.wire.http import HttpAnswer
 
 RESULT = "result"
+VERSION = "1"
+"""Of every model: a service has one configuration at a time."""
+
 _MOST_FLOAT32 = 3.4e38
 _float32 = struct.Struct("f")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -59,38 +60,34 @@ def outputs_of(
 class Templates:
     """Answers of one item whose result is a label and its score, or one number or text, written at once.
 
-    ``names`` are those of the outputs as the pipe says them.
+    ``names`` are the pipe's own of its outputs.
     """
 
     def __init__(self, model: str, names: Sequence[str]) -> None:
-        name = names[0] if len(names) == 1 else RESULT
         head = json.dumps({"model_name": model, "model_version": VERSION}, ensure_ascii=False)[:-1]
-        self._pair = (
-            (
-                f'{head}, "outputs": [{{"name": "label", "datatype": "BYTES", "shape": [1], "data": [%s]}}, '
-                '{"name": "score", "datatype": "FP32", "shape": [1], "data": [%r]}]}'
+        name = _encode(names[0] if len(names) == 1 else RESULT)
+        self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
+        self._starts: dict[type, str] = {
+            kind: f'{head}, "outputs": [{{"name": {own}, "datatype": "{datatype}", "shape": [1], "data": ['
+            for kind, own, datatype in (
+                (tuple, '"label"', BYTES), (bool, name, "BOOL"), (int, name, "INT64"), (float, name, "FP64"),
+                (str, name, BYTES),
             )
-            if "%" not in head
-            else ""
-        )
-        self._one = {
-            kind: f'{head}, "outputs": [{{"name": {_encode(name)}, "datatype": "{datatype}", "shape": [1], "data": ['
-            for kind, datatype in ((bool, "BOOL"), (int, "INT64"), (float, "FP64"), (str, BYTES))
-        }
+        }  # fmt: skip
 
     def answer(self, value: Any) -> HttpAnswer | None:
         """``None`` for another result."""
         kind = type(value)
-        if kind is tuple and self._pair and is_label_and_score(value):
-            if not -_MOST_FLOAT32 < (score := float(value[1])) < _MOST_FLOAT32:
+        start = self._starts.get(kind)
+        if start is None:
+            return None
+        if kind is tuple:
+            if not is_label_and_score(value) or not -_MOST_FLOAT32 < (score := float(value[1])) < _MOST_FLOAT32:
                 return None
             (score,) = _float32.unpack(_float32.pack(score))
-            text = self._pair % (_encode(str(value[0])), score)
+            text = f"{start}{_encode(str(value[0]))}{self._score}{score!r}]}}]}}"
         else:
-            start = self._one.get(kind)
-            if start is None or (kind is float and not math.isfinite(value)):
-                return None
-            if kind is int and not -(2**63) <= value < 2**63:
+            if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
                 return None
             text = f"{start}{_encode(value)}]}}]}}"
         return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
@@ -151,7 +148,7 @@ def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[O
     pairs = [pair for ranking in rankings for pair in ranking]
     scores = np.array([float(score) for _, score in pairs])
     if not (np.abs(scores) <= _MOST_FLOAT32).all():
-        raise NoResult("'score' holds numbers that FP32 has not: infinite, too large, or not a number")
+        raise NoResult("'score' contains NaN, infinity or numbers beyond FP32")
     return [
         texts("label", [answers.utf8_text(str(label)) for label, _ in pairs], shape),
         Output("score", "FP32", shape, scores.astype(np.float32)),
@@ -170,7 +167,7 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
                 return Output(name, datatype, [len(values)], np.array(values, dtype))
             except OverflowError:
                 break
-    return texts(name, [to_text(name, value) for value in values])
+    return texts(name, [answers.utf8_json(to_text(name, value)) for value in values])
 
 
 _SCALARS: Sequence[tuple[str, Any, Any]] = (

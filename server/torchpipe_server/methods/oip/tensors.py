@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.errors import counted, nearest
-from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json, shaped
-from torchpipe_py.wire.values import MOST_DIMENSIONS
+from torchpipe_py.errors import counted
+from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json
+from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
 
 BYTES, BF16 = "BYTES", "BF16"
 NUMBERS = {
@@ -26,7 +26,6 @@ NUMBERS = {
 DATATYPES = (*NUMBERS, BF16, BYTES)
 OF_DTYPE = {name: datatype for datatype, name in NUMBERS.items()} | {"bfloat16": BF16, "bytes": BYTES}
 
-MOST_SIZE = 2**40  # of one dimension
 _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
 
@@ -42,23 +41,13 @@ class Form(NamedTuple):
         """For messages."""
         return f"input {self.name[:40]!r}: "
 
-    @property
-    def items(self) -> int:
-        """How many items of the request it is for."""
-        return self.shape[0]
-
 
 def form_of(name: str, datatype: str, shape: Sequence[int]) -> Form:
-    """Checked; ``InvalidRequest`` for a type that there is not, or a shape that none can have."""
+    """Checked; ``InvalidRequest`` for a type that does not exist, or a shape that no tensor of a batch has."""
     form = Form(name, datatype, tuple(shape))
-    if datatype == BYTES and len(shape) == 1 and 0 < shape[0] <= MOST_SIZE:
+    if datatype == BYTES and len(shape) == 1 and shape[0] > 0:
         return form  # nearly all
-    if datatype not in DATATYPES:
-        raise InvalidRequest(f"{form.where}datatype {datatype[:40]!r}; {nearest(datatype[:40], DATATYPES)}")
-    if not all(0 <= size <= MOST_SIZE for size in shape):
-        raise InvalidRequest(f"{form.where}the shape is no list of sizes")
-    if len(shape) > MOST_DIMENSIONS:
-        raise InvalidRequest(f"{form.where}{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
+    check_form(form.where, datatype, shape, DATATYPES)
     if not shape or not shape[0]:
         raise InvalidRequest(f"{form.where}the shape {shape} has no batch: its first size is the number of items")
     if datatype == BYTES and math.prod(shape) != shape[0]:
@@ -66,65 +55,50 @@ def form_of(name: str, datatype: str, shape: Sequence[int]) -> Form:
     return form
 
 
-def rows_of_json(form: Form, data: Any) -> list[Any]:
-    """Each item's part: a Tensor 1×…, of ``BYTES`` its bytes. ``InvalidRequest`` for data that is not of the form."""
-    if form.datatype != BYTES:
-        dtype = NUMBERS.get(form.datatype, "float32")
-        array = array_from(form.where, dtype, data)
-        tensor = torch.from_numpy(shaped(form.where, array, form.shape))
-        return _rows(tensor.bfloat16() if form.datatype == BF16 else tensor)
+def rows_of(form: Form, data: Any) -> list[Any]:
+    """Each item's part: a Tensor 1×…, of ``BYTES`` its bytes. ``InvalidRequest`` for data that is not of the form.
+
+    ``data``: JSON, or a memoryview of little-endian numbers in C order, of ``BYTES`` each element after its length of
+    four bytes.
+    """
+    is_binary, where, shape = isinstance(data, memoryview), form.where, form.shape
+    if form.datatype == BYTES:
+        return list(_binary_elements(form, data) if is_binary else _elements(form, data))
+    if is_binary:
+        array = array_of_bytes(where, NUMBERS.get(form.datatype, "int16"), shape, data)
+    else:
+        array = shaped(where, array_from(where, NUMBERS.get(form.datatype, "float32"), data), shape)
+    tensor = torch.from_numpy(array)
+    if form.datatype == BF16:
+        tensor = tensor.view(torch.bfloat16) if is_binary else tensor.bfloat16()
+    return [tensor] if shape[0] == 1 else list(tensor.split(1))
+
+
+def _elements(form: Form, data: Any) -> Iterator[bytes]:
     if not isinstance(data, list):
         raise InvalidRequest(f"{form.where}the data is no list")
-    elements = [element[0] if isinstance(element, list) and len(element) == 1 else element for element in data]
-    if len(elements) != form.items:
-        raise InvalidRequest(f"{form.where}shape {list(form.shape)} does not fit {counted(len(elements), 'element')}")
-    return [_element(form, element) for element in elements]
+    if len(data) != form.shape[0]:
+        raise InvalidRequest(f"{form.where}shape {list(form.shape)} does not fit {counted(len(data), 'element')}")
+    for element in data:
+        if isinstance(element, list) and len(element) == 1:
+            element = element[0]
+        if isinstance(element, dict):
+            element = from_json(form.where, element)
+        try:
+            yield element if isinstance(element, bytes) else element.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise InvalidRequest(f'{form.where}an element of BYTES is a text, or {{"b64": "…"}} for bytes') from None
 
 
-def rows_of_binary(form: Form, data: memoryview) -> list[Any]:
-    """The same of little-endian numbers in C order; of ``BYTES`` each element behind its length, of four bytes."""
-    if form.datatype == BYTES:
-        return list(_elements(form, data))
-    dtype = np.dtype(NUMBERS.get(form.datatype, "uint16")).newbyteorder("<")
-    wanted = math.prod(form.shape) * dtype.itemsize
-    if wanted != len(data):
-        raise InvalidRequest(
-            f"{form.where}{form.datatype} of shape {list(form.shape)} has {wanted} bytes, binary_data_size {len(data)}"
-        )
-    if form.datatype == "BOOL":
-        array = np.frombuffer(data, np.uint8) != 0
-    else:
-        array = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
-    array = shaped(form.where, array, form.shape)
-    tensor = torch.from_numpy(array.view(np.int16) if form.datatype == BF16 else array)
-    return _rows(tensor.view(torch.bfloat16) if form.datatype == BF16 else tensor)
-
-
-def _rows(tensor: torch.Tensor) -> list[Any]:
-    return [tensor] if len(tensor) == 1 else list(tensor.split(1))
-
-
-def _element(form: Form, element: Any) -> bytes:
-    if isinstance(element, dict):
-        element = from_json(form.name, element)
-    if isinstance(element, bytes):
-        return element
-    try:
-        return element.encode()  # type: ignore[no-any-return]
-    except (AttributeError, UnicodeEncodeError):
-        raise InvalidRequest(f'{form.where}an element of BYTES is a text, or {{"b64": "…"}} for bytes') from None
-
-
-def _elements(form: Form, data: memoryview) -> Iterator[bytes]:
-    start = 0
-    for index in range(form.items):
+def _binary_elements(form: Form, data: memoryview) -> Iterator[bytes]:
+    start, count = 0, form.shape[0]
+    for index in range(count):
         end = start + _LENGTH.size
         if end <= len(data):
             start, end = end, end + _LENGTH.unpack_from(data, start)[0]
         if end > len(data):
-            raise InvalidRequest(
-                f"{form.where}element {index} of {form.items} ends at byte {end}, binary_data_size is {len(data)}"
-            )
+            where = f"{form.where}element {index} of {count}"
+            raise InvalidRequest(f"{where} ends at byte {end}, binary_data_size is {len(data)}")
         yield bytes(data[start:end])
         start = end
     if start != len(data):
@@ -146,41 +120,32 @@ class Output(NamedTuple):
         return int(self.data.nbytes) if is_binary else NUMBER_BYTES * self.data.size
 
     def to_binary(self) -> bytes:
-        """As ``rows_of_binary`` reads it."""
+        """As ``rows_of`` reads it."""
         if isinstance(self.data, list):
             return b"".join([part for element in self.data for part in (_LENGTH.pack(len(element)), element)])
         return np.ascontiguousarray(self.data, self.data.dtype.newbyteorder("<")).tobytes()
 
     def to_list(self) -> list[Any]:
-        """As JSON has it, flat; ``NoResult`` for what JSON has not."""
-        if isinstance(self.data, list):
+        """As JSON has it, flat; ``NoResult`` for what JSON cannot represent."""
+        array = self.data
+        if isinstance(array, list):
             try:
-                return [element.decode() for element in self.data]
+                return [element.decode() for element in array]
             except UnicodeDecodeError:
                 raise NoResult(f"{self.name!r} is no UTF-8 text; ask for it with binary_data") from None
-        array = self.data
         if self.datatype == BF16:
             array = (array.astype(np.uint32) << 16).view(np.float32)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise NoResult(
-                f"{self.name!r} holds numbers that JSON has not: infinite, or not a number; ask for it with binary_data"
-            )
+        check_finite(self.name, array, "; ask for it with binary_data")
         found: list[Any] = array.ravel().tolist()
         return found
 
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
-    """A Tensor or an array as its datatype and its elements; ``NoResult`` for a type that the protocol has not."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        if value.dtype == torch.bfloat16:
-            return BF16, value.contiguous().view(torch.int16).numpy().view(np.uint16)
-        dtype = str(value.dtype).removeprefix("torch.")
-    else:
-        dtype = value.dtype.name
-    if dtype not in OF_DTYPE:
-        raise NoResult(f"{name!r} is an array of {value.dtype}; the protocol has {', '.join(DATATYPES)}")
-    return OF_DTYPE[dtype], value.numpy() if isinstance(value, torch.Tensor) else value
+    """A Tensor or an array as its datatype and its elements; ``NoResult`` for a type that the protocol lacks."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+        return BF16, value.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+    array = to_array(name, value, OF_DTYPE)
+    return OF_DTYPE[array.dtype.name], array
 
 
 def texts(name: str, elements: Iterable[bytes], shape: Sequence[int] | None = None) -> Output:

@@ -1,0 +1,405 @@
+"""Thrift: bytes become messages with their arguments. No sockets, no threads, no clock.
+
+One walk over a message bounds every size in it, finds its end and makes its arguments. thriftpy2 only writes: reading,
+it takes a map's elements for what was declared, whatever their type on the wire, so that unchecked lengths reach its C
+code; and it does not notice missing required fields.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from struct import Struct
+from typing import Any
+
+from thriftpy2.thrift import TType
+
+from torchpipe_server.wire.errors import ProtocolError
+from torchpipe_server.wire.thrift import (
+    CALL,
+    NAME_BYTES,
+    ONEWAY,
+    BadArgumentsError,
+    Framing,
+    Limits,
+    Message,
+    TextTooLargeError,
+    detect,
+)
+
+SLICE_STEPS = 256  # values of one walk before it pauses: 0.2 to 0.5 ms
+I32_VARINT, I64_VARINT = 5, 10  # bytes at most
+TEXT_BYTES = 4  # that a byte of a text takes as Python keeps it, at most
+ITEM_BYTES = 256  # that an item takes besides its contents: its part of an object, of a tensor or of a request
+
+_u8, _u16, _u32, _i32, _i16 = (Struct(f">{form}") for form in "BHIih")
+
+# What is read of a fixed size, by type: its bytes and its reader. Of other types the walk reads more than that.
+_Fixed = Mapping[int, "tuple[int, Callable[[Any, int], Any]]"]
+_BINARY: _Fixed = {
+    ttype: (Struct(form).size, Struct(form).unpack_from)
+    for ttype, form in (
+        (TType.BOOL, ">?"), (TType.BYTE, ">b"), (TType.DOUBLE, ">d"), (TType.I16, ">h"), (TType.I32, ">i"),
+        (TType.I64, ">q"),
+    )
+}  # fmt: skip
+_COMPACT: _Fixed = {
+    TType.BOOL: (1, lambda buffer, at: (buffer[at] == 1,)),
+    TType.BYTE: (1, Struct("<b").unpack_from),
+    TType.DOUBLE: (8, Struct("<d").unpack_from),
+}
+_BITS = {TType.I16: 16, TType.I32: 32, TType.I64: 64}  # of the compact protocol's integers
+# The types of the compact protocol, in its order; two of them are bools.
+_OF_COMPACT = [
+    TType.STOP, TType.BOOL, TType.BOOL, TType.BYTE, TType.I16, TType.I32, TType.I64, TType.DOUBLE, TType.STRING,
+    TType.LIST, TType.SET, TType.MAP, TType.STRUCT, -1, -1, -1,
+]  # fmt: skip
+_VARYING = frozenset({TType.STRING, TType.STRUCT, TType.MAP, TType.SET, TType.LIST})
+
+Walk = Generator[int, None, Any]
+"""A part of the walk over a message. It yields how long the buffer must be for it to go on, 0 if it only pauses."""
+
+Spec = Any
+"""Of a value that is wanted, as thriftpy2 has it: a type, or a type and what is in it: a class, a spec or two."""
+
+
+class ThriftReader:
+    """Cuts a byte stream into messages. One per connection.
+
+    ``args_of(name)`` gives the class of a method's arguments; None for a method that does not exist.
+    The walk over a message is a generator, which goes on where it was when more bytes have come.
+    """
+
+    awaits_invitation = is_over = False
+
+    def __init__(self, limits: Limits, args_of: Callable[[str], type | None]) -> None:
+        self._limits, self._args_of = limits, args_of
+        self._framing: Framing | None = None
+        self._is_compact, self._fixed = False, _BINARY
+        self._buffer: bytes | bytearray = b""
+        self._start = 0  # the first byte in it that belongs to no message that was returned
+        self._at = 0  # where the walk is
+        self._end = 0  # of what there is of the message
+        self._limit = sys.maxsize  # where the message must have ended
+        self._items = self._text_bytes = self._steps = 0
+        self._error: Exception | None = None  # what is wrong with the arguments, first
+        self._walk: Walk | None = None
+        self._needed = 0  # bytes that the buffer must have before the walk can go on
+        self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
+        self.request: Message | None = None
+        """The unfinished message, once its header has arrived: an error can be answered by name."""
+        self.is_paused = False
+        """Whether the last `next` ended within a message of many items: another one goes on."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes held here that belong to no message that was returned."""
+        return len(self._buffer) - self._start
+
+    def feed(self, data: bytes) -> None:
+        """Take what was received."""
+        if self._broken is not None:
+            return
+        if self._walk is None:
+            self._buffer, self._start = self._buffer[self._start :] + data if self.pending_bytes else data, 0
+        else:  # NOTE: positions in the message stay what they are.
+            if isinstance(self._buffer, bytes):
+                self._buffer = bytearray(self._buffer)
+            self._buffer += data
+
+    def next(self) -> Message | None:
+        """The next message; ``None`` if it is not whole. Raises `ProtocolError`, from then on each time."""
+        if self._broken is not None:
+            raise ProtocolError(*self._broken)
+        size = len(self._buffer)
+        if self._start == size or self._needed > size:
+            return None
+        if self._walk is None:
+            self._walk, self._limit = self._message(), sys.maxsize
+        self._end = min(size, self._limit)
+        try:
+            self._needed = next(self._walk)
+        except StopIteration as stop:
+            message: Message = stop.value
+            self._start, self._walk, self._needed, self.request, self.is_paused = self._at, None, 0, None, False
+            return message
+        except ProtocolError as error:
+            broken = error
+        except RecursionError:
+            broken = ProtocolError("too_deep", "more nested structs and containers than this process can follow")
+        else:
+            self.is_paused = not self._needed
+            return None
+        self.abandon(broken)
+        raise ProtocolError(*self._broken)  # type: ignore[misc]
+
+    def abandon(self, error: ProtocolError) -> None:
+        """Give up the unfinished message, whatever it holds; ``error`` is what a further `next` raises."""
+        if self._walk is None and self.pending_bytes:
+            with suppress(ProtocolError):  # so that the error is answered by name
+                self.request = self.next() or self.request
+        self._broken = error.kind, error.detail
+        self._buffer, self._start, self._walk, self.is_paused = b"", 0, None, False
+
+    # -- parts of the walk ------------------------------------------------------------------------------------------
+
+    def _message(self) -> Walk:
+        while self._framing is None:
+            self._framing = detect(self._buffer[self._start : self._start + 5])
+            if self._framing is None:
+                yield len(self._buffer) + 1
+            elif self._framing.protocol == "compact":
+                self._is_compact, self._fixed = True, _COMPACT
+        framing, limits = self._framing, self._limits
+        self._at, self._items, self._text_bytes, self._error = self._start, 0, 0, None
+        size = 0
+        if framing.framed:
+            size = yield from self._number(_i32)
+            if size <= 0:
+                raise ProtocolError("negative_size" if size else "bad_frame", f"a frame of {size} bytes")
+        self._limit = self._at + (size or limits.message_bytes)
+        self._end = min(self._end, self._limit)
+        # A frame that is too large is refused once its header has come: with name and number it can be answered.
+        message = self.request = yield from self._header(framing)
+        if size > limits.message_bytes:
+            text = f"a frame of {size} bytes; the limit is {limits.message_bytes} (--max-message-bytes)"
+            raise ProtocolError("too_large", text)
+        begin = self._at
+        message.args = yield from self._struct(self._args_of(message.name), 1)
+        if framing.framed and self._at != self._limit:
+            raise ProtocolError("bad_frame", "the frame goes on after its message")
+        message.error = self._error
+        message.size = self._at - begin + TEXT_BYTES * self._text_bytes + ITEM_BYTES * self._items
+        return message
+
+    def _header(self, framing: Framing) -> Walk:
+        """What precedes the arguments, as a `Message`."""
+        kind = seqid = 0
+        if framing.protocol == "compact":
+            version = yield from self._number(_u16)
+            if version >> 8 != 0x82 or version & 0x1F != 1:
+                raise ProtocolError("bad_version", f"a message that begins with {version:#06x}")
+            kind = version >> 5 & 7
+            seqid = yield from self._varint(I32_VARINT)
+            if seqid >= 2**32:
+                raise ProtocolError("bad_varint", "a sequence number of more than 32 bits")
+            seqid -= (seqid >= 2**31) << 32
+        elif framing.protocol == "binary":
+            version = yield from self._number(_u32)
+            if version >> 16 != 0x8001:
+                raise ProtocolError("bad_version", f"a message that begins with {version:#010x}")
+            kind = version & 0xFF
+        size = yield from self._size()
+        if not 0 < size <= NAME_BYTES:
+            raise ProtocolError("bad_message", f"a method's name of {size} bytes")
+        try:
+            name = str((yield from self._bytes(size)), "utf-8")
+        except UnicodeDecodeError:
+            raise ProtocolError("bad_message", "a method's name is not UTF-8") from None
+        if framing.protocol == "binary_old":
+            kind = yield from self._number(_u8)
+        if framing.protocol != "compact":
+            seqid = yield from self._number(_i32)
+        if kind not in (CALL, ONEWAY):
+            raise ProtocolError("bad_message", f"a message of type {kind} is no call")
+        return Message(name, kind == ONEWAY, seqid, framing)
+
+    def _struct(self, cls: Any, depth: int) -> Walk:
+        """An object of the class; ``None`` if nobody wants it."""
+        made = None if cls is None else cls()
+        is_compact, number = self._is_compact, 0
+        while True:
+            if self._at >= self._end:
+                yield from self._wait(1)
+            head = self._buffer[self._at]
+            ttype = _OF_COMPACT[head & 15] if is_compact else head
+            if not ttype:
+                self._at += 1
+                break
+            if not is_compact:
+                if self._at + 3 > self._end:
+                    yield from self._wait(3)
+                number = _i16.unpack_from(self._buffer, self._at + 1)[0]
+                self._at += 3
+            else:
+                self._at += 1
+                if head >= 16:
+                    number += head >> 4
+                else:
+                    zigzag = yield from self._varint(I32_VARINT)
+                    number = (zigzag >> 1) ^ -(zigzag & 1)
+            self._count(1)
+            field = cls.thrift_spec.get(number) if cls is not None and self._error is None else None
+            spec = place = None
+            if field is not None:
+                place = cls, field[1]
+                if ttype == _on_wire(field[0]):
+                    spec = field[0] if len(field) < 4 else (field[0], field[2])
+                else:
+                    self._blame(place, f"is of type {ttype}, not {_on_wire(field[0])}")
+            if is_compact and ttype == TType.BOOL:  # the type of a bool field is its value
+                value: Any = head & 15 == 1
+            else:
+                value = yield from self._value(ttype, spec, depth, place)
+            if spec is not None:
+                setattr(made, field[1], value)  # type: ignore[index]
+        if made is not None:
+            for field in cls.thrift_spec.values():
+                if field[-1] and getattr(made, field[1]) is None:
+                    self._blame((cls, field[1]), "is missing")
+        return made
+
+    def _value(self, ttype: int, spec: Spec, depth: int, place: Any) -> Walk:
+        """A value of this type, which is the spec's; ``None`` if there is no spec, since nobody wants the value."""
+        self._steps += 1
+        if not self._steps % SLICE_STEPS:
+            yield 0
+        fixed = self._fixed.get(ttype)
+        if fixed is not None:
+            size, read = fixed
+            if self._at + size > self._end:
+                yield from self._wait(size)
+            at, self._at = self._at, self._at + size
+            return None if spec is None else read(self._buffer, at)[0]
+        if ttype == TType.STRING:
+            size, most = (yield from self._size()), self._limits.string_bytes
+            if size > most:
+                raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {most} (--max-message-bytes)")
+            data = yield from self._bytes(size, spec is not None)
+            return data if spec is None or spec == TType.BINARY else self._text(data, place)
+        if ttype in _BITS:  # of the compact protocol
+            zigzag = yield from self._varint(I64_VARINT)
+            if spec is not None and zigzag >> _BITS[ttype]:
+                self._blame(place, f"is a number of more than {_BITS[ttype]} bits")
+            return (zigzag >> 1) ^ -(zigzag & 1)
+        if ttype not in _VARYING:
+            raise ProtocolError("bad_type", f"type {ttype}")
+        most = self._limits.depth
+        if depth >= most:
+            raise ProtocolError("too_deep", f"more than {most} nested structs and containers (--max-depth)")
+        inner = None if spec is None else spec[1]
+        if ttype == TType.STRUCT:
+            return (yield from self._struct(inner, depth + 1))
+        return (yield from self._container(ttype == TType.MAP, inner, depth + 1, place))
+
+    def _container(self, is_map: bool, inner: Any, depth: int, place: Any) -> Walk:
+        """A list or a dict; ``None`` if nobody wants it."""
+        size, types = yield from self._container_head(is_map)
+        self._count(size)
+        if size and not all(ttype in self._fixed or ttype in _BITS or ttype in _VARYING for ttype in types):
+            raise ProtocolError("bad_type", f"a container of types {', '.join(map(str, types))}")
+        specs: Any = (None, None)
+        if inner is not None:
+            specs = inner if is_map else (inner, inner)
+            expected = [_on_wire(spec if isinstance(spec, int) else spec[0]) for spec in specs]
+            if size and expected[not is_map :] != types:
+                found, wanted = (", ".join(map(str, kinds)) for kinds in (types, expected[not is_map :]))
+                self._blame(place, f"is a {'map' if is_map else 'list'} of type {found}, not {wanted}")
+                inner, specs = None, (None, None)
+        if inner is None and all(ttype in self._fixed for ttype in types):
+            yield from self._bytes(size * sum(self._fixed[ttype][0] for ttype in types), False)
+            return None
+        made: Any = {} if is_map else []
+        for _ in range(size):
+            key = (yield from self._value(types[0], specs[0], depth, place)) if is_map else None
+            value = yield from self._value(types[-1], specs[1], depth, place)
+            if inner is None:
+                continue
+            if is_map:
+                made[key] = value
+            else:
+                made.append(value)
+        return None if inner is None else made
+
+    def _container_head(self, is_map: bool) -> Walk:
+        """How many elements there are, and the type of each: of a map two."""
+        if not self._is_compact:
+            types = list((yield from self._bytes(1 + is_map)))
+            return (yield from self._size()), types
+        size = (yield from self._size()) if is_map else 1
+        if not size:
+            return 0, []
+        head = yield from self._number(_u8)
+        if is_map:
+            return size, [_OF_COMPACT[head >> 4], _OF_COMPACT[head & 15]]
+        return head >> 4 if head < 0xF0 else (yield from self._size()), [_OF_COMPACT[head & 15]]
+
+    # -- small parts ------------------------------------------------------------------------------------------------
+
+    def _wait(self, count: int) -> Walk:
+        """Go on when so many bytes are there."""
+        while (until := self._at + count) > self._end:
+            if until > self._limit:
+                if self._framing is not None and self._framing.framed:
+                    raise ProtocolError("bad_frame", "the message goes on after the end of its frame")
+                most = self._limits.message_bytes
+                raise ProtocolError("too_large", f"the message has more than {most} bytes (--max-message-bytes)")
+            yield until
+
+    def _varint(self, most: int) -> Walk:
+        """An unsigned number of so many bytes at most."""
+        value = 0
+        for shift in range(0, 7 * most, 7):
+            if self._at >= self._end:
+                yield from self._wait(1)
+            byte = self._buffer[self._at]
+            self._at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ProtocolError("bad_varint", f"a number is longer than {most} bytes")
+
+    def _size(self) -> Walk:
+        """A signed 32-bit size."""
+        if self._is_compact:
+            size: int = yield from self._varint(I32_VARINT)
+            if size >= 2**31:
+                raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
+            return size
+        size = yield from self._number(_i32)
+        if size < 0:
+            raise ProtocolError("negative_size", f"a size of {size}")
+        return size
+
+    def _number(self, form: Struct) -> Walk:
+        """One of a fixed size."""
+        if self._at + form.size > self._end:
+            yield from self._wait(form.size)
+        at, self._at = self._at, self._at + form.size
+        return form.unpack_from(self._buffer, at)[0]
+
+    def _bytes(self, size: int, is_wanted: bool = True) -> Walk:
+        """So many of them; ``None`` if nobody wants them."""
+        if self._at + size > self._end:
+            yield from self._wait(size)
+        at, self._at = self._at, self._at + size
+        return bytes(memoryview(self._buffer)[at : at + size]) if is_wanted else None
+
+    def _text(self, data: bytes, place: Any) -> str:
+        self._text_bytes += len(data)
+        most = self._limits.text_bytes
+        if self._text_bytes > most:
+            text = f"texts of {self._text_bytes} bytes or more; the limit is {most} (--max-text-bytes)"
+            self._error = self._error or TextTooLargeError(text)
+            return ""
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            self._blame(place, "is not UTF-8")
+            return ""
+
+    def _blame(self, place: Any, text: str) -> None:
+        cls, name = place
+        self._error = self._error or BadArgumentsError(f"{cls.__name__}.{name} {text}")
+
+    def _count(self, items: int) -> None:
+        self._items += items
+        most = self._limits.items
+        if self._items > most:
+            raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
+
+
+def _on_wire(ttype: int) -> int:
+    """The type that a declared one has on the wire."""
+    return TType.STRING if ttype == TType.BINARY else ttype
