@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 logger = logging.getLogger("torchpipe_server")
@@ -15,15 +16,13 @@ Loop = asyncio.AbstractEventLoop
 
 def new_loop(is_fast: bool = True) -> Loop:
     """A loop of its own for this thread; what its callbacks raise is logged, and it goes on."""
+    make: Callable[[], Loop] = asyncio.SelectorEventLoop
     if is_fast and os.environ.get("TORCHPIPE_LOOP") != "asyncio":
-        try:
+        with suppress(ImportError):
             import uvloop
-        except ImportError:
-            loop: Loop = asyncio.SelectorEventLoop()
-        else:
-            loop = uvloop.new_event_loop()
-    else:
-        loop = asyncio.SelectorEventLoop()
+
+            make = uvloop.new_event_loop
+    loop = make()
     loop.set_exception_handler(_log)
     return loop
 

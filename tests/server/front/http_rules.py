@@ -252,6 +252,12 @@ CONNECTIONS = [
         b"ok",
     ),
     kept(
+        "9110 7.8",
+        "an upgrade to HTTP/2 with chunks",  # Java's HttpClient offers it with its first request, whatever its body
+        chunked(TWO, b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"),
+        b"ok",
+    ),
+    kept(
         "9112 9.3.2",
         "requests sent ahead",
         b"".join(sized(body=b"%d" % index) for index in range(20)),

@@ -6,34 +6,18 @@ import os
 import re
 import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
 import psutil
 import pytest
+from pictures import IEND, bmp, gif, idat, ihdr, png_of, saved, with_scans
 from service import IDL, ROOT, Client, Process, eventually
 
 JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 MEBIBYTE = 2**20
 SIDE = 9000  # squared, a little more than max_pixels
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png(width: int, height: int, depth: int, color: int, *chunks: bytes) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunks)
-
-
-def jpeg(side: int, is_progressive: bool) -> bytes:
-    flags = [cv2.IMWRITE_JPEG_PROGRESSIVE, int(is_progressive)]
-    return bytes(cv2.imencode(".jpg", np.full((side, side, 3), 128, np.uint8), flags)[1])
 
 
 def claiming(data: bytes, marker: bytes) -> bytes:
@@ -42,36 +26,19 @@ def claiming(data: bytes, marker: bytes) -> bytes:
     return data[:at] + struct.pack(">HH", SIDE, SIDE) + data[at + 4 :]
 
 
-def with_scans(data: bytes, count: int) -> bytes:
-    """The progressive JPEG, its last scan so many times more."""
-    at = data.rindex(b"\xff\xda")
-    return data[:-2] + data[at:-2] * count + b"\xff\xd9"
-
-
-GIF = (
-    b"GIF89a" + struct.pack("<HHBBB", SIDE, SIDE, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff\x2c"
-    + struct.pack("<HHHHB", 0, 0, SIDE, SIDE, 0) + b"\2\2\x4c\1\0\x3b"
-)  # fmt: skip
-CRASHING = png(
-    31,
-    24,
-    8,
-    2,
-    chunk(b"acTL", struct.pack(">II", 3, 0)),
-    chunk(b"IDAT", b""),
-    chunk(b"fcTL", struct.pack(">IIIIIHHBB", 3, 31, 24, 0, 0, 10, 1000, 0, 0)),
-    chunk(b"I\x7f\xff\xff", b""),
-)  # OpenCV 5.0 reads beyond its memory.
 IMAGES = {
-    "crash": CRASHING,
-    "gif": GIF,
-    "bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 1080, 0, 0, 1078, 40, SIDE, SIDE, 1, 8, 1, 2, 0, 0, 256, 0)
-    + b"\0" * 1024 + b"\0\1",
-    "png": png(SIDE, SIDE, 1, 0, chunk(b"IDAT", zlib.compress(b"\0" * SIDE * (SIDE // 8 + 1))), chunk(b"IEND", b"")),
-    "jpeg": claiming(jpeg(16, False), b"\xff\xc0"),
-    "progressive jpeg": claiming(jpeg(16, True), b"\xff\xc2"),
-    "scans": with_scans(jpeg(512, True), 200),
-    "hdr": b"#?RGBE\nFORMAT=32-bit_rle_rgbe\n\n-Y 400000 +X 400000\n" + b"\0" * MEBIBYTE
+    # OpenCV 5.0 reads beyond its memory.
+    "crash": png_of([
+        ihdr(31, 24), (b"acTL", struct.pack(">II", 3, 0)), (b"IDAT", b""),
+        (b"fcTL", struct.pack(">IIIIIHHBB", 3, 31, 24, 0, 0, 10, 1000, 0, 0)), (b"I\x7f\xff\xff", b""),
+    ]),
+    "gif": gif(SIDE, SIDE),
+    "bmp": bmp(SIDE, SIDE, 8, 1, data=bytes(1024) + b"\0\1"),
+    "png": png_of([ihdr(SIDE, SIDE, 1, 0), idat(SIDE * (SIDE // 8 + 1)), IEND]),
+    "jpeg": claiming(saved("JPEG"), b"\xff\xc0"),
+    "progressive jpeg": claiming(saved("JPEG", progressive=True), b"\xff\xc2"),
+    "scans": with_scans(saved("JPEG", 512, 512, progressive=True), 200),
+    "hdr": b"#?RGBE\nFORMAT=32-bit_rle_rgbe\n\n-Y 400000 +X 400000\n" + bytes(MEBIBYTE),
 }  # fmt: skip
 
 

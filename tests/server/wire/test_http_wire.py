@@ -19,7 +19,6 @@ CHUNKED = (
     + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (BODY[:1], BODY[1:5000], BODY[5000:]))
     + b"0\r\n\r\n"
 )
-EXPECTING = POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
 
 
 def reader_of(body_bytes: int = 10) -> HttpReader:
@@ -133,28 +132,6 @@ def test_a_head_costs_linear_time(name: str):
 # -- what a head says -----------------------------------------------------------------------------------------------
 
 
-def test_invites_only_clients_that_wait_to_send_a_body():
-    reader = reader_of()
-    assert read(EXPECTING, reader) == []
-    assert reader.awaits_invitation
-    assert told(read(b"xy", reader)) == [("POST", "/infer", "", "a", b"xy")]
-    for head, rest in (
-        (EXPECTING.replace(b"1.1", b"1.0"), b"xy"),
-        (EXPECTING + b"x", b"y"),
-        (EXPECTING.replace(b"Length: 2", b"Length: 0"), b""),
-    ):
-        requests = read(head, reader := reader_of())
-        assert not reader.awaits_invitation
-        assert len(requests + read(rest, reader)) == 1
-
-
-def test_reads_chunks_where_another_protocol_is_offered():
-    """Java's HttpClient offers HTTP/2 with its first request, whatever its body."""
-    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
-    stream = CHUNKED.replace(b"Host: a\r\n", b"Host: a\r\n" + upgrade) + SIZED
-    assert [request.body for request in read(stream, reader_of(len(BODY)))] == [BODY, BODY]
-
-
 @pytest.mark.parametrize(
     ("target", "host", "path", "query"),
     [
@@ -203,16 +180,3 @@ def test_answers():
     for kind, headers in (("text/plain\r\nA: b", {}), ("text/plain", {"A": "b\nC: d"}), ("text/plain", {"A\r": "b"})):
         with pytest.raises(ValueError, match="line break"):
             first.answer(HttpAnswer(200, kind, b"", headers))
-
-
-@pytest.mark.parametrize("start", [b"\n", b"\n\n", b"\r\n", b"\n\r\n\n"])
-def test_empty_lines_before_a_request_are_no_requests(start: bytes) -> None:
-    data = start + b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok"
-    for pieces in ([data], [data[:1], data[1:]], [bytes([byte]) for byte in data]):
-        reader = HttpReader(frozenset({"POST"}), 100)
-        requests = []
-        for piece in pieces:
-            reader.feed(piece)
-            while (request := reader.next()) is not None:
-                requests.append((request.method, request.path, request.body))
-        assert requests == [("POST", "/infer", b"ok")]
