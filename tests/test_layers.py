@@ -41,10 +41,12 @@ TRAINING = [
     "errors",
     "options data plan prefetch ranks",
     "samples",
-    "decode reader",
+    "decode",
     "batcher",
-    "workers loader",
-    "preload wrap",
+    "transfer",
+    "workers",
+    "loader preload",
+    "wrap",
 ]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["examples", "benchmarks", "recipes"]

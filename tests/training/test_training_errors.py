@@ -335,7 +335,7 @@ def test_tensors_of_every_kind_are_labels(toml: str, label: Any) -> None:
 def test_a_label_that_cannot_be_sent_is_told(toml: str, policy: str) -> None:
     with (
         by_a_worker(Labelled(lambda _: threading.Lock()), toml, 1, bad_samples=policy) as loader,
-        pytest.raises(TrainingError, match="sample 0: its label cannot be sent to the training process: TypeError"),
+        pytest.raises(TrainingError, match="batch 0 cannot be sent to the training process: TypeError"),
     ):
         next(loader)
 
@@ -348,7 +348,7 @@ def test_images_for_which_there_is_no_shared_memory(toml: str, monkeypatch: pyte
     options = {"transforms_cpu": OnTheCpu(), "cpu_percentage": 1.0, "bad_samples": "skip"}
     with (
         by_a_worker(Labelled(int, 3), toml, 3, **options) as loader,
-        pytest.raises(TrainingError, match=r"its batch cannot be sent to the training process: .*No space left"),
+        pytest.raises(TrainingError, match=r"batch 0 cannot be sent to the training process: .*No space left"),
     ):
         next(loader)
 

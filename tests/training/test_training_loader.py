@@ -180,7 +180,7 @@ def test_the_programs_generators_are_left_alone(dataset: ImageFiles, toml: str, 
             loader.reset()
             next(loader)
     with generators_are_left_alone(), wrapped(dataset, toml, transforms_gpu=TensorToTensor()) as loader:
-        loader._parts.options.__dict__["transforms_gpu"] = lambda image: [random.random(), 1 / 0]
+        loader._options.__dict__["transforms_gpu"] = lambda image: [random.random(), 1 / 0]
         with pytest.raises(TrainingError, match="division by zero"):
             next(loader)
 

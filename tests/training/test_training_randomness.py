@@ -30,12 +30,12 @@ def test_generators_come_back_as_they_were() -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     threads = torch.get_num_threads()
-    with forked() as fork:
-        fork.seed(7)
+    with forked() as seed:
+        seed(7)
         first = drawn()
-        fork.seed(7)
+        seed(7)
         assert drawn() == first
-        fork.seed(8)
+        seed(8)
         assert drawn() != first
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == threads

@@ -30,7 +30,7 @@ from torchpipe_py.training import (
     TrainingError,
     wrap_dataloader_torchpipe,
 )
-from torchpipe_py.training.workers import SLOTS, SlotReader, SlotWriter
+from torchpipe_py.training.transfer import Slots
 
 pytestmark = FORKS
 
@@ -506,64 +506,20 @@ def test_scripts_that_workers_cannot_import(tmp_path: Path, toml: str, script: s
     assert told in last or 'under: if __name__ == "__main__":' in last
 
 
-# -- slots ------------------------------------------------------------------------------------------------------------
+# -- on the way -------------------------------------------------------------------------------------------------------
 
 
-def writer_and_reader() -> tuple[SlotWriter, SlotReader]:
-    reader = SlotReader(2)
-    return SlotWriter(1, reader.in_use), reader
-
-
-def test_a_slot_is_written_again_once_it_is_released() -> None:
-    writer, reader = writer_and_reader()
-    generation = reader.begin()
-    first, second = (writer.write(generation, torch.full((4, 2), float(number))) for number in range(2))
-    assert [reader.read(written)[0, 0].item() for written in (first, second)] == [0.0, 1.0]
-    reader.release(first)
-    third = writer.write(generation, torch.full((3, 2), 2.0))
-    assert (third.slot, third.rows, third.tensor) == (first.slot, 3, None)
-    assert reader.read(third).tolist() == [[2.0, 2.0]] * 3
-    assert reader.read(second).tolist() == [[1.0, 1.0]] * 4
-
-
-def test_slots_that_do_not_fit_are_replaced() -> None:
-    writer, reader = writer_and_reader()
-    generation = reader.begin()
-    for size in range(1, 60):
-        written = writer.write(generation, torch.full((2, size), float(size)))
-        assert written.slot == 0
-        assert reader.read(written).tolist() == [[float(size)] * size] * 2
-        reader.release(written)
-
-
-def test_images_without_memory_of_their_own_are_written() -> None:
-    writer, reader = writer_and_reader()
-    generation = reader.begin()
-    for number in range(3):
-        gray = torch.full((2, 1, 3), float(number))
-        written = writer.write(generation, gray.expand(-1, 4, -1))
+def test_slots_are_written_in_turn_and_replaced_where_they_do_not_fit() -> None:
+    slots = Slots(2)
+    first, second = (slots.write(torch.full((4, 2), float(number))) for number in range(2))
+    third = slots.write(torch.full((3, 2), 2.0))
+    assert (third.data_ptr(), third.tolist()) == (first.data_ptr(), [[2.0, 2.0]] * 3)
+    for size in (3, 5):
+        gray = torch.full((2, 1, size), 3.0)
+        written = slots.write(gray.expand(-1, 4, -1))  # without memory of its own
         gray.zero_()
-        assert bool((reader.read(written) == number).all())
-        reader.release(written)
-
-
-def test_more_than_there_are_slots() -> None:
-    writer, reader = writer_and_reader()
-    generation = reader.begin()
-    written = [writer.write(generation, torch.full((1,), float(number))) for number in range(SLOTS + 3)]
-    assert [tensor.slot for tensor in written[SLOTS:]] == [None] * 3
-    assert [reader.read(tensor).item() for tensor in written] == [float(number) for number in range(SLOTS + 3)]
-
-
-def test_a_new_generation_has_new_slots() -> None:
-    writer, reader = writer_and_reader()
-    reader.read(writer.write(reader.begin(), torch.zeros(2)))
-    generation = reader.begin()
-    first = writer.write(generation, torch.ones(2))
-    assert first.tensor is not None
-    second = writer.write(generation, torch.full((2,), 2.0))
-    assert second.slot != first.slot
-    assert reader.read(first).tolist() == [1.0, 1.0]
+        assert bool((written == 3).all())
+    assert second.tolist() == [[1.0, 1.0]] * 4
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,21 +52,8 @@ class Batch(tuple[Any, Any]):
     def __getnewargs__(self) -> tuple[Any, Any]:
         return self[0], self[1]
 
-    @property
-    def images(self) -> Any:
-        return self[0]
-
-    @property
-    def labels(self) -> Any:
-        return self[1]
-
-
-class DecodedBatch(NamedTuple):
-    """The samples of a batch, decoded; ``stacks``: their images in one piece, as ``Batcher.stacked`` makes them."""
-
-    planned: PlannedBatch
-    samples: list[Sample]
-    stacks: list[Any] | None = None
+    images: Any = property(itemgetter(0))
+    labels: Any = property(itemgetter(1))
 
 
 class Batcher:
@@ -84,54 +72,56 @@ class Batcher:
         statistics: LoaderStatistics,
         trial: Any,
     ) -> None:
-        self._options, self._devices, self._reader, self._statistics = options, list(devices), reader, statistics
+        self.options, self.devices, self._reader, self.statistics = options, list(devices), reader, statistics
         self.streams, self.aside = SideStreams(devices), SideStreams(devices)
+        self._is_gathered = options.gather or len(self.devices) == 1
         self.label: Any = None  # the last one seen: what ignored labels look like
-        with self.streams.active(), forked(self._devices) as fork:
-            fork.seed(key_of(SAMPLE, options.seed))
+        with self.streams.active(), forked(self.devices) as seed:
+            seed(key_of(SAMPLE, options.seed))
             self.streams.adopt(trial)
             self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
 
-    def stacked(self, planned: PlannedBatch, samples: list[Sample]) -> DecodedBatch:
-        """The batch with the images of each share in one piece, unless transforms or an error have to come before.
+    def stacked(self, planned: PlannedBatch, samples: Sequence[Sample]) -> list[Any] | None:
+        """For ``batch``: the images of each share in one piece, unless transforms or an error have to come before.
 
         This runs where batches are decoded: on the background thread a thousand small calls do not keep the training
         loop from its next step.
         """
-        decoded = DecodedBatch(planned, samples)
-        if planned.on_cpu or self._options.transforms_gpu is not None or all(each.kind for each in samples):
-            return decoded
+        if planned.on_cpu or self.options.transforms_gpu is not None or all(each.kind for each in samples):
+            return None
         try:
             with self.aside.active():
                 stacks = self._stacks(self._shares(samples), self.aside)
         except TrainingError:
-            return decoded  # reported in its turn, after bad samples
+            return None  # reported in its turn, after bad samples
         self.aside.synchronize()
         for sample in samples:
             sample.image = None  # it lives in its stack
-        return DecodedBatch(planned, samples, stacks)
+        return stacks
 
-    def batch(self, epoch: int, decoded: DecodedBatch) -> Batch | None:
-        """The batch; ``None`` where every sample was bad and is skipped. ``BadSample`` under "raise"."""
-        planned, samples, stacks = decoded
+    def batch(
+        self, epoch: int, planned: PlannedBatch, samples: Sequence[Sample], stacks: list[Any] | None = None
+    ) -> Batch | None:
+        """The batch of decoded samples; ``None`` where all were bad and are skipped. ``BadSample`` under "raise"."""
         for sample in samples:
             if planned.on_cpu and isinstance(sample.image, bytes):  # without workers nobody has transformed them
                 self._reader.transform(sample, epoch)
         self._look_for_bad(epoch, samples)
-        with self.streams.active(), forked(self._devices) as fork:
+        with self.streams.active(), forked(self.devices) as seed:
             for sample in samples:
                 if sample.image is None:
                     continue
+                name = self._reader.name(sample.index)
                 if planned.on_cpu:
-                    sample.image = _as_image(sample.image, self._reader.name(sample.index))
+                    sample.image = _as_image(sample.image, name)
                 else:
                     self.streams.adopt(sample.image)
-                    fork.seed(sample.key(self._options.seed, epoch))
-                    sample.image = self._transformed(sample.image, self._reader.name(sample.index))
+                    seed(sample.key(self.options.seed, epoch))
+                    sample.image = self._transformed(sample.image, name)
             shares = self._shares(samples)
             kept = [sample for share in shares for sample in share]
             masked = sum(bool(sample.kind) for sample in kept)
-            self._statistics.count(masked=masked, skipped=len(samples) - len(kept))
+            self.statistics.count(masked=masked, skipped=len(samples) - len(kept))
             if not kept:
                 return None
             if stacks is None:
@@ -139,15 +129,15 @@ class Batcher:
             else:
                 for stack in stacks:
                     self.streams.adopt(stack)
-            if self._options.transforms_batch is not None:
-                key = key_of(BATCH, self._options.seed, epoch, planned.number)
-                stacks = [self._batch_transformed(stack, fork.seed, key) for stack in stacks]
-            if self._options.gather or len(self._devices) == 1:
-                images, labels = stacks[0], self._labels(kept, self._devices[0])
+            if self.options.transforms_batch is not None:
+                for place, images in enumerate(stacks):
+                    seed(key_of(BATCH, self.options.seed, epoch, planned.number))
+                    stacks[place] = self._batch_transformed(images)
+            if self._is_gathered:
+                images, labels = stacks[0], self._labels(kept, self.devices[0])
             else:
-                images = stacks
-                pairs = zip(shares, self._devices, strict=True)
-                labels = [self._labels(share, device) for share, device in pairs if share]
+                pairs = zip(shares, self.devices, strict=True)
+                images, labels = stacks, [self._labels(share, device) for share, device in pairs if share]
         return Batch(
             images,
             labels,
@@ -160,7 +150,7 @@ class Batcher:
 
     def filler(self, epoch: int, number: int) -> Batch:
         """One masked sample, so that this rank makes a step while others have samples."""
-        batch = self.batch(epoch, DecodedBatch(PlannedBatch(number, (), False), [Sample(NO_SAMPLE)]))
+        batch = self.batch(epoch, PlannedBatch(number, (), False), [Sample(NO_SAMPLE)])
         assert batch is not None
         return batch
 
@@ -174,31 +164,41 @@ class Batcher:
                 continue
             name = self._reader.name(sample.index)
             if sample.kind != WRONG:
-                self._statistics.bad_sample(epoch, sample.index, name, sample.kind, sample.reason)
-            if sample.kind == WRONG or self._options.bad_samples == "raise":
+                self.statistics.bad_sample(epoch, sample.index, name, sample.kind, sample.reason)
+            if sample.kind == WRONG or self.options.bad_samples == "raise":
                 raise sample.error(name)
 
     def _shares(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
         """The samples of each device, under "skip" without bad samples."""
-        shares = shares_of(samples, len(self._devices))
-        if self._options.bad_samples != "skip":
+        shares = shares_of(samples, len(self.devices))
+        if self.options.bad_samples != "skip":
             return shares
         return [[sample for sample in share if not sample.kind] for share in shares]
 
     def _transformed(self, image: Any, name: str) -> Any:
         """C×H×W after ``transforms_gpu``."""
-        if self._options.transforms_gpu is not None:
-            image = _call(f"{name}: transforms_gpu", self._options.transforms_gpu, image)
+        if self.options.transforms_gpu is not None:
+            image = _call(f"{name}: transforms_gpu", self.options.transforms_gpu, image)
         return _as_image(image, name)
 
     def _labels(self, samples: Sequence[Sample], device: Any) -> Any:
         """The collated labels on the device; of a blank sample one like it that is ignored."""
-        labels = []
-        for sample in samples:
-            label = self.label if sample.label is None else sample.label
-            labels.append(ignored_label(label, self._options.ignore_index) if _is_blank(sample) else sample.label)
-        collated = _call("collate_labels", self._options.collate_labels, labels)
+        labels = [self._ignored(sample.label) if _is_blank(sample) else sample.label for sample in samples]
+        collated = _call("collate_labels", self.options.collate_labels, labels)
         return moved_to(collated, lambda tensor: self.streams.to(tensor, device))
+
+    def _ignored(self, label: Any) -> Any:
+        """A label of the same kind that is ignored; ``TypeError`` for a kind that has no such label."""
+        label, index = self.label if label is None else label, self.options.ignore_index
+        kind = "i" if label is None else str(getattr(label, "dtype", type(label).__name__)).removeprefix("torch.")[:1]
+        if kind not in "iuf" or not isinstance(label, (int, float, np.generic, np.ndarray, torch.Tensor, type(None))):
+            name = type(label).__name__
+            raise TypeError(f"a label of type {name} cannot be ignored; masks need integers, floats, arrays or Tensors")
+        if isinstance(label, torch.Tensor):
+            return torch.full_like(label, index)
+        if isinstance(label, np.ndarray):
+            return np.full_like(label, index)
+        return float(index) if kind == "f" else index
 
     # -- images ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Batcher:
         """The images of each share on its device; of all shares on the first device, unless they stay apart."""
         blank = self._blank_like([sample for share in shares for sample in share])
         stacks = []
-        for share, device in zip(shares, self._devices, strict=True):
+        for share, device in zip(shares, self.devices, strict=True):
             images = [blank if sample.image is None else sample.image for sample in share]
             if images:
                 # Images on the host go over in one piece; blank ones go where the others are.
@@ -214,9 +214,9 @@ class Batcher:
                 images = [image.to(home) for image in images]
                 stack = torch.cat(images) if images[0].ndim == 4 else torch.stack(images)  # 1×C×H×W from a pipe
                 stacks.append(streams.to(stack, device))
-        if len(stacks) == 1 or not self._options.gather:
+        if len(stacks) == 1 or not self._is_gathered:
             return stacks
-        return [torch.cat([streams.to(stack, self._devices[0]) for stack in stacks])]
+        return [torch.cat([streams.to(stack, self.devices[0]) for stack in stacks])]
 
     def _blank_like(self, samples: Sequence[Sample]) -> Any:
         """Zeros like the images of this batch, if there is a blank one; they must be of one shape and dtype."""
@@ -232,27 +232,12 @@ class Batcher:
         # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
         return torch.zeros_like(there[0].image, device="cpu") if 0 < len(there) < len(samples) else self._blank
 
-    def _batch_transformed(self, images: Any, seed: Callable[[int], None], key: int) -> Any:
-        assert self._options.transforms_batch is not None
-        seed(key)
-        result = _call("transforms_batch", self._options.transforms_batch, images)
+    def _batch_transformed(self, images: Any) -> Any:
+        assert self.options.transforms_batch is not None
+        result = _call("transforms_batch", self.options.transforms_batch, images)
         if not isinstance(result, torch.Tensor) or len(result) != len(images):
             raise TrainingError("transforms_batch takes a Tensor NxCxHxW and gives one of the same N")
         return result
-
-
-def ignored_label(example: Any, ignore_index: int) -> Any:
-    """A label of ``example``'s kind that is ignored; ``TypeError`` for a kind that has no such label."""
-    if example is None or (isinstance(example, (int, np.integer)) and not isinstance(example, bool)):
-        return ignore_index
-    if isinstance(example, torch.Tensor) and example.dtype != torch.bool:
-        return torch.full_like(example, ignore_index)
-    if isinstance(example, np.ndarray) and example.dtype != np.bool_:
-        return np.full_like(example, ignore_index)
-    if isinstance(example, (float, np.floating)):
-        return float(ignore_index)
-    kind = type(example).__name__
-    raise TypeError(f"a label of type {kind} cannot be ignored; masks need integers, floats, arrays or Tensors")
 
 
 def _is_blank(sample: Sample) -> bool:
@@ -277,47 +262,42 @@ def _as_image(image: Any, name: str) -> Any:
     return image
 
 
+Figures = tuple[Counter[str], Counter[str], list[dict[str, Any]]]
+
+
 class LoaderStatistics:
     """Counts and seconds since the loader was made; several threads add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._seconds = dict.fromkeys(("wait", "busy", *STAGES), 0.0)
-        self._bad_kinds: Counter[str] = Counter()
+        self._sums: Any = Counter()  # of COUNTS, and seconds
+        self._kinds: Counter[str] = Counter()  # of bad samples
         self._bad: list[dict[str, Any]] = []
         self._returned: float | None = None
 
     def count(self, **numbers: int) -> None:
         """Add to counts by name."""
         with self._lock:
-            self._counts.update(numbers)
+            self._sums.update(numbers)
 
     def bad_sample(self, epoch: int, index: int, name: str, kind: str, reason: str) -> None:
         """One more sample without an image."""
-        with self._lock:
-            self._bad_kinds[kind] += 1
-            if len(self._bad) < REMEMBERED:
-                self._bad.append({"epoch": epoch, "index": index, "name": name, "kind": kind, "reason": reason})
+        bad = {"epoch": epoch, "index": index, "name": name, "kind": kind, "reason": reason}
+        self.add((Counter(), Counter([kind]), [bad]))
 
-    def taken(self) -> dict[str, Any]:
-        """``snapshot``, after which all begins anew; for a worker's figures."""
-        figures = self.snapshot()
-        self._counts.clear()
-        self._bad_kinds.clear()
-        self._bad.clear()
-        self._seconds.update(dict.fromkeys(self._seconds, 0.0))
+    def taken(self) -> Figures:
+        """For ``add`` in another process: all that was counted, after which it begins anew."""
+        figures = self._sums, self._kinds, self._bad
+        self._sums, self._kinds, self._bad = Counter(), Counter(), []
         return figures
 
-    def add(self, figures: dict[str, Any]) -> None:
+    def add(self, figures: Figures) -> None:
         """What a worker has ``taken``."""
-        bad = figures["bad"]
+        sums, kinds, bad = figures
         with self._lock:
-            self._counts.update({name: figures[name] for name in COUNTS})
-            self._bad_kinds.update(bad["kinds"])
-            self._bad += bad["samples"][: REMEMBERED - len(self._bad)]
-            for name, seconds in figures["stages_s"].items():
-                self._seconds[name] += seconds
+            self._sums.update(sums)
+            self._kinds.update(kinds)
+            self._bad += bad[: REMEMBERED - len(self._bad)]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -327,19 +307,19 @@ class LoaderStatistics:
             yield
         finally:
             with self._lock:
-                self._seconds[name] += perf_counter() - began
+                self._sums[name] += perf_counter() - began
 
     @contextmanager
     def consumer_waits(self) -> Iterator[None]:
         """The training loop is inside the loader; what lies between two of these is its own work."""
         began = perf_counter()
         if self._returned is not None:
-            self._seconds["busy"] += began - self._returned
-        try:
-            yield
-        finally:
-            self._returned = perf_counter()
-            self._seconds["wait"] += self._returned - began
+            self._sums["busy"] += began - self._returned
+        with self.stage("wait"):
+            try:
+                yield
+            finally:
+                self._returned = perf_counter()
 
     def pause(self) -> None:
         """What the training program does until the next batch is not a step: validation, say."""
@@ -348,14 +328,14 @@ class LoaderStatistics:
     def snapshot(self) -> dict[str, Any]:
         """See ``TorchpipeLoader.stats``."""
         with self._lock:
-            counts, seconds = self._counts, self._seconds
-            loop = seconds["wait"] + seconds["busy"]
+            sums = self._sums
+            loop = float(sums["wait"] + sums["busy"])
             return {
-                **{name: counts[name] for name in COUNTS},
-                "wait_s": seconds["wait"],
-                "busy_s": seconds["busy"],
-                "stall_share": seconds["wait"] / loop if loop else 0.0,
-                "samples_per_s": counts["samples"] / loop if loop else 0.0,
-                "stages_s": {name: seconds[name] for name in STAGES},
-                "bad": {"count": self._bad_kinds.total(), "kinds": dict(self._bad_kinds), "samples": list(self._bad)},
+                **{name: sums[name] for name in COUNTS},
+                "wait_s": float(sums["wait"]),
+                "busy_s": float(sums["busy"]),
+                "stall_share": sums["wait"] / loop if loop else 0.0,
+                "samples_per_s": sums["samples"] / loop if loop else 0.0,
+                "stages_s": {name: float(sums[name]) for name in STAGES},
+                "bad": {"count": self._kinds.total(), "kinds": dict(self._kinds), "samples": list(self._bad)},
             }

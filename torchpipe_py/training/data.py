@@ -140,7 +140,7 @@ class LmdbImages:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._database: Any = None
-        self._process = -1
+        self._process = -1  # that opened it
         if not os.path.isfile(os.path.join(self._path, "data.mdb")):
             raise TrainingError(f"{self._path}: no LMDB database (working directory: {os.getcwd()})")
         header = json.loads(self._get(HEADER) or b"{}")
@@ -168,7 +168,7 @@ class LmdbImages:
         self._database = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_database": None, "_process": -1}
+        return {**self.__dict__, "_database": None}
 
     def _record(self, index: int) -> tuple[list[Any], bytes]:
         record = self._get(_key(index)) if 0 <= index < self._count else None
@@ -180,19 +180,16 @@ class LmdbImages:
     def _get(self, key: bytes) -> bytes | None:
         # NOTE: an environment must not be used across a fork.
         if self._database is None or self._process != os.getpid():
-            self._open()
+            lmdb = library("lmdb", "lmdb", "LmdbImages")
+            self._database = None  # before the next: a process opens a database once
+            try:
+                self._database = lmdb.open(self._path, readonly=True, lock=False, readahead=False, max_readers=1)
+            except lmdb.Error as error:
+                raise TrainingError(f"{self._path}: {error}") from error
+            self._process = os.getpid()
         with self._database.begin() as transaction:
             value: bytes | None = transaction.get(key)
         return value
-
-    def _open(self) -> None:
-        lmdb = library("lmdb", "lmdb", "LmdbImages")
-        self._database = None  # before the next: a process opens a database once
-        try:
-            self._database = lmdb.open(self._path, readonly=True, lock=False, readahead=False, max_readers=1)
-        except lmdb.Error as error:
-            raise TrainingError(f"{self._path}: {error}") from error
-        self._process = os.getpid()
 
 
 def _key(index: int) -> bytes:
@@ -237,9 +234,7 @@ class cv2Resize:
         import cv2
         from PIL import Image
 
-        mat = np.asarray(image)
-        if mat.dtype != np.uint8 or mat.ndim not in (2, 3):
-            raise TypeError(f"expected a PIL.Image or a uint8 array HxWxC, got {type(image).__name__} of {mat.dtype}")
+        mat = _mat(image, "a PIL.Image")
         if mat.shape[:2] != (self.h, self.w):
             channels = mat.shape[2:]
             mat = cv2.resize(mat, (self.w, self.h), None, 0, 0, getattr(cv2, INTERPOLATION))
@@ -252,8 +247,12 @@ class cv2Resize:
 
 def _planes(image: Any) -> Any:
     """A picture H×W×C or H×W as a uint8 Tensor C×H×W."""
+    mat = np.atleast_3d(_mat(image, "a Tensor, a PIL.Image"))
+    return torch.from_numpy(np.ascontiguousarray(mat.transpose(2, 0, 1)))
+
+
+def _mat(image: Any, expected: str) -> np.ndarray:
     mat = np.asarray(image)
     if mat.dtype != np.uint8 or mat.ndim not in (2, 3):
-        raise TypeError(f"expected a Tensor, a PIL.Image or a uint8 array HxWxC, got {type(image).__name__}")
-    mat = mat[:, :, None] if mat.ndim == 2 else mat
-    return torch.from_numpy(np.ascontiguousarray(mat.transpose(2, 0, 1)))
+        raise TypeError(f"expected {expected} or a uint8 array HxWxC, got {type(image).__name__} of {mat.dtype}")
+    return mat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -34,14 +34,17 @@ class PipeFeeder:
     def __init__(self, run: pipe) -> None:
         self._pipe = run
         self._limit: int = run.stats()["max_inflight"]
-        self._under_way, self._changed = 0, threading.Condition()
+        self._free, self._changed = self._limit, threading.Condition()
 
     def submit(self, requests: Sequence[Data]) -> list[Future[Any]]:
         """A future for each part of the requests; parts are no larger than what the pipe accepts at once."""
         futures = []
         for start in range(0, len(requests), self._limit):
             part = requests[start : start + self._limit]
-            self._enter(len(part))
+            with self._changed:
+                while len(part) > self._free:
+                    self._changed.wait()
+                self._free -= len(part)
             try:
                 future = self._pipe.submit(part)
             except BaseException:
@@ -51,15 +54,9 @@ class PipeFeeder:
             futures.append(future)
         return futures
 
-    def _enter(self, count: int) -> None:
-        with self._changed:
-            while self._under_way + count > self._limit:
-                self._changed.wait()
-            self._under_way += count
-
     def _leave(self, count: int, done: Future[Any] | None = None) -> None:
         with self._changed:
-            self._under_way -= count
+            self._free += count
             self._changed.notify_all()
 
 
@@ -95,37 +92,32 @@ class Decoder:
         # Samples that are worth a start of their own; 0: only the whole batch, which is dealt out to the devices.
         self.chunk: int = max(CHUNK, self._pipes[0].max()) if len(self._pipes) == 1 else 0
 
-    def start(self, samples: Sequence[Sample]) -> Decoding:
-        """Begin to decode, once the pipes have room."""
+    def start(self, samples: Sequence[Sample]) -> Callable[[], list[Sample]]:
+        """Begin to decode, once the pipes have room; call what is returned for the outcome.
+
+        It waits, and gives the samples with Tensors for bytes, each on the device of its share; those without bytes
+        stay as they were.
+        """
         requests = [None if sample.image is None else {TASK_DATA_KEY: sample.image} for sample in samples]
         futures = []
         for feeder, share in zip(self._feeders, shares_of(requests, len(self._feeders)), strict=True):
             futures += feeder.submit([request for request in share if request is not None])
-        return Decoding(samples, requests, futures)
+
+        def finish() -> list[Sample]:
+            problem = first_error(futures)
+            for sample, request in zip(samples, requests, strict=True):
+                if request is not None:
+                    _with_image(sample, request, problem)
+            if problem is not None and not any(sample.kind == WRONG for sample in samples):
+                raise problem
+            return list(samples)
+
+        return finish
 
     def close(self) -> None:
         """Close the pipes. Idempotent."""
         for opened in self._pipes:
             opened.close()
-
-
-class Decoding:
-    """A batch on its way through a decoder's pipes."""
-
-    def __init__(
-        self, samples: Sequence[Sample], requests: Sequence[Data | None], futures: Sequence[Future[Any]]
-    ) -> None:
-        self._samples, self._requests, self._futures = samples, requests, futures
-
-    def finish(self) -> list[Sample]:
-        """The samples with Tensors for bytes, each on the device of its share; those without bytes as they were."""
-        problem = first_error(self._futures)
-        for sample, request in zip(self._samples, self._requests, strict=True):
-            if request is not None:
-                _with_image(sample, request, problem)
-        if problem is not None and not any(sample.kind == WRONG for sample in self._samples):
-            raise problem
-        return list(self._samples)
 
 
 def on_device(config: Config, device: Any) -> Mapping[str, Any]:
@@ -151,18 +143,15 @@ def shares_of(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
 
 def small_mat(height: int = 64, width: int = 64) -> np.ndarray:
     """A Mat, gray to colourful."""
-    down = np.linspace(0, 252, height, dtype=np.uint8)[:, None].repeat(width, 1)
-    across = np.linspace(0, 252, width, dtype=np.uint8)[None].repeat(height, 0)
-    return np.stack([across, down, np.full_like(down, 128)], axis=2)
+    down, across = (np.linspace(0, 252, side, dtype=np.uint8) for side in (height, width))
+    return np.stack([*np.meshgrid(across, down), np.full((height, width), 128, np.uint8)], axis=2)
 
 
 def small_jpeg(height: int = 64, width: int = 64) -> bytes:
     """``small_mat``, encoded."""
     import cv2
 
-    done, encoded = cv2.imencode(".jpg", small_mat(height, width))
-    assert done
-    return bytes(encoded)
+    return cv2.imencode(".jpg", small_mat(height, width))[1].tobytes()
 
 
 def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
@@ -183,16 +172,13 @@ def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sam
 
 def _with_image(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
     """``outcome``, which must be a Tensor to train on."""
-    outcome(sample, request, problem)
-    result = sample.image
+    image = outcome(sample, request, problem).image
     if sample.kind:
         return sample
-    if not isinstance(result, torch.Tensor):
-        kind = type(result).__name__
-        return sample.fail(
-            WRONG, f"the result of the TOML is a {kind}, not a Tensor; end it with Mat2Tensor, and leave the model out"
-        )
-    if result.ndim not in (3, 4) or (result.ndim == 4 and result.shape[0] != 1):
-        shape = shown_dims(result.shape)
-        return sample.fail(WRONG, f"the result of the TOML has shape {shape}, not 1xCxHxW; leave the model out")
-    return sample
+    if not isinstance(image, torch.Tensor):
+        wrong = f"is a {type(image).__name__}, not a Tensor; end it with Mat2Tensor, and"
+    elif image.ndim != 3 and (image.ndim != 4 or len(image) != 1):
+        wrong = f"has shape {shown_dims(image.shape)}, not 1xCxHxW;"
+    else:
+        return sample
+    return sample.fail(WRONG, f"the result of the TOML {wrong} leave the model out")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from torchpipe_py.training.batcher import Batch, Batcher, DecodedBatch, LoaderStatistics
-from torchpipe_py.training.decode import Decoder, Decoding
+from torchpipe_py.training.batcher import Batch, Batcher
+from torchpipe_py.training.decode import Decoder
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import PlannedBatch, Planner, digest_of
-from torchpipe_py.training.prefetch import BackgroundIterator, tensors_in
+from torchpipe_py.training.prefetch import BackgroundIterator, moved_to, tensors_in
 from torchpipe_py.training.ranks import RankGroup, Step
-from torchpipe_py.training.reader import BatchReader
-from torchpipe_py.training.samples import Sample, SentSamples
+from torchpipe_py.training.transfer import Made
+from torchpipe_py.training.workers import BatchReader
 
+DRAIN_SECONDS = 5.0
 STATE_VERSION = 1
 WHY_ORDERS_DIFFER = (
     "a sampler draws from the global generators, or from a torch.Generator that is its attribute generator; "
@@ -24,90 +26,89 @@ WHY_ORDERS_DIFFER = (
 )
 
 
-class Source(Protocol):
+class Source:
     """Where a loader's batches come from; each is read, started and finished in turn.
 
-    The first three methods run on background threads and touch no global generator.
+    ``decoder`` has the pipes for encoded images that the workers of ``reader`` give. Without one the workers decode,
+    and batches come from them complete; on a GPU they are copied out of the ``slots`` that all workers have together.
     """
 
-    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[Any]:
-        """What the DataLoader's workers give for each batch."""
+    def __init__(self, reader: BatchReader, decoder: Decoder | None, batcher: Batcher, slots: int) -> None:
+        self.batcher, self.statistics, self._streams = batcher, batcher.statistics, batcher.aside
+        self._reader, self._decoder = reader, decoder
+        self._mapped: deque[Any] = deque(maxlen=slots)  # PyTorch finds memory again that somebody holds
 
-    def start(self, planned: PlannedBatch, given: Any) -> Any:
-        """Begin to decode it."""
+    def ahead(
+        self, epoch: int, plan: Sequence[PlannedBatch], depth: int
+    ) -> Generator[tuple[PlannedBatch, Made], None, None]:
+        """What is finished of ``plan``, in order; an error comes after the batches before it.
 
-    def finish(self, planned: PlannedBatch, started: Any) -> Any:
-        """Wait until it is decoded."""
+        While one is decoded, up to ``depth`` more are read and started, on a thread of their own. All this touches no
+        global generator.
+        """
+        under_way = threading.Semaphore(depth + 1)
 
-    def batch(self, epoch: int, planned: PlannedBatch, finished: Any) -> Batch | None:
+        def started() -> Generator[tuple[PlannedBatch, Made], None, None]:
+            batches = self._reader.read(epoch, plan)
+            for planned in plan:
+                with self.statistics.stage("read"):
+                    made = next(batches)
+                under_way.acquire()
+                if self._decoder is not None and made.samples is not None and not planned.on_cpu:
+                    made.decoded = self._decoder.start(made.samples)
+                yield planned, made
+
+        items = BackgroundIterator(started(), depth, "torchpipe-read") if depth else started()
+        try:
+            for planned, made in items:
+                if made.decoded is not None:
+                    with self.statistics.stage("decode"):
+                        made.samples, made.decoded = made.decoded(), None  # which held on to each image
+                        made.stacks = self.batcher.stacked(planned, made.samples)
+                elif made.batch is not None and self._streams.are_any:
+                    made.batch = self._copied(made.batch)
+                under_way.release()
+                yield planned, made
+        finally:
+            under_way.release(depth + 1)
+            items.close()
+
+    def batch(self, epoch: int, planned: PlannedBatch, made: Made) -> Batch | None:
         """The batch, on the thread that trains; ``None`` where every sample was bad and is skipped."""
+        if made.figures is not None:
+            self.statistics.add(made.figures)
+        if made.failure is not None:
+            raise made.failure.error(TrainingError)
+        if made.samples is not None:
+            with self.statistics.stage("transform"):
+                return self.batcher.batch(epoch, planned, made.samples, made.stacks)
+        if made.label is not None:
+            self.batcher.label = made.label
+        return made.batch
 
+    def close(self) -> None:
+        """End the workers and the pipes. Idempotent."""
+        # The workers' GPU memory goes with them: forget it, and what they still send.
+        with self._streams.active():
+            self._mapped.clear()
+        if self._decoder is not None:
+            self._decoder.close()
+        elif self._streams.are_any:
+            self._reader.drain(DRAIN_SECONDS)
+        self._reader.close()
 
-class DecodedHere:
-    """Encoded images come from the workers, the pipes are of this process, transforms run on the training thread."""
-
-    def __init__(self, reader: BatchReader, decoder: Decoder, batcher: Batcher, statistics: LoaderStatistics) -> None:
-        self._reader, self._decoder, self._batcher, self._statistics = reader, decoder, batcher, statistics
-
-    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[SentSamples]:
-        return self._reader.read(epoch, plan)
-
-    def start(self, planned: PlannedBatch, given: SentSamples) -> list[Sample] | Decoding:
-        samples = given.received()
-        return samples if planned.on_cpu else self._decoder.start(samples)
-
-    def finish(self, planned: PlannedBatch, started: list[Sample] | Decoding) -> DecodedBatch:
-        if not isinstance(started, Decoding):
-            return DecodedBatch(planned, started)
-        with self._statistics.stage("decode"):
-            return self._batcher.stacked(planned, started.finish())
-
-    def batch(self, epoch: int, planned: PlannedBatch, finished: DecodedBatch) -> Batch | None:
-        with self._statistics.stage("transform"):
-            return self._batcher.batch(epoch, finished)
-
-
-def decoded_ahead(
-    source: Source, statistics: LoaderStatistics, epoch: int, plan: Sequence[PlannedBatch], depth: int
-) -> Generator[tuple[PlannedBatch, Any], None, None]:
-    """The finished batches of ``plan``, in order; an error comes after the batches before it.
-
-    While one is decoded, up to ``depth`` more are read and started, on a thread of their own.
-    """
-    under_way = threading.Semaphore(depth + 1)
-
-    def started() -> Generator[tuple[PlannedBatch, Any], None, None]:
-        batches = source.read(epoch, plan)
-        for planned in plan:
-            with statistics.stage("read"):
-                given = next(batches)
-            under_way.acquire()
-            yield planned, source.start(planned, given)
-
-    items = BackgroundIterator(started(), depth, "torchpipe-read") if depth else started()
-    try:
-        for planned, item in items:
-            finished = source.finish(planned, item)
-            under_way.release()
-            yield planned, finished
-    finally:
-        under_way.release(depth + 1)
-        items.close()
-
-
-@dataclass(frozen=True)
-class LoaderParts:
-    """What a loader works with. ``identity``: facts that a saved state must share. ``close`` ends workers and pipes."""
-
-    options: LoaderOptions
-    dataset: Any
-    devices: list[Any]
-    planner: Planner
-    source: Source
-    batcher: Batcher
-    statistics: LoaderStatistics
-    identity: dict[str, Any]
-    close: Callable[[], None]
+    def _copied(self, batch: Batch) -> Batch:
+        """Images and labels in GPU memory of this process."""
+        images, labels = [], []
+        is_list = isinstance(batch.images, list)
+        with self._streams.active():
+            for slot, part in zip(*(batch if is_list else ([each] for each in batch)), strict=True):
+                self._mapped.append(slot)
+                home = self.batcher.devices[0] if self.batcher.options.gather else slot.device
+                images.append(slot.clone() if slot.device == home else self._streams.to(slot, home))
+                labels.append(moved_to(part, partial(self._streams.to, device=home)))
+        self._streams.synchronize()
+        return Batch(*((images, labels) if is_list else (images[0], labels[0])), **vars(batch))
 
 
 @dataclass
@@ -130,30 +131,30 @@ class TorchpipeLoader:
     it comes on every rank at the same step, ``PeerFailed`` on the others.
     """
 
-    def __init__(self, parts: LoaderParts, ranks: RankGroup | None, batches: int | None) -> None:
-        self._parts, self._ranks, self._batches = parts, ranks, batches
-        self._batcher, self._statistics = parts.batcher, parts.statistics
-        self._epoch = self._position = self._planned = 0
+    def __init__(
+        self,
+        dataloader: Any,
+        source: Source,
+        identity: dict[str, Any],
+        ranks: RankGroup | None,
+        batches: int | None,
+    ) -> None:
+        self._options = source.batcher.options
+        self._planner = Planner(dataloader, self._options.seed, self._options.cpu_percentage)
+        self._identity = identity  # what a saved state must share
+        self._source, self._ranks, self._batches = source, ranks, batches
+        self._batcher, self._statistics = source.batcher, source.statistics
+        self.epoch = self._position = self._planned = 0
+        """The epoch that is under way, or begins with the next batch; from 0."""
         self._order: str | None = None  # of the epoch, as it was when its first batches were given
         self._ahead: BackgroundIterator[Any] | Generator[Any, None, None] | None = None
         self._held: _Outcome | None = None
         self._error: Exception | None = None
         self._is_over = self._is_closed = False
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is under way, or begins with the next batch; from 0."""
-        return self._epoch
-
-    @property
-    def devices(self) -> list[Any]:
+        self.devices: list[Any] = self._batcher.devices
         """Where images are decoded; batches lie on the first."""
-        return list(self._parts.devices)
-
-    @property
-    def dataset(self) -> Any:
+        self.dataset: Any = dataloader.dataset
         """Of the DataLoader."""
-        return self._parts.dataset
 
     def __len__(self) -> int:
         """Batches of an epoch, of the rank that has most; those that are skipped as a whole count."""
@@ -163,7 +164,7 @@ class TorchpipeLoader:
 
     def __iter__(self) -> TorchpipeLoader:
         if self._is_over:
-            raise TrainingError(f"epoch {self._epoch} is over: call reset() before the next one")
+            raise TrainingError(f"epoch {self.epoch} is over: call reset() before the next one")
         self._check_usable()
         if self._ranks is None:  # what a sampler raises is told on all ranks, at the first step
             self._begin()
@@ -196,13 +197,13 @@ class TorchpipeLoader:
 
     def reset(self, epoch: int | None = None) -> None:
         """Begin the next epoch, or ``epoch``, with the next batch; what is left of this one is dropped."""
-        self._go_to(self._epoch + 1 if epoch is None else epoch, 0)
+        self._go_to(self.epoch + 1 if epoch is None else epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: after the last batch it gave, whatever has been read ahead."""
         order = self._order if self._position else None
-        place = {"epoch": self._epoch, "position": self._position, "order": order}
-        return {"version": STATE_VERSION, **self._parts.identity, **place}
+        place = {"epoch": self.epoch, "position": self._position, "order": order}
+        return {"version": STATE_VERSION, **self._identity, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with exactly the batches that were left. ``TrainingError`` if the state is of other data or options.
@@ -212,7 +213,7 @@ class TorchpipeLoader:
         """
         if state.get("version") != STATE_VERSION:
             raise TrainingError(f"a loader's state of version {state.get('version')}, expected {STATE_VERSION}")
-        for key, here in self._parts.identity.items():
+        for key, here in self._identity.items():
             if state.get(key) != here:
                 raise TrainingError(f"the state was saved with {key} = {state.get(key)}, here it is {here}")
         self._go_to(int(state["epoch"]), int(state["position"]), state.get("order"))
@@ -228,13 +229,13 @@ class TorchpipeLoader:
         (with reading) and ``transform`` are sums over the workers. ``bad``: ``count``, ``kinds``
         (unreadable, empty, corrupt), and of the first 1000 ``samples`` epoch, index, name, kind and reason.
         """
-        return {"epoch": self._epoch, **self._statistics.snapshot()}
+        return {"epoch": self.epoch, **self._statistics.snapshot()}
 
     def close(self) -> None:
         """End the background thread, the workers and the pipes. Idempotent."""
         self._is_closed = True
         self._stop()
-        self._parts.close()
+        self._source.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -259,16 +260,15 @@ class TorchpipeLoader:
         """Start reading, unless that is under way."""
         if self._ahead is not None:
             return
-        plan = self._parts.planner.plan(self._epoch)
+        plan = self._planner.plan(self.epoch)
         order = digest_of(plan)
         if self._position and self._order not in (None, order):
-            problem = f"the sampler does not give epoch {self._epoch} in the order in which its first batches were read"
+            problem = f"the sampler does not give epoch {self.epoch} in the order in which its first batches were read"
             raise TrainingError(f"{problem}; {WHY_ORDERS_DIFFER}")
         self._planned, self._order = len(plan), order
-        depth = self._parts.options.prefetch
-        rest = plan[self._position :]
-        source = decoded_ahead(self._parts.source, self._statistics, self._epoch, rest, min(1, depth))
-        self._ahead = BackgroundIterator(source, depth, "torchpipe-prefetch") if depth else source
+        depth = self._options.prefetch
+        finished = self._source.ahead(self.epoch, plan[self._position :], min(1, depth))
+        self._ahead = BackgroundIterator(finished, depth, "torchpipe-prefetch") if depth else finished
 
     def _stop(self) -> None:
         ahead, self._ahead, self._held = self._ahead, None, None
@@ -279,41 +279,35 @@ class TorchpipeLoader:
         if self._is_closed:
             raise TrainingError("the loader is closed")
         self._stop()
-        self._epoch, self._position, self._order = epoch, position, order
+        self.epoch, self._position, self._order = epoch, position, order
         self._error, self._is_over = None, False
         self._statistics.pause()
 
     def _next_outcome(self) -> _Outcome:
-        try:
-            self._begin()
-        except Exception as error:
-            return _Outcome(Step.FAILED, self._position, error=error)
         outcome, self._held = self._held or self._produced(self._position), None
-        streams = self._batcher.streams
-        if outcome.step is Step.BATCH and streams.are_any and getattr(self._ahead, "is_ready", False):
+        if outcome.batch is not None and self._batcher.streams.are_any and getattr(self._ahead, "is_ready", False):
             # Its kernels run on the side stream, beside the model's step on the batch that is given away now.
             self._held = self._produced(outcome.position)
         return outcome
 
     def _produced(self, position: int) -> _Outcome:
         """The next batch from ``position`` on; skipped ones are left out where no other rank makes a step."""
-        assert self._ahead is not None
-        while True:
-            try:
-                planned, item = next(self._ahead)
-            except StopIteration:
-                return _Outcome(Step.END, max(position, self._planned))
-            except Exception as error:
-                return _Outcome(Step.FAILED, position, error=error)
-            try:
-                batch = self._parts.source.batch(self._epoch, planned, item)
+        try:
+            self._begin()
+            assert self._ahead is not None
+            for planned, made in self._ahead:
+                batch = self._source.batch(self.epoch, planned, made)
                 if batch is None and self._ranks is not None:
                     batch = self._filler(planned.number)
-            except Exception as error:
-                return _Outcome(Step.FAILED, position, error=error)
-            position = planned.number + 1
-            if batch is not None:
-                return _Outcome(Step.BATCH, position, batch, events=self._batcher.streams.mark())
+                position = planned.number + 1
+                if batch is not None:
+                    return self._given(batch, position)
+        except Exception as error:
+            return _Outcome(Step.FAILED, position, error=error)
+        return _Outcome(Step.END, max(position, self._planned))
+
+    def _given(self, batch: Batch, position: int) -> _Outcome:
+        return _Outcome(Step.BATCH, position, batch, events=self._batcher.streams.mark())
 
     def _agreed(self, outcome: _Outcome) -> _Outcome:
         """The outcome that all ranks have: errors of any are raised, and who has no batch left gets a masked one."""
@@ -324,10 +318,9 @@ class TorchpipeLoader:
         if outcome.error is not None:
             raise outcome.error
         if step is Step.BATCH and outcome.step is Step.END:
-            batch = self._filler(self._position)
-            return _Outcome(Step.BATCH, self._position + 1, batch, events=self._batcher.streams.mark())
+            return self._given(self._filler(self._position), self._position + 1)
         return outcome
 
     def _filler(self, number: int) -> Batch:
         self._statistics.count(filler_batches=1)
-        return self._batcher.filler(self._epoch, number)
+        return self._batcher.filler(self.epoch, number)

@@ -88,27 +88,21 @@ def choose_devices(parallel_type: str, local_rank: int | None, devices: Any) -> 
     """
     if parallel_type not in PARALLEL_TYPES:
         raise ValueError(f"parallel_type {parallel_type!r} is not known; {nearest(parallel_type, PARALLEL_TYPES)}")
-    several = [] if devices is None else devices
-    if isinstance(several, str) or not isinstance(several, Sequence):
-        several = [several]
-    elif devices is not None and not several:
-        raise TrainingError("devices is empty; leave it out, or name at least one")
-    given = [_checked(device) for device in several]
     if parallel_type == "ddp" and local_rank is None:
         raise TrainingError("parallel_type 'ddp' needs local_rank: int(os.environ['LOCAL_RANK']) under torchrun")
+    if devices is None and not torch.cuda.is_available():
+        devices = ["cpu"] if parallel_type != "dp" else range(1)
+    elif devices is None and parallel_type == "dp":
+        devices = range(torch.cuda.device_count())
+    elif devices is None:
+        devices = torch.cuda.current_device() if local_rank is None else local_rank
+    given = [devices] if isinstance(devices, str) or not isinstance(devices, Sequence) else devices
+    if not given:
+        raise TrainingError("devices is empty; leave it out, or name at least one")
     if parallel_type != "dp" and len(given) > 1:
         hint = "leave devices out" if parallel_type == "ddp" else "'dp' takes several"
         raise TrainingError(f"parallel_type {parallel_type!r} has one device, got {len(given)}; {hint}")
-    if given:
-        return given
-    if torch.cuda.is_available():
-        if parallel_type == "dp":
-            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        return [_checked(torch.cuda.current_device() if local_rank is None else local_rank)]
-    if parallel_type == "dp":
-        problem = "parallel_type 'dp' without devices takes all GPUs"
-        raise TrainingError(f"{problem}, and PyTorch finds no CUDA device here")
-    return [torch.device("cpu")]
+    return [_checked(device) for device in given]
 
 
 def _checked(device: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterator, Sequence, Sized
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from torchpipe_py.training.errors import TrainingError
 
@@ -27,23 +29,11 @@ def key_of(*parts: int) -> int:
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-class Fork:
-    """The global generators of Python, NumPy and PyTorch while a block reseeds them."""
-
-    def __init__(self, generators: Sequence[Any]) -> None:
-        self._generators = generators
-
-    def seed(self, key: int) -> None:
-        """Start all of them from ``key``."""
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
-        for generator in self._generators:
-            generator.manual_seed(key)
-
-
 @contextmanager
-def forked(devices: Sequence[Any] = ()) -> Iterator[Fork]:
-    """Let a block reseed the global generators and those of CUDA ``devices``; afterwards they are as they were.
+def forked(devices: Sequence[Any] = ()) -> Iterator[Callable[[int], None]]:
+    """Let a block start the global generators of Python, NumPy and PyTorch from a key, by the function that it gets.
+
+    Those of CUDA ``devices`` too. Afterwards all are as they were.
 
     Inside, PyTorch uses one CPU thread, as it does in a DataLoader's workers: sums are the same in both places, and
     small images are not split among threads that the pipe keeps busy.
@@ -60,9 +50,16 @@ def forked(devices: Sequence[Any] = ()) -> Iterator[Fork]:
     states = [generator.get_state() for generator in generators]
     python, numpy = random.getstate(), np.random.get_state()
     threads = torch.get_num_threads()
+
+    def seed(key: int) -> None:
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        for generator in generators:
+            generator.manual_seed(key)
+
     torch.set_num_threads(1)
     try:
-        yield Fork(generators)
+        yield seed
     finally:
         torch.set_num_threads(threads)
         random.setstate(python)
@@ -98,18 +95,19 @@ class Planner:
 
     def plan(self, epoch: int) -> list[PlannedBatch]:
         """All batches of this rank. ``TrainingError`` for a sampler without an end."""
+        generators = []
         for sampler in {id(sampler): sampler for sampler in self._samplers}.values():
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        held = [getattr(sampler, "generator", None) for sampler in self._samplers]
-        generators = [generator for generator in held if isinstance(generator, torch.Generator)]
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                generators.append(sampler.generator)
         states = [generator.get_state() for generator in generators]
         key = key_of(ORDER, self._seed, epoch)
         try:
             for generator in generators:
                 generator.manual_seed(key)
-            with forked() as fork:
-                fork.seed(key)
+            with forked() as seed:
+                seed(key)
                 return self._drawn(epoch)
         finally:
             for generator, state in zip(generators, states, strict=True):
@@ -117,14 +115,14 @@ class Planner:
 
     def _drawn(self, epoch: int) -> list[PlannedBatch]:
         plan: list[PlannedBatch] = []
-        counts: dict[int, int] = {}
+        counts: Counter[int] = Counter()
         total = 0
         for number, drawn in enumerate(self._batches):
-            indices = tuple(map(_index, drawn))
+            indices = tuple(map(operator.index, drawn))
             repeats: list[int] = []
             for index in indices:
-                repeats.append(counts.get(index, 0))
-                counts[index] = repeats[-1] + 1
+                repeats.append(counts[index])
+                counts[index] += 1
             total += len(indices)
             if total > self._most:
                 problem = f"the sampler gave more than {self._most} samples for one epoch, and does not end"
@@ -157,13 +155,6 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-def _index(value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TrainingError(f"the sampler gave {value!r}; samples are found by their index, an integer") from None
-
-
 class DistributedEvalSampler:
     """Deals the samples out to the ranks, each to exactly one: rank r has r, r + ranks, r + 2·ranks, …
 
@@ -174,8 +165,6 @@ class DistributedEvalSampler:
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
         if num_replicas is None or rank is None:
-            import torch.distributed as dist
-
             if not (dist.is_available() and dist.is_initialized()):
                 raise TrainingError("DistributedEvalSampler needs num_replicas and rank, or a process group")
             num_replicas = dist.get_world_size() if num_replicas is None else num_replicas

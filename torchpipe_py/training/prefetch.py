@@ -46,12 +46,21 @@ class BatchFeeder(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        return self._feed.take()
+        feed = self._feed
+        with feed.changed:
+            feed.changed.wait_for(lambda: self.is_ready)
+            if feed.items:
+                item = feed.items.popleft()
+                feed.changed.notify_all()
+                return item
+            if feed.error is not None and not feed.is_closed:
+                raise feed.error
+            raise StopIteration
 
     @property
     def is_ready(self) -> bool:
         """Whether ``next`` would not wait."""
-        return self._feed.is_ready
+        return bool(self._feed.items or self._feed.is_finished or self._feed.is_closed)
 
     def close(self) -> None:
         """End the threads; ``next`` raises ``StopIteration`` from now on. Idempotent."""
@@ -75,12 +84,12 @@ class _Feed(Generic[T]):
     """What the threads of a feeder and its consumers share: the source, and the results that wait."""
 
     def __init__(self, source: Iterator[Any], work: Callable[[Any], T], threads: int, depth: int) -> None:
-        self._source, self._work, self._running, self._depth = source, work, threads, depth
-        self._turn = threading.Lock()  # to take an item of the source
-        self._changed = threading.Condition()
-        self._items: deque[T] = deque()
-        self._error: BaseException | None = None
-        self._is_over = self._is_finished = self._is_closed = False
+        self.source, self.work, self.running, self.depth = source, work, threads, depth
+        self.turn = threading.Lock()  # to take an item of the source
+        self.changed = threading.Condition()
+        self.items: deque[T] = deque()
+        self.error: BaseException | None = None
+        self.is_over = self.is_finished = self.is_closed = False
 
     def run(self) -> None:
         """The work of each thread."""
@@ -90,66 +99,43 @@ class _Feed(Generic[T]):
                 pass
         except BaseException as raised:
             error = raised
-        with self._turn:
-            self._is_over = True
-            self._running -= 1
-            is_last = not self._running
-        if is_last and hasattr(self._source, "close"):
-            try:
-                self._source.close()
-            except BaseException as raised:
-                error = error or raised
-        with self._changed:
-            self._error = self._error or error
-            self._is_finished = self._is_finished or is_last or error is not None
-            self._changed.notify_all()
+        with self.turn:
+            self.is_over = True
+            self.running -= 1
+            is_last = not self.running
+            if is_last and hasattr(self.source, "close"):
+                try:
+                    self.source.close()
+                except BaseException as raised:
+                    error = error or raised
+        with self.changed:
+            self.error = self.error or error
+            self.is_finished = self.is_finished or is_last or error is not None
+            self.changed.notify_all()
 
     def _put_one(self) -> bool:
         """Put one result, once there is room; ``False`` when there is no item, or nobody wants it."""
-        with self._turn:
-            if self._is_over:
+        with self.turn:
+            if self.is_over:
                 return False
             try:
-                item = next(self._source)
+                item = next(self.source)
             except StopIteration:
                 return False
-        result = self._work(item)
-        with self._changed:
-            while len(self._items) >= self._depth and not self._is_closed:
-                self._changed.wait()
-            if self._is_closed:
-                return False
-            self._items.append(result)
-            self._changed.notify_all()
-        return True
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._items or self._is_finished or self._is_closed)
-
-    def take(self) -> T:
-        """The next result; after the last one the error, or ``StopIteration``, for every consumer and every time."""
-        with self._changed:
-            while not self.is_ready:
-                self._changed.wait()
-            if self._items:
-                item = self._items.popleft()
-                self._changed.notify_all()
-                return item
-            if self._error is not None and not self._is_closed:
-                raise self._error
-            raise StopIteration
-
-    def close(self) -> None:
-        """Drop the results; nobody waits any more."""
-        with self._changed:
-            self._is_closed = True
-            self._items.clear()
-            self._changed.notify_all()
+        result = self.work(item)
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.items) < self.depth or self.is_closed)
+            if not self.is_closed:
+                self.items.append(result)
+                self.changed.notify_all()
+            return not self.is_closed
 
 
 def _stop(feed: _Feed[Any], threads: list[threading.Thread]) -> None:
-    feed.close()
+    with feed.changed:
+        feed.is_closed = True
+        feed.items.clear()
+        feed.changed.notify_all()
     for thread in threads:
         if thread is not threading.current_thread() and thread.is_alive():  # Ctrl-C may come before it is started
             thread.join(GRACE)
@@ -223,7 +209,7 @@ class CudaPrefetcher:
         self, loader: Iterable[Any], device: Any = None, transform: Callable[[Any], Any] | None = None
     ) -> None:
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self._loader, self._transform = loader, transform
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -233,34 +219,32 @@ class CudaPrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        if self.device.type != "cuda":
-            for batch in batches:
-                yield self._prepared(batch)
-            return
         streams = SideStreams([self.device])
-        ahead = self._start(batches, streams)
+        batches = self._prepared(streams)
+        if not streams.are_any:
+            yield from (batch for batch, _ in batches)
+            return
+        ahead, failure = next(batches, None), None
         while ahead is not None:
-            batch, events, error = ahead
-            if error is not None:
-                raise error
-            # The next one starts before this one is given away: its copy runs beside the model.
-            ahead = self._start(batches, streams)
+            batch, events = ahead
+            try:
+                # The next one starts before this one is given away: its copy runs beside the model.
+                ahead = next(batches, None)
+            except Exception as error:  # which comes after this one
+                ahead, failure = None, error
             streams.hand_over(events, tensors_in(batch))
             yield batch
+        if failure is not None:
+            raise failure
 
-    def _start(self, batches: Iterator[Any], streams: SideStreams) -> tuple[Any, list[Any], Exception | None] | None:
-        try:
+    def _prepared(self, streams: SideStreams) -> Iterator[tuple[Any, list[Any]]]:
+        """Batches on the device, and events for when they are there."""
+        for batch in self._loader:
             with streams.active():
-                return self._prepared(next(batches)), streams.mark(), None
-        except StopIteration:
-            return None
-        except Exception as error:
-            return None, [], error
-
-    def _prepared(self, batch: Any) -> Any:
-        moved = moved_to(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
-        return moved if self._transform is None else self._transform(moved)
+                moved = moved_to(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+                moved = moved if self._transform is None else self._transform(moved)
+                events = streams.mark()
+            yield moved, events
 
 
 def moved_to(value: Any, move: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchpipe_py.errors import first_line
 from torchpipe_py.training.errors import PeerFailed, TrainingError
@@ -27,11 +28,8 @@ class RankGroup:
     """
 
     def __init__(self) -> None:
-        import torch.distributed as dist
-
         if not (dist.is_available() and dist.is_initialized()):
             raise TrainingError("parallel_type 'ddp' needs a process group: call torch.distributed.init_process_group")
-        self._dist: Any = dist
         self._group = dist.new_group(backend="gloo")
         self.rank: int = dist.get_rank()
         self.count: int = dist.get_world_size()
@@ -40,7 +38,7 @@ class RankGroup:
         """Every rank's ``facts``; where any rank has an ``error``, all raise."""
         told = None if error is None else f"{type(error).__name__}: {error}"
         gathered: list[Any] = [None] * self.count
-        self._dist.all_gather_object(gathered, (told, facts), group=self._group)
+        dist.all_gather_object(gathered, (told, facts), group=self._group)
         if error is not None:
             raise error
         for rank, (message, _) in enumerate(gathered):
@@ -51,7 +49,7 @@ class RankGroup:
     def step(self, step: Step, error: BaseException | None = None) -> Step:
         """``BATCH`` while any rank has one, ``END`` after that; an error of any rank is raised on all."""
         largest = torch.tensor([step], dtype=torch.int64)
-        self._dist.all_reduce(largest, op=self._dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         if int(largest) == Step.FAILED:
             shown = None if error is None else TrainingError(f"{type(error).__name__}: {first_line(error)}")
             try:
@@ -64,6 +62,6 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave the group; whoever still waits for this rank gets an error."""
-        if self._group is not None and self._dist.is_initialized():
-            self._dist.destroy_process_group(self._group)
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
         self._group = None

@@ -1,150 +1,150 @@
-"""Whole batches from a DataLoader's workers that have pipes of their own, and their way into the training process."""
+"""The worker processes of a DataLoader: what they do with a planned batch, how they are started, asked and ended."""
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing  # so that Tensors are sent by their place in shared memory
+from torch.utils.data import DataLoader, get_worker_info
 
 from torchpipe_py.errors import Failure, first_line
 from torchpipe_py.malloc import keep_freed_memory
-from torchpipe_py.training.batcher import Batch, Batcher, DecodedBatch, LoaderStatistics
+from torchpipe_py.training.batcher import Batch, Batcher, LoaderStatistics
 from torchpipe_py.training.decode import Config, Decoder
-from torchpipe_py.training.errors import BadSample, TrainingError
+from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
-from torchpipe_py.training.plan import PlannedBatch
-from torchpipe_py.training.prefetch import moved_to, tensors_in
-from torchpipe_py.training.reader import BatchReader
-from torchpipe_py.training.samples import BatchKey, Sample, SampleReader, pickled
-
-SLOTS = 32  # of a worker; beyond these, memory is mapped for one batch alone
+from torchpipe_py.training.plan import WORKERS, PlannedBatch, key_of
+from torchpipe_py.training.prefetch import moved_to
+from torchpipe_py.training.samples import Sample, SampleReader
+from torchpipe_py.training.transfer import ON_THEIR_WAY, Made, Sent, Slots
 
 KEPT_BYTES = 2**28
 """How much freed memory each of malloc's heaps keeps at its end: what a batch's files took."""
 
-DRAIN_SECONDS = 5.0
+WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
+GUARD = '; a script does what it does under: if __name__ == "__main__":'  # where workers import it
 PRELOADED = "torchpipe_py.training.preload"
+SAFE_PATH = "torchpipe_py.training"  # any text is a yes to Python; this one tells that it is not the user's
 SENDABLE = "workers_decode needs what can be pickled: functions and classes at the top of a module"
+PIPE_BYTES = 2**20  # what Linux allows everybody
 
 
-@dataclass
-class MadeBatch:
-    """What a worker made: a batch, the samples of one that has no image at all, or the failure in its place.
+class BatchKey(NamedTuple):
+    """The request to a worker: a batch of ``epoch``."""
 
-    ``label``: the last that the worker has seen; ``figures``: what it counted.
+    epoch: int
+    planned: PlannedBatch
+
+
+class ReadBatches:
+    """The dataset of workers that read: takes a ``BatchKey``, gives its samples.
+
+    What comes out of a worker is ``Sent``, errors included; in the training process it is ``Made``.
     """
 
-    batch: Batch | None = None
-    samples: list[Sample] | None = None
-    failure: Failure | None = None
-    label: Any = None
-    figures: dict[str, Any] | None = None
+    worker_init_fn: Callable[[int], None] | None = None
 
-
-class SentBatch(NamedTuple):
-    """A ``MadeBatch`` on its way, pickled without its images, and without its labels where they are one Tensor.
-
-    These are in shared memory; images on a GPU are in slots.
-    """
-
-    made: bytes
-    images: Any = None
-    labels: Any = None
-
-
-class WorkerDataset:
-    """The dataset of workers that decode: ``__getitems__`` takes one ``BatchKey`` and gives a ``SentBatch``.
-
-    ``sent``: samples, options and the user's ``worker_init_fn``, ``packed``. ``in_use``: the flags of the
-    ``SlotReader``. It is sent to the workers as it is, and makes pipes there. A worker's devices are those of the
-    training process, its CUDA contexts and memory are its own.
-    """
-
-    def __init__(self, sent: bytes, toml_path: Config, devices: Sequence[Any], in_use: Any) -> None:
-        self._sent, self._toml_path, self._devices, self._in_use = sent, toml_path, list(devices), in_use
-        self._failure: Failure | None = None
+    def __init__(self, samples: SampleReader, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.dataset, self.worker_init_fn, self._samples = samples.dataset, worker_init_fn, samples
 
     def start(self, worker_id: int) -> None:
-        """In the worker, before its first batch, so that it waits for no pipe; an error comes with that batch."""
+        """In the worker, before its first batch.
+
+        NOTE: Ctrl-C comes to the workers too. They stay, for the loop may go on after it, in a notebook say; and with a
+        handler that does nothing, since a program that is started would inherit that the signal is ignored.
+        """
+        signal.signal(signal.SIGINT, lambda *_: None)
+        self._statistics = LoaderStatistics()
+        if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
+            del os.environ["PYTHONSAFEPATH"]  # it is not meant for programs that a transform starts
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
+
+    def __getitem__(self, key: BatchKey) -> Made | Sent:
+        if get_worker_info() is None:
+            return self._made(key)
+        try:
+            made = self._made(key)
+        except Exception as error:
+            made = Made(failure=Failure.of(error))
+        made.figures = self._statistics.taken()
+        try:
+            return Sent.of(made)
+        except Exception as error:
+            problem = f"batch {key.planned.number} cannot be sent to the training process"
+            failure = TrainingError(f"{problem}: {type(error).__name__}: {first_line(error)}")
+            return Sent.of(Made(failure=Failure.of(failure)))
+
+    def _made(self, key: BatchKey) -> Made:
+        return Made(list(self._samples.read(key.epoch, key.planned)))
+
+
+class DecodedBatches(ReadBatches):
+    """The dataset of workers that decode: takes a ``BatchKey``, gives the whole batch.
+
+    It is sent to the workers as it is, and makes pipes there. ``sent``: samples, options and the user's
+    ``worker_init_fn``, pickled. A worker's devices are those of the training process, its CUDA contexts and memory
+    are its own.
+    """
+
+    def __init__(self, sent: bytes, toml_path: Config, devices: Sequence[Any], slots: int) -> None:
+        self._sent, self._toml_path, self._devices = sent, toml_path, list(devices)
+        self._slots = Slots(slots)
+        self._error: Exception | None = None
+
+    def start(self, worker_id: int) -> None:
+        """Builds the pipes, so that the first batch does not wait for them; an error comes with that batch."""
         keep_freed_memory(KEPT_BYTES)
         threading.Thread(target=_end_with_the_training, name="torchpipe-watch", daemon=True).start()
         try:
             samples, options, worker_init_fn = pickle.loads(self._sent)
+            super().__init__(samples, worker_init_fn)
         except Exception as error:
             problem = f"dataset or transforms cannot be made in a worker ({type(error).__name__}: {first_line(error)})"
-            self._failure = Failure.of(TrainingError(f"{problem}; {SENDABLE}"))
+            self._error = TrainingError(f"{problem}; {SENDABLE}")
+        super().start(worker_id)
+        if self._error is not None:
             return
-        self.dataset = samples.dataset
-        if worker_init_fn is not None:
-            worker_init_fn(worker_id)
         # Of batches that end up on one device anyway, each device decodes some, and not a share of each.
         devices = [self._devices[worker_id % len(self._devices)]] if options.gather else self._devices
         try:
-            self._start_pipes(samples, options, devices)
-            self._slots = SlotWriter(worker_id, self._in_use)
-        except Exception as error:
-            self._failure = Failure.of(error)
-
-    def _start_pipes(self, samples: SampleReader, options: LoaderOptions, devices: Sequence[Any]) -> None:
-        if devices[0].type == "cuda":
-            torch.cuda.set_device(devices[0])  # no context on another one
-        self._samples, self._statistics = samples, LoaderStatistics()
-        self._decoder = Decoder(self._toml_path, devices)
-        try:
+            if devices[0].type == "cuda":
+                torch.cuda.set_device(devices[0])  # no context on another one
+            self._decoder = Decoder(self._toml_path, devices)
             self._batcher = Batcher(options, devices, samples, self._statistics, self._decoder.trial)
-        except BaseException:
-            self._decoder.close()
-            raise
-
-    def __getitems__(self, keys: list[BatchKey]) -> SentBatch:
-        (key,) = keys
-        if self._failure is not None:
-            return SentBatch(pickled(MadeBatch(failure=self._failure)))
-        try:
-            return self._sent_batch(key)
         except Exception as error:
-            return SentBatch(pickled(MadeBatch(failure=Failure.of(error), figures=self._statistics.taken())))
+            self._error = error
 
-    def _sent_batch(self, key: BatchKey) -> SentBatch:
+    def _made(self, key: BatchKey) -> Made:
+        if self._error is not None:
+            raise self._error
         planned, streams = key.planned, self._batcher.streams
         with self._statistics.stage("decode"):
-            decoded = self._batcher.stacked(planned, self._decoded(key))
-        if all(sample.kind for sample in decoded.samples):
-            # The training process makes this one, whose labels look like the last that it has seen.
-            return SentBatch(pickled(MadeBatch(samples=decoded.samples, figures=self._statistics.taken())))
-        images = labels = None
+            samples = self._decoded(key)
+            stacks = self._batcher.stacked(planned, samples)
+        if all(sample.kind for sample in samples):
+            return Made(samples)  # for the training process: their labels look like the last that it has seen
         with self._statistics.stage("transform"), streams.active():
-            batch = self._batcher.batch(key.epoch, decoded)
-            if batch is not None:
-                images = moved_to(batch.images, lambda tensor: self._written(tensor.detach(), key.generation))
-                labels = moved_to(batch.labels, lambda tensor: tensor.detach().cpu())
+            batch = self._batcher.batch(key.epoch, planned, samples, stacks)
+            assert batch is not None
+            images = moved_to(batch.images, self._written)
+            labels = moved_to(batch.labels, lambda tensor: tensor.detach().cpu())
             streams.synchronize()
-        # NOTE: a queue pickles on a thread of its own, and drops what it cannot, without a word to the reader.
-        try:
-            shared = labels if isinstance(labels, torch.Tensor) else None
-            for tensor in tensors_in([images, shared]):
-                tensor.share_memory_()
-            if batch is not None:
-                batch = Batch(None, labels if shared is None else None, **vars(batch))
-            made = pickled(MadeBatch(batch, label=self._batcher.label, figures=self._statistics.taken()))
-        except Exception as error:
-            problem = f"batch {planned.number} cannot be sent to the training process"
-            raise TrainingError(f"{problem}: {type(error).__name__}: {first_line(error)}") from error
-        return SentBatch(made, images, shared)
+        return Made(batch=Batch(images, labels, **vars(batch)), label=self._batcher.label)
 
-    def _written(self, tensor: Any, generation: int) -> Any:
-        """On the CPU the Tensor itself."""
-        return self._slots.write(generation, tensor) if tensor.is_cuda else tensor
+    def _written(self, tensor: Any) -> Any:
+        return self._slots.write(tensor.detach()) if tensor.is_cuda else tensor
 
     def _decoded(self, key: BatchKey) -> list[Sample]:
         """The samples read and decoded; some are read while those before them are decoded."""
@@ -152,9 +152,8 @@ class WorkerDataset:
         if key.planned.on_cpu:
             return list(samples)
         size = self._decoder.chunk or max(1, len(key.planned.indices))
-        chunks = iter(lambda: list(islice(samples, size)), [])
-        started = [self._decoder.start(chunk) for chunk in chunks]
-        return [sample for decoding in started for sample in decoding.finish()]
+        started = [self._decoder.start(chunk) for chunk in iter(lambda: list(islice(samples, size)), [])]
+        return [sample for finish in started for sample in finish()]
 
 
 def _end_with_the_training() -> None:
@@ -168,36 +167,94 @@ def _end_with_the_training() -> None:
 # -- the training process ---------------------------------------------------------------------------------------------
 
 
-def worker_reader(
-    dataloader: Any,
-    samples: SampleReader,
-    toml_path: Config,
-    devices: Sequence[Any],
-    options: LoaderOptions,
-    in_use: Any,
-) -> BatchReader:
-    """A reader whose workers make whole batches; ``TrainingError`` where they cannot be started."""
+class BatchReader:
+    """Planned batches through ``dataset``, by workers as the user's DataLoader has them.
+
+    The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
+    ``start_method`` takes the place of that of the DataLoader.
+    """
+
+    def __init__(self, dataloader: Any, dataset: ReadBatches, seed: int, start_method: str | None = None) -> None:
+        self._keys: list[BatchKey] = []
+        context = start_method or dataloader.multiprocessing_context
+        method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
+        self._hint = "" if method == "fork" else GUARD
+        workers = dataloader.num_workers
+        several: dict[str, Any] = {
+            "persistent_workers": True,
+            "prefetch_factor": dataloader.prefetch_factor,
+            "multiprocessing_context": context,
+            "timeout": dataloader.timeout,
+        }
+        generator = torch.Generator()
+        generator.manual_seed(key_of(WORKERS, seed))
+        self._loader: Any = DataLoader(
+            dataset,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=dataset.start,  # NOTE: in one pickle with the dataset, so that they stay one object
+            generator=generator,
+            **(several if workers else {}),
+        )
+        if workers:
+            # NOTE: on the main thread PyTorch installs a handler that raises wherever that thread happens to be when a
+            # worker dies; without it the thread that reads finds out, within five seconds.
+            with _safe_path() if start_method else nullcontext():
+                _run_aside(lambda: iter(self._loader))
+            # More goes through the workers' pipe at once: each 64 KiB, Linux' default, cost a system call and the GIL.
+            with suppress(AttributeError, OSError):
+                pipe = self._loader._iterator._worker_result_queue._reader
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[Made]:
+        """What came of each batch. ``TrainingError`` for a worker that died."""
+        self._keys[:] = [BatchKey(epoch, planned) for planned in plan]
+        given = 0
+        try:
+            for made in self._loader:
+                given += 1
+                yield made.received() if isinstance(made, Sent) else made
+        except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
+            ended = _end_of_a_worker(error)
+            if not ended:
+                raise
+            raise TrainingError(f"{ended}; {WHY_WORKERS_END}{'' if given else self._hint}") from error
+
+    def drain(self, seconds: float) -> None:
+        """Receive what the workers still send for batches that nobody wants; not for longer than ``seconds``."""
+        self._keys.clear()
+        with suppress(Exception):  # a worker that died
+            _run_aside(lambda: iter(self._loader), seconds)
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
+        self._loader = None
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
+def decoding_reader(
+    dataloader: Any, samples: SampleReader, toml_path: Config, devices: Sequence[Any], options: LoaderOptions
+) -> tuple[BatchReader, int]:
+    """A reader whose workers make whole batches, and how many slots each has; ``TrainingError`` where none starts."""
     method = _start_method(dataloader)
-    parts = {"the dataset": dataloader.dataset, "worker_init_fn": dataloader.worker_init_fn}
-    parts |= {field.name: getattr(options, field.name) for field in fields(options)}
-    sent = packed((samples, options, dataloader.worker_init_fn), parts)
-    dataset = WorkerDataset(sent, toml_path, devices, in_use)
-    # NOTE: a worker gets the dataset and its method in one pickle, so that they stay one object.
-    return BatchReader(dataloader, dataset, options.seed, method, dataset.start)
-
-
-def packed(value: Any, parts: Mapping[str, Any]) -> bytes:
-    """``value`` pickled; a ``TrainingError`` names the first of its ``parts`` that cannot be pickled."""
+    sent = samples, options, dataloader.worker_init_fn
+    slots = len(devices) * (dataloader.prefetch_factor + ON_THEIR_WAY)
     try:
-        return pickle.dumps(value)
+        dataset = DecodedBatches(pickle.dumps(sent), toml_path, devices, slots)
     except Exception:
-        for name, part in {**parts, "what goes to the workers": value}.items():
+        parts = {"the dataset": samples.dataset, "worker_init_fn": dataloader.worker_init_fn, **vars(options)}
+        for name, part in {**parts, "what goes to the workers": sent}.items():
             try:
                 pickle.dumps(part)
             except Exception as error:
                 problem = f"{name} cannot be sent to the workers ({first_line(error)}); {SENDABLE}"
                 raise TrainingError(problem) from error
         raise
+    return BatchReader(dataloader, dataset, options.seed, method), slots
 
 
 def _start_method(dataloader: Any) -> str:
@@ -220,159 +277,38 @@ def _start_method(dataloader: Any) -> str:
     return method
 
 
-class DecodedByWorkers:
-    """A source of batches that come from the workers complete; on a GPU they are copied out of the workers' memory.
+def _as_it_is(made: Any) -> Any:
+    return made
 
-    ``gathers``: they end up on the first of ``devices``.
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """What is started meanwhile imports nothing from the working directory, where `python -c` looks first.
+
+    The workers' environment keeps the variable until they ``start``. Python 3.10 does not know it.
     """
-
-    def __init__(
-        self,
-        reader: BatchReader,
-        devices: Sequence[Any],
-        batcher: Batcher,
-        statistics: LoaderStatistics,
-        slots: SlotReader,
-        gathers: bool,
-    ) -> None:
-        self._reader, self._batcher, self._statistics, self._slots = reader, batcher, statistics, slots
-        self._devices, self._gathers = devices, gathers
-        self._streams = batcher.aside
-
-    # The methods are those of ``Source``.
-
-    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[SentBatch]:
-        with self._streams.active():
-            generation = self._slots.begin()
-        return self._reader.read(epoch, plan, generation)
-
-    def start(self, planned: PlannedBatch, sent: SentBatch) -> SentBatch:
-        return sent
-
-    def finish(self, planned: PlannedBatch, sent: SentBatch) -> MadeBatch:
-        made: MadeBatch = pickle.loads(sent.made)
-        if made.batch is not None:
-            labels = made.batch.labels if sent.labels is None else sent.labels
-            images, labels = self._own(sent.images, labels)
-            made.batch = Batch(images, labels, **vars(made.batch))
-        return made
-
-    def batch(self, epoch: int, planned: PlannedBatch, made: MadeBatch) -> Batch | None:
-        if made.figures is not None:
-            self._statistics.add(made.figures)
-        if made.failure is not None:
-            error = made.failure.error(TrainingError)
-            raise error from (None if isinstance(error, BadSample) else error.__cause__)
-        if made.samples is not None:
-            return self._batcher.batch(epoch, DecodedBatch(planned, made.samples))
-        if made.label is not None:
-            self._batcher.label = made.label
-        return made.batch
-
-    def close(self) -> None:
-        """Forget the workers' memory, which goes with them, and what they still send."""
-        with self._streams.active():
-            self._slots.begin()
-        if self._streams.are_any:
-            self._reader.drain(DRAIN_SECONDS)
-
-    def _own(self, sent: Any, labels: Any) -> tuple[Any, Any]:
-        """Images and labels in Tensors of this process, for those in a worker's memory."""
-        if not self._streams.are_any:
-            return sent, labels
-        is_list = isinstance(sent, list)
-        written = sent if is_list else [sent]
-        with self._streams.active():
-            images = []
-            for tensor in map(self._slots.read, written):
-                home = self._devices[0] if self._gathers else tensor.device
-                images.append(tensor.clone() if tensor.device == home else self._streams.to(tensor, home))
-            labels = [
-                moved_to(part, partial(self._streams.to, device=image.device))
-                for image, part in zip(images, labels if is_list else [labels], strict=True)
-            ]
-        self._streams.synchronize()
-        for place in written:
-            self._slots.release(place)
-        return (images, labels) if is_list else (images[0], labels[0])
+    is_set = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", SAFE_PATH)
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ["PYTHONSAFEPATH"]
 
 
-# -- GPU memory of a worker that the training process reads: mapped once, used for one batch at a time ----------------
+def _end_of_a_worker(error: Exception) -> str:
+    """What ``error`` says of a worker that has ended; nothing where it is an error in a worker, or another mistake."""
+    if "in DataLoader worker process" in str(error):
+        return ""
+    if not isinstance(error, RuntimeError):  # Tensors that a worker has sent are fetched from it
+        return "a DataLoader worker exited unexpectedly"
+    return first_line(error) if "exited unexpectedly" in str(error) else ""
 
 
-@dataclass(frozen=True)
-class SlotTensor:
-    """The first ``rows`` of slot ``slot`` of a worker, or, where ``slot`` is ``None``, all of ``tensor``.
-
-    ``tensor`` is the slot itself where it is new.
-    """
-
-    worker: int
-    slot: int | None
-    rows: int
-    tensor: Any = None
-
-
-class SlotWriter:
-    """In a worker: copies Tensors to slots that are not in use. ``in_use``: bool, shared by all, workers × ``SLOTS``.
-
-    NOTE: to map another process's memory, and to let it go, waits for all that runs on the GPU; hence not for each
-    batch.
-    """
-
-    def __init__(self, worker: int, in_use: Any) -> None:
-        self._worker, self._in_use = worker, in_use[worker]
-        self._slots: list[Any] = []
-        self._generation = 0
-
-    def write(self, generation: int, tensor: Any) -> SlotTensor:
-        """Where ``tensor`` is now; in another ``generation`` all slots are new: the reader has forgotten the others."""
-        if generation != self._generation:
-            self._generation, self._slots = generation, []
-            self._in_use.zero_()
-        free = [number for number in range(len(self._slots)) if not self._in_use[number]]
-        for number in free:
-            slot = self._slots[number]
-            kind = (slot.shape[1:], slot.dtype, slot.device)
-            if len(tensor) <= len(slot) and kind == (tensor.shape[1:], tensor.dtype, tensor.device):
-                slot[: len(tensor)].copy_(tensor)
-                self._in_use[number] = True
-                return SlotTensor(self._worker, number, len(tensor))
-        # A copy: the Tensor can be a part of something larger, or one that a transform keeps for itself.
-        slot = tensor.clone()
-        number = free[0] if free else len(self._slots)
-        if number == len(self._in_use):
-            return SlotTensor(self._worker, None, len(tensor), slot)
-        self._slots[number : number + 1] = [slot]
-        self._in_use[number] = True
-        return SlotTensor(self._worker, number, len(tensor), slot)
-
-
-class SlotReader:
-    """In the training process: finds what was written since ``begin``."""
-
-    def __init__(self, workers: int) -> None:
-        self.in_use: Any = torch.zeros(workers, SLOTS, dtype=torch.bool).share_memory_()
-        self._slots: dict[tuple[int, int], Any] = {}
-        self._generation = 0
-
-    def begin(self) -> int:
-        """Let all slots go; the number of the generation that begins."""
-        self._slots.clear()
-        self._generation += 1
-        return self._generation
-
-    def read(self, written: Any) -> Any:
-        """The Tensor in the worker's memory, to be copied before it is released; a Tensor of the CPU as it is."""
-        if not isinstance(written, SlotTensor):
-            return written
-        if written.slot is None:
-            return written.tensor
-        if written.tensor is not None:
-            self._slots[written.worker, written.slot] = written.tensor
-        return self._slots[written.worker, written.slot][: written.rows]
-
-    def release(self, written: Any) -> None:
-        """Nothing reads it any more: the worker may write there again."""
-        if isinstance(written, SlotTensor) and written.slot is not None:
-            self.in_use[written.worker, written.slot] = False
+def _run_aside(function: Callable[[], object], timeout: float | None = None) -> None:
+    """``function()`` on another thread; its error, or ``TimeoutError`` after so many seconds, is raised here."""
+    threads = ThreadPoolExecutor(1, "torchpipe-aside")
+    try:
+        threads.submit(function).result(timeout)
+    finally:
+        threads.shutdown(wait=False)

@@ -13,13 +13,12 @@ from torchpipe_py.errors import counted, nearest
 from torchpipe_py.training.batcher import Batcher, LoaderStatistics
 from torchpipe_py.training.decode import Config, Decoder
 from torchpipe_py.training.errors import TrainingError
-from torchpipe_py.training.loader import DecodedHere, LoaderParts, Source, TorchpipeLoader
+from torchpipe_py.training.loader import Source, TorchpipeLoader
 from torchpipe_py.training.options import LoaderOptions, choose_devices
-from torchpipe_py.training.plan import Planner, length_of, samplers_of
+from torchpipe_py.training.plan import length_of, samplers_of
 from torchpipe_py.training.ranks import RankGroup
-from torchpipe_py.training.reader import BatchReader
 from torchpipe_py.training.samples import SampleReader
-from torchpipe_py.training.workers import DecodedByWorkers, SlotReader, worker_reader
+from torchpipe_py.training.workers import BatchReader, ReadBatches, decoding_reader
 
 
 def wrap_dataloader_torchpipe(
@@ -49,8 +48,8 @@ def wrap_dataloader_torchpipe(
     kind = str(parallel_type).lower()
     with ExitStack() as stack:
         ranks: RankGroup | None = None
-        parts: LoaderParts | None = None
         failure: Exception | None = None
+        facts: dict[str, Any] = {}
         if kind == "ddp":
             ranks = RankGroup()
             stack.callback(ranks.close)
@@ -62,17 +61,23 @@ def wrap_dataloader_torchpipe(
             checked = LoaderOptions(transforms_gpu, transforms_cpu, cpu_percentage, **options)
             chosen = choose_devices(kind, local_rank, devices)
             _check(dataloader, ranks)
-            parts = _started(dataloader, toml_path, checked, chosen)
-            stack.callback(parts.close)
+            source = _started(dataloader, toml_path, checked, chosen)
+            stack.callback(source.close)
+            facts = {
+                "seed": checked.seed,
+                "cpu_percentage": checked.cpu_percentage,
+                "samples": length_of(dataloader.dataset),
+                "batches": length_of(dataloader.batch_sampler),
+                "bad_samples": checked.bad_samples,
+            }
         except Exception as error:
             if ranks is None:
                 raise
             failure = error
-        facts = {} if parts is None else {**parts.identity, "bad_samples": parts.options.bad_samples}
         batches = facts["batches"] if ranks is None else _agreed_batches(ranks, facts, failure)
-        assert parts is not None
         stack.pop_all()
-    return TorchpipeLoader(parts, ranks, batches)
+    del facts["bad_samples"]  # training may go on with another policy
+    return TorchpipeLoader(dataloader, source, facts, ranks, batches)
 
 
 def _check(dataloader: Any, ranks: RankGroup | None) -> None:
@@ -99,37 +104,24 @@ def _check(dataloader: Any, ranks: RankGroup | None) -> None:
         raise TrainingError(f"{problem}, this is rank {ranks.rank} of {ranks.count}")
 
 
-def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices: list[Any]) -> LoaderParts:
+def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices: list[Any]) -> Source:
     """Workers, then pipes, then what makes batches of them. Nothing is left running where something is wrong."""
-    statistics, slots = LoaderStatistics(), None
     samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
+    slots = 0
     with ExitStack() as stack:
         # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
         if options.workers_decode:
-            slots = SlotReader(dataloader.num_workers)
-            reader = worker_reader(dataloader, samples, toml_path, devices, options, slots.in_use)
+            reader, slots = decoding_reader(dataloader, samples, toml_path, devices, options)
         else:
-            reader = BatchReader(dataloader, samples, options.seed)
+            reader = BatchReader(dataloader, ReadBatches(samples, dataloader.worker_init_fn), options.seed)
         stack.callback(reader.close)
-        planner = Planner(dataloader, options.seed, options.cpu_percentage)
         decoder = Decoder(toml_path, devices)
         stack.callback(decoder.close)
-        batcher = Batcher(options, devices, samples, statistics, decoder.trial)
-        source: Source
-        if slots is not None:
+        batcher = Batcher(options, devices, samples, LoaderStatistics(), decoder.trial)
+        if options.workers_decode:
             decoder.close()  # it has shown that the pipes can be built
-            source = DecodedByWorkers(reader, devices, batcher, statistics, slots, options.gather)
-            stack.callback(source.close)
-        else:
-            source = DecodedHere(reader, decoder, batcher, statistics)
-        identity = {
-            "seed": options.seed,
-            "cpu_percentage": options.cpu_percentage,
-            "samples": length_of(dataloader.dataset),
-            "batches": length_of(dataloader.batch_sampler),
-        }
-        close = stack.pop_all().close
-        return LoaderParts(options, dataloader.dataset, devices, planner, source, batcher, statistics, identity, close)
+        stack.pop_all()
+    return Source(reader, None if options.workers_decode else decoder, batcher, slots * dataloader.num_workers)
 
 
 def _agreed_batches(ranks: RankGroup, facts: dict[str, Any], failure: Exception | None) -> int | None:
