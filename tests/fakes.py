@@ -17,6 +17,7 @@ import torch
 from torchpipe_py import Backend, pipe
 from torchpipe_py.backends import cuda
 from torchpipe_py.backends.model.cuda_model import CudaModel
+from torchpipe_py.runtime.hand_over import HandOverNode
 
 WAIT = 60.0
 """Seconds after which something that must happen counts as not happening."""
@@ -97,6 +98,22 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
     while not is_true():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
+
+
+def idle_count(node: Any) -> int:
+    """How many instances of a node of a pipe are idle."""
+    if isinstance(node, HandOverNode):
+        return len(node.instances) - node.busy()
+    return len(node.idle.to_wake) + len(getattr(node.idle, "_followers", ()))
+
+
+def all_idle(p: pipe) -> pipe:
+    """The pipe, once nothing is in flight and all its instances are idle."""
+    nodes = p._runtime.nodes.values()
+    eventually(
+        lambda: not p.stats()["inflight"] and all(idle_count(node) == len(node.instances) for node in nodes), str(p)
+    )
+    return p
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -65,7 +65,7 @@ SERVER_MAY_IMPORT = {
         "wire.json_values",
         "wire.values",
     ),
-    *("runtime.deadlines", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build", "plan.sharing"),
+    *("runtime.admission", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build", "plan.sharing"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

@@ -381,7 +381,7 @@ def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_
 
 def test_a_request_that_is_over_before_it_is_handed_over_is_no_load(register: Register) -> None:
     with workers_of(shared(register(Gate().backend))) as (worker,):
-        lane = worker.pipe._runtime.nodes["a"].lane
+        lane = worker.pipe._runtime.nodes["a"]
         request = Request({"data": 1}, nobody_waits, "a")
         pack_sent = remote.pack_sent
 
@@ -560,7 +560,7 @@ def test_answers_are_taken_by_the_thread_that_watches(register: Register, monkey
             watched.clear()
             ended.clear()
             gate.opened.clear()
-        assert worker.pipe._runtime.nodes["a"].current_instance() is None, "a close here would not wait for its end"
+        assert worker.pipe._runtime.current_instance() is None, "a close here would not wait for its end"
         worker.close()
     assert threads == 6 * [threading.get_ident()]
 

@@ -49,19 +49,6 @@ def test_missed_in_the_queue(register: Register) -> None:
     assert data == {"data": "late", "mine": 1}
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_missed_in_the_queue_without_a_waiting_thread(register: Register, most: int) -> None:
-    gate = Gate(most)
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": "running"})
-        late = p.submit({"data": "late"}, timeout=0.0)
-        gate.open()
-        assert "deadline passed while queued at node 'node'" in str(error_of(late))
-        outcome(running)
-        assert p.stats()["nodes"]["node"]["expired"] == 1
-    assert gate.batches == [["running"]]
-
-
 def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
     gate = Gate()
     data: Data = {"data": "slow", "mine": 1}
@@ -77,19 +64,6 @@ def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
         assert p.stats()["inflight"] == 0
     assert gate.batches == [["slow"], ["last"]]
     assert data == {"data": "slow", "mine": 1}
-
-
-def test_a_list_misses_its_deadline_together(register: Register) -> None:
-    gate = Gate()
-    items: list[Data] = [{"data": "slow"}, {"data": "queued"}]
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        with pytest.raises(DeadlineExceeded):
-            p(items, timeout=SOON)
-        assert p.stats()["inflight"] == 0
-        errors = [item.pop("error") for item in items]
-        gate.open()
-    assert [type(error) for error in errors] == [DeadlineExceeded, DeadlineExceeded]
-    assert items == [{"data": "slow"}, {"data": "queued"}]  # nobody touches them any more
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -126,22 +100,6 @@ def test_all_the_time_there_is() -> None:
     with pipe({"backend": "Identity"}) as p:
         p(data, timeout=float("inf"))
     assert data == {"data": 1, "result": 1}
-
-
-def test_dispatch_looks_at_the_deadline_before_each_node(register: Register) -> None:
-    gate = Gate()
-    calls: list[tuple[Data, BaseException | None]] = []
-    data: Data = {"data": "late"}
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": "running"})
-        p.dispatch(data, lambda *call: calls.append(call), timeout=0.0)
-        gate.open()
-        outcome(running)
-        p({"data": "last"})
-    assert gate.batches == [["running"], ["last"]]
-    assert [type(error) for _, error in calls] == [DeadlineExceeded]
-    assert calls[0][0] is data
-    assert data == {"data": "late"}
 
 
 def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> None:

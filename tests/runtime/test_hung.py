@@ -37,25 +37,6 @@ def test_the_figures_tell_how_long_the_oldest_batch_runs(register: Register, mos
     assert node_of(p)["alive"] == 0
 
 
-def test_what_a_caller_runs_counts_as_well(register: Register) -> None:
-    gate = Gate()
-
-    class Anywhere(gate.backend):  # type: ignore[name-defined, misc]
-        def any_thread(self) -> bool:
-            return True
-
-    with pipe({"backend": register(Anywhere)}) as p, gate:
-        while not p._runtime.nodes["node"].lane.idle.count():
-            pass  # until the instance rests, it might take the request itself
-        caller = threading.Thread(target=p, args=({"data": 1},))
-        caller.start()
-        gate.wait_entered()
-        assert node_of(p)["oldest_batch_s"] > 0.0
-        gate.open()
-        caller.join()
-        assert node_of(p)["oldest_batch_s"] == 0.0
-
-
 # -- the end of a program ---------------------------------------------------------------------------------------------
 
 HUNG = """

@@ -18,7 +18,6 @@ from conftest import Register
 from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, eventually, in_threads, outcome
 
 from torchpipe_py import (
-    Backend,
     BackendError,
     BackendUnavailable,
     ConfigError,
@@ -27,7 +26,6 @@ from torchpipe_py import (
     SetupError,
     pipe,
 )
-from torchpipe_py.runtime.idle import Leadership
 
 Data = dict[str, Any]
 Threads = Callable[[], list[threading.Thread]]
@@ -80,13 +78,6 @@ def test_a_closed_pipe_refuses() -> None:
     assert p.stats()["inflight"] == 0
 
 
-def test_a_closed_pipe_has_nothing_queued(register: Register) -> None:
-    for name in ("Identity", register(Gate(most=4).backend)):
-        with pipe({"a": {"backend": name, "instance_num": 2}}) as p:
-            pass
-        assert p.stats()["nodes"]["a"]["queued"] == 0
-
-
 def test_the_context_manager_closes_after_an_error(pipe_threads: Threads) -> None:
     with pytest.raises(KeyError), pipe({"backend": "Identity"}) as p:
         raise KeyError("mine")
@@ -132,27 +123,6 @@ def test_close_while_a_jump_waits(register: Register) -> None:
         p.close()
     assert isinstance(error_of(jumps), PipeClosed)
     outcome(running)
-
-
-def test_close_while_a_leader_waits_for_company(register: Register) -> None:
-    gate = Gate(blocks=lambda data: data == "slow")
-    batches = Gate(most=4, blocks=lambda data: False)
-    config = {
-        "a": {"backend": register(gate.backend), "instance_num": 2, "next": "b"},
-        "b": {"backend": register(batches.backend), "batching_timeout": 60_000},
-    }
-    with pipe(config) as p, gate:
-        slow = gate.hold(p, {"data": "slow"})
-        waiting = p.submit({"data": "waiting"})
-        assert batches.arrived.wait(WAIT)
-        closer = threading.Thread(target=p.close)
-        closer.start()
-        assert isinstance(error_of(waiting), PipeClosed)
-        gate.open()
-        closer.join(WAIT)
-        assert not closer.is_alive()
-        assert isinstance(error_of(slow), PipeClosed)
-    assert batches.batches == []
 
 
 def test_close_from_a_callback(pipe_threads: Threads) -> None:
@@ -240,33 +210,6 @@ def test_a_forgotten_pipe_ends_its_threads(pipe_threads: Threads, used: str) -> 
     del p
     gc.collect()
     assert [thread for thread in threads if thread.is_alive()] == []
-
-
-def test_a_pipe_that_is_collected_on_its_own_thread_ends(
-    register: Register, pipe_threads: Threads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collection may come anywhere, also where that thread holds a lock of its lane."""
-    gate, takes_over = Gate(4), Leadership._takes_over
-    p = pipe({"a": {"backend": register(gate.backend)}})
-    (thread,), lock = pipe_threads(), p._runtime.nodes["a"].lane.idle._lock
-
-    def collect_first(leadership: Leadership) -> bool:
-        gc.collect()
-        return takes_over(leadership)
-
-    monkeypatch.setattr(Leadership, "_takes_over", collect_first)
-    gc.disable()  # elsewhere
-    try:
-        with gate:
-            gate.hold(p, {"data": 1})
-            vars(p)["itself"] = p
-            del p
-        thread.join(WAIT)
-        assert not thread.is_alive()
-    finally:
-        gc.enable()
-        if lock.locked():
-            lock.release()
 
 
 @pytest.mark.parametrize("most", [1, 4])
@@ -407,17 +350,6 @@ def test_a_failing_setup_ends_everything(
     assert sorted(closed) == [*(("fails", index) for index in range(3)), ("works", 0), ("works", 0), ("works", 1)]
 
 
-def test_a_constructor_that_raises(register: Register) -> None:
-    class Fails(Backend):
-        """Cannot even be made."""
-
-        def __init__(self, config: Any) -> None:
-            raise ValueError("not me")
-
-    with pytest.raises(BackendError, match=r"config: node 'node': Fails\d+: ValueError: not me"):
-        pipe({"backend": register(Fails)})
-
-
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (0, 0), (1, inf), (1, 2**63), (1, "8"), (1, None), (1.0, 2)])
 def test_an_impossible_range(register: Register, low: Any, high: Any) -> None:
     class Range(Echo):
@@ -429,22 +361,5 @@ def test_an_impossible_range(register: Register, low: Any, high: Any) -> None:
         def min(self) -> Any:
             return low
 
-    with pytest.raises((BackendError, ConfigError), match=f"range {low}..{high} of Range"):
+    with pytest.raises((BackendError, ConfigError), match=rf"Range\d+ has no valid range: .* not {low} and {high}"):
         pipe({"backend": register(Range)})
-
-
-def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = threading.Thread.start, []
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) == 2:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-        started.append(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        pipe({"a": {"next": "b", "instance_num": 2}, "b": {"instance_num": 2}})
-    for thread in started:
-        thread.join(WAIT)
-    assert [thread for thread in started if thread.is_alive()] == []

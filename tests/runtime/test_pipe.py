@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, error_of, in_threads, outcome
+from fakes import WAIT, Gate, outcome
 
 from torchpipe_py import Backend, BackendError, DecodeError, InvalidRequest, ItemBackend, NoResult, UnknownNode, pipe
 
@@ -37,21 +37,6 @@ class Nothing(Backend):
 # -- calls --------------------------------------------------------------------------------------------------------
 
 
-def test_many_threads(register: Register) -> None:
-    name = register(Double)
-    config = {"a": {"backend": name, "instance_num": 3, "next": "b"}, "b": {"backend": name, "instance_num": 2}}
-
-    def work(index: int) -> None:
-        for number in range(50):
-            data = {"data": 1000 * index + number}
-            p(data)
-            assert data["result"] == 4 * (1000 * index + number)
-
-    with pipe(config) as p:
-        in_threads(16, work)
-        assert (p.stats()["admitted"], p.stats()["inflight"]) == (800, 0)
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_is_several_requests(register: Register, kind: type) -> None:
     items = [{"data": number} for number in range(20)]
@@ -59,14 +44,6 @@ def test_a_list_is_several_requests(register: Register, kind: type) -> None:
         given = kind(items)
         assert p(given) is given
     assert [item["result"] for item in items] == [2 * number for number in range(20)]
-
-
-def test_an_empty_list_is_finished_at_once() -> None:
-    called: list[Data] = []
-    with pipe({"backend": "Identity"}) as p:
-        assert p(called) is called
-        assert outcome(p.submit(called)) is called
-        assert asyncio.run(p.acall(called)) is called
 
 
 def test_a_list_raises_when_all_are_finished(register: Register) -> None:
@@ -185,15 +162,6 @@ def test_a_node_name_that_cannot_be_a_key() -> None:
 # -- outcomes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout", [None, WAIT])
-def test_a_result_of_an_earlier_call_never_leaks(timeout: float | None) -> None:
-    data: Data = {"data": b"no image", "result": "stale", "error": "stale", "mine": 1}
-    with pipe({"backend": "DecodeMat"}) as p:
-        p(data, timeout=timeout)
-    assert data.keys() == {"data", "error", "mine"}
-    assert isinstance(data["error"], DecodeError)
-
-
 def test_an_error_of_an_earlier_call_never_leaks(jpeg: bytes) -> None:
     data: Data = {"data": b"no image"}
     with pipe({"backend": "DecodeMat"}) as p:
@@ -257,40 +225,7 @@ def test_what_forward_raises_is_a_defect_in_a_sequence_too(register: Register, b
         p({"data": 1})
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("most", [1, 4])
-def test_whatever_a_backend_raises_the_node_lives(register: Register, kind: type[BaseException], most: int) -> None:
-    class Raiser(Backend):
-        """Raises what it is told."""
-
-        def forward(self, items: list[Data]) -> None:
-            for item in items:
-                if item["data"] == "raise":
-                    raise kind("on purpose")
-                item["result"] = item["data"]
-
-        def max(self) -> int:
-            return most
-
-    good = [{"data": number} for number in range(3)]
-    with pipe({"backend": register(Raiser)}) as p:
-        with pytest.raises(BackendError, match=f"{kind.__name__}: on purpose") as caught:
-            p([*good, {"data": "raise"}])
-        assert isinstance(caught.value.__cause__, kind)
-        p(data := {"data": 9})
-    assert [item["result"] for item in (*good, data)] == [0, 1, 2, 9]
-
-
 # -- futures ------------------------------------------------------------------------------------------------------
-
-
-def test_submit_gives_the_data_back(register: Register) -> None:
-    data, items = {"data": 1}, [{"data": 2}, {"data": 3}]
-    with pipe({"backend": register(Double)}) as p:
-        assert outcome(p.submit(data)) is data
-        assert outcome(p.submit(items)) is items
-        assert isinstance(error_of(p.submit([{"data": 1}, {"data": "x"}])), BackendError)
-    assert [item["result"] for item in (data, *items)] == [2, 4, 6]
 
 
 def test_acall_gives_the_data_back(register: Register) -> None:
@@ -314,17 +249,6 @@ def test_a_cancelled_future_drops_what_is_queued(register: Register, several: bo
         p({"data": "last"})
         assert queued.cancelled()
     assert gate.batches == [["running"], ["last"]]
-
-
-def test_a_cancelled_future_of_a_running_request(register: Register) -> None:
-    gate = Gate()
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": 1})
-        assert running.cancel()
-        assert p.stats()["inflight"] == 0
-        gate.open()
-        p({"data": 2})
-    assert running.cancelled()
 
 
 def test_a_cancelled_task_drops_what_is_queued(register: Register) -> None:
@@ -435,23 +359,6 @@ def test_a_callback_that_raises_harms_nobody(register: Register, caplog: pytest.
         gate.open()
         assert [outcome(other)["result"] for other in others] == [4, 6, 8, 10]
     assert "a bad callback" in caplog.text
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_a_callback_that_exits_harms_nobody(register: Register, kind: type[BaseException]) -> None:
-    gate = Gate(most=4, blocks=lambda data: data == "first")
-
-    def leave(data: Data, error: BaseException | None) -> None:
-        raise kind
-
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        p.submit({"data": "first"})
-        gate.wait_entered()
-        p.dispatch({"data": 1}, leave)
-        others = [p.submit({"data": number}) for number in (2, 3)]
-        gate.open()
-        assert [outcome(other)["result"] for other in others] == [2, 3]
-    assert gate.batches == [["first"], [1, 2, 3]]
 
 
 # -- description --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from conftest import Register
@@ -147,43 +146,3 @@ def test_random_graphs(register: Register, nodes: dict[str, dict[str, Any]], con
         return
     for (index, _), item in seen.items():
         assert item.get("context") == [index]
-
-
-def test_concurrent_requests_do_not_mix(register: Register) -> None:
-    """A graph with two forks and joins, 8 threads."""
-
-    class Add(ItemBackend):
-        """result = data + amount."""
-
-        amount = Param(int, doc="what to add")
-
-        def forward_item(self, item: Data) -> None:
-            item["result"] = item["data"] + self.amount
-
-    name = register(Add)
-    nodes = {
-        "a": {"backend": name, "amount": 1, "next": "b,c"},
-        "b": {"backend": name, "amount": 10, "next": "d"},
-        "c": {"backend": name, "amount": 100, "next": "d,e"},
-        "d": {"backend": name, "amount": 1000, "map": "b[result:data],c[result:other]", "next": "f"},
-        "e": {"backend": name, "amount": 10000, "next": "f"},
-        "f": {"backend": name, "amount": 0, "map": "d[result:data,other:other],e[result:last]"},
-    }
-    errors: list[str] = []
-
-    def work(thread: int) -> None:
-        for index in range(200):
-            start = 100_000 * (200 * thread + index)
-            data = {"data": start}
-            p(data)
-            if (data["result"], data["other"], data["last"]) != (start + 1011, start + 101, start + 10101):
-                errors.append(f"{start}: {data}")
-
-    with pipe({"global": {"instance_num": 2}, **nodes}) as p:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert p.stats()["inflight"] == 0
-    assert errors == []

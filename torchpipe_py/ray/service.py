@@ -13,7 +13,7 @@ from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
 from torchpipe_py.registry import import_code
-from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.answers import failure, to_line
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError, RouteError, reason

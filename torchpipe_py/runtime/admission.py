@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Protocol
+
+from torchpipe_py.errors import Overloaded
 
 INTERVAL = 0.1
 """Seconds for which the oldest request must have waited longer than the target before any is shed, as CoDel has it."""
@@ -162,7 +165,9 @@ class Patience:
 
 
 class Queued(Protocol):
-    """A node's lane, as far as it says how long a newcomer waits and takes there; seconds."""
+    """A node, as far as it says how long a newcomer waits and takes there; seconds."""
+
+    delay: ControlledDelay | None
 
     def expected_wait(self, now: float) -> float: ...
 
@@ -170,19 +175,93 @@ class Queued(Protocol):
 
 
 class Path:
-    """The way of a request from a root: its lanes in topological order, with those each comes after."""
+    """The way of a request from a root: its nodes in topological order, with those each comes after."""
 
-    def __init__(self, lanes: Mapping[str, Queued], predecessors: Mapping[str, Sequence[str]]) -> None:
-        order = list(lanes)
+    def __init__(self, nodes: Mapping[str, Queued], predecessors: Mapping[str, Sequence[str]]) -> None:
+        order = list(nodes)
         places = {name: place for place, name in enumerate(order)}
         self._steps = [
-            (lanes[name], [places[before] for before in predecessors[name] if before in places]) for name in order
+            (nodes[name], [places[before] for before in predecessors[name] if before in places]) for name in order
         ]
 
     def expected(self, now: float) -> tuple[float, float]:
         """Seconds that a request which enters now waits, and is computed, along the branch that takes longest."""
         ends: list[tuple[float, float]] = []
-        for lane, before in self._steps:
+        for node, before in self._steps:
             waited, computed = max((ends[place] for place in before), key=sum, default=(0.0, 0.0))
-            ends.append((waited + lane.expected_wait(now), computed + lane.expected_compute(now)))
+            ends.append((waited + node.expected_wait(now), computed + node.expected_compute(now)))
         return max(ends, key=sum)
+
+
+class Door:
+    """What a request meets before it enters: refused where it could not be finished in time.
+
+    ``paths`` has the way from each root, ``nodes`` all that any of them passes.
+    """
+
+    def __init__(self, paths: Mapping[str, Path], nodes: Sequence[Queued]) -> None:
+        self.patience: Patience | None = None
+        self._paths, self._nodes = paths, nodes
+
+    def limit_delays(self, target: float | None) -> None:
+        """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
+        self.patience = None if target == 0.0 else Patience()
+        for node in self._nodes:
+            node.delay = ControlledDelay(target)
+
+    def expected_wait(self) -> float:
+        """How long a request that enters now waits along its longest way, by recent times, seconds."""
+        now = perf_counter()
+        return max(path.expected(now)[0] for path in self._paths.values())
+
+    def check(self, seconds: float | None, root: str | None, admitted: int) -> None:
+        """``Overloaded`` where a request that comes now cannot be finished in time; see ``pipe.check_delay``.
+
+        ``admitted`` counts the requests since the start.
+        """
+        now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
+        if bound is None:
+            if self.patience is None:
+                return
+            bound, why = self.patience.bound(admitted, now), "clients leave after"
+            shedding = [node.delay for node in self._nodes if node.delay is not None and node.delay.is_shedding(now)]
+            if bound == math.inf and not shedding:
+                return
+        for path in self._paths.values() if root is None else [self._paths[root]]:
+            waits, computes = path.expected(now)
+            # NOTE: a request that need not wait is begun even if the means say that it takes too long.
+            if not waits:
+                continue
+            takes = waits + computes
+            if shedding and takes > longest(computes):
+                for delay in shedding:
+                    delay.refused(now)
+            elif takes <= (bound if seconds is not None else max(bound, 2 * computes)):
+                continue
+            limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
+            raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
+
+
+class HasDoor(Protocol):
+    """A pipe, as ``Deadlines`` sees it."""
+
+    def check_delay(self, seconds: float | None) -> None: ...
+
+
+class Deadlines:
+    """``longest_ms`` is the deadline of requests that name none, or a later one; 0 is none."""
+
+    def __init__(self, run: HasDoor, longest_ms: float = 0.0) -> None:
+        self._pipe, self._longest_ms = run, longest_ms
+
+    def seconds(self, milliseconds: float | None = None) -> float | None:
+        """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be kept.
+
+        0 is what Thrift clients send that name none: Thrift has no other word for it in most languages.
+        """
+        limit = milliseconds or self._longest_ms
+        if self._longest_ms and not 0 < limit <= self._longest_ms:
+            limit = self._longest_ms
+        seconds = limit / 1000 if limit > 0 else None
+        self._pipe.check_delay(seconds)
+        return seconds

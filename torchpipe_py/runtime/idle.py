@@ -5,13 +5,24 @@ The thread that worked last is woken first: its core is awake and its caches are
 
 from __future__ import annotations
 
+import signal
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable, Sized
 from contextlib import suppress
 from functools import partial
 from operator import methodcaller
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+
+
+def is_main_thread() -> bool:
+    """Whether the calling thread is the one in which handlers of signals run: they may raise between two bytecodes."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def has_handlers() -> bool:
+    """Whether a handler is set that may raise in the main thread: Ctrl-C's is, unless somebody changed that."""
+    return any(callable(signal.getsignal(number)) for number in signal.valid_signals())
 
 
 class Sleeper:
@@ -27,58 +38,18 @@ class Sleeper:
 S = TypeVar("S", bound=Sleeper)
 
 
-def waker(sleepers: list[S]) -> Callable[[], Any]:
-    """What takes the last one out of ``sleepers`` and wakes it; it raises ``IndexError`` where there is none.
+class Idle:
+    """Sleepers ``to_wake`` when work is added to ``queue``.
 
-    NOTE: all of that is one call of C. The handler of a signal may raise in the main thread between any two bytecodes,
-    and whom it had taken out and not woken would sleep for ever.
-    """
-    return partial(next, map(methodcaller("wake"), iter(sleepers.pop, None)))
-
-
-class IdleStack(Generic[S]):
-    """Idle sleepers who take requests from ``queue`` one at a time.
-
-    Whoever adds to the queue calls ``wake_one`` if there is one ``to_wake``. A sleeper first enters that and then
-    looks for work, whoever adds work does it the other way round: so no work is left with everybody asleep.
+    A sleeper first enters ``to_wake`` and then looks for work. Who adds work does it the other way round, and calls
+    ``wake_one`` if anybody is ``to_wake``. So no work is left while everybody sleeps.
     """
 
     def __init__(self, queue: Sized) -> None:
-        self.to_wake: list[S] = []
+        self.to_wake: list[Any] = []
         self._wake_last = waker(self.to_wake)
         self._queue = queue
         self._closed = False
-
-    def count(self) -> int:
-        """How many are idle."""
-        return len(self.to_wake)
-
-    def sleep(self, sleeper: S) -> bool:
-        """Sleep until there is work; ``False`` once closed. There may be none left on waking up."""
-        self.to_wake.append(sleeper)
-        if self._queue or self._closed:
-            try:
-                self.to_wake.remove(sleeper)
-            except ValueError:
-                sleeper.sleep()  # somebody took it out to wake it
-        else:
-            sleeper.sleep()
-        return not self._closed
-
-    def borrow(self) -> S | None:
-        """One that is idle and sleeps on, so that another thread can stand in for it; ``None`` if there is work."""
-        if self._queue or self._closed:
-            return None
-        try:
-            return self.to_wake.pop()
-        except IndexError:
-            return None
-
-    def give_back(self, sleeper: S) -> None:
-        """A borrowed one is idle again."""
-        self.to_wake.append(sleeper)
-        if self._queue or self._closed:
-            self.wake_one()
 
     def wake_one(self) -> None:
         """Wake one that is idle, if any."""
@@ -87,12 +58,6 @@ class IdleStack(Generic[S]):
         except IndexError:
             return
 
-    def recover(self, sleeper: S) -> None:
-        """After an exception, wherever that met the sleeper's thread: it is awake, and nobody is about to wake it."""
-        with suppress(ValueError):
-            self.to_wake.remove(sleeper)
-        sleeper.sleep(False)
-
     def close(self) -> None:
         """Wake everybody; nobody is idle any more."""
         self._closed = True
@@ -100,34 +65,64 @@ class IdleStack(Generic[S]):
             self.wake_one()
 
 
-def _nothing_more() -> bool:
-    return False
+def waker(sleepers: list[S]) -> Callable[[], Any]:
+    """What removes the last one of ``sleepers`` and wakes it; it raises ``IndexError`` if there is none.
+
+    NOTE: all of that is one call of C. A handler of a signal may raise in the main thread between any two bytecodes:
+    a sleeper that was removed and not woken would sleep for ever.
+    """
+    return partial(next, map(methodcaller("wake"), iter(sleepers.pop, None)))
 
 
-class Leadership:
-    """Idle sleepers of whom one leads: it collects from ``queue``, and may have ``kept`` some of it.
+class IdleStack(Idle):
+    """Idle sleepers that take requests from ``queue`` one at a time."""
+
+    def sleep(self, sleeper: Sleeper) -> bool:
+        """Sleep until there is work; ``False`` once closed. There may be none left on waking up."""
+        self.to_wake.append(sleeper)
+        if self._queue or self._closed:
+            try:
+                self.to_wake.remove(sleeper)
+            except ValueError:
+                sleeper.sleep()  # somebody removed it to wake it
+        else:
+            sleeper.sleep()
+        return not self._closed
+
+    def borrow(self) -> Any:
+        """One that is idle and sleeps on, so that another thread can stand in for it; ``None`` if there is work."""
+        if self._queue or self._closed:
+            return None
+        try:
+            return self.to_wake.pop()
+        except IndexError:
+            return None
+
+    def give_back(self, sleeper: Sleeper) -> None:
+        """A borrowed one is idle again."""
+        self.to_wake.append(sleeper)
+        if self._queue or self._closed:
+            self.wake_one()
+
+
+class Leadership(Idle):
+    """Idle sleepers of which one leads: it collects from ``queue``, and may have ``kept`` some of it.
 
     Only the leader, while it sleeps, is ``to_wake``: when work comes, and when nothing is under way any more that could
-    join what it has kept. It stays the leader while it collects. Then it hands over to one that is idle, who is woken
+    join what it has kept. It stays the leader while it collects. Then it hands over to one that is idle, which is woken
     only if work is left. ``has_more()`` is asked when the leader is about to sleep: whether there is work that is not
     in the queue yet; from then on somebody else adds it, until the leader has collected.
     """
 
     def __init__(self, queue: Sized, kept: Sized) -> None:
-        self.to_wake: list[Sleeper] = []
-        self.has_more: Callable[[], bool] = _nothing_more
-        self._wake_leader = waker(self.to_wake)
+        super().__init__(queue)
+        self.has_more: Callable[[], bool] = bool
         self._followers: list[Sleeper] = []
         self._wake_follower = waker(self._followers)
-        self._queue, self._kept = queue, kept
-        self._lock = threading.Lock()  # of who leads and who follows
+        self._kept = kept
+        self._lock = threading.RLock()  # of who leads and who follows; a handler of a signal may close the pipe
         self._leader: Sleeper | None = None
         self._is_woken = False  # the leader was woken before it fell asleep
-        self._closed = False
-
-    def count(self) -> int:
-        """How many are idle, the leader among them while it sleeps."""
-        return len(self.to_wake) + len(self._followers)
 
     def lead(self, sleeper: Sleeper) -> bool:
         """Sleep until the sleeper leads and there may be work; ``False`` once closed."""
@@ -166,15 +161,11 @@ class Leadership:
     def hand_over(self) -> None:
         """The leader stops leading; another one that is idle leads, and is woken if work is left."""
         with self._lock:
-            # NOTE: in this order, an exception in between leaves one whom `_takes_over` finds.
             self._leader = None
             if not self._followers:
                 return
             self.to_wake.append(successor := self._followers.pop())
             self._leader = successor
-        self._wake_for_work()
-
-    def _wake_for_work(self) -> None:
         if self._queue or self._kept or self._closed or self.has_more():
             self.wake_one()
 
@@ -183,7 +174,6 @@ class Leadership:
         self._rest(leader, False, timeout)
 
     def _rest(self, leader: Sleeper, has_work: bool, timeout: float = -1) -> None:
-        # NOTE: is there to be woken before it looks for work; who adds work does it the other way round.
         self.to_wake.append(leader)
         stays = has_work or self._queue or self._is_woken or self._closed or self.has_more()
         is_woken = not stays and leader.sleep(True, timeout)
@@ -194,34 +184,10 @@ class Leadership:
                 leader.sleep()  # woken after all, in the last moment
         self._is_woken = False
 
-    def wake_one(self) -> None:
-        """Wake the leader if it sleeps."""
-        try:
-            self._wake_leader()
-        except IndexError:
-            return
-
     def wake_leader(self) -> None:
         """Wake the leader if it sleeps; if it is about to, it will not."""
         self._is_woken = True
         self.wake_one()
-
-    def is_leader(self, sleeper: Sleeper) -> bool:
-        """Whether it leads, asleep or awake."""
-        return self._leader is sleeper
-
-    def recover(self, sleeper: Sleeper) -> None:
-        """After an exception, wherever that met the sleeper's thread: it is awake, follows nobody and leads nobody."""
-        with self._lock:
-            for sleepers in (self.to_wake, self._followers):
-                with suppress(ValueError):
-                    sleepers.remove(sleeper)
-            leads = self._leader is sleeper or self._leader in self._followers  # just before it had taken over
-        sleeper.sleep(False)
-        if leads:
-            self.hand_over()
-        else:
-            self._wake_for_work()  # perhaps it had handed over, and not woken its successor
 
     def close(self) -> None:
         """Wake everybody; nobody is idle any more."""

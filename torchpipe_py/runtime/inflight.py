@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import BackendError, NoResult, Overloaded, PipeClosed, counted, describe, log_failure
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.request import Branches, Request, is_own, nobody_waits
+from torchpipe_py.runtime.idle import is_main_thread
+from torchpipe_py.runtime.request import Branches, Request, nobody_waits
 from torchpipe_py.runtime.routes import Enter
-from torchpipe_py.runtime.signals import is_interrupt, is_main_thread
 
 
 class InFlight:
@@ -38,7 +38,7 @@ class InFlight:
     def refuse(self) -> None:
         """Take no further request."""
         # NOTE: without the lock, which the main thread may have while a handler of a signal closes the pipe there. What
-        # is counted in at this moment comes to lanes that are closed.
+        # is counted in at this moment comes to nodes that are closed.
         self.refusal = self.refusal or "the pipe is closed"
 
     def after_fork(self) -> None:
@@ -129,17 +129,15 @@ class InFlight:
                         del request.caller_data[key]
                     request.caller_data.update(data)
                 data = request.caller_data
-        except BaseException as failure:  # the dict may be of a class of the caller's own
-            if is_interrupt(failure):
-                raise
+        except Exception as failure:  # another thread may change the caller's dict
             error = request.error = error or BackendError(f"the request's dict: {describe(failure)}")
         # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
         on_done, request.on_done = request.on_done, nobody_waits
         try:
             on_done(data, error)
         except BaseException as failure:
-            if is_interrupt(failure) or (is_main_thread() and is_own(on_done)):
-                raise
+            if is_main_thread() and not isinstance(failure, Exception):
+                raise  # a handler of a signal, Ctrl-C's say, has raised it
             log_failure(f"{self.name}: the callback of a finished request failed", failure)
         finally:
             if request.links is not None:  # NOTE: anew, since a jump may have made them until the request was done.

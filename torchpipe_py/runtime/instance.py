@@ -6,22 +6,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
 
-from torchpipe_py.backends.base import Backend, BackendConfig
+from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
+from torchpipe_py.backends.control.basic import Composed
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import log_failure
+from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.idle import Sleeper
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.statistics import Record
 
-Serve = Callable[["Instance"], None]
-
-
-def _no_backend(index: int) -> Backend:
-    """In place of a backend before its set-up and after its end."""
-    return Backend(BackendConfig(instance=index))
+THREAD_PREFIX = "torchpipe-"
+"""Of the names of threads that a pipe has."""
 
 
 class Instance(Sleeper):
@@ -36,10 +35,9 @@ class Instance(Sleeper):
 
     def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
         super().__init__()
-        self.index = index
-        self.backend = _no_backend(index)
+        self.node, self.index = node, index
+        self.backend = Backend(BackendConfig(instance=index))  # in place of one before its set-up and after its end
         self.max = self.min = 1
-        self.setup_error: BaseException | None = None
         self.taken: Sequence[Request] = ()
         self.busy = 0
         self.stand_ins: set[int] = set()
@@ -47,36 +45,39 @@ class Instance(Sleeper):
         self.deadline: float | None = None
         self.last_compute = 0.0  # seconds
         self.record = Record(node, index)
-        self.node, self._create = node, create
+        self._create: Callable[[int], Backend] | None = create
+        self._setup_error: BaseException | None = None
         self._is_set_up, self._is_opened = threading.Event(), threading.Event()
-        self._serve: Serve | None = None
-        self._thread: threading.Thread | None = None
+        self._serve: Callable[[Instance], None] | None = None
+        self._thread = threading.Thread(target=self._main, name=f"{THREAD_PREFIX}{node}-{index}", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which sets the backend up."""
-        name = f"torchpipe-{self.node}-{self.index}"
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
     def wait_setup(self) -> BaseException | None:
         """Wait until the backend is set up; what that raised, if anything."""
         self._is_set_up.wait()
-        return self.setup_error
+        return self._setup_error
 
-    def open(self, serve: Serve | None) -> None:
+    def open(self, serve: Callable[[Instance], None] | None) -> None:
         """Let the thread run ``serve(self)``, or end at once."""
         self._serve = self._serve or serve
         self._is_opened.set()
 
     def join(self, until: float) -> None:
         """Wait for the thread to end, no longer than ``until``."""
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(max(0.0, until - perf_counter()))
+        self._thread.join(max(0.0, until - perf_counter()))
 
     @property
     def is_alive(self) -> bool:
         """Whether its thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
+
+    def rest(self) -> None:
+        """It is idle, and keeps nothing of its last batch."""
+        self.taken = ()
+        self.started = self.busy = 0
 
     def running_s(self, now: float) -> float:
         """Seconds since the ``forward`` began that runs now, on either thread or elsewhere; 0.0 where none runs."""
@@ -85,7 +86,7 @@ class Instance(Sleeper):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Meanwhile its ``forward`` does not run: it waits for memory, which others give back."""
+        """Meanwhile its ``forward`` does not run: it waits for memory, or for what other nodes do."""
         self.started = 0.0
         try:
             yield
@@ -101,33 +102,54 @@ class Instance(Sleeper):
         try:
             self._set_up()
         except BaseException as error:
-            self.setup_error = error
+            self._setup_error = error
         finally:
             self._is_set_up.set()
         self._is_opened.wait()
         CURRENT.waiter = self
+        if self._serve is not None:
+            self._serve(self)
         try:
-            if self._serve is not None:
-                self._serve(self)
-        finally:
-            self._tear_down()
+            self.backend.close()
+        except BaseException as error:
+            log_failure(f"node {self.node!r}: close of instance {self.index} failed", error)
+        # What the instances share, an engine say, goes with the last of them.
+        self.backend, self._create = Backend(BackendConfig(instance=self.index)), None
 
     def _set_up(self) -> None:
+        assert self._create is not None
         self.backend = self._create(self.index)
         self.backend.setup()
         low, high = self.backend.min(), self.backend.max()
         are_sizes = isinstance(low, Integral) and isinstance(high, Integral)
         if not (are_sizes and 1 <= low <= high <= sys.maxsize):
             raise ValueError(
-                f"range {low}..{high} of {self.backend.config.label} is none: min() and max() are integers, "
-                f"1 <= min() <= max() <= {sys.maxsize}"
+                f"{self.backend.config.label} has no valid range: min() and max() must be integers with "
+                f"1 <= min() <= max() <= {sys.maxsize}, not {low} and {high}"
             )
         self.max, self.min = int(high), int(low)
 
-    def _tear_down(self) -> None:
-        try:
-            self.backend.close()
-        except BaseException as error:
-            log_failure(f"node {self.node!r}: close of instance {self.index} failed", error)
-        # What the instances share, an engine say, goes with the last of them.
-        self.backend, self._create = _no_backend(self.index), _no_backend
+
+def creator(plan: NodePlan, graphs: Graphs | None = None) -> Callable[[int], Backend]:
+    """From the index of an instance to its backend: several parts of an ``&`` are one backend."""
+    counts = plan.spec.instance_num
+    shared = [Shared() for _ in plan.backends]
+
+    def create(instance: int) -> Backend:
+        config = BackendConfig(
+            label=plan.label,
+            device_id=plan.spec.device_id,
+            instance=instance,
+            instance_num=max(counts),
+            processes=plan.processes,
+            reaches_caller=plan.reaches_caller,
+            graphs=graphs,
+        )
+        parts = [
+            backend.create(replace(config, shared=own, instance_num=count))
+            for backend, count, own in zip(plan.backends, counts, shared, strict=True)
+            if instance < count
+        ]
+        return parts[0] if len(parts) == 1 else Composed(replace(config, children=tuple(parts)))
+
+    return create

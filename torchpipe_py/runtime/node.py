@@ -1,117 +1,172 @@
-"""A node: its instances with a thread each, their backends, and the lane on which requests come to them."""
+"""A node: how requests come to its instances, and what becomes of them there.
+
+It is a ``SingleNode`` where each instance takes one request at a time, a ``DeferredNode`` where the work goes on
+elsewhere meanwhile, a ``HandOverNode`` where another process does it, a ``BatchingNode`` where it takes batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from time import perf_counter
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter, sleep
+from typing import Any, Protocol, TypeVar
 
-from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
-from torchpipe_py.backends.control.basic import Composed
-from torchpipe_py.backends.control.python import PythonClass
-from torchpipe_py.backends.deferred import DeferredBackend, HandOverBackend
-from torchpipe_py.plan.build import NodePlan
+from torchpipe_py.errors import (
+    BackendError,
+    DeadlineExceeded,
+    EngineUnavailable,
+    NoResult,
+    Overloaded,
+    PipeClosed,
+    WorkerDied,
+    describe,
+    logger,
+)
+from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.runtime.admission import ComputeTimes, ControlledDelay
+from torchpipe_py.runtime.idle import Idle
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes.batching import BatchingLane
-from torchpipe_py.runtime.lanes.deferred import DeferredLane
-from torchpipe_py.runtime.lanes.hand_over import HandOverLane
-from torchpipe_py.runtime.lanes.lane import Around, Fail, Lane, Led, Source
-from torchpipe_py.runtime.lanes.single import SingleLane
+from torchpipe_py.runtime.request import Caller, Request
 from torchpipe_py.runtime.statistics import summed
-from torchpipe_py.runtime.tracing import Recorder
+
+_PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that comes at once does not take a core
+
+Fail = Callable[[Request, BaseException], object]
+
+T = TypeVar("T")
+
+
+class Around(Protocol):
+    """Runs a backend on requests, as of the time it started, in a context of their own."""
+
+    def __call__(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T: ...
+
+
+class Source(Protocol):
+    """Where requests wait before they come to a pipe: the leaders of the nodes that they enter fetch them."""
+
+    def fetch(self, node: Node, /) -> None:
+        """Bring what is there, on the calling thread. The node's leader comes again before it sleeps."""
+
+    def announce(self, node: Node, /) -> bool:
+        """The node's leader is about to sleep: bring what comes, until it fetches; whether something is there now."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """What the calling thread completes meanwhile is told at once at the end."""
 
 
 class Node:
-    """N instances and a lane, which is chosen once their backends are set up.
+    """Instances, their queue, and the outcome of each request that they run. It is made when they are set up.
 
-    ``fail(request, error)`` completes a request that cannot go on. ``waiting`` is shared by the lanes of a pipe.
+    ``put`` may be called from any thread. ``deliver(request)`` takes on what is finished, on the thread that finished
+    it; ``fail(request, error)`` completes what cannot go on. ``upstream`` holds the nodes from which a request can
+    still reach this one, perhaps itself, and ``both_ways`` other nodes that come both before and after this one, in
+    however many steps; they and ``deliver`` are set before the first request. ``waiting``, shared by
+    the nodes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
+    leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
+    A batch is delivered inside ``together()``. With ``delay``, requests that are not worth computing any more are
+    refused when they leave the queue, and the leader makes batches that meet their deadlines.
     """
 
-    lane: Lane
+    idle: Idle
+    upstream: Sequence[Node]
+    both_ways: Collection[Node]
+    deliver: Callable[[Request], object]
 
-    def __init__(
-        self,
-        name: str,
-        create: Sequence[Callable[[int], Backend]],
-        *,
-        timeout: float,
-        fail: Fail,
-        waiting: set[Led],
-    ) -> None:
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
         self.name = name
-        self.instances = [Instance(name, index, make) for index, make in enumerate(create)]
-        self.max = self.min = 1
-        self._timeout, self._fail, self._waiting = timeout, fail, waiting
-        self._is_open = False
+        self.label = instances[0].backend.config.label
+        self.instances = instances
+        self.max = max(instance.max for instance in instances)
+        self.min = min(instance.min for instance in instances)
+        self.fail = fail
+        self.is_closing = False
+        self.around: Around | None = None
+        self.times = ComputeTimes()
+        self.delay: ControlledDelay | None = None
+        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._waiting = waiting
+        self._queue: deque[Request] = deque()
+        self._reached: set[Request] = set()  # requests that callers are about to run here
+        self._paused: set[Instance] = set()
 
-    def start(self) -> None:
-        """Start the threads; their backends are set up side by side."""
-        for instance in self.instances:
-            instance.start()
+    def put(self, request: Request) -> None:
+        """Queue a request, from any thread; that of a blocked caller may stay with its thread instead."""
+        if request.caller is not None and self._stays_with_caller(request, request.caller):
+            return
+        request.caller = None
+        self._queue.append(request)
+        if self.idle.to_wake:
+            self.idle.wake_one()
+        if self.is_closing:
+            self._fail_queued()
 
-    def wait_setup(self) -> BaseException | None:
-        """Wait until every backend is set up, and choose the lane; or the first error."""
-        errors = [instance.wait_setup() for instance in self.instances]
-        error = next((error for error in errors if error is not None), None)
-        if error is None:
-            self.max = max(instance.max for instance in self.instances)
-            self.min = min(instance.min for instance in self.instances)
-            self.lane = self._choose_lane()
-        return error
+    def _stays_with_caller(self, request: Request, caller: Caller) -> bool:
+        """Whether the caller's thread is to run the request here itself, when it comes to that."""
+        return False
 
-    def _choose_lane(self) -> Lane:
-        common = self.name, self.instances, self._fail, self._waiting
-        if self.max > 1:
-            return BatchingLane(*common, self._timeout)
-        if isinstance(self.instances[0].backend, HandOverBackend):
-            return HandOverLane(*common)
-        if all(isinstance(instance.backend, DeferredBackend) for instance in self.instances):
-            return DeferredLane(*common)
-        return SingleLane(*common)
+    def serve(self, instance: Instance) -> None:
+        """Run what comes until the node is closed: the main loop of an instance's thread, which no exception ends."""
+        while True:
+            try:
+                self._serve(instance)
+                return
+            except BaseException as error:
+                for request in instance.taken:
+                    self.fail(request, self._backend_error(error))
+                instance.rest()
+                self._wake_leaders()
+                logger.error("node %r: instance %d goes on after %s", self.name, instance.index, describe(error))
+                sleep(_PAUSE)
 
-    def open(self) -> None:
-        """Let the instances take requests, once those of all nodes are set up."""
-        self._is_open = True
-        for instance in self.instances:
-            instance.open(self.lane.serve)
-
-    def refuse(self) -> None:
-        """Run nothing more: what comes from now on fails with ``PipeClosed``."""
-        if self._is_open:
-            self.lane.is_closing = True
+    def _serve(self, instance: Instance) -> None:
+        """Run what comes until the node is closed."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
-        if self._is_open:
-            self.lane.close()
-        for instance in self.instances:
-            instance.open(None)  # for those that were not let do so yet
+        self.is_closing = True
+        self._fail_queued()
+        self.idle.close()
 
-    @property
-    def has_own_code(self) -> bool:
-        """Whether one of its backends is none of this package's."""
-        return any(_is_own_code(instance.backend) for instance in self.instances)
+    @contextmanager
+    def paused(self, instance: Instance) -> Iterator[None]:
+        """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
+        busy, instance.busy = instance.busy, 0
+        self._paused.add(instance)
+        self._wake_leaders()
+        try:
+            with instance.waiting():
+                yield
+        finally:
+            self._paused.discard(instance)
+            instance.busy = busy
 
-    def instrument(self, recorder: Recorder, around: Around | None) -> None:
-        """Tell ``recorder`` of each batch from now on, and run ``forward`` by ``around``."""
-        for instance in self.instances:
-            instance.record.traces = (*instance.record.traces, recorder)
-        self.lane.around = around
+    def load(self) -> int:
+        """Requests here that are not delivered yet, and could be; a moment's estimate."""
+        if len(self._paused) == len(self.instances):
+            return 0  # what is queued has to wait for the other nodes
+        return self.queued() + len(self._reached) + sum(instance.busy for instance in self.instances)
 
-    def draw_from(self, source: Source) -> bool:
-        """Before the first request: have the lane's leader fetch what waits there; ``False`` where it has none."""
-        if isinstance(self.lane, BatchingLane):
-            self.lane.draw_from(source)
-            return True
-        return False
+    def queued(self) -> int:
+        """Requests that wait here; a moment's estimate."""
+        return 0 if self.is_closing else len(self._queue)
 
-    def current_instance(self) -> Instance | None:
-        """The instance whose thread, or whose stand-in, is calling."""
-        return next((instance for instance in self.instances if instance.is_current), None)
+    def busy(self) -> int:
+        """Instances that have requests."""
+        return sum(1 for instance in self.instances if instance.busy)
+
+    def expected_wait(self, now: float) -> float:
+        """How long a request that comes now waits for an instance, by recent compute times, seconds."""
+        return self.times.wait(self.queued(), self.busy(), len(self.instances), self.max, now)
+
+    def expected_compute(self, now: float) -> float:
+        """How long it is computed then, seconds."""
+        return self.times.expected(min(self.max, self.queued() + 1), now)
 
     def stats(self) -> dict[str, Any]:
-        """One node now, and since it started; see ``torchpipe_py.runtime.statistics``.
+        """The node now, and since it started; see ``torchpipe_py.runtime.statistics``.
 
         ``alive`` counts the instances whose thread runs, ``busy`` those that have requests. ``oldest_batch_s`` is how
         long the ``forward`` runs that has run longest, 0.0 where none does.
@@ -122,38 +177,95 @@ class Node:
             "alive": sum(1 for instance in self.instances if instance.is_alive),
             "min": self.min,
             "max": self.max,
-            "queued": self.lane.queued(),
-            "busy": self.lane.busy(),
+            "queued": self.queued(),
+            "busy": self.busy(),
             "oldest_batch_s": max(instance.running_s(now) for instance in self.instances),
             **summed([instance.record for instance in self.instances]),
         }
 
+    # -- outcomes -------------------------------------------------------------------------------------------------
 
-def _is_own_code(backend: Backend) -> bool:
-    is_builtin = type(backend).__module__.startswith("torchpipe_py.") and not isinstance(backend, PythonClass)
-    return not is_builtin or any(map(_is_own_code, backend.config.children))
+    def _starts(self, instance: Instance, request: Request, now: float, size: int = 1) -> bool:
+        """Whether the request is to be run in a batch of ``size``, its dict ready for that; else it is completed."""
+        if request.done:
+            return False
+        if self.is_closing:
+            self._fail_closed(request)
+            return False
+        if self.delay is not None:
+            if not self._is_worth_it(self.delay, instance, request, now, size):
+                return False
+        elif request.deadline is not None and now >= request.deadline:
+            self._expire(instance, request)
+            return False
+        # A result or an error is what this backend says, never what an earlier one said.
+        request.data.pop(TASK_RESULT_KEY, None)
+        request.data.pop(TASK_ERROR_KEY, None)
+        return True
 
+    def _is_worth_it(self, delay: ControlledDelay, instance: Instance, request: Request, now: float, size: int) -> bool:
+        """Whether the request can meet its deadline, or, without one, has not waited too long; else it is completed."""
+        if request.deadline is None and not delay.sheds:
+            return True
+        waited, compute = now - request.arrived, self.times.expected(size, now)
+        if request.deadline is not None:
+            if now + compute < request.deadline:
+                return True
+            self._expire(instance, request)
+        elif delay.took(waited, compute, now):
+            instance.record.expired += 1
+            retry = max(1, round(1000 * self.expected_wait(now)))
+            text = f"waited {1000 * waited:.0f} ms at node {self.name!r}, which has more requests than it can take"
+            self.fail(request, Overloaded(text, retry_after_ms=retry))
+        else:
+            return True
+        return False
 
-def creators(plan: NodePlan, graphs: Graphs) -> list[Callable[[int], Backend]]:
-    """One function for each instance, from its index to its backend: several parts of an ``&`` are one backend."""
-    counts = plan.spec.instance_num
-    shared = [Shared() for _ in plan.backends]
+    def _expire(self, instance: Instance, request: Request) -> None:
+        """The request's deadline has passed before it was run, or would pass meanwhile."""
+        if not request.done:
+            instance.record.expired += 1
+        self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
 
-    def create(instance: int) -> Backend:
-        config = BackendConfig(
-            label=plan.label,
-            device_id=plan.spec.device_id,
-            instance=instance,
-            instance_num=max(counts),
-            processes=plan.processes,
-            reaches_caller=plan.reaches_caller,
-            graphs=graphs,
-        )
-        parts = [
-            backend.create(replace(config, shared=own, instance_num=count))
-            for backend, count, own in zip(plan.backends, counts, shared, strict=True)
-            if instance < count
-        ]
-        return parts[0] if len(parts) == 1 else Composed(replace(config, children=tuple(parts)))
+    def _go_on(self, instance: Instance, request: Request) -> None:
+        try:
+            data = request.data
+            if TASK_RESULT_KEY not in data and TASK_ERROR_KEY not in data:
+                data[TASK_ERROR_KEY] = NoResult(f"node {self.name!r}: {self.label} gave no result")
+            self.deliver(request)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
 
-    return [create] * max(counts)
+    def _fail_defect(self, instance: Instance, request: Request, error: BaseException) -> None:
+        instance.record.failed += 1
+        if request.links is not None and request.links.timeline is not None:
+            request.links.timeline.fail(request.node, error)
+        request.data.pop(TASK_RESULT_KEY, None)
+        self.fail(request, error if self._is_no_defect(request, error) else self._backend_error(error))
+
+    def _is_no_defect(self, request: Request, error: BaseException) -> bool:
+        """Whether the caller gets the error as it is."""
+        kind = type(error)  # what an exception says of its own class may raise
+        if issubclass(kind, PipeClosed):
+            return self.is_closing  # a jump's own requests were closed, say
+        if issubclass(kind, DeadlineExceeded):
+            return request.deadline is not None and perf_counter() >= request.deadline
+        return issubclass(kind, (WorkerDied, EngineUnavailable))
+
+    def _backend_error(self, error: BaseException) -> BackendError:
+        """What a caller gets for an exception in a backend."""
+        failure = BackendError(f"node {self.name!r}: {self.label}: {describe(error)}")
+        failure.__cause__ = error
+        return failure
+
+    def _fail_closed(self, request: Request) -> None:
+        self.fail(request, PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}"))
+
+    def _fail_queued(self) -> None:
+        for request in list(self._queue):
+            self._fail_closed(request)
+
+    def _wake_leaders(self) -> None:
+        for node in list(self._waiting):
+            if not node.is_awaiting():
+                node.idle.wake_leader()

@@ -15,6 +15,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from torchpipe_py.backends.base import Backend
+from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
@@ -22,19 +24,19 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
-from torchpipe_py.runtime.lanes.lane import Source
-from torchpipe_py.runtime.request import CallerThread, Countdown, OnDone, Request, deadline_after
+from torchpipe_py.runtime.batching import BatchingNode
+from torchpipe_py.runtime.idle import is_main_thread
+from torchpipe_py.runtime.node import Node, Source
+from torchpipe_py.runtime.request import Countdown, OnDone, Request, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
-from torchpipe_py.runtime.signals import is_main_thread
-from torchpipe_py.runtime.statistics import Record
-from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Recorder, Trace
+from torchpipe_py.runtime.single import DeferredNode
+from torchpipe_py.runtime.statistics import Recorder
+from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from torchpipe_py.runtime.spans import Spans
-
-_LOCK_SECONDS = 0.1  # that a future's lock is waited for, which others hold for microseconds
 
 Data = dict[str, Any]
 
@@ -90,11 +92,12 @@ class pipe:
         if CURRENT.waiter is not None:
             self._runtime.refuse_wait(CURRENT.waiter, requests)
         stands_in = timeout is None and len(requests) == 1 and not is_main_thread()
-        caller = requests[0].caller = CallerThread() if stands_in else None
+        caller = requests[0].caller = [] if stands_in else None
         try:
             self._runtime.inflight.submit(requests)
-            if caller is not None:
-                caller.run()
+            while caller:  # until other threads have taken over, or the request is through
+                node, request = caller.pop()
+                node.run_on_caller(request)
             if timeout is None:
                 lock.acquire()
             elif not lock.acquire(timeout=_seconds(timeout)):
@@ -147,7 +150,7 @@ class pipe:
     @property
     def has_own_code(self) -> bool:
         """Whether a backend is none of this package's."""
-        return self._runtime.has_own_code
+        return any(_has_own_code(node) for node in self._runtime.nodes.values())
 
     def draw_from(self, source: Source) -> bool:
         """Before the first request: have the nodes that requests enter fetch them there when they form a batch.
@@ -155,7 +158,14 @@ class pipe:
         ``False`` where some do not, as they form none: ``source`` brings to these what it has, as it comes. Each batch
         is delivered inside ``source.together()``.
         """
-        return self._runtime.draw_from(source)
+        runtime = self._runtime
+        for node in runtime.nodes.values():
+            node.together = source.together
+        entered = [runtime.nodes[owner] for owner in {runtime.plans[root].spec.owner for root in self._roots}]
+        fetching = [node for node in entered if isinstance(node, BatchingNode)]
+        for node in fetching:
+            node.draw_from(source)
+        return len(fetching) == len(entered)
 
     def max(self) -> int:
         """The largest batch any node forms."""
@@ -170,11 +180,19 @@ class pipe:
 
         ``UnknownNode`` where the root is none, or missing where there are several.
         """
-        return self._runtime.signature(self._root(self._only_root if node_name is None else node_name))
+        root = self._root(self._only_root if node_name is None else node_name)
+        graph = self._runtime.graph
+        ends = [name for name, roots in graph.reached_from.items() if root in roots and not graph.successors[name]]
+        outputs = self._signature_of(ends[0]).outputs if len(ends) == 1 else ()
+        return Signature(self._signature_of(root).inputs, outputs)
+
+    def _signature_of(self, name: str) -> Signature:
+        runtime = self._runtime
+        return runtime.nodes[runtime.plans[name].spec.owner].instances[0].backend.signature()
 
     def expected_wait(self) -> float:
         """Seconds that a request which comes now waits at its nodes, by recent compute times."""
-        return self._runtime.expected_wait()
+        return self._runtime.door.expected_wait()
 
     def limit_delays(self, target: float | None = None) -> None:
         """Before the first request: bound the time that requests wait, for servers.
@@ -184,14 +202,14 @@ class pipe:
         s, those that have waited more than twice that. ``None`` is four times what a batch takes, at least 0.05 s; 0.0
         sheds nothing.
         """
-        self._runtime.limit_delays(target)
+        self._runtime.door.limit_delays(target)
 
     def check_delay(self, seconds: float | None) -> None:
         """``Overloaded``, with ``retry_after_ms``, where a request that comes now would not be finished in ``seconds``.
 
         Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
         """
-        self._runtime.check_delay(seconds, self._only_root)
+        self._runtime.door.check(seconds, self._only_root, self._runtime.inflight.admitted)
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
@@ -210,18 +228,23 @@ class pipe:
 
         ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
         """
-        records = [instance.record for node in self._runtime.nodes.values() for instance in node.instances]
+        records = [instance.record for instance in self._runtime.instances]
         if any(isinstance(trace, Trace) and not trace.is_over for record in records for trace in record.traces):
             raise RuntimeError("the pipe is being traced already")
         trace = Trace(limit)
+
+        def beside(traces: tuple[Recorder, ...]) -> list[Recorder]:
+            """What else is told of batches. NOTE: a trace whose end was interrupted is still among them."""
+            return [recorder for recorder in traces if not isinstance(recorder, Trace)]
+
         try:
             for record in records:
-                record.traces = (trace, *_beside_traces(record))
+                record.traces = (trace, *beside(record.traces))
             yield trace
         finally:
             trace.is_over = True
             for record in records:
-                record.traces = _beside_traces(record)
+                record.traces = tuple(beside(record.traces))
 
     def instrument(self, tracer_provider: TracerProvider | None = None, *, starts_traces: bool = True) -> None:
         """Make OpenTelemetry spans of the requests from now on, as children of the span that is current at each call.
@@ -242,7 +265,12 @@ class pipe:
         labels = {name: plan.label for name, plan in runtime.plans.items()}
         spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
         weakref.finalize(self, spans.stop).atexit = False
-        runtime.instrument(spans, spans.around)
+        for instance in runtime.instances:
+            instance.record.traces = (*instance.record.traces, spans)
+        # Only backends that are not this package's make spans inside ``forward``, and the jumps that lead to them.
+        for node in runtime.nodes.values():
+            if _has_own_code(node) or (self.has_own_code and isinstance(node, DeferredNode)):
+                node.around = spans.around
         self._make_request = spans.request
 
     def close(self, timeout: float | None = None) -> bool:
@@ -271,7 +299,16 @@ class pipe:
         raise TypeError("a pipe has threads, which cannot be pickled or copied: build another one where it is needed")
 
     def __repr__(self) -> str:
-        return self._runtime.describe()
+        runtime = self._runtime
+        inflight = runtime.inflight
+        lines = [f"pipe({runtime.name}, {'closed' if inflight.refusal else f'{len(inflight)} in flight'})"]
+        for name in runtime.graph.order:
+            plan = runtime.plans[name]
+            node = runtime.nodes[plan.spec.owner]
+            after = runtime.graph.successors[name]
+            arrow = f" -> {', '.join(after)}" if after else ""
+            lines.append(f"  {name}: {plan.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
+        return "\n".join(lines)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -281,15 +318,6 @@ class pipe:
         runtime = self._runtime  # not self: a future that is kept must not keep the pipe
 
         def settle(*last: object) -> None:
-            # NOTE: an interrupted main thread may hold the future's lock: as long as the handler of a signal runs,
-            # which may call the pipe, or for good, where that raised. No thread of the pipe waits for it.
-            if future._condition.acquire(timeout=_LOCK_SECONDS):
-                future._condition.release()
-                tell()
-            else:
-                threading.Thread(target=tell, name="torchpipe_py future", daemon=True).start()
-
-        def tell() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             error = next((request.error for request in requests if request.error is not None), None)
@@ -350,7 +378,7 @@ class Ticket:
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self._runtime, self._request = runtime, request
-        self._since = 0.0 if runtime.patience is None else perf_counter()
+        self._since = 0.0 if runtime.door.patience is None else perf_counter()
 
     @property
     def deadline(self) -> float | None:
@@ -365,7 +393,7 @@ class Ticket:
     @property
     def is_running(self) -> bool:
         """Whether an instance has it; a moment's answer, for a request of one branch."""
-        return self._runtime.is_taken(self._request)
+        return any(self._request in instance.taken for instance in self._runtime.instances)
 
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``, or because its client left; what is queued is dropped.
@@ -373,14 +401,18 @@ class Ticket:
         ``False`` if it was finished already.
         """
         is_cancelled = self._runtime.inflight.complete(self._request, error or CancelledError())
-        if is_cancelled and error is None and self._runtime.patience is not None:
-            self._runtime.patience.left(perf_counter() - self._since)
+        if is_cancelled and error is None and self._runtime.door.patience is not None:
+            self._runtime.door.patience.left(perf_counter() - self._since)
         return is_cancelled
 
 
-def _beside_traces(record: Record) -> tuple[Recorder, ...]:
-    """What else is told of batches. NOTE: a trace whose end was interrupted is still among them."""
-    return tuple([recorder for recorder in record.traces if not isinstance(recorder, Trace)])
+def _has_own_code(node: Node) -> bool:
+    return any(_is_own_code(instance.backend) for instance in node.instances)
+
+
+def _is_own_code(backend: Backend) -> bool:
+    is_builtin = type(backend).__module__.startswith("torchpipe_py.") and not isinstance(backend, PythonClass)
+    return not is_builtin or any(map(_is_own_code, backend.config.children))
 
 
 def _seconds(timeout: float) -> float:

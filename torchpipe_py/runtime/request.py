@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from types import BuiltinMethodType
-from typing import Protocol
+from typing import Any
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.graph import Hidden
-from torchpipe_py.runtime.timeline import Timeline
+from torchpipe_py.runtime.visits import Timeline
 
 OnDone = Callable[[Data, BaseException | None], object]
 """Called once, when a request is completed: with the dict it came with, and its error."""
@@ -25,23 +24,14 @@ class Request:
     given up at its deadline cannot change the caller's dict later.
     ``node`` is the root it enters, then the logical node it is at. ``deadline`` and ``arrived`` (the entry into the
     current node's queue) are ``time.perf_counter`` seconds. ``caller`` is set while it is on the thread of its
-    blocked caller. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps
+    blocked caller: the nodes that it has come to and that the caller is to run, each with the request or the branch
+    that is there. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps
     and makes no spans.
     """
 
     __slots__ = (
-        "arrived",
-        "caller",
-        "caller_data",
-        "data",
-        "deadline",
-        "done",
-        "error",
-        "links",
-        "node",
-        "number",
-        "on_done",
-    )
+        "arrived", "caller", "caller_data", "data", "deadline", "done", "error", "links", "node", "number", "on_done"
+    )  # fmt: skip
 
     def __init__(self, data: Data, on_done: OnDone, node: str = "", deadline: float | None = None) -> None:
         self.data = data
@@ -52,7 +42,7 @@ class Request:
         self.error: BaseException | None = None
         self.done = False
         self.arrived = 0.0
-        self.caller: CallerThread | None = None
+        self.caller: Caller | None = None
         self.links: Links | None = None
         self.number = 0
         if deadline is not None:
@@ -65,6 +55,9 @@ class Request:
         return self.links
 
 
+Caller = list[tuple[Any, Request]]
+
+
 class Links:
     """What ties requests to others; shared by all branches of one request.
 
@@ -73,8 +66,6 @@ class Links:
     when the request is completed, so that what was started elsewhere for its sake ends as well.
     ``timeline`` is there where spans are made of it.
     """
-
-    __slots__ = ("branches", "give_up", "is_inner", "parent", "timeline")
 
     def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
         self.parent, self.is_inner = parent, is_inner
@@ -129,7 +120,7 @@ class Branches:
         self._reached: dict[str, Iterator[int]] = {}  # by how many ways, of each join
         self._ends: dict[str, Data] = {}
 
-    def add(self, data: Data, caller: CallerThread | None) -> Request:
+    def add(self, data: Data, caller: Caller | None) -> Request:
         """A further branch, on the same thread as the one it comes from."""
         branch = Request(data, nobody_waits)
         branch.deadline, branch.caller = self.request.deadline, caller
@@ -203,38 +194,6 @@ class Branches:
         self.request.data = self._base
 
 
-class RunsOnCaller(Protocol):
-    """A node's lane, as the thread of a blocked caller sees it."""
-
-    def run_on_caller(self, request: Request) -> None:
-        """Run the backend on the calling thread where an instance is idle, else queue the request."""
-
-    def forget(self, request: Request) -> None:
-        """The request will not be run after all."""
-
-
-class CallerThread:
-    """The thread of a blocked caller, which runs backends itself as far as they allow that.
-
-    ``reached`` holds the lanes that its request has come to, with the request or the branch of it that is there.
-    """
-
-    __slots__ = ("reached",)
-
-    def __init__(self) -> None:
-        self.reached: list[tuple[RunsOnCaller, Request]] = []
-
-    def run(self) -> None:
-        """Go on until other threads have taken over, or the request is through."""
-        try:
-            while self.reached:
-                lane, request = self.reached.pop()
-                lane.run_on_caller(request)
-        finally:
-            for lane, request in self.reached:  # after an exception
-                lane.forget(request)
-
-
 class Countdown:
     """Calls ``on_done`` when it was called ``count`` times, as the completion of as many requests.
 
@@ -246,18 +205,11 @@ class Countdown:
         self._calls = itertools.count(1)
 
     def __call__(self, data: Data, error: BaseException | None) -> None:
-        try:
-            if isinstance(error, Exception):
-                data.pop(TASK_RESULT_KEY, None)
-                data[TASK_ERROR_KEY] = error
-        finally:  # the dict may be of a class of the caller's own
-            if next(self._calls) == self._count:  # one call of C: no two threads get the same number
-                self._on_done(data, error)
-
-
-def is_own(on_done: OnDone) -> bool:
-    """Whether a callback is of the pipe's own kinds, which raise nothing themselves."""
-    return isinstance(on_done, (Countdown, BuiltinMethodType))
+        if isinstance(error, Exception):
+            data.pop(TASK_RESULT_KEY, None)
+            data[TASK_ERROR_KEY] = error
+        if next(self._calls) == self._count:  # one call of C: no two threads get the same number
+            self._on_done(data, error)
 
 
 def nobody_waits(data: Data, error: BaseException | None) -> None:

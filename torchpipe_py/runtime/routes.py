@@ -14,9 +14,8 @@ from torchpipe_py.filters import run as always_run
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.plan.graph import Graph, Hidden
-from torchpipe_py.runtime.lanes.lane import Lane
+from torchpipe_py.runtime.node import Node
 from torchpipe_py.runtime.request import Branches, Maps, Request
-from torchpipe_py.runtime.signals import is_interrupt
 
 Enter = Callable[[Request], None]
 
@@ -29,9 +28,9 @@ _SKIPS: dict[Any, Callable[[Graph, str], Hidden]] = {
 
 
 class Routes:
-    """``entries[name](request)`` brings a request to a node, from any thread; lanes deliver to the entry of the next.
+    """``entries[name](request)`` brings a request to a node, from any thread; nodes deliver to the entry of the next.
 
-    ``filters`` has the filter of each node. ``lanes`` are those of the physical nodes, ``logical`` names the nodes
+    ``filters`` has the filter of each node. ``nodes`` are those of the physical nodes, ``logical`` names the nodes
     that run on each.
     ``complete(request, error, last)`` ends a request: with an error, with ``last`` as the outcome, or with its own
     dict.
@@ -43,7 +42,7 @@ class Routes:
         plans: Mapping[str, NodePlan],
         filters: Mapping[str, Filter],
         logical: Mapping[str, Sequence[str]],
-        lanes: Mapping[str, Lane],
+        nodes: Mapping[str, Node],
         complete: Callable[[Request, BaseException | None, Data | None], object],
     ) -> None:
         self._graph = graph
@@ -53,12 +52,12 @@ class Routes:
             {name: index for index, name in enumerate(graph.predecessors)},
         )
         self._filters = filters
-        self._put = {name: lanes[plan.spec.owner].put for name, plan in plans.items()}
+        self._put = {name: nodes[plan.spec.owner].put for name, plan in plans.items()}
         self._hidden: dict[tuple[str, Status], Hidden] = {}
         self.entries: dict[str, Enter] = {name: self._entry(name) for name in plans}
         self._leave_node = {name: self._way_out(graph.alone(name)) for name in plans}
         for owner, names in logical.items():
-            lanes[owner].deliver = self._leave_node[owner] if len(names) == 1 else self._leave_logical
+            nodes[owner].deliver = self._leave_node[owner] if len(names) == 1 else self._leave_logical
 
     def _entry(self, name: str) -> Enter:
         """The way into a node: its filter decides on the thread that brings the request."""
@@ -71,9 +70,7 @@ class Routes:
         def enter(request: Request) -> None:
             try:
                 status = filter_(request.data)
-            except BaseException as error:
-                if is_interrupt(error):
-                    raise
+            except Exception as error:
                 self._complete(request, _filter_error(name, error), None)
                 return
             if status is run:
@@ -146,9 +143,7 @@ class Routes:
             return None
         try:
             status = self._filters[name](data)
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
+        except Exception as error:
             self._complete(request, _filter_error(name, error), None)
             return None
         return self._decide(name, request, status)

@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import threading
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.signature import Signature
+from torchpipe_py.backends.deferred import DeferredBackend, HandOverBackend
 from torchpipe_py.errors import (
     BackendUnavailable,
     ConfigError,
-    Overloaded,
     SetupError,
     TorchpipeError,
     describe,
+    logger,
     message_of,
 )
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
-from torchpipe_py.runtime.admission import ControlledDelay, Path, Patience, longest
+from torchpipe_py.runtime.admission import Door, Path
+from torchpipe_py.runtime.batching import BatchingNode
+from torchpipe_py.runtime.hand_over import HandOverNode
 from torchpipe_py.runtime.inflight import InFlight
-from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes.deferred import DeferredLane
-from torchpipe_py.runtime.lanes.lane import Around, Led, Source
-from torchpipe_py.runtime.node import Node, creators
+from torchpipe_py.runtime.instance import THREAD_PREFIX, Instance, creator
+from torchpipe_py.runtime.node import Node
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
 from torchpipe_py.runtime.routes import Routes
-from torchpipe_py.runtime.signals import is_main_thread
-from torchpipe_py.runtime.tracing import Recorder
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.runtime.single import DeferredNode, SingleNode
 
 LEAVE_SECONDS = 2.0
 """How long a pipe that is closed waits for a backend to return when nobody waits for its requests any more."""
-
-THREAD_PREFIX = "torchpipe-"
-"""Of the names of threads that a pipe has."""
 
 _LOOK_SECONDS = 0.05  # between two looks at whether somebody does
 
@@ -54,49 +47,51 @@ SETUP_MESSAGE_LIMIT = 100_000  # characters: what a compiler says may be long, a
 
 
 class Runtime:
-    """Nodes and their threads, and the requests ``inflight``."""
+    """Nodes and their threads, and the requests ``inflight``. ``nodes``, by node, are there once ``start`` returns."""
+
+    door: Door
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.name = pipeline.spec.place.source
         self.graph = pipeline.graph
         self.plans = plans = pipeline.plans
         self.inflight = InFlight(self.name, pipeline.spec.max_inflight, self.retry_after_ms)
+        self.nodes: dict[str, Node] = {}
+        self.is_left = False  # nobody waits any more for a backend that does not return
         self._logical = pipeline.spec.logical()
         self._is_forked = False
-        self.is_left = False  # nobody waits any more for a backend that does not return
-        self.patience: Patience | None = None
-        self._paths: dict[str, Path] = {}
         self._abandoned: set[Instance] = set()
-        waiting: set[Led] = set()
-        self.nodes: dict[str, Node] = {
-            name: Node(
-                name,
-                creators(plans[name], self),
-                timeout=plans[name].spec.batching_timeout / 1000,
-                fail=self.inflight.complete,
-                waiting=waiting,
-            )
-            for name in self.graph.order
-            if plans[name].spec.owner == name
-        }
+        self._waiting: set[Node] = set()
+        self._instances: dict[str, list[Instance]] = {}
+        for name in self.graph.order:
+            if plans[name].spec.owner == name:
+                create = creator(plans[name], self)
+                count = max(plans[name].spec.instance_num)
+                self._instances[name] = [Instance(name, index, create) for index in range(count)]
         _runtimes.add(self)
+
+    @property
+    def instances(self) -> list[Instance]:
+        """Those of all nodes."""
+        return [instance for instances in self._instances.values() for instance in instances]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Set up every instance of every node; where one fails, end all threads and raise its error."""
-        error: BaseException | None = None
         try:
             filters = {name: self._filter(name) for name in self.plans}
-            for node in self.nodes.values():
-                node.start()
-            for name in self.nodes:
-                error = error or self._setup_error(name)
-            if error is not None:
-                raise error
+            for instance in self.instances:
+                instance.start()
+            for instance in self.instances:
+                error = instance.wait_setup()
+                if error is not None:
+                    plan = self.plans[instance.node]
+                    raise self._failure(error, f"{plan.spec.place}: {plan.label}") from error
+            self.nodes = {name: self._node(name) for name in self._instances}
             self._connect(filters)
-            for node in self.nodes.values():
-                node.open()
+            for instance in self.instances:
+                instance.open(self.nodes[instance.node].serve)
         except BaseException:
             self.close()
             raise
@@ -109,45 +104,38 @@ class Runtime:
         except Exception as error:
             raise self._failure(error, f"{plan.spec.place}: filter {plan.spec.filter!r}") from error
 
+    def _node(self, name: str) -> Node:
+        instances = self._instances[name]
+        common = name, instances, self.inflight.complete, self._waiting
+        if any(instance.max > 1 for instance in instances):
+            return BatchingNode(*common, self.plans[name].spec.batching_timeout / 1000)
+        if isinstance(instances[0].backend, HandOverBackend):
+            return HandOverNode(*common)
+        if all(isinstance(instance.backend, DeferredBackend) for instance in instances):
+            return DeferredNode(*common)
+        return SingleNode(*common)
+
     def _connect(self, filters: Mapping[str, Filter]) -> None:
-        """Settle where requests go from each lane, and from which lanes they come."""
-        lanes = {name: node.lane for name, node in self.nodes.items()}
-        routes = Routes(self.graph, self.plans, filters, self._logical, lanes, self.inflight.complete)
+        """Settle where requests go from each node, and from which nodes they come."""
+        nodes = self.nodes
+        routes = Routes(self.graph, self.plans, filters, self._logical, nodes, self.inflight.complete)
         self.inflight.entries = routes.entries
         above = {
             owner: {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
-            for owner in lanes
+            for owner in nodes
         }
         # Only logical nodes, and graphs that several nodes jump to, lead back to where a request has been.
-        leads_back = bool(self.graph.jumps) or len(lanes) < len(self.plans)
-        around = both_ways(above) if leads_back else dict.fromkeys(lanes, ())
+        leads_back = bool(self.graph.jumps) or len(nodes) < len(self.plans)
+        around = both_ways(above) if leads_back else dict.fromkeys(nodes, ())
+        for owner, node in nodes.items():
+            node.upstream = tuple(nodes[name] for name in self.graph.order if name in above[owner])
+            node.both_ways = {nodes[name] for name in around[owner]}
+        paths = {}
         for root in self.graph.roots:
             reached = [name for name in self.graph.order if root in self.graph.reached_from[name]]
-            owners = {name: lanes[self.plans[name].spec.owner] for name in reached}
-            self._paths[root] = Path(owners, self.graph.predecessors)
-        for owner, lane in lanes.items():
-            lane.upstream = tuple(lanes[name] for name in self.graph.order if name in above[owner])
-            lane.both_ways = {lanes[name] for name in around[owner]}
-
-    def instrument(self, recorder: Recorder, around: Around) -> None:
-        """Tell ``recorder`` of each batch from now on.
-
-        Backends that are not this package's are run by ``around``, and with them the jumps that lead to them: the rest
-        makes no spans inside ``forward``.
-        """
-        own = {name for name, node in self.nodes.items() if node.has_own_code}
-        for name, node in self.nodes.items():
-            jumps = bool(own) and isinstance(node.lane, DeferredLane)
-            node.instrument(recorder, around if jumps or name in own else None)
-
-    def _setup_error(self, name: str) -> BaseException | None:
-        error = self.nodes[name].wait_setup()
-        if error is None:
-            return None
-        plan = self.plans[name]
-        failure = self._failure(error, f"{plan.spec.place}: {plan.label}")
-        failure.__cause__ = error
-        return failure
+            passed = {name: nodes[self.plans[name].spec.owner] for name in reached}
+            paths[root] = Path(passed, self.graph.predecessors)
+        self.door = Door(paths, list(nodes.values()))
 
     def _failure(self, error: BaseException, place: str) -> TorchpipeError:
         """What the builder of the pipe gets for an exception in a set-up."""
@@ -163,28 +151,18 @@ class Runtime:
         more; its requests have failed nevertheless.
         """
         until = deadline_after(timeout)
-        is_callback = any(node.current_instance() for node in self.nodes.values())
-        if is_callback:
-            self.refuse()
-        elif not is_main_thread():
+        if self.current_instance() is None:
             return self.end(until)
-        # A callback's thread cannot wait for itself, and that of the handlers of signals may be torn out of the wait.
-        ended: list[bool] = []
-        closer = _closer(lambda: ended.append(self.end(until)))
-        try:
-            closer.start()
-        except RuntimeError:  # Python ends, and starts no thread any more
-            return not is_callback and self.end(until)
-        if not is_callback:
-            closer.join()
-        return ended == [True]
+        self.refuse()
+        with suppress(RuntimeError):  # Python ends, and starts no thread any more
+            # A callback's thread cannot wait for itself.
+            threading.Thread(target=self.end, args=(until,), name="torchpipe_py close", daemon=True).start()
+        return False
 
     def drop(self) -> None:
         """``close`` for a pipe that nobody refers to. What runs may finish; nobody waits for it longer than that."""
-        # NOTE: a collection may call this on any thread: on one of this pipe's, which may hold a lock that refusing
-        # takes as well, or on one that takes the answers which the pipe's threads wait for.
-        is_of_pipe = threading.current_thread().name.startswith(THREAD_PREFIX)
-        if is_of_pipe or any(node.current_instance() for node in self.nodes.values()):
+        # NOTE: a collection may call this on a pipe's thread, which may hold a lock that refusing takes as well.
+        if threading.current_thread().name.startswith(THREAD_PREFIX):
             with suppress(RuntimeError):  # Python ends, and ends the pipe itself
                 start_new_thread(self.refuse, ())
         else:
@@ -198,12 +176,14 @@ class Runtime:
         self.inflight.refuse()
         # NOTE: all of them before any is closed: a node whose backend jumps has to know why what it runs there ends.
         for node in self.nodes.values():
-            node.refuse()
+            node.is_closing = True
         for node in self.nodes.values():
             node.close()
+        for instance in self.instances:
+            instance.open(None)  # where it was not let serve yet
 
     def end(self, until: float | None = None) -> bool:
-        """``close`` on a thread that nothing interrupts; ``until`` is in seconds of ``time.perf_counter``."""
+        """``close`` on a thread that is none of the pipe's; ``until`` is in seconds of ``time.perf_counter``."""
         self.refuse()
         left = self._wait_for_threads(until)
         self.inflight.end()
@@ -226,7 +206,7 @@ class Runtime:
         leave_at = math.inf
         while True:
             now = perf_counter()
-            left = [instance for node in self.nodes.values() for instance in node.instances if instance.is_alive]
+            left = [instance for instance in self.instances if instance.is_alive]
             if not left or (until is not None and now >= until):
                 return left
             if self.inflight.is_awaited(now):
@@ -244,20 +224,24 @@ class Runtime:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def is_taken(self, request: Request) -> bool:
-        """Whether an instance has the request in its batch."""
-        return any(request in instance.taken for node in self.nodes.values() for instance in node.instances)
+    def current_instance(self) -> Instance | None:
+        """The instance whose thread, or whose stand-in, is calling."""
+        return next((instance for instance in self.instances if instance.is_current), None)
 
     def refuse_wait(self, waiter: object, requests: Sequence[Request]) -> None:
         """``RuntimeError`` where an instance's thread is about to wait for what may come to its own node."""
-        for name, node in self.nodes.items():
-            if waiter in node.instances:
+        for name, instances in self._instances.items():
+            if waiter in instances:
                 reaching = frozenset().union(*({each, *self.graph.upstream[each]} for each in self._logical[name]))
                 if any(request.node in reaching for request in requests):
                     raise RuntimeError(
                         f"a backend of node {name!r}, or a callback on its thread, waits for a request that may come "
                         "to that node, and would wait for itself: submit() does not wait"
                     )
+
+    def retry_after_ms(self) -> int:
+        """How long a request that enters now waits, in whole milliseconds, at least 1."""
+        return max(1, math.ceil(self.door.expected_wait() * 1000))
 
     # -- graphs that are run by a node of another -----------------------------------------------------------------
 
@@ -298,98 +282,12 @@ class Runtime:
             return []
         outcome: Future[list[BaseException | None]] = Future()
         self.run_graphs(root, items, outcome.set_result)
-        with self._blocked_instance():
+        instance = self.current_instance()
+        if instance is None:
             return outcome.result()
-
-    @contextmanager
-    def _blocked_instance(self) -> Iterator[None]:
-        """Meanwhile this thread's instance sends nothing to the nodes behind it: nobody waits for company from it."""
-        for node in self.nodes.values():
-            instance = node.current_instance()
-            if instance is not None:
-                with node.lane.paused(instance):
-                    yield
-                return
-        yield
-
-    @property
-    def has_own_code(self) -> bool:
-        """Whether a backend is none of this package's."""
-        return any(node.has_own_code for node in self.nodes.values())
-
-    def draw_from(self, source: Source) -> bool:
-        """Have what enters the pipe fetched from there, before the first request; see ``pipe.draw_from``."""
-        for node in self.nodes.values():
-            node.lane.together = source.together
-        entered = {self.plans[root].spec.owner for root in self.graph.roots}
-        fetching = [self.nodes[owner].draw_from(source) for owner in entered]
-        return all(fetching)
-
-    def retry_after_ms(self) -> int:
-        """``expected_wait`` in whole milliseconds, at least 1."""
-        return max(1, math.ceil(self.expected_wait() * 1000))
-
-    def expected_wait(self) -> float:
-        """How long a request that enters now waits along its longest way, by recent times, seconds."""
-        now = perf_counter()
-        return max(path.expected(now)[0] for path in self._paths.values())
-
-    def limit_delays(self, target: float | None) -> None:
-        """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
-        self.patience = None if target == 0.0 else Patience()
-        for node in self.nodes.values():
-            node.lane.delay = ControlledDelay(target)
-
-    def check_delay(self, seconds: float | None, root: str | None) -> None:
-        """``Overloaded`` where a request that comes now cannot be finished in time; see ``pipe.check_delay``."""
-        now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
-        if bound is None:
-            if self.patience is None:
-                return
-            bound, why = self.patience.bound(self.inflight.admitted, now), "clients leave after"
-            delays = [node.lane.delay for node in self.nodes.values()]
-            shedding = [delay for delay in delays if delay is not None and delay.is_shedding(now)]
-            if bound == math.inf and not shedding:
-                return
-        for path in self._paths.values() if root is None else [self._paths[root]]:
-            waits, computes = path.expected(now)
-            # NOTE: a request that need not wait is begun even if the means say that it takes too long.
-            if not waits:
-                continue
-            takes = waits + computes
-            if shedding and takes > longest(computes):
-                for delay in shedding:
-                    delay.refused(now)
-            elif takes <= (bound if seconds is not None else max(bound, 2 * computes)):
-                continue
-            limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
-            raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
-
-    def signature(self, root: str) -> Signature:
-        """The inputs of the graph's root, and the outputs of its end, where it has one only."""
-        ends = [name for name, roots in self.graph.reached_from.items() if root in roots]
-        ends = [name for name in ends if not self.graph.successors[name]]
-        outputs = self._signature_of(ends[0]).outputs if len(ends) == 1 else ()
-        return Signature(self._signature_of(root).inputs, outputs)
-
-    def _signature_of(self, name: str) -> Signature:
-        return self.nodes[self.plans[name].spec.owner].instances[0].backend.signature()
-
-    def describe(self) -> str:
-        """The graph, a line for each node."""
-        state = "closed" if self.inflight.refusal else f"{len(self.inflight)} in flight"
-        lines = [f"pipe({self.name}, {state})"]
-        for name in self.graph.order:
-            plan = self.plans[name]
-            node = self.nodes[plan.spec.owner]
-            after = self.graph.successors[name]
-            arrow = f" -> {', '.join(after)}" if after else ""
-            lines.append(f"  {name}: {plan.label} x{len(node.instances)} [{node.min}..{node.max}]{arrow}")
-        return "\n".join(lines)
-
-
-def _closer(end: Callable[[], object]) -> threading.Thread:
-    return threading.Thread(target=end, name="torchpipe_py close", daemon=True)
+        # Meanwhile it sends nothing to the nodes after it: nobody waits for company from it.
+        with self.nodes[instance.node].paused(instance):
+            return outcome.result()
 
 
 # Process-wide, since a fork is.

@@ -13,15 +13,14 @@ from opentelemetry import trace
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import log_failure, logger
-from torchpipe_py.runtime.request import Links, OnDone, Request
-from torchpipe_py.runtime.timeline import Outcome, Timeline, Visit, error_in
-from torchpipe_py.runtime.tracing import taken_at
+from torchpipe_py.runtime.request import OnDone, Request
+from torchpipe_py.runtime.visits import Outcome, Timeline, Visit, error_in, taken_at
 
 MOST_WAITING = 1024
 """Finished requests whose spans are still to be made; of more than that no spans are made."""
 
 CLOSE_SECONDS = 2.0
-"""For which whoever closes waits until the spans of finished requests are made."""
+"""How long ``close`` waits until the spans of finished requests are made."""
 
 T = TypeVar("T")
 
@@ -66,9 +65,8 @@ class Spans:
         span = self._tracer.start_span(f"pipe {root}")
         if span.is_recording():
             self._since_1970 = time_ns() - perf_counter_ns()
-            links = request.links = Links()
-            links.timeline = Timeline(root, self._finish)
-            links.timeline.span = span
+            timeline = request.linked().timeline = Timeline(root, self._finish)
+            timeline.span = span
         return request
 
     def record(
@@ -76,10 +74,10 @@ class Spans:
     ) -> None:
         """A batch has run; times of ``time.perf_counter``. From any thread."""
         for request in requests:
-            if request.links is not None and (timeline := request.links.timeline) is not None:
-                taken, error = taken_at(request.arrived, collected, started), error_in(request.data)
-                where = request.node, instance, len(requests)
-                timeline.visits.append(Visit(*where, request.arrived, taken, started, ended, error))
+            if (timeline := timeline_of(request)) is not None:
+                times = request.arrived, taken_at(request.arrived, collected, started), started, ended
+                error = error_in(request.data)
+                timeline.visits.append(Visit(request.node, instance, len(requests), *times, error=error))
 
     def around(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T:
         """Run a backend with the span of its computation current, so that what it makes become children of that.
@@ -92,8 +90,7 @@ class Spans:
             return run()
         (node, first), *others = traced
         links = [trace.Link(self._opened(other, started).get_span_context()) for _, other in others]
-        context = trace.set_span_in_context(self._opened(first, started))
-        span = first.begun[node] = self._compute(node, context, started, links)
+        span = self._compute(first, node, self._opened(first, started), started, links)
         for name, other in others:
             other.links[name] = trace.Link(span.get_span_context())
         token = contexts.attach(trace.set_span_in_context(span))
@@ -108,21 +105,23 @@ class Spans:
             return self._open(timeline, started)
 
     def _open(self, timeline: Timeline, started: float) -> trace.Span:
-        span, parent = timeline.span, timeline.parent
-        if span is None:
-            assert parent is not None
-            above = parent.begun.get(timeline.node) or self._open(parent, started)
-            timeline.span = span = self._tracer.start_span(
-                timeline.root,
-                trace.set_span_in_context(above, contexts.Context()),
-                start_time=self._ns(min([started, *[visit.arrived for visit in timeline.visits]])),
-                attributes={"torchpipe.element": timeline.index},
-            )
-        return span  # type: ignore[no-any-return]
+        if timeline.span is None:
+            assert timeline.parent is not None
+            above = timeline.parent.begun.get(timeline.node) or self._open(timeline.parent, started)
+            start = min([started, *[visit.arrived for visit in timeline.visits]])
+            element = {"torchpipe.element": timeline.index}
+            timeline.span = self._start(timeline.root, above, start, attributes=element)
+        return timeline.span  # type: ignore[no-any-return]
 
-    def _compute(self, node: str, context: Any, started: float, links: Sequence[trace.Link]) -> trace.Span:
-        start = self._ns(started)
-        return self._tracer.start_span(f"{node}: compute", context, links=links, start_time=start)
+    def _compute(
+        self, timeline: Timeline, node: str, parent: trace.Span, started: float, links: Sequence[trace.Link]
+    ) -> trace.Span:
+        span = timeline.begun[node] = self._start(f"{node}: compute", parent, started, links=links)
+        return span
+
+    def _start(self, name: str, parent: trace.Span, start: float, **more: Any) -> trace.Span:
+        context = trace.set_span_in_context(parent, contexts.Context())
+        return self._tracer.start_span(name, context, start_time=self._ns(start), **more)
 
     def _finish(self, timeline: Timeline) -> None:
         if self._finished.qsize() < MOST_WAITING:
@@ -146,10 +145,9 @@ class Spans:
     def _make(self, timeline: Timeline) -> None:
         """End the span of a request, or of an element, when it has its children."""
         span = self._opened(timeline, timeline.ended)
-        context = trace.set_span_in_context(span, contexts.Context())
         left = list(timeline.elements)
         for visit in list(timeline.visits):
-            self._make_visit(timeline, visit, context, [element for element in left if element.node == visit.node])
+            self._make_visit(timeline, visit, span, [element for element in left if element.node == visit.node])
             left = [element for element in left if element.node != visit.node]
         for element in left:  # of a node that was given up before it was through
             self._make(element)
@@ -157,21 +155,15 @@ class Spans:
             if begun.is_recording():
                 begun.end()
         _set_outcome(span, timeline.error)
-        span.end(self._ns(_last_end(timeline)))
+        span.end(self._ns(timeline.last_end()))
 
-    def _make_visit(self, timeline: Timeline, visit: Visit, context: Any, elements: Sequence[Timeline]) -> None:
+    def _make_visit(self, timeline: Timeline, visit: Visit, parent: trace.Span, elements: Sequence[Timeline]) -> None:
         node = visit.node
-        for phase, start, end in (
-            ("queue", visit.arrived, visit.collected),
-            ("batch wait", visit.collected, visit.started),
-        ):
-            if end > start:
-                waited = self._tracer.start_span(f"{node}: {phase}", context, start_time=self._ns(start))
-                waited.end(self._ns(end))
-        span = timeline.begun.get(node)
-        if span is None:
-            links = [timeline.links[node]] if node in timeline.links else []
-            span = timeline.begun[node] = self._compute(node, context, visit.started, links)
+        for phase, start, end in visit.phases():
+            if phase != "compute":
+                self._start(f"{node}: {phase}", parent, start).end(self._ns(end))
+        links = [timeline.links[node]] if node in timeline.links else []
+        span = timeline.begun.get(node) or self._compute(timeline, node, parent, visit.started, links)
         span.set_attributes(
             {
                 "torchpipe.node": node,
@@ -193,13 +185,6 @@ class Spans:
 def timeline_of(request: Request) -> Timeline | None:
     """What is recorded of a request, if it is traced."""
     return None if request.links is None else request.links.timeline
-
-
-def _last_end(timeline: Timeline) -> float:
-    """When it was through. NOTE: ``timeline.ended`` is later, since whoever waits is told before."""
-    last = max([visit.ended for visit in timeline.visits], default=0.0)
-    is_through = last and (timeline.error is None or any(visit.error for visit in timeline.visits))
-    return last if is_through else timeline.ended or last
 
 
 def _set_outcome(span: trace.Span, error: Outcome | None) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torchpipe_py.runtime.request import Request
-from torchpipe_py.runtime.tracing import Recorder
 
 COUNTS = 28
 """Counters of a histogram of times: up to 2**27 µs, two minutes; the last one counts everything beyond."""
@@ -24,6 +23,15 @@ def folded(places: Sequence[int]) -> list[int]:
     """Of times that were counted by ``int(seconds * 1e6).bit_length()``: below 1 µs the first, then below 2**n µs."""
     # NOTE: whoever counts writes this out, and does not call a function for each of the times of each request.
     return [*places[: COUNTS - 1], sum(places[COUNTS - 1 :])]
+
+
+class Recorder(Protocol):
+    """What is told of each batch: a trace, or spans."""
+
+    def record(
+        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
+    ) -> None:
+        """A batch has run; times of ``time.perf_counter``. From any thread."""
 
 
 class Record:
@@ -98,28 +106,31 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
     deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` has the same times:
     ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, each of ``COUNTS`` counters.
     """
+
+    def total(name: str) -> Any:
+        return sum(getattr(record, name) for record in records)
+
+    def added(name: str) -> list[int]:
+        return folded([sum(counts) for counts in zip(*(getattr(record, name) for record in records), strict=True)])
+
     sizes: Counter[int] = Counter()
     for record in records:
         sizes.update(dict(record.batch_sizes))
-        if record.singles:
-            sizes[1] += record.singles
+    if total("singles"):
+        sizes[1] += total("singles")
     return {
-        "requests": sum(record.requests + record.singles for record in records),
-        "batches": sum(record.batches + record.singles for record in records),
-        "failed": sum(record.failed for record in records),
-        "expired": sum(record.expired for record in records),
+        "requests": total("requests") + total("singles"),
+        "batches": total("batches") + total("singles"),
+        "failed": total("failed"),
+        "expired": total("expired"),
         "batch_sizes": dict(sorted(sizes.items())),
-        "queue_ms": 1000 * sum(record.queue_time for record in records),
-        "batch_wait_ms": 1000 * sum(record.batch_wait for record in records),
-        "compute_ms": 1000 * sum(record.compute_time for record in records),
+        "queue_ms": 1000 * total("queue_time"),
+        "batch_wait_ms": 1000 * total("batch_wait"),
+        "compute_ms": 1000 * total("compute_time"),
         "instance_compute_ms": [1000 * record.compute_time for record in records],
         "histograms": {
-            "queue": _added(record.queue_counts for record in records),
-            "batch_wait": _added(record.wait_counts for record in records),
-            "compute": _added(record.compute_counts for record in records),
+            "queue": added("queue_counts"),
+            "batch_wait": added("wait_counts"),
+            "compute": added("compute_counts"),
         },
     }
-
-
-def _added(histograms: Iterable[list[int]]) -> list[int]:
-    return folded([sum(counts) for counts in zip(*histograms, strict=True)])

@@ -8,49 +8,15 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from torchpipe_py.runtime.request import Request, callers_request
+from torchpipe_py.runtime.visits import Visit, taken_at
 
 DEFAULT_LIMIT = 1_000_000
 
 _INSTANCES, _REQUESTS = 1, 2  # what Chrome's format calls processes
-
-
-@dataclass(frozen=True)
-class TracedVisit:
-    """One request at one node. Times are seconds since the trace began.
-
-    From ``arrived`` to ``collected`` it stood in the queue, to ``started`` its batch waited for company, to ``ended``
-    the backend ran. ``request`` counts requests from 1; the parts of a jump carry the number of the one that jumped.
-    ``batch`` counts the batches of the trace, ``size`` is how many requests were in it.
-    """
-
-    request: int
-    node: str
-    instance: int
-    batch: int
-    size: int
-    arrived: float
-    collected: float
-    started: float
-    ended: float
-
-
-class Recorder(Protocol):
-    """What is told of each batch."""
-
-    def record(
-        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
-    ) -> None:
-        """A batch has run; times of ``time.perf_counter``. From any thread."""
-
-
-def taken_at(arrived: float, collected: float, started: float) -> float:
-    """When a request left the queue: what comes while its batch waits for company has not queued."""
-    return min(started, max(arrived, collected))
 
 
 class Trace:
@@ -61,13 +27,13 @@ class Trace:
         self.is_over = False
         self._limit = limit
         self._begin = perf_counter()
-        self._visits: list[TracedVisit] = []
+        self._visits: list[Visit] = []
         self._numbers = itertools.count(1)
         self._batches = itertools.count(1)
         self._lock = threading.Lock()
 
     @property
-    def visits(self) -> tuple[TracedVisit, ...]:
+    def visits(self) -> tuple[Visit, ...]:
         """All of them so far, in the order in which they ended."""
         return tuple(self._visits)
 
@@ -77,25 +43,16 @@ class Trace:
         """A batch has run; times of ``time.perf_counter``. From any thread."""
         if self.is_over:
             return
-        if len(self._visits) + len(requests) > self._limit:
-            self.dropped += len(requests)
+        size = len(requests)
+        if len(self._visits) + size > self._limit:
+            self.dropped += size
             return
-        begin, batch = self._begin, next(self._batches)
+        batch = next(self._batches)
         for request in requests:
-            arrived = request.arrived
-            self._visits.append(
-                TracedVisit(
-                    self._number(request),
-                    node,
-                    instance,
-                    batch,
-                    len(requests),
-                    arrived - begin,
-                    taken_at(arrived, collected, started) - begin,
-                    started - begin,
-                    ended - begin,
-                )
-            )
+            taken = taken_at(request.arrived, collected, started)
+            arrived, taken, since, until = (time - self._begin for time in (request.arrived, taken, started, ended))
+            number = self._number(request)
+            self._visits.append(Visit(node, instance, size, arrived, taken, since, until, number, batch))
 
     def _number(self, request: Request) -> int:
         request = callers_request(request)
@@ -110,12 +67,12 @@ class Trace:
             json.dump({"traceEvents": list(chrome_events(self._visits)), "displayTimeUnit": "ms"}, file)
 
 
-def chrome_events(visits: Iterable[TracedVisit]) -> Iterator[dict[str, Any]]:
+def chrome_events(visits: Iterable[Visit]) -> Iterator[dict[str, Any]]:
     """Visits in Chrome's trace event format: batches as complete events, requests as nestable asynchronous ones."""
     yield _meta("process_name", _INSTANCES, 0, "instances")
     yield _meta("process_name", _REQUESTS, 0, "requests")
     lines: dict[tuple[str, int], int] = {}
-    batches: dict[tuple[str, int], list[TracedVisit]] = {}
+    batches: dict[tuple[str, int], list[Visit]] = {}
     counts: Counter[int] = Counter()
     for visit in visits:
         if (visit.node, visit.instance) not in lines:
@@ -123,7 +80,13 @@ def chrome_events(visits: Iterable[TracedVisit]) -> Iterator[dict[str, Any]]:
             yield _meta("thread_name", _INSTANCES, len(lines), f"{visit.node} {visit.instance}")
         batches.setdefault((visit.node, visit.batch), []).append(visit)
         counts[visit.request] += 1
-        yield from _phases(visit, f"{visit.request}.{counts[visit.request]}")
+        # Each visit of a node has an identity of its own, since those of parallel branches overlap.
+        identity = f"{visit.request}.{counts[visit.request]}"
+        where = {"request": visit.request, "instance": visit.instance, "batch size": visit.size}
+        for phase, start, end in visit.phases():
+            common = {"name": f"{visit.node}: {phase}", "cat": "request", "id": identity, "pid": _REQUESTS, "tid": 0}
+            yield {**common, "ph": "b", "ts": _us(start), "args": where}
+            yield {**common, "ph": "e", "ts": _us(end)}
     for (node, _), members in batches.items():
         first = members[0]
         yield {
@@ -135,17 +98,6 @@ def chrome_events(visits: Iterable[TracedVisit]) -> Iterator[dict[str, Any]]:
             "dur": _us(first.ended - first.started),
             "args": {"requests": [visit.request for visit in members], "batch size": first.size},
         }
-
-
-def _phases(visit: TracedVisit, identity: str) -> Iterator[dict[str, Any]]:
-    """Each visit of a node has an identity of its own: those of parallel branches overlap."""
-    times = (visit.arrived, visit.collected, visit.started, visit.ended)
-    for phase, start, end in zip(("queue", "batch wait", "compute"), times, times[1:], strict=False):
-        if end > start:
-            common = {"name": f"{visit.node}: {phase}", "cat": "request", "id": identity, "pid": _REQUESTS, "tid": 0}
-            where = {"request": visit.request, "instance": visit.instance, "batch size": visit.size}
-            yield {**common, "ph": "b", "ts": _us(start), "args": where}
-            yield {**common, "ph": "e", "ts": _us(end)}
 
 
 def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

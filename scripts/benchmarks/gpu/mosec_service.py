@@ -50,11 +50,11 @@ class Classify(Worker):
         from torchpipe_server.worker.worker import limit_threads
 
         from torchpipe_py.plan.build import plan_pipeline
-        from torchpipe_py.runtime.node import creators
+        from torchpipe_py.runtime.instance import creator
 
         limit_threads()
         (plan,) = plan_pipeline(json.loads(os.environ["BENCH_NODE"])).plans.values()
-        self.backend = creators(plan, None)[0](0)  # type: ignore[arg-type]  # no graphs: it is alone
+        self.backend = creator(plan)(0)
         self.backend.setup()
 
     def deserialize_ipc(self, data: bytes) -> Any:

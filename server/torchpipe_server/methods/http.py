@@ -9,7 +9,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import pipe
-from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import answer_of, read_request
 from torchpipe_server.front.services import JSON, Cancellable, Done, Route, json_answer, reply_bound, route

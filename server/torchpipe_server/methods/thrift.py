@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
-from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.wire.errors import ReplyTooLargeError, told
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 from torchpipe_server.front.services import OK, Cancellable, Done, Method, TraceFields, reply_bound, trace_fields

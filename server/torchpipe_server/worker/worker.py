@@ -304,7 +304,7 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
 def usual_service(options: Options, run: pipe) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
     from torchpipe_py.idl import load_idl
-    from torchpipe_py.runtime.deadlines import Deadlines
+    from torchpipe_py.runtime.admission import Deadlines
     from torchpipe_py.wire.errors import Bound
     from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.http import HttpHandler

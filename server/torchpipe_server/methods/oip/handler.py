@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_py.runtime.deadlines import Deadlines
+from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.wire.errors import Bound, RouteError, describe_error, log_defect
 from torchpipe_server.front.services import Cancellable, Done, Route, json_answer, route
 from torchpipe_server.methods.many import Turns

@@ -178,16 +178,6 @@ def test_the_timeout_ends_the_wait(register: Register) -> None:
     assert company.batches == [["quick"], ["slow"]]
 
 
-def test_without_a_timeout_nobody_waits(register: Register) -> None:
-    company = Company(register)
-    del company.config["b"]["batching_timeout"]
-    with pipe(company.config) as p, company.gate:
-        slow = company.gate.hold(p, {"data": "slow"})
-        outcome(p.submit({"data": "quick"}))
-        company.gate.open()
-        outcome(slow)
-
-
 # -- instances ----------------------------------------------------------------------------------------------------
 
 
@@ -203,17 +193,6 @@ def test_leadership_is_handed_on_before_computing(register: Register) -> None:
         assert [outcome(future)["result"] for future in futures] == list(range(9))
     assert gate.batches[:3] == [[0], [1], [2]]
     assert sorted(map(len, gate.batches[3:])) == [2, 4]
-
-
-def test_what_is_queued_makes_dense_batches(register: Register) -> None:
-    gate = Gate(most=4)
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        first = gate.hold(p, {"data": "first"})
-        futures = [p.submit({"data": number}) for number in range(10)]
-        gate.open()
-        for future in [first, *futures]:
-            outcome(future)
-    assert gate.batches == [["first"], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("low", [2, 4])
@@ -314,20 +293,3 @@ def test_stats(register: Register) -> None:
     assert b["batches"] == sum(b["batch_sizes"].values()) >= 3
     assert all(node[key] >= 0 for node in (a, b) for key in ("queue_ms", "batch_wait_ms", "compute_ms"))
     assert b["queue_ms"] > 0
-
-
-def test_failures_are_counted(register: Register) -> None:
-    class Bad(Four):
-        """Raises for bad data."""
-
-        def forward_item(self, item: Data) -> None:
-            if item["data"] == "bad":
-                raise ValueError
-            item["result"] = 1
-
-    with pipe({"backend": register(Bad)}) as p:
-        for data in ("bad", "good", "bad"):
-            error_of(p.submit({"data": data}))
-        outcome(p.submit([{"data": "good"}]))
-        error_of(p.submit([{"data": "good"}, {"data": "bad"}, {"data": "good"}]))
-        assert p.stats()["nodes"]["node"]["failed"] == 3

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchpipe_py.runtime.lanes.batch_queue import BatchQueue
+from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.request import Request
 
 
@@ -25,11 +25,6 @@ def batcher(timeout: float = 10.0, *requests: Request) -> BatchQueue:
     return made
 
 
-def test_empty() -> None:
-    empty = batcher()
-    assert (len(empty), empty.take(4, 0.0, quiet=True), empty.next_close(4), empty.clear()) == (0, None, None, [])
-
-
 def test_a_full_batch_closes_at_once_and_leaves_the_rest() -> None:
     requests = [request(0.0) for _ in range(5)]
     waiting = batcher(10.0, *requests)
@@ -44,13 +39,6 @@ def test_the_timeout_counts_from_the_oldest_arrival(now: float, closes: bool) ->
     waiting = batcher(10.0, *requests)
     assert waiting.next_close(4) == 13.0
     assert waiting.take(4, now, quiet=False) == (requests if closes else None)
-
-
-def test_without_company_on_the_way_nobody_waits() -> None:
-    lone = request(0.0)
-    waiting = batcher(10.0, lone)
-    assert waiting.take(4, 0.0, quiet=False) is None
-    assert waiting.take(4, 0.0, quiet=True) == [lone]
 
 
 @pytest.mark.parametrize(
@@ -79,20 +67,6 @@ def test_of_several_that_close_the_oldest_goes_first() -> None:
     late, early = request(5.0, "first in"), request(4.0, "second in")
     waiting = batcher(10.0, late, early)
     assert [waiting.take(4, 5.0, quiet=True) for _ in range(2)] == [[early], [late]]
-
-
-def test_an_old_lone_request_goes_before_a_full_batch() -> None:
-    old, *full = request(0.0, "rare"), request(1.0, "common"), request(1.0, "common")
-    waiting = batcher(10.0, old, *full)
-    assert waiting.take(2, 5.0, quiet=False) == full
-    assert batcher(10.0, old, *full).take(2, 10.0, quiet=False) == [old]
-
-
-def test_clear_gives_back_everything() -> None:
-    requests = [request(0.0, key) for key in "aba"]
-    waiting = batcher(10.0, *requests)
-    assert sorted(map(id, waiting.clear())) == sorted(map(id, requests))
-    assert (len(waiting), waiting.next_close(4)) == (0, None)
 
 
 adds = st.tuples(st.just("add"), st.integers(0, 2), st.none() | st.integers(0, 20))

@@ -1,23 +1,27 @@
-"""The lane of nodes whose instances take one request at a time."""
+"""Nodes whose instances take one request at a time, and those whose work goes on elsewhere."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from time import perf_counter
+from typing import Any
 
+from torchpipe_py.backends.deferred import DeferredBackend
 from torchpipe_py.backends.image.memory import CURRENT
+from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.runtime.idle import IdleStack
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led
-from torchpipe_py.runtime.request import CallerThread, Request
+from torchpipe_py.runtime.node import Fail, Node
+from torchpipe_py.runtime.request import Caller, Request
 
 _HAND_OVER = 5e-5  # seconds from one thread to another that sleeps
 
 
-class SingleLane(Lane):
+class SingleNode(Node):
     """Where no batch can form, nobody leads: each instance takes a request for itself.
 
     Where the backend runs on any thread, the blocked caller of a request stands in for an idle instance: waking one
@@ -25,21 +29,21 @@ class SingleLane(Lane):
     large, so that these never wait for a large one to end.
     """
 
-    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led]) -> None:
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
         super().__init__(name, instances, fail, waiting)
-        self.idle: IdleStack[Instance] = IdleStack(self._queue)
+        self.idle: IdleStack = IdleStack(self._queue)
         self._any_thread = all(instance.backend.any_thread() for instance in instances)
         # Large items that wait while as many run as may. NOTE: they go back to the queue whenever one of these ends.
         self._large: deque[Request] = deque()
         self._large_lock = threading.Lock()
         self._large_left = len(instances) - 1
 
-    def _stays_with_caller(self, request: Request, caller: CallerThread) -> bool:
+    def _stays_with_caller(self, request: Request, caller: Caller) -> bool:
         # One of several branches stays; more of them only where a hand-over would take longer than the backend.
-        if not self._any_thread or (caller.reached and not self._is_quick()):
+        if not self._any_thread or (caller and not self._is_quick()):
             return False
         self._reached.add(request)
-        caller.reached.append((self, request))
+        caller.append((self, request))
         return True
 
     def _is_quick(self) -> bool:
@@ -60,7 +64,7 @@ class SingleLane(Lane):
             instance.busy = 1
             instance.stand_ins.add(threading.get_ident())
             self._reached.discard(request)
-            self.run(instance, request)
+            self._run(instance, request)
         finally:
             instance.started = instance.busy = 0
             instance.stand_ins.clear()
@@ -69,12 +73,8 @@ class SingleLane(Lane):
         if self._waiting:
             self._wake_leaders()
 
-    def forget(self, request: Request) -> None:
-        """A request that has come here is not run after all."""
-        self._reached.discard(request)
-
     def _serve(self, instance: Instance) -> None:
-        take, run, waiting = self._queue.popleft, self.run, self._waiting
+        take, run, waiting = self._queue.popleft, self._run, self._waiting
         while True:
             try:
                 instance.taken = (request := take(),)
@@ -91,7 +91,7 @@ class SingleLane(Lane):
             if waiting:
                 self._wake_leaders()
 
-    def run(self, instance: Instance, request: Request) -> None:
+    def _run(self, instance: Instance, request: Request) -> None:
         """Run the backend and deliver or fail the request, which may be over already."""
         instance.started = start = perf_counter()
         if not self._starts(instance, request, start):
@@ -105,10 +105,9 @@ class SingleLane(Lane):
         return super().queued() + (0 if self.is_closing else len(self._large))
 
     def _fail_queued(self) -> None:
-        with self._large_lock:
-            self._queue.extend(self._large)
-            self._large.clear()
         super()._fail_queued()
+        for request in list(self._large):
+            self._fail_closed(request)
 
     def _is_large(self, instance: Instance, request: Request) -> bool:
         try:
@@ -154,3 +153,31 @@ class SingleLane(Lane):
             self._fail_defect(instance, request, error)
         else:
             self._go_on(instance, request)
+
+
+class DeferredNode(SingleNode):
+    """Where backends are deferred: a request goes on from whatever thread finishes it."""
+
+    def _compute(self, instance: Instance, request: Request, start: float) -> None:
+        record, backend = instance.record, instance.backend
+        record.queued(request, start)
+
+        def finish(error: BaseException | None) -> None:
+            record.traced((request,), start, start, perf_counter())
+            if error is None:
+                self._go_on(instance, request)
+            elif isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
+                self.fail(request, error)  # what ended the request's own requests ends it as well
+            else:
+                self._fail_defect(instance, request, error)
+
+        assert isinstance(backend, DeferredBackend)
+        begin = partial(backend.start, request.data, finish, request)
+        try:
+            if self.around is None:
+                begin()
+            else:
+                self.around((request,), start, begin)
+        except BaseException as error:
+            self._fail_defect(instance, request, error)
+        record.computed(perf_counter() - start)  # what it waits for, is other nodes' time

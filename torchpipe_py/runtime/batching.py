@@ -1,30 +1,119 @@
-"""The lane of nodes whose instances take batches."""
+"""When a batch closes, and the nodes whose instances take batches."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
 from torchpipe_py.runtime.idle import Leadership
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes.batch_queue import BatchQueue
-from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led, Source
+from torchpipe_py.runtime.node import Fail, Node, Source
 from torchpipe_py.runtime.request import Request
 
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
 
-class BatchingLane(Lane):
+class BatchQueue:
+    """Requests that wait for company at one node, in a bucket for each key (the shape of their tensors).
+
+    Pure: the clock is an argument, all times are seconds of ``time.perf_counter``. Not thread-safe: the node's leader
+    owns it.
+    """
+
+    def __init__(self, timeout: float, key: Callable[[dict[str, Any]], Hashable]) -> None:
+        """``timeout`` is the longest a request waits for company, counted from its arrival."""
+        self.timeout = timeout
+        self._key = key
+        self._buckets: dict[Hashable, deque[Request]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __len__(self) -> int:
+        return sum(map(len, list(self._buckets.values())))
+
+    def oldest(self) -> float:
+        """When the oldest request arrived; infinity without any. A moment's estimate, for other threads."""
+        with suppress(IndexError):  # the leader may empty a bucket meanwhile
+            return min((bucket[0].arrived for bucket in list(self._buckets.values())), default=math.inf)
+        return math.inf
+
+    def add(self, request: Request) -> None:
+        self._buckets.setdefault(self._key(request.data), deque()).append(request)
+
+    def take(
+        self,
+        limit: int,
+        now: float,
+        quiet: bool,
+        lead_time: float = 0.0,
+        fitting: Callable[[int, float, float], int] | None = None,
+    ) -> list[Request] | None:
+        """The batch that closes now, at most ``limit`` long, or ``None``.
+
+        ``fitting(size, seconds, now)`` is the largest batch of at most ``size`` that takes no longer than ``seconds``:
+        a batch is no larger than its tightest deadline allows.
+
+        A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
+        no further than ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that
+        could join is under way. Of several that close, the one with the oldest request goes first.
+        """
+        closing = [
+            (bucket[0].arrived, index, key)
+            for index, (key, bucket) in enumerate(self._buckets.items())
+            if quiet or len(bucket) >= limit or self._closes_at(bucket, limit, lead_time) <= now
+        ]
+        if not closing:
+            return None
+        key = min(closing)[2]
+        bucket = self._buckets[key]
+        size = min(limit, len(bucket))
+        deadline = _first_deadline(bucket, size)
+        if fitting is not None and deadline < math.inf:
+            size = fitting(size, deadline - now, now)
+        if size == len(bucket):
+            return list(self._buckets.pop(key))
+        return [bucket.popleft() for _ in range(size)]
+
+    def next_close(self, limit: int, lead_time: float = 0.0) -> float | None:
+        """When the next bucket closes if nothing else arrives; ``None`` if there is none."""
+        return min((self._closes_at(bucket, limit, lead_time) for bucket in self._buckets.values()), default=None)
+
+    def clear(self) -> list[Request]:
+        """Everything that waits, removed."""
+        requests = [request for bucket in self._buckets.values() for request in bucket]
+        self._buckets.clear()
+        return requests
+
+    def _closes_at(self, bucket: deque[Request], limit: int, lead_time: float) -> float:
+        """The earliest of the oldest request's timeout and the deadlines of those that would be in the batch."""
+        return min(bucket[0].arrived + self.timeout, _first_deadline(bucket, limit) - lead_time)
+
+
+def _first_deadline(bucket: deque[Request], size: int) -> float:
+    """The first of the first ``size`` requests' deadlines; infinity where they have none."""
+    first = math.inf
+    for request in islice(bucket, size):
+        if request.deadline is not None and request.deadline < first:
+            first = request.deadline
+    return first
+
+
+class BatchingNode(Node):
     """One idle instance at a time leads: it collects the next batch, and hands leadership over before it computes."""
 
-    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led], timeout: float) -> None:
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any], timeout: float) -> None:
         super().__init__(name, instances, fail, waiting)
         self._timeout = timeout
-        self._batches = BatchQueue(timeout, self._batch_key)
+        self._batches = BatchQueue(timeout, lambda data: instances[0].backend.batch_key(data))
         self.idle: Leadership = Leadership(self._queue, self._batches)
         self._source: Source | None = None
 
@@ -39,21 +128,21 @@ class BatchingLane(Lane):
 
     def is_awaiting(self) -> bool:
         """Whether some request in flight could still reach this node."""
-        for lane in self.upstream:
-            if lane is not self:
-                if lane.load() and not (lane in self.both_ways and self._closes_before(lane)):
+        for node in self.upstream:
+            if node is not self:
+                if node.load() and not (node in self.both_ways and self._closes_before(node)):
                     return True
             elif any(instance.busy for instance in self.instances):
                 return True  # through a logical node, a request comes by a second time
         return False
 
-    def _closes_before(self, other: Lane) -> bool:
-        """Whether all that the other lane holds waits too, and has waited less long.
+    def _closes_before(self, other: Node) -> bool:
+        """Whether all that the other node holds waits too, and has waited less long.
 
         Where each is reached from the other they would wait for each other: the one with the oldest request closes.
         """
         return (
-            isinstance(other, BatchingLane)
+            isinstance(other, BatchingNode)
             and other in self._waiting
             and other.load() == len(other._batches)
             and self._batches.oldest() <= other._batches.oldest()
@@ -62,25 +151,22 @@ class BatchingLane(Lane):
     def _serve(self, instance: Instance) -> None:
         while self.idle.lead(instance):
             since = perf_counter()
-            instance.taken = batch = self._collect(instance)
-            instance.busy = len(batch)
-            self.idle.hand_over()
+            try:
+                instance.taken = batch = self._collect(instance)
+                instance.busy = len(batch)
+            finally:
+                self.idle.hand_over()
             if not batch:
                 continue
-            self.run(instance, batch, since)
-            instance.taken = batch = []  # an idle instance keeps nothing of its last request
+            self._run(instance, batch, since)
+            batch = []
             # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
-            instance.started = instance.busy = 0
+            instance.rest()
             if self._waiting:
                 self._wake_leaders()
         if self.idle.lead_last(instance):
             for request in self._batches.clear():
                 self._fail_closed(request)
-
-    def _recover(self, instance: Instance, error: BaseException) -> None:
-        if self.idle.is_leader(instance):
-            instance.taken = [*instance.taken, *self._batches.clear()]
-        super()._recover(instance, error)
 
     def _collect(self, instance: Instance) -> list[Request]:
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
@@ -89,14 +175,11 @@ class BatchingLane(Lane):
             if self._source is not None:
                 self._source.fetch(self)
             while queue:
+                instance.taken = (request := queue.popleft(),)
                 try:
-                    instance.taken = (queue.popleft(),)
-                except IndexError:  # close() empties the queue too
-                    break
-                try:
-                    batches.add(instance.taken[0])
+                    batches.add(request)
                 except BaseException as error:
-                    self.fail(instance.taken[0], self._backend_error(error))
+                    self.fail(request, self._backend_error(error))
             if self.is_closing:
                 return batches.clear()
             if not batches:
@@ -130,10 +213,7 @@ class BatchingLane(Lane):
         """How long before a deadline a batch must close to meet it, seconds."""
         return 1.5 * instance.last_compute + _DEADLINE_MARGIN
 
-    def _batch_key(self, data: Data) -> Any:
-        return self.instances[0].backend.batch_key(data)
-
-    def run(self, instance: Instance, batch: list[Request], collected: float) -> None:
+    def _run(self, instance: Instance, batch: list[Request], collected: float) -> None:
         """Run a batch of which some may be over already; deliver or fail each."""
         instance.started = start = perf_counter()
         requests = [request for request in batch if self._starts(instance, request, start, len(batch))]
@@ -157,11 +237,10 @@ class BatchingLane(Lane):
     def _forward(self, instance: Instance, requests: list[Request]) -> Mapping[Request, BaseException]:
         """Run the backend; the errors of the requests that it failed for."""
         items = [request.data for request in requests]
-        instance.deadline = _last_deadline(requests)
-        saved: list[Data] = []
+        saved: list[Data] = [dict(item) for item in items] if len(items) > 1 else []
+        deadlines = [request.deadline for request in requests if request.deadline is not None]
+        instance.deadline = max(deadlines) if len(deadlines) == len(requests) else None
         try:
-            if len(items) > 1:
-                saved = [dict(item) for item in items]
             if len(items) < instance.min:
                 run_padded(instance.backend, items)
             else:
@@ -172,23 +251,12 @@ class BatchingLane(Lane):
                 return {requests[0]: error}
         # After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail.
         errors = {}
-        for index, request in enumerate(requests):
+        for request, before in zip(requests, saved, strict=True):
             instance.started, instance.deadline = perf_counter(), request.deadline
             try:
-                if saved:
-                    request.data.clear()
-                    request.data.update(saved[index])
+                request.data.clear()
+                request.data.update(before)
                 run_padded(instance.backend, [request.data])
             except BaseException as error:
                 errors[request] = error
         return errors
-
-
-def _last_deadline(requests: Sequence[Request]) -> float | None:
-    """When the last of them need not be run any more; ``None`` where one has no deadline."""
-    last = 0.0
-    for request in requests:
-        if request.deadline is None:
-            return None
-        last = max(last, request.deadline)
-    return last

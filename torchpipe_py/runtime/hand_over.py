@@ -1,41 +1,46 @@
-"""The lane of nodes whose work is done in another process."""
+"""Nodes whose work is done in another process."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from functools import partial
+from queue import SimpleQueue
 from time import perf_counter
+from typing import Any
 
 from torchpipe_py.backends.deferred import HandOverBackend, Ran
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
-from torchpipe_py.runtime.idle import IdleStack, Sleeper
+from torchpipe_py.runtime.idle import Idle, has_handlers, is_main_thread
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.lanes.lane import Fail, Lane, Led
+from torchpipe_py.runtime.node import Fail, Node
 from torchpipe_py.runtime.request import Request
-from torchpipe_py.runtime.signals import has_handlers, is_main_thread
 
 
-class HandOverLane(Lane):
+class HandOverNode(Node):
     """Where requests go to another process: on whatever thread brings them, since that waits for nothing.
 
     The main thread leaves them to one that no handler of a signal interrupts, where there are any.
     """
 
-    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Led]) -> None:
+    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
         super().__init__(name, instances, fail, waiting)
-        self.idle: IdleStack[Sleeper] = IdleStack(self._queue)
-        self._has_handlers = has_handlers()
+        self.idle = Idle(self._queue)
         self._backends = [instance.backend for instance in instances if isinstance(instance.backend, HandOverBackend)]
         self._start, self._runs_nodes = self._backends[0].start, self._backends[0].runs_nodes
         self._under_way: set[Request] = set()
+        self._has_handlers = has_handlers()
+        self._from_main: SimpleQueue[Request | None] = SimpleQueue()
+        self._is_closed = threading.Event()
 
     def put(self, request: Request) -> None:
         request.caller = None
-        if self._has_handlers and is_main_thread():
-            super().put(request)
-        else:
+        if not (self._has_handlers and is_main_thread()):
             self._hand_over(request)
+            return
+        self._from_main.put(request)
+        if self.is_closing:
+            self._fail_closed(request)
 
     def _hand_over(self, request: Request) -> None:
         instance = self.instances[0]
@@ -83,11 +88,13 @@ class HandOverLane(Lane):
 
     def close(self) -> None:
         super().close()
+        self._from_main.put(None)
         for backend in self._backends:
             backend.stop()
+        self._is_closed.set()
 
     def load(self) -> int:
-        return len(self._under_way) + super().queued()
+        return len(self._under_way) + (0 if self.is_closing else self._from_main.qsize())
 
     def queued(self) -> int:
         return max(0, self.load() - len(self.instances))
@@ -102,32 +109,21 @@ class HandOverLane(Lane):
         assert isinstance(instance.backend, HandOverBackend)
         carrier = None
         if self._has_handlers and instance is self.instances[0]:
-            carrier = threading.Thread(target=self._carry_aside, name=f"torchpipe-{self.name}-hand-over", daemon=True)
+            carrier = threading.Thread(target=self._carry, name=f"torchpipe-{self.name}-hand-over", daemon=True)
             carrier.start()
         instance.backend.keep()
-        self._carry(instance)
+        self._is_closed.wait()
         if carrier is not None:
             instance.started = perf_counter()  # code of the user's own may pack what is handed over, and not return
             carrier.join()
             instance.started = 0.0
 
-    def _carry_aside(self) -> None:
+    def _carry(self) -> None:
         """Hand over what the main thread brings, on a thread that does nothing else: an instance's may be kept."""
         thread, threads = threading.get_ident(), self.instances[0].stand_ins  # a callback may close the pipe here
         threads.add(thread)
-        try:
-            self._carry(Sleeper())
-        finally:
-            threads.discard(thread)  # NOTE: a later thread may have its identity
-
-    def _carry(self, sleeper: Sleeper) -> None:
-        """Hand over what is queued, until the lane is closed."""
-        while True:
-            try:
-                request = self._queue.popleft()
-            except IndexError:
-                if self.idle.sleep(sleeper):
-                    continue
-                return
+        while (request := self._from_main.get()) is not None:
             self._hand_over(request)
             del request
+        self._from_main.put(None)  # where an exception met the instance, there is another one
+        threads.discard(thread)  # NOTE: a later thread may have its identity

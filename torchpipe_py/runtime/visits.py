@@ -1,4 +1,4 @@
-"""What is recorded of a request that is traced across services; ``spans`` makes OpenTelemetry's spans of it."""
+"""What is recorded of a request: its visits at nodes, and the runs of other graphs that it started."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Outcome = tuple[str, str]
 
 @dataclass
 class Visit:
-    """A request at a node, with the instance that ran it and the size of its batch.
+    """One request at one node. In a ``Trace``, times are seconds since it began, else of ``time.perf_counter``.
 
-    Times are seconds of ``time.perf_counter``: it stood in the queue from ``arrived`` to ``collected``, its batch
-    waited for company until ``started``, the backend ran until ``ended``.
+    From ``arrived`` to ``collected`` it stood in the queue, to ``started`` its batch waited for company, to ``ended``
+    the backend ran. ``size`` is how many requests were in the batch. In a ``Trace``, ``request`` counts requests and
+    ``batch`` batches, from 1; the parts of a jump carry the number of the request that jumped.
     """
 
     node: str
@@ -34,22 +35,30 @@ class Visit:
     collected: float
     started: float
     ended: float
+    request: int = 0
+    batch: int = 0
     error: Outcome | None = None
+
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of each phase that took any time."""
+        times = (self.arrived, self.collected, self.started, self.ended)
+        phases = zip(("queue", "batch wait", "compute"), times, times[1:], strict=False)
+        return [(name, start, end) for name, start, end in phases if end > start]
+
+
+def taken_at(arrived: float, collected: float, started: float) -> float:
+    """When a request left the queue: what comes while its batch waits for company has not queued."""
+    return min(started, max(arrived, collected))
 
 
 class Timeline:
     """The visits of a request and of its branches, and a timeline for each run of another graph that it started.
 
     ``parent`` is the request that a run belongs to, ``node`` the one of its nodes that jumps, ``index`` the place among
-    the elements. ``span`` and ``begun``, the spans of nodes, belong to who makes spans. Any thread may add to it.
+    the elements. ``span``, ``begun`` (the spans of nodes) and ``links`` belong to ``Spans``. Any thread may add to it.
     """
 
-    __slots__ = (
-        "_on_end", "_room", "begun", "elements", "ended", "error", "index", "links", "node", "parent", "root", "span",
-        "visits",
-    )  # fmt: skip
-
-    def __init__(self, root: str, on_end: Callable[[Timeline], object]) -> None:
+    def __init__(self, root: str, on_end: Callable[[Timeline], object] | None = None) -> None:
         self.root = root
         self.parent: Timeline | None = None
         self.node, self.index = "", 0
@@ -68,7 +77,7 @@ class Timeline:
         if not self._room[0]:
             return None
         self._room[0] -= 1
-        element = Timeline(root, _nothing)
+        element = Timeline(root)
         element.parent, element.node, element.index, element._room = self, node, index, self._room
         self.elements.append(element)
         return element
@@ -84,7 +93,14 @@ class Timeline:
         if not self.ended:
             self.error = error_in(data) if error is None else outcome_of(error)
             self.ended = perf_counter()
-            self._on_end(self)
+            if self._on_end is not None:
+                self._on_end(self)
+
+    def last_end(self) -> float:
+        """When the request was through. NOTE: ``ended`` is later, since whoever waits is told before."""
+        last = max([visit.ended for visit in self.visits], default=0.0)
+        is_through = last and (self.error is None or any(visit.error for visit in self.visits))
+        return last if is_through else self.ended or last
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -95,12 +111,5 @@ def outcome_of(error: BaseException) -> Outcome:
 
 def error_in(data: Mapping[str, Any]) -> Outcome | None:
     """Why a request has no result, if it has none."""
-    try:
-        error = None if TASK_RESULT_KEY in data else data.get(TASK_ERROR_KEY)
-    except BaseException:  # the dict may be of a class of the caller's own
-        return None
+    error = None if TASK_RESULT_KEY in data else data.get(TASK_ERROR_KEY)
     return outcome_of(error) if isinstance(error, BaseException) else None
-
-
-def _nothing(timeline: Timeline) -> None:
-    pass

@@ -1,0 +1,268 @@
+"""A blocked caller stands in for an idle instance: when it does, when it does not, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from conftest import Register
+from fakes import WAIT, Gate, all_idle, error_of, eventually, in_threads, outcome
+
+from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Registry, Status, pipe
+
+Data = dict[str, Any]
+
+
+class Where(ItemBackend):
+    """Result is the list of threads that worked on the request so far, this one last."""
+
+    anywhere = True
+
+    def setup(self) -> None:
+        self.home = threading.current_thread()
+
+    def forward_item(self, item: Data) -> None:
+        if item["data"] == "interrupt":
+            raise KeyboardInterrupt
+        seen = item["data"] if isinstance(item["data"], list) else []
+        item["result"] = [*seen, threading.current_thread()]
+
+    def close(self) -> None:
+        assert threading.current_thread() is self.home
+
+    def any_thread(self) -> bool:
+        return self.anywhere
+
+
+class AtHome(Where):
+    """The same, but bound to its thread."""
+
+    anywhere = False
+
+
+class Anywhere(Gate):
+    """A gate whose backend any thread may run; data ``slow`` blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=lambda data: data == "slow")
+        self.backend = type("Anywhere", (self.backend,), {"any_thread": lambda self: True})
+
+
+def call(p: pipe, data: Any) -> None:
+    """Call the pipe in a thread of its own, ``caller``: the main thread stands in for nobody."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            p(data)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="caller")
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def calling(p: pipe, data: Any) -> threading.Thread:
+    thread = threading.Thread(target=all_idle(p), args=(data,))
+    thread.start()
+    return thread
+
+
+def chain(*names: str) -> dict[str, Any]:
+    """Nodes 0, 1, 2, … in a row."""
+    nodes = {str(index): {"backend": name, "next": str(index + 1)} for index, name in enumerate(names)}
+    del nodes[str(len(names) - 1)]["next"]
+    return nodes
+
+
+def test_a_blocked_caller_runs_backends_as_far_as_they_allow(register: Register) -> None:
+    free, bound = register(Where), register(AtHome)
+    with pipe(chain(free, f"S[{free},Identity]", bound, f"S[{free},{bound}]")) as p:
+        call(all_idle(p), data := {"data": 1})
+        names = [thread.name for thread in data["result"]]
+        assert names == ["caller", "caller", "torchpipe-2-0", "torchpipe-3-0", "torchpipe-3-0"]
+        assert [node["requests"] for node in p.stats()["nodes"].values()] == [1, 1, 1, 1]
+        nodes = all_idle(p).stats()["nodes"].values()
+        assert all(not node["busy"] and not node["queued"] for node in nodes)
+
+
+def test_the_main_thread_and_who_does_not_wait_for_one_answer_run_nothing(register: Register) -> None:
+    """The handler of a signal may raise in the main thread at any time."""
+    with pipe({"backend": register(Where)}) as p:
+        all_idle(p)(data := {"data": 1})
+        call(p, several := [{"data": 1}, {"data": 2}])
+        p(timed := {"data": 1}, timeout=WAIT)
+        submitted = outcome(p.submit({"data": 1}))
+    for item in (data, *several, timed, submitted):
+        assert [thread.name for thread in item["result"]] == ["torchpipe-node-0"]
+
+
+def test_no_more_callers_at_once_than_instances(register: Register) -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    class Counting(Where):
+        """Counts how many run at once."""
+
+        def forward_item(self, item: Data) -> None:
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            item["result"] = sum(range(200)) + item["data"]
+            with lock:
+                running[0] -= 1
+
+    with pipe({"backend": register(Counting), "instance_num": 2}) as p:
+
+        def work(index: int) -> None:
+            for number in range(300):
+                p(data := {"data": 1000 * index + number})
+                assert data["result"] == 19900 + 1000 * index + number
+
+        in_threads(8, work)
+        assert p.stats()["nodes"]["node"]["requests"] == 2400
+    assert most[0] <= 2
+
+
+def test_a_caller_does_not_overtake_what_is_queued(register: Register) -> None:
+    gate = Anywhere()
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        first = gate.hold(p, {"data": "slow"})
+        second = p.submit({"data": 2})
+        caller = threading.Thread(target=p, args=({"data": 3},))
+        caller.start()
+        eventually(lambda: p.stats()["inflight"] == 3)
+        gate.open()
+        outcome(first)
+        outcome(second)
+        caller.join(WAIT)
+        assert gate.batches == [["slow"], [2], [3]]
+
+
+def test_work_queued_meanwhile_is_taken_up_when_the_caller_is_done(register: Register) -> None:
+    gate = Anywhere()
+    with pipe({"backend": register(gate.backend)}) as p, gate:
+        caller = calling(p, {"data": "slow"})
+        gate.wait_entered()
+        assert p.stats()["nodes"]["node"]["busy"] == 1
+        assert p.stats()["nodes"]["node"]["oldest_batch_s"] > 0.0
+        queued = [p.submit({"data": number}) for number in range(3)]
+        gate.open()
+        assert [outcome(future)["result"] for future in queued] == [0, 1, 2]
+        caller.join(WAIT)
+
+
+def test_close_waits_for_a_caller_that_stands_in(register: Register) -> None:
+    gate = Anywhere()
+    p = pipe({"backend": register(gate.backend)})
+    with gate:
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                all_idle(p)({"data": "slow"})
+            except PipeClosed as error:
+                errors.append(error)
+
+        caller = threading.Thread(target=work)
+        caller.start()
+        gate.wait_entered()
+        queued = p.submit({"data": 2})
+        assert p.close(timeout=0.01) is False
+        assert isinstance(error_of(queued), PipeClosed)
+        assert p.stats()["inflight"] == 0
+    caller.join(WAIT)
+    assert len(errors) == 1
+    assert p.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_looks_like_ctrl_c_in_a_backend_is_a_defect(register: Register, alone: bool) -> None:
+    with pipe({"only": {"backend": register(Where)}}) as p:
+        for _ in range(3):
+            with pytest.raises(BackendError, match="KeyboardInterrupt"):
+                call(all_idle(p), {"data": "interrupt"} if alone else [{"data": "interrupt"}, {"data": 1}])
+            call(p, data := {"data": 3})
+            assert "result" in data
+        assert p.stats()["inflight"] == 0
+        assert p.stats()["nodes"]["only"]["failed"] == 3
+
+
+def test_a_leader_that_waits_for_a_request_on_its_callers_thread_gets_it(register: Register) -> None:
+    class Four(Backend):
+        """Result is the size of the batch."""
+
+        def forward(self, items: list[Data]) -> None:
+            for item in items:
+                item["result"] = len(items)
+
+        def max(self) -> int:
+            return 4
+
+    gate = Anywhere()
+    nodes = {
+        "a": {"backend": register(gate.backend), "instance_num": 2, "next": "b"},
+        "b": {"backend": register(Four), "batching_timeout": 60_000},
+    }
+    with pipe(nodes) as p, gate:
+        caller = calling(p, slow := {"data": "slow"})
+        gate.wait_entered()
+        quick = p.submit({"data": 1})
+        eventually(lambda: p._runtime.nodes["b"]._waiting)
+        gate.open()
+        assert outcome(quick)["result"] == 2
+        caller.join(WAIT)
+        assert slow["result"] == 2
+
+
+def test_a_long_chain_needs_no_deep_stack() -> None:
+    with pipe(chain(*["Identity"] * 300)) as p:
+        call(p, data := {"data": 1})
+        assert data["result"] == 1
+
+
+def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, restored: Registry) -> None:
+    def closing(data: Data) -> Status:
+        p.close()
+        return Status.Run
+
+    restored.register_filter(closing, "closing")
+    name = register(Where)
+    p = pipe({"a": {"backend": name, "next": "b"}, "b": {"backend": name, "filter": "closing"}})
+    with pytest.raises(PipeClosed):
+        call(all_idle(p), {"data": 1})
+    assert p.close()
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"a": {}},
+        {"a": {"next": "b,c"}, "b": {"next": "d"}, "c": {"next": "d"}, "d": {"map": "b[result:data],c[result:x]"}},
+    ],
+    ids=["one node", "branches"],
+)
+def test_a_finished_request_is_freed_without_the_collector(nodes: dict[str, Any]) -> None:
+    class Payload:
+        """Something that can be referred to weakly."""
+
+    with pipe(nodes) as p:
+        gc.collect()
+        gc.disable()
+        try:
+            payload = Payload()
+            known = weakref.ref(payload)
+            call(p, {"data": payload})
+            p({"data": payload})
+            outcome(p.submit({"data": payload}))
+            del payload
+            all_idle(p)
+            assert known() is None
+        finally:
+            gc.enable()
