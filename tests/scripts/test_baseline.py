@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,12 +60,6 @@ def test_bytes_that_are_no_image_are_a_value_error(data: bytes) -> None:
         baseline.preprocess(data)
 
 
-def test_label_and_score_are_the_softmaxs() -> None:
-    label, score = baseline.Baseline(FakeEngine())(solid(red=10, green=30, blue=20))
-    assert label == "1"
-    assert score == pytest.approx(np.exp(3) / np.exp([1, 3, 2]).sum(), rel=1e-5)
-
-
 # -- the service ----------------------------------------------------------------------------------------------------
 
 
@@ -95,18 +88,6 @@ def ask(client: Any, data: bytes) -> Any:
     return client.infer_batch(baseline.IDL.InferenceParams(uuid="test", data=data))
 
 
-def test_clients_get_their_own_results() -> None:
-    def run(best: int) -> set[str]:
-        levels = [10, 10, 10]
-        levels[best] = 200
-        with connect(port) as client:
-            client.ping()
-            return {ask(client, solid(*levels)).label for _ in range(20)}
-
-    with serving(FakeEngine()) as port, ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(run, range(3))) == [{"0"}, {"1"}, {"2"}]
-
-
 def test_a_failure_is_a_typed_error_and_the_connection_lives_on() -> None:
     class Broken(FakeEngine):
         def infer(self, array: np.ndarray) -> np.ndarray:
@@ -132,13 +113,6 @@ def script(setup: str, *args: str) -> subprocess.Popen[str]:
     code = f"{path}; from benchmarks.gpu import baseline as script\n{setup}\n"
     command = [sys.executable, "-c", code + "sys.exit(script.main(sys.argv[1:]))", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_what_is_missing_is_one_line() -> None:
-    with script("sys.modules['tensorrt'] = sys.modules['tensorrt_lean'] = None", "--engine", "some.engine") as process:
-        out, err = process.communicate(timeout=PROGRAM_WAIT)
-    assert (process.returncode, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("baseline_server.py: ")
 
 
 def test_it_serves_until_sigterm() -> None:

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import bench
 import bench_gpu
-import cv2
-import numpy as np
 import pytest
-from benchmarks import io_cost, services
-from benchmarks.bare import Processes, measure_nodes
-from benchmarks.common import Load, Report, Subject, image_folder, in_threads, run
-from benchmarks.gpu import mosec, sharing, sizes
+from benchmarks import io_cost
+from benchmarks.bare import measure_nodes
+from benchmarks.common import Load, Report, Subject, run
+from benchmarks.gpu import mosec, sharing
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.sharing import CPU, GPU
 from benchmarks.peers import serving_module
-from benchmarks.sharing import Service, in_child
-from service import eventually
+from benchmarks.sharing import Service
 
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.sharing import sections
-
-FORKS = """
-import os, sys, threading
-child = os.fork()
-if child:
-    print(child, flush=True)
-    os.waitpid(child, 0)
-else:
-    threading.Thread(target=sys.stdin.read, name="reader", daemon=True).start()
-    threading.Event().wait()
-"""
 
 
 def report_of(**loads: list[float]) -> Report:
@@ -105,13 +88,6 @@ def test_a_part_that_fails_or_comes_too_late_is_a_remark() -> None:
     assert [remark.split(":")[0] for remark in report.remarks] == ["second", "third"]
 
 
-def test_threads_call_once_at_least() -> None:
-    calls: list[int] = []
-    load = in_threads(lambda: calls.append(1), images=3)(4, 0.0)
-    assert len(calls) >= 4
-    assert load.qps > 0
-
-
 def test_io_cost_measures_service_and_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_cost, "CLIENTS", (2,))
     report = io_cost.io_cost(bench.make_parser().parse_args(["io_cost", "--rounds", "1", "--seconds", "0.6"]))
@@ -130,63 +106,13 @@ def test_nodes_run_alone_in_processes_and_in_batches_that_they_take() -> None:
     assert report.median("limit", 2).qps > 0
 
 
-@pytest.mark.parametrize("node", [{"backend": "ResizeMat[Identity]"}, {"backend": "DecodeMat", "max_pixels": 1}])
-def test_nodes_that_cannot_run_alone_are_no_limit(node: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"benchmarks\.bare .*did not start"):
-        measure_nodes(Report("alone"), "limit", {"decode": node}, 1, 1, 0.01, 1)
-
-
-def test_a_library_that_is_missing_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="did not start"):
-        Processes(1, "cpp", "not JSON")
-
-
 def test_a_peer_that_does_not_start_says_why() -> None:
     reason = r"(?s)timeit did not start: .*--address not recognized"
     with pytest.raises(RuntimeError, match=reason), serving_module("mosec", "timeit", {}):
         pass
 
 
-def test_a_child_returns_or_raises() -> None:
-    assert in_child(len, [1, 2]) == 2
-    with pytest.raises(ValueError, match="invalid literal"):
-        in_child(int, "x")
-
-
-def test_a_forked_process_reports_its_threads() -> None:
-    inside = str(Path(services.__file__).parent / "inside")
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": inside}
-    with subprocess.Popen([sys.executable, "-c", FORKS], env=environment, **pipes) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        try:
-            stats = {"engines": [{"pid": pid}, {"pid": None}]}
-            lines: list[str] = []
-
-            def is_reported() -> bool:
-                try:
-                    lines[:] = services.engine_threads(stats, 0.05, least=0.0)
-                except OSError:
-                    return False  # it does not listen yet
-                return any(", reader: " in line for line in lines)
-
-            eventually(is_reported)
-        finally:
-            os.kill(pid, 9)
-    assert any(line.startswith(f"engine process {pid}, MainThread: ") for line in lines)
-    assert any("threading.py:" in line and line.endswith(" wait") for line in lines)
-
-
 # -- services -------------------------------------------------------------------------------------------------------
-
-
-def test_a_service_is_started_as_its_name_says() -> None:
-    separate, shared = Service(GPU, {}, 1, False, 2), Service(GPU, {}, 8, True, 2)
-    assert separate.options == ["--workers", "1"]
-    assert shared.options == ["--workers", "8", "--engines", "2"]
-    assert separate.name == "GPU decode, 1 worker, separate"
-    assert shared.name == "GPU decode, 8 workers, shared, 2 engine processes"
 
 
 def gpu_args() -> Any:
@@ -226,24 +152,3 @@ def test_gpu_services_can_be_planned_and_share_what_they_should(
             assert service.config["model"]["model::cache"].endswith("resnet50_8_compatible.trt")
             plan = plan_pipeline(service.config)
             assert [section.nodes for section in sections(plan)] == nodes
-
-
-def test_images_that_should_have_a_result_and_have_none_are_a_miss() -> None:
-    for images, failed, is_missed in ((sizes.CORRUPT, 1.0, False), (sizes.CORRUPT, 3.0, True), ("x", 1.0, True)):
-        report = Report("failed")
-        report.add(f"{images}, separate", 7, Load(1000))
-        report.add(f"{images}, shared", 7, Load(900, failed=failed))
-        sizes.judge(report, "separate", "shared")
-        assert [target.met for target in report.targets if "without result" in target.name] == [False] * is_missed
-        assert report.targets[-1][1:] == (0.9, ">= 0.95", False)
-
-
-def test_image_sets_are_what_they_are_called() -> None:
-    mats = {name: [cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR) for image in images]
-            for name, images in sizes.image_sets().items()}  # fmt: skip
-    assert mats["640x480"][0].shape[:2] == (480, 640)
-    assert mats["1920x1080"][0].shape[:2] == (1080, 1920)
-    assert [image[:4] for image in sizes.image_sets()["one PNG of 8"]].count(b"\x89PNG") == 1
-    assert [mat is None for mat in mats[sizes.CORRUPT]].count(True) == 1
-    with image_folder(*sizes.image_sets()["one PNG of 8"]) as folder:
-        assert len(list(folder.iterdir())) == 8

@@ -30,19 +30,6 @@ def test_layout_and_size(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.unfinished"))
 
 
-def test_a_picture_depends_on_nothing_but_its_name_and_the_seed(tmp_path: Path) -> None:
-    write_set(tmp_path / "few", train=2, val=1, classes=2)
-    write_set(tmp_path / "other", train=2, val=1, classes=2, seed=1)
-    (tmp_path / "more" / "train" / "texture00").mkdir(parents=True)
-    (tmp_path / "more" / "train" / "texture00" / "0002.jpg").write_bytes(b"as it was")
-    write_set(tmp_path / "more", train=3, val=2, classes=3)
-    few, more, other = (contents(tmp_path / name) for name in ("few", "more", "other"))
-    assert few.items() < more.items()
-    assert more["train/texture00/0002.jpg"] == b"as it was"
-    assert few.keys() == other.keys()
-    assert not set(few.values()) & set(other.values())
-
-
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--out", str(tmp_path), "--train", "1", "--val", "1"]
     assert textures.main([*options, "--classes", "2", "--subsampling", "444"]) == 0
@@ -67,21 +54,3 @@ def test_the_demo_is_written_at_its_smallest(tmp_path: Path, monkeypatch: pytest
     assert demo.main(["--out", str(tmp_path), "--epochs", "1", "--images-per-class", "8"]) == 1  # far too few
     assert {path.name for path in tmp_path.iterdir()} == {"images", "labels.txt", "model.onnx"}
     assert len(list((tmp_path / "images").iterdir())) == 48
-
-
-def power(kind: int) -> np.ndarray:
-    """The mean power spectrum of the luminance of a class, over six JPEGs."""
-    jpegs = [textures.encode(textures.draw(0, "train", kind, number)) for number in range(6)]
-    planes = [cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_GRAYSCALE) for jpeg in jpegs]
-    return np.mean([np.abs(np.fft.fft2(plane)) ** 2 for plane in planes], axis=0)
-
-
-def test_classes_differ_in_fine_waves() -> None:
-    """Of two classes with gratings at 20 and at 70 degrees, each has more power in its own direction."""
-    y, x = (np.abs(np.fft.fftfreq(size)) * size / textures.SIDE for size in (textures.HEIGHT, textures.WIDTH))
-    radius, angle = np.hypot(x, y[:, None]), np.degrees(np.arctan2(y[:, None], x))
-    near = {degrees: (abs(angle - degrees) < 6) & (abs(radius / 0.34 - 1) < 0.05) for degrees in (20, 70)}
-    for kind, own, other in ((0, 20, 70), (2, 70, 20)):
-        assert textures.KINDS[kind][0] == (own, 0.34)
-        spectrum = power(kind)
-        assert spectrum[near[own]].mean() > 1.5 * spectrum[near[other]].mean()

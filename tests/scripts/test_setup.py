@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from fakes import PROGRAM_WAIT
 
 from torchpipe_py.tools.options import add_export_options
@@ -74,27 +73,6 @@ def test_a_venv_without_pip_is_made_again(tmp_path: Path) -> None:
     done = run(venv, python)
     assert done.returncode == 1
     assert (tmp_path / "asked").read_text(encoding="utf-8") == f"-m venv {venv}\n"
-
-
-@pytest.mark.parametrize(("arguments", "tests"), [([], "tests, some 6 minutes"), (["tests/test_cli.py"], "tests")])
-def test_each_check_is_told_before_it_runs(tmp_path: Path, arguments: list[str], tests: str) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    write_program(programs / "python", 'case "$*" in "-m pytest "*) echo pytest ran; exit 3;; esac')
-    for name in ("ruff", "mypy"):
-        write_program(programs / name, f'case "$*" in format*) ;; *) echo {name} ran;; esac')
-    command = ["bash", str(ROOT / "scripts" / "test.sh"), *arguments]
-    environment = {**os.environ, "VENV": str(tmp_path)}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=PROGRAM_WAIT, check=False
-    )
-    assert done.returncode == 3
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("setup: ")]
-    told = ["ruff", "mypy", tests]
-    assert [line for line in lines if line in told] == told
-    assert lines[:3] == ["ruff", "ruff ran", "mypy"]
-    assert "mypy ran" in lines[3:]
-    assert lines.index(tests) < lines.index("pytest ran")
 
 
 def test_what_the_quickstart_says_to_do_next_is_there() -> None:

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import test_gpu
 import torch
 from recipes.data import Normalise
-from recipes.evaluation import Predictions, agreement, score
 from recipes.serving import load_model, serving_config
 from train import main as train
 from training_data import write_classes
@@ -79,17 +77,6 @@ def test_both_solutions_agree(
     assert report["agreement"]["largest"] < (1e-5 if precision == "fp32" else 1e-2)
 
 
-def test_one_solution_and_an_image_that_cannot_be_read(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_classes(tmp_path, 0, 4)
-    (tmp_path / "val" / "red" / "01.jpg").write_bytes(b"no image")
-    (tmp_path / "val" / "red" / "03.jpg").write_bytes(b"")
-    for solution in ("pipe", "torch"):
-        assert test_gpu.main([*options(trained, data=tmp_path / "val"), "--solution", solution]) == 0
-        assert f"{solution}: 4 images, 2 could not be read" in capsys.readouterr().out
-
-
 def test_logits_of_the_served_model_are_those_of_pytorch(trained: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path, trained)
     for key in ("postprocessor", "labels"):
@@ -134,22 +121,6 @@ def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_pat
     torch.save({"weights": 1}, tmp_path / "other.pt")
     with pytest.raises(TrainingError, match=r"no checkpoint of scripts/train\.py"):
         load_model(tmp_path / "other.pt", "small", CLASSES)
-
-
-def test_scores_against_figures_known_from_elsewhere() -> None:
-    scores = score([0, 0, 0, 1, 1, 2], [0, 0, 1, 1, -1, 0], 4)
-    assert (scores["images"], scores["unread"], scores["accuracy"]) == (6, 1, 0.5)
-    assert scores["recall"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
-    assert scores["precision"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
-    # Wilson's intervals: 81 of 263 from Newcombe (1998), Table I.
-    known = score([0] * 263, [0] * 81 + [1] * 182, 2)
-    assert (round(known["low"], 4), round(known["high"], 4)) == (0.2553, 0.3662)
-
-
-def test_agreement() -> None:
-    first = Predictions(np.array([0, 1, -1]), np.array([0.9, 0.6, 0.0]))
-    second = Predictions(np.array([0, 0, 1]), np.array([0.8, 0.55, 0.7]))
-    assert agreement(first, second) == {"share": pytest.approx(1 / 3), "largest": pytest.approx(0.1)}
 
 
 @pytest.mark.parametrize(

@@ -100,12 +100,6 @@ def test_other_ways_to_train(folder: Path, tmp_path: Path, more: list[str], caps
     assert [seen for _, seen in accuracies(printed)] == [5]
 
 
-def test_ddp_needs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit, match="start it with torchrun"):
-        train.main(["--data", "nowhere", "--toml", "none", "--ddp"])
-
-
 # -- what a user can mend -------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import Register
 from fakes import Gate
 
-from torchpipe_py import Backend, ItemBackend
+from torchpipe_py import Backend
 from torchpipe_py.cli import main
 from torchpipe_py.tools.load import measure
 from torchpipe_py.tools.load import run as command
@@ -126,18 +126,6 @@ def test_what_is_sent(
 # --- what is reported
 
 
-def test_report_has_the_fields_of_the_load_tester(bench: Bench, images: Callable[..., Path]) -> None:
-    run = bench(IDENTITY, images(a="a"), "--total_number", 10)
-    assert set(run.report) >= {"command", "started_at", "settings", "versions", "machine", "window_s", "qps", "goodput"}
-    assert set(run.report) >= {"calls_per_s", "errors", "latency_failed_ms", "warnings", "other_cpu_percent"}
-    assert set(run.report["latency_ms"]) == {"count", "mean", "p50", "p90", "p99", "p99_9", "max", "min"}
-    assert run.report["process_cpu_percent"] > 0
-    assert run.report["settings"]["request_client"] == 2
-    assert "run" not in run.report["settings"]
-    assert (run.report["accuracy"], run.report["interrupted"]) == (None, False)
-    assert all(name in run.out for name in ("config ", "QPS", "goodput", "p99.9", "process CPU", "per second"))
-
-
 def test_clients_that_are_the_limit(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     log = CallLog(2)
     for latency in (30, 45):
@@ -173,12 +161,6 @@ def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert lines["load"].endswith("20 clients, closed loop, 1 image per call")
 
 
-def test_labels(bench: Bench, images: Callable[..., Path], register: Register) -> None:
-    directory = images(circle_01="circle", red_square_02="red_square", disc_03="circle", star="star")
-    config = f'backend = "{register(Seen().backend)}"\n'
-    assert bench(config, directory, "--total_number", 40, "--labels_from_names").report["accuracy"] == 0.75
-
-
 def stats(**changes: Any) -> dict[str, Any]:
     """The stats of a pipe with one node of two instances that has seen 10 requests in 5 batches."""
     node = {"instances": 2, "min": 1, "max": 4, "requests": 10, "batches": 5, "failed": 1, "expired": 0}
@@ -196,12 +178,6 @@ def test_node_figures_are_of_the_run_alone() -> None:
     assert expected.items() <= nodes["crop"].items()
     line = "8 requests, mean batch 4.00; queue 0.50  batch wait 0.00  compute 100.00  ms each; 2 instances, 40% busy"
     assert node_rows(nodes) == [("node crop", line)]
-
-
-def test_a_node_that_ran_nothing() -> None:
-    nodes = node_figures(stats(), stats(failed=3), seconds=1.0)
-    assert nodes["crop"]["mean_batch"] is nodes["crop"]["queue_ms"] is None
-    assert node_rows(nodes) == [("node crop", "0 requests, 2 failed")]
 
 
 # --- errors
@@ -301,23 +277,3 @@ def test_configurations_that_are_wrong(
     assert "Identity" in said
     assert main(["bench", "missing.toml", "--img_dir", str(tmp_path / "images")]) == 2
     assert "no such file" in capsys.readouterr().err
-
-
-def test_a_backend_that_cannot_be_set_up(bench: Bench, images: Callable[..., Path], register: Register) -> None:
-    class Broken(ItemBackend):
-        """No use."""
-
-        def setup(self) -> None:
-            raise OSError("no such thing here")
-
-    assert "no such thing here" in refused(bench(f'backend = "{register(Broken)}"\n', images(a="a")))
-
-
-@pytest.mark.parametrize(
-    "options", [("--request_client", 0), ("--request_batch", 0), ("--total_number", "x"), ("--warmup", -1)]
-)
-def test_wrong_options(options: tuple[str, object], bench: Bench, tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench(IDENTITY, tmp_path, *options)
-    assert caught.value.code == 2
-    assert options[0] in capsys.readouterr().err

@@ -24,11 +24,6 @@ def test_reports_versions_and_writes_json(tmp_path: Path, capsys: pytest.Capture
     assert {entry["name"] for entry in report["libraries"]} == {entry[1] for entry in doctor.LIBRARIES}
 
 
-def test_names_the_extra_that_brings_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = ("no_such_module", "no-such-distribution", "ray", "Ray Data")
-    assert doctor._library(*missing).remedy == "pip install 'torchpipe_py[ray]'"
-
-
 def test_a_missing_required_library_is_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,25 +167,6 @@ def test_what_of_the_pixels_no_option_says_is_told(
     assert f" {said}\n" in capsys.readouterr().out
 
 
-def test_a_size_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for size in ("96,96", "0x96", "96x", "-1", "4.5"):
-        with pytest.raises(SystemExit):
-            main(["export", "tiny", f"--resize={size}"])
-        assert (
-            f"--resize: expected pixels, as 224, or height and width, as 224x160, got {size!r}"
-            in capsys.readouterr().err
-        )
-
-
-def test_several_outputs_are_a_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "class Two(nn.Module):\n def forward(self, x):\n  return x.mean((2, 3)), x.mean(1)"
-    assert main(["export", f"{code(folder, 'two', text)}:Two", "--resize", "8x16"]) == 0
-    assert "no classifier" in capsys.readouterr().out
-    with pipe("model.toml") as run:
-        run(data := {"data": encode(picture(20, 20))})
-    assert [tuple(output.shape) for output in data["result"]] == [(1, 3), (1, 8, 16)]
-
-
 def test_one_channel_and_several_labels(folder: Path, refused: Refused) -> None:
     text = "def build():\n return nn.Sequential(nn.AvgPool2d(14), nn.Flatten())"
     options = (f"{code(folder, 'gray', text)}:build", "--resize", "28x28", "--color", "gray")
@@ -270,12 +251,6 @@ MENDABLE = [
 def test_what_a_user_can_mend(folder: Path, refused: Refused, command: str, problem: str) -> None:
     (folder / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
     assert problem in refused(*command.split())
-
-
-def test_without_torchvision(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    version = torch.__version__.partition("+")[0]
-    assert f"torchvision is not installed: pip install torchvision 'torch=={version}'" in refused("tiny")
 
 
 def test_an_operator_that_only_the_newer_exporter_knows(

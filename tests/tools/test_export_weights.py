@@ -42,12 +42,6 @@ def test_a_prefix_that_the_model_has_itself_stays(tmp_path: Path) -> None:
     assert torch.equal(other.model.fc.weight, wrapped.model.fc.weight)
 
 
-def test_classes_of_a_checkpoint_are_labels(tmp_path: Path) -> None:
-    state = {"model": tiny(2).state_dict(), "classes": ["cat", "dog"]}
-    assert read_weights(saved(tmp_path / "a.pt", state)).classes == ("cat", "dog")
-    assert read_weights(saved(tmp_path / "b.pt", {**state, "classes": 2})).classes == ()
-
-
 def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     model = tiny(5)
     state: dict[str, Any] = {**model.state_dict(), "conv1.weight": torch.zeros(8, 1, 5, 5)}

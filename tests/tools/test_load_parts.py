@@ -22,11 +22,8 @@ from torchpipe_py.tools.load.arrivals import (
     cut,
     deal,
     make_load,
-    make_plans,
     poisson_times,
-    rate_of,
     read_replay,
-    rescale,
 )
 from torchpipe_py.tools.load.client import LagMeter
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
@@ -70,14 +67,6 @@ def test_poisson_times_have_the_rate_and_the_spread_of_a_poisson_process() -> No
     assert first == same != other
 
 
-def test_replay_at_another_rate() -> None:
-    times = rescale([1.0, 1.5, 3.0], rate=4.0)
-    assert times == [0.25, 0.375, 0.75]
-    assert rate_of(cut(times, None, None)) == pytest.approx(4.0)
-    with pytest.raises(ToolError, match="--rate: the times of --replay are all the same"):
-        rescale([2.0, 2.0], 1.0)
-
-
 def options(**changes: Any) -> argparse.Namespace:
     usual = {"arrivals": "constant", "rate": 100.0, "seed": 0, "replay": None, "replay_column": None}
     usual |= {"request_client": 3, "request_batch": 1, "total_number": None, "duration": None, "warmup": 0}
@@ -104,15 +93,6 @@ def test_loads_by_rate_and_by_time() -> None:
     assert (load.total, load.unsent(7), load.until) == (None, 0, 2 * SECOND)
     load = make_load(options(arrivals="closed", rate=None, total_number=10), 1)
     assert (load.total, load.unsent(7), load.until) == (10, 7, None)
-
-
-@pytest.mark.parametrize(("clients", "batch", "total"), [(4, 8, 103), (20, 1, 10_000), (7, 3, 5), (1, 1, 1)])
-def test_work_is_divided_exactly(clients: int, batch: int, total: int) -> None:
-    plans = make_plans(clients, batch, total, 5, None)
-    shares = [plan.share for plan in plans]
-    assert sum(shares) == total
-    assert max(shares) - min(shares) <= 1
-    assert all(1 <= plan.warmup <= 50 for plan in plans)
 
 
 @pytest.mark.parametrize("rate", [1e-300, 5e-324, 1e-9])
@@ -286,13 +266,6 @@ def test_the_tester_reports_when_it_is_the_limit(changes: dict[str, float], reas
 
 
 # --- percentiles and series
-
-
-def test_summaries_are_in_milliseconds() -> None:
-    summary = judge.summarize(np.array([3, 1, 2]) * MS)
-    assert summary is not None
-    assert [summary[name] for name in ("count", "mean", "p50", "min", "max")] == [3, 2.0, 2.0, 1.0, 3.0]
-    assert judge.summarize(np.array([])) is None
 
 
 def test_per_second_counts_images_where_they_belong() -> None:

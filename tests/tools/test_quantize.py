@@ -15,11 +15,11 @@ import pytest
 from conftest import Register, save_model
 from onnx import TensorProto, helper, numpy_helper
 
-from torchpipe_py import ItemBackend, parse_toml, pipe, registry
+from torchpipe_py import ItemBackend, Registry, parse_toml, pipe
 from torchpipe_py.cli import main
 from torchpipe_py.files import ENCRYPTED
 from torchpipe_py.plan.config import Tables
-from torchpipe_py.tools.quantize.command import divide, model_inputs
+from torchpipe_py.tools.quantize.command import model_inputs
 from torchpipe_py.tools.quantize.quantiser import Quantiser, search
 from torchpipe_py.tools.quantize.target import Target, find_target
 
@@ -160,15 +160,6 @@ def test_without_labels_classes_must_stay(
 # -- what goes in -------------------------------------------------------------------------------------------------
 
 
-def test_images_to_calibrate_with_are_spread_and_not_checked_with() -> None:
-    paths = [Path(f"{index}.jpg") for index in range(11)]
-    for most, count in ((128, 5), (3, 3), (0, 0)):
-        calibration, held_out = divide(paths, most)
-        assert len(calibration) == count
-        assert sorted([*calibration, *held_out], key=paths.index) == paths
-    assert divide(paths, 3)[0] == [paths[0], paths[3], paths[7]]
-
-
 def test_what_is_calibrated_with_is_what_the_model_gets(folder: Path, write: Write) -> None:
     config = write(DEMO.replace('"OnnxTensor"', '"SyncTensor[FirstAvailable[TensorrtTensor,OnnxTensor]]"') + LABELLED)
     target = find_target(config, None)
@@ -183,24 +174,6 @@ def test_what_is_calibrated_with_is_what_the_model_gets(folder: Path, write: Wri
 
 
 DECODED = {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "resize_h": 64, "resize_w": 64, "color": "rgb"}
-
-
-@pytest.mark.usefixtures("restored")
-def test_what_a_postprocessor_of_ones_own_takes_is_left_out(write: Write) -> None:
-    class Best:
-        least: float
-        max: int = 1  # a key of the model too
-
-        def forward(self, outputs: list[Any]) -> list[Any]:
-            return [(0, 1.0)] * len(outputs[0])
-
-    registry.register_postprocessor(Best, "best")
-    text = f'[model]\nbackend = "OnnxTensor"\nmodel = "{MODEL}"\npostprocessor = "best"\n"best::least" = 2\nleast = 1\n'
-    text += "max = 4\n"
-    tables = find_target(write(text), None).up_to_model(Path("/probe.onnx"))
-    assert "least" not in tables["model"]
-    assert "best::least" not in tables["model"]
-    assert tables["model"]["max"] == 4
 
 
 def test_what_is_after_the_model_is_left_out(write: Write, register: Register) -> None:
@@ -273,11 +246,6 @@ def test_the_layer_that_int8_harms_is_found(folder: Path) -> None:
     assert search(quantiser, (), 0, 0) == []
 
 
-def test_an_unknown_layer_is_told(write: Write, refused: Refused) -> None:
-    line = refused(write(f'{DEMO}"precision::fp32" = "/3/Konv"\n'), "--img_dir", str(IMAGES))
-    assert line == "torchpipe: precision::fp32: no layer '/3/Konv'; did you mean '/3/Conv'?"
-
-
 # -- mistakes -----------------------------------------------------------------------------------------------------
 
 NODE = f'backend = "OnnxTensor"\nmodel = "{MODEL}"\n'
@@ -320,10 +288,21 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
             ["--img_dir", "broken"],
             "0 of 8 images can be calibrated with, at least 8 are needed; 0.jpg: DecodeError",
         ),
+        (f'{DEMO}"precision::fp32" = "/3/Konv"\n', [], "precision::fp32: no layer '/3/Konv'; did you mean '/3/Conv'?"),
+        (f'{DEMO}next = "boxes"\n[boxes]\nbackend = "Boxes"\n', [], "its result cannot be read as a class: expected "),
         (DEMO.replace("max", "maxx"), [], "node 'model': key 'maxx': unknown key; did you mean 'max'?"),
     ],
 )
-def test_mistakes(folder: Path, write: Write, refused: Refused, text: str, options: list[str], said: str) -> None:
+def test_mistakes(
+    folder: Path, write: Write, refused: Refused, restored: Registry, text: str, options: list[str], said: str
+) -> None:
+    class Boxes(ItemBackend):
+        """Something else than a class."""
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            item["result"] = [1, 2, 3]
+
+    restored.register_backend(Boxes, "Boxes")
     with zipfile.ZipFile(folder / "net.pt2", "w") as archive:
         archive.writestr("net/constants.pkl", b"")
     (folder / "secret.onnx").write_bytes(ENCRYPTED)
@@ -374,17 +353,6 @@ def test_what_cannot_be_quantised(folder: Path) -> None:
     onnx.save(model, str(folder / "half.onnx"))
     with pytest.raises(RuntimeError, match=r"half\.onnx: its weights are in half precision; quantise .* float32"):
         Quantiser(str(folder / "half.onnx"), folder)
-
-
-def test_a_result_that_is_no_class(write: Write, refused: Refused, register: Register) -> None:
-    class Boxes(ItemBackend):
-        """Something else."""
-
-        def forward_item(self, item: dict[str, Any]) -> None:
-            item["result"] = [1, 2, 3]
-
-    line = refused(write(f'{DEMO}next = "boxes"\n[boxes]\nbackend = "{register(Boxes)}"\n'), "--img_dir", str(IMAGES))
-    assert "its result cannot be read as a class: expected (label, score) or logits 1xC" in line
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torchpipe_py.tools.report import (
     clip,
     linear_axis,
     log_axis,
-    rule,
     table,
     value_axis,
 )
@@ -44,14 +43,14 @@ def test_ticks_are_on_their_axis(axis: Axis) -> None:
 def test_charts_escape_names_and_stay_in_their_frame() -> None:
     x, y = linear_axis("<x>", 0, 10), linear_axis("y", 0, 10)
     line = Line("<b>", [(0, 1), None, (20, 50)], "blue", labels=["one", "", "two"])
-    text = chart("a & b", x, y, [line, rule("limit", 500, x, y), Bars("n", [(0, 1, 5), (1, 2, 0)], "teal")])
+    text = chart("a & b", x, y, [line, Bars("n", [(0, 1, 5), (1, 2, 0)], "teal")], ("limit", 500))
     assert "<b>" not in text
     assert "a &amp; b" in text
     assert "limit" in text
     assert text.count("<polyline") == text.count("<circle") == 2  # points without a neighbour; the limit is above
     assert "<title>0 to 1: 5</title>" in text
     assert text.count("<rect") == 1
-    assert chart("", x, y, [rule("limit", 5, x, y)]).count("<polyline") == 1
+    assert chart("", x, y, [], ("limit", 5)).count("<polyline") == 1
 
 
 def test_text_is_aligned_and_clipped_in_its_middle() -> None:

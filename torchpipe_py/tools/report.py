@@ -165,6 +165,7 @@ _LETTER = 6.6  # pixels that a letter takes, about
 _LEAST_GAP = 6  # pixels between two labels below an axis
 _TICKS = 6
 _MOST_LOG_TICKS = 8
+_NEAR = 3.0  # times the greatest value: a limit further up would flatten the chart
 
 Point = tuple[float, float]
 
@@ -254,13 +255,19 @@ class Bars:
     dashed: bool = False
 
 
-def rule(name: str, at: float, x: Axis, y: Axis) -> Line:
-    """A limit across the chart; one above the chart is only in its legend."""
-    return Line(name, [(x.low, at), (x.high, at)] if at <= y.high else [], "red", dashed=True)
+def chart(
+    title: str, x: Axis, y: Axis | str, marks: Sequence[Line | Bars], limit: tuple[str, float] | None = None
+) -> str:
+    """A line or bar chart with title and legend, as a figure; ``y`` may be the unit of the lines' values.
 
-
-def chart(title: str, x: Axis, y: Axis, marks: Sequence[Line | Bars]) -> str:
-    """A line or bar chart with title and legend, as a figure."""
+    A ``limit``, name and value, is a line across the chart; one far above it is only in the legend.
+    """
+    if isinstance(y, str):
+        values = [point[1] for mark in marks if isinstance(mark, Line) for point in mark.points if point is not None]
+        y = value_axis(y, [*values, limit[1]] if limit and limit[1] <= _NEAR * max(values) else values)
+    if limit is not None:
+        across = [(x.low, limit[1]), (x.high, limit[1])]
+        marks = [*marks, Line(limit[0], across if limit[1] <= y.high else [], "red", dashed=True)]
     parts = [*_grid(x, y)]
     keys = ""  # outside the drawing, where the page breaks the line if there is no room
     for mark in marks:

@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
@@ -21,19 +21,30 @@ from torchpipe_py.tools.load import judge
 from torchpipe_py.tools.load.arrivals import Load, Payload
 from torchpipe_py.tools.load.measure import cpu_model, node_rows, service_rows
 from torchpipe_py.tools.load.records import NO_REPLY, Outcome, Records
-from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis, rule, value_axis
+from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis
 
 OTHERS_LIMIT = 25.0  # percent of a core, for all processes that have no part in the run
 HEADS = ("run", "offered", "QPS", "goodput", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
 
-_NEAR = 3.0  # times the greatest value: a limit further up would flatten the chart
 _NINES = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
-_CSV_SETTINGS = ("request_client", "request_batch", "arrivals", "rate", "seed", "duration", "total_number")
-_CSV_FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s", "images_sent")
-_CSV_COUNTS = ("images_answered", "images_ok", "images_failed", "images_unsent")
-_CSV_LATENCIES = ("mean", "p50", "p90", "p99", "p99_9", "max", "min")
-_CSV_CPU = ("server_cpu_percent", "tester_cpu_percent", "tester_busiest_client_percent", "other_cpu_percent")
-_CSV_VERDICTS = ("stable", "valid", "exit_status")
+_SETTINGS = ("request_client", "request_batch", "arrivals", "rate", "seed", "duration", "total_number")
+_FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s", "images_sent")
+_COUNTS = ("images_answered", "images_ok", "images_failed", "images_unsent")
+_LATENCIES = ("mean", "p50", "p90", "p99", "p99_9", "max", "min")
+_CPU = ("server_cpu_percent", "tester_cpu_percent", "tester_busiest_client_percent", "other_cpu_percent")
+_COLUMNS = {
+    **{name: name for name in ("point", "started_at")},
+    **{name: f"settings.{name}" for name in _SETTINGS},
+    **{name: name for name in (*_FIGURES, *_COUNTS)},
+    **{f"latency_{name}_ms": f"latency_ms.{name}" for name in _LATENCIES},
+    **{f"latency_actual_{name}_ms": f"latency_actual_ms.{name}" for name in _LATENCIES},
+    **{f"late_share_by_{who}": f"late_sends.share_by_{who}" for who in ("tester", "waiting")},
+    "errors": "",
+    **{name: name for name in _CPU},
+    "slo_met": "slo.met",
+    **{name: name for name in ("stable", "valid", "exit_status")},
+}
+"""Columns of the CSV file, and where in a report their values are."""
 
 
 # --- one dict
@@ -141,15 +152,15 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """One run of ``load`` or ``bench`` as names and values, from what was tested to what it cost."""
     settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
-    if "config" in settings:
-        rows = [("config", f"{settings['config']} in this process, clients are threads")]
-    else:
-        rows = [("server", f"{settings['host']}:{settings['port']} ({settings['transport']})")]
-    sent = f"{report['images_sent']} sent, {report['images_answered']} answered, {report['images_ok']} with a result"
-    rows += [
+    is_bench, failed = "config" in settings, report["images_failed"]
+    tested = ("server", "{host}:{port} ({transport})")
+    if is_bench:
+        tested = ("config", "{config} in this process, clients are threads")
+    rows = [
+        (tested[0], tested[1].format_map(settings)),
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
         ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call"),
-        ("images", sent),
+        ("images", "{images_sent} sent, {images_answered} answered, {images_ok} with a result".format_map(report)),
         ("window", f"{report['window_s']:.3f} s"),
         ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
         ("goodput", f"{report['goodput']:.1f} images/s"),
@@ -162,9 +173,9 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append((title, "  ".join(figures) + "  ms"))
         elif not key:
             rows.append((title, "n/a"))
-    rows.append(("errors", counted(report["images_failed"], "image")))
+    rows.append(("errors", counted(failed, "image")))
     rows += [(f"  {kind}", str(count)) for kind, count in report["errors"].items()]
-    if "config" in settings:
+    if is_bench:
         rows += node_rows(report["nodes"])
         rows.append(("process CPU", f"{_cpu(report['process_cpu_percent'])}, pipe and clients"))
     else:
@@ -174,14 +185,12 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     more = f" ... ({len(images)} seconds)" if len(images) > 60 else ""
     rows.append(("per second", " ".join(map(str, images[:60])) + more))
     rows += [("WARNING", warning) for warning in report["warnings"]]
-    failed = report["images_failed"]
+    verdict = f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"
+    if not report["valid"]:
+        verdict = "INVALID: it measures the tester itself"
     if report["interrupted"]:
-        rows.append(("run", "INTERRUPTED: the numbers are of a part of it"))
-    elif not report["valid"]:
-        rows.append(("run", "INVALID: it measures the tester itself"))
-    else:
-        rows.append(("run", f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"))
-    return rows
+        verdict = "INTERRUPTED: the numbers are of a part of it"
+    return [*rows, ("run", verdict)]
 
 
 def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -196,9 +205,8 @@ def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ]
     if (slo := report["slo"]) is not None:
         measured = "none" if slo["p99_ms"] is None else f"{slo['p99_ms']:.2f} ms"
-        met = "met" if slo["met"] else "MISSED"
-        rows.append(("SLO", f"{met}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms"))
-    cost = f"{_cpu(report['tester_cpu_percent'])}, busiest client {_cpu(report['tester_busiest_client_percent'])}"
+        rows.append(("SLO", f"{'met' if slo['met'] else 'MISSED'}: p99 {measured}, limit {slo['p99_limit_ms']:g} ms"))
+    cost = f"{_cpu(report['tester_cpu_percent'])}, busiest process {_cpu(report['tester_busiest_client_percent'])}"
     if report["tester_cpu_us_per_call"] is not None:
         cost += f", {report['tester_cpu_us_per_call']:.1f} µs per call"
     rows += [("server CPU", _cpu(report["server_cpu_percent"])), ("tester CPU", cost)]
@@ -206,10 +214,10 @@ def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         share = f"{report['tester_share_of_cpu']:.0%} of the CPU time spent on this machine"
         rows.append(("tester share", f"{share}; server and tester share its cores"))
     for gpu in report["gpus"] or ():
-        names = ("utilization_mean", "utilization_max", "memory_used_max_mib", "memory_total_mib")
-        busy, most, used, total = ("n/a" if gpu[name] is None else f"{gpu[name]:.0f}" for name in names)
-        figures = f"{busy} % busy (most {most} %), {used} of {total} MiB, {gpu['samples']} samples"
-        rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, {figures}; all processes together"))
+        shown = {name: f"{value:.0f}" if isinstance(value, float) else value or "n/a" for name, value in gpu.items()}
+        figures = "{name}, {utilization_mean} % busy (most {utilization_max} %), {memory_used_max_mib} of "
+        figures += "{memory_total_mib} MiB, {samples} samples; all processes together"
+        rows.append((f"GPU {gpu['index']}", figures.format_map(shown)))
     return rows + service_rows(report["service"])
 
 
@@ -286,25 +294,20 @@ def print_report(report: dict[str, Any]) -> None:
 
 def csv_text(reports: Sequence[dict[str, Any]]) -> str:
     """A line for each run. Empty cells are what is not known, or makes no sense for the run."""
-    rows = []
-    for report in reports:
-        latency, actual = report["latency_ms"] or {}, report.get("latency_actual_ms") or {}
-        late = report.get("late_sends") or {}
-        row = {"point": report.get("point", ""), "started_at": report["started_at"]}
-        row |= {name: report["settings"][name] for name in _CSV_SETTINGS}
-        row |= {name: report.get(name) for name in (*_CSV_FIGURES, *_CSV_COUNTS)}
-        row |= {f"latency_{name}_ms": latency.get(name) for name in _CSV_LATENCIES}
-        row |= {f"latency_actual_{name}_ms": actual.get(name) for name in _CSV_LATENCIES}
-        row |= {f"late_share_by_{who}": late.get(f"share_by_{who}") for who in ("tester", "waiting")}
-        row["errors"] = " ".join(f"{kind}={images}" for kind, images in report["errors"].items())
-        row |= {name: report[name] for name in _CSV_CPU}
-        row["slo_met"] = report["slo"] and report["slo"]["met"]
-        row |= {name: report.get(name) for name in _CSV_VERDICTS}
-        rows.append({**row, "verdict": judge.verdict(report)})
+
+    def find(report: dict[str, Any], place: str) -> Any:
+        value: Any = report
+        for key in place.split("."):
+            value = (value or {}).get(key)
+        return value
+
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [])
+    writer = csv.DictWriter(text, [*_COLUMNS, "verdict"] if reports else [])
     writer.writeheader()
-    writer.writerows(rows)
+    for report in reports:
+        row = {column: find(report, place) for column, place in _COLUMNS.items()}
+        errors = " ".join(f"{kind}={images}" for kind, images in report["errors"].items())
+        writer.writerow(row | {"errors": errors, "verdict": judge.verdict(report)})
     return text.getvalue()
 
 
@@ -344,24 +347,12 @@ def _verdict_line(text: str, is_good: bool) -> str:
 def _run_parts(report: dict[str, Any]) -> list[str]:
     is_good = not report["exit_status"] and report["valid"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.get("unstable_because", ()))
-    shown = [_percentile_chart(report), _latency_chart(report), _throughput_chart(report), _series_chart(report)]
     return [
         _verdict_line(judge.verdict(report), is_good),
         f"<ul>{notes}</ul>" if notes else "",
-        shared.charts(figure for figure in shown if figure),
+        shared.charts(_run_charts(report)),
         shared.table((), run_rows(report)),
     ]
-
-
-def _limited(report: dict[str, Any], x: Axis, lines: list[Line]) -> tuple[Axis, list[Line]]:
-    """The axis of milliseconds for the lines, and the lines with the SLO's limit; one far above them is not drawn."""
-    values = [point[1] for line in lines for point in line.points if point is not None]
-    slo = report["slo"]
-    if slo is None:
-        return value_axis("ms", values), lines
-    limit = slo["p99_limit_ms"]
-    y = value_axis("ms", [*values, limit] if limit <= _NEAR * max(values) else values)
-    return y, [*lines, rule(f"p99 limit {limit:g} ms", limit, x, y)]
 
 
 def _nines(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -374,62 +365,51 @@ def _nines_axis(highest: float) -> Axis:
     return log_axis("percentile", 1.0, max(10.0, 100 / (100 - highest)), ticks)
 
 
-def _percentile_chart(report: dict[str, Any]) -> str:
-    curve = report["percentiles_ms"]
-    if not curve:
-        return ""
-    is_open = "percentiles_actual_ms" in report
-    lines = [Line("from when it was due" if is_open else "latency", _nines(curve), "blue")]
-    if is_open:
-        lines.append(Line("from the send", _nines(report["percentiles_actual_ms"]), "orange", dashed=True))
-    x = _nines_axis(curve[-1][0])
-    return chart("Latency by percentile", x, *_limited(report, x, lines))
+def _limit(report: dict[str, Any]) -> tuple[str, float] | None:
+    slo = report["slo"]
+    return slo and (f"p99 limit {slo['p99_limit_ms']:g} ms", slo["p99_limit_ms"])
 
 
-def _latency_chart(report: dict[str, Any]) -> str:
-    bars = report["histogram_ms"]
-    if not bars:
-        return ""
-    name = "calls, from when they were due" if "stable" in report else "calls"
-    y = linear_axis("calls", 0, max(bar[2] for bar in bars), least_step=1)
-    return chart("Latencies", log_axis("ms, log scale", bars[0][0], bars[-1][1]), y, [Bars(name, bars, "blue")])
-
-
-def _seconds(report: dict[str, Any], key: str, name: str, color: str, dashed: bool = False) -> Line:
-    """A point in the middle of each second."""
-    rows = report["per_second"]
-    points = [None if row[key] is None else (row["second"] + 0.5, row[key]) for row in rows]
-    return Line(name, points, color, dashed, dots=len(rows) <= 60 and not dashed)
-
-
-def _throughput_chart(report: dict[str, Any]) -> str:
-    rows = report["per_second"]
+def _run_charts(report: dict[str, Any]) -> Iterator[str]:
+    """Percentiles and a histogram of the latencies, throughput and latency by the second; as far as there are any."""
+    curve, bars, rows, is_open = (
+        report["percentiles_ms"],
+        report["histogram_ms"],
+        report["per_second"],
+        "stable" in report,
+    )
+    if curve:
+        lines = [Line("from when it was due" if is_open else "latency", _nines(curve), "blue")]
+        if is_open:
+            lines.append(Line("from the send", _nines(report["percentiles_actual_ms"]), "orange", dashed=True))
+        yield chart("Latency by percentile", _nines_axis(curve[-1][0]), "ms", lines, _limit(report))
+    if bars:
+        name = "calls, from when they were due" if is_open else "calls"
+        y = linear_axis("calls", 0, max(bar[2] for bar in bars), least_step=1)
+        yield chart("Latencies", log_axis("ms, log scale", bars[0][0], bars[-1][1]), y, [Bars(name, bars, "blue")])
     if len(rows) < 2:
-        return ""
-    lines = [_seconds(report, "ok", "with a result", "blue")]
-    if "stable" in report:
-        lines.append(_seconds(report, "offered", "offered", "orange", dashed=True))
-    if any(row["failed"] for row in rows):
-        lines.append(_seconds(report, "failed", "failed", "red"))
+        return
     x = linear_axis("seconds since the start", 0, len(rows), exact=True, least_step=1)
+
+    def line(key: str, name: str, color: str, dashed: bool = False) -> Line:
+        """A point in the middle of each second."""
+        points = [None if row[key] is None else (row["second"] + 0.5, row[key]) for row in rows]
+        return Line(name, points, color, dashed, dots=len(rows) <= 60 and not dashed)
+
+    lines = [line("ok", "with a result", "blue")]
+    lines += [line("offered", "offered", "orange", dashed=True)] if is_open else []
+    lines += [line("failed", "failed", "red")] if any(row["failed"] for row in rows) else []
     most = max(row[name] for row in rows for name in ("ok", "offered", "failed"))
-    return chart("Throughput", x, linear_axis("images in a second", 0, most), lines)
+    yield chart("Throughput", x, linear_axis("images in a second", 0, most), lines)
+    if any(row["p50_ms"] is not None for row in rows):
+        lines = [line("p50_ms", "p50", "blue"), line("p99_ms", "p99", "orange")]
+        yield chart("Latency by the second in which calls were due", x, "ms", lines, _limit(report))
 
 
-def _series_chart(report: dict[str, Any]) -> str:
-    rows = report["per_second"]
-    if len(rows) < 2 or all(row["p50_ms"] is None for row in rows):
-        return ""
-    lines = [_seconds(report, "p50_ms", "p50", "blue"), _seconds(report, "p99_ms", "p99", "orange")]
-    x = linear_axis("seconds since the start", 0, len(rows), exact=True, least_step=1)
-    return chart("Latency by the second in which calls were due", x, *_limited(report, x, lines))
-
-
-def _runs_charts(reports: Sequence[dict[str, Any]]) -> list[str]:
+def _runs_charts(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Latency over throughput, and the percentiles of some runs, evenly chosen where there are many."""
     if not reports:
-        return []
-    figures = []
+        return
     paced = [run for run in reports if run.get("offered_rate") is not None]
     key = "offered_rate" if paced else "goodput"
     chosen = sorted(paced or reports, key=lambda run: run[key] if paced else run["settings"]["request_client"])
@@ -440,11 +420,8 @@ def _runs_charts(reports: Sequence[dict[str, Any]]) -> list[str]:
         lines = [Line("p50", p50, "blue", dots=True), Line(name, p99, "orange", dots=True, labels=labels)]
         label = "images per second, offered" if paced else "images per second with a result"
         x = linear_axis(label, min(run[key] for run in chosen), max(run[key] for run in chosen))
-        figures.append(chart("Latency by throughput", x, *_limited(chosen[0], x, lines)))
+        yield chart("Latency by throughput", x, "ms", lines, _limit(chosen[0]))
     some = reports[:: max(1, -(-len(reports) // len(shared.COLORS)))]
-    lines = [
-        Line(run["point"], _nines(run["percentiles_ms"]), color)
-        for run, color in zip(some, shared.COLORS, strict=False)
-    ]
-    x = _nines_axis(max(run["percentiles_ms"][-1][0] for run in some))
-    return [*figures, chart("Latency by percentile", x, *_limited({"slo": None}, x, lines))]
+    curves = [(run["point"], run["percentiles_ms"]) for run in some]
+    lines = [Line(point, _nines(curve), color) for (point, curve), color in zip(curves, shared.COLORS, strict=False)]
+    yield chart("Latency by percentile", _nines_axis(max(curve[-1][0] for _, curve in curves)), "ms", lines)
