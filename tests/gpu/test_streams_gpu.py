@@ -55,13 +55,6 @@ def test_every_instance_has_a_stream_of_its_own(register: Register, backend: str
     assert torch.cuda.default_stream().cuda_stream not in seen
 
 
-def test_the_thread_has_its_default_stream_back_in_the_end(register: Register) -> None:
-    with backend_of({"backend": f"SyncTensor[{register(Stream)}]"}) as backend:
-        (item,) = forward(backend, [0])
-        assert item["result"] != torch.cuda.default_stream().cuda_stream
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
 def test_neighbours_in_a_sequence_wait_each_for_its_own(register: Register) -> None:
     slow, look = register(type("SlowSingle", (Slow,), {"max": Backend.max})), register(Looker)
     config = {"backend": f"S[SyncTensor[{slow}],{look},SyncTensor[{slow}],{look}]"}

@@ -57,13 +57,6 @@ def test_color(color: str, dtype: torch.dtype) -> None:
     check_same("cvtColorTensor", to_tensor(noise(20, 30)).to(dtype), tolerance, color=color)
 
 
-def test_nearest_takes_the_same_pixel_at_every_size() -> None:
-    for width in range(1, 130, 9):
-        tensor = torch.arange(width, dtype=torch.float32).reshape(1, 1, 1, width)
-        for wanted in range(1, 130, 8):
-            check_same("ResizeTensor", tensor, 0, resize_h=1, resize_w=wanted, interpolation="nearest")
-
-
 def test_pillow_resize_is_pillows_to_the_bit() -> None:
     with made("PillowResizeTensor", resize_h=33, resize_w=47) as backend:
         for height, width in np.random.default_rng(1).integers(1, 300, (60, 2)).tolist():
@@ -95,22 +88,6 @@ def test_a_box_on_the_gpu() -> None:
 
 
 # -- to the host ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("channels", [1, 3, 6])
-def test_a_mat_there_and_back(channels: int) -> None:
-    mat = noise(7, 9, channels)
-    for backend in ("S[Mat2Tensor,Tensor2Mat]", "S[SyncTensor[Mat2Tensor],SyncTensor[Tensor2Mat]]"):
-        result = run(backend, mat)["result"]
-        assert np.array_equal(result, mat)
-        assert result.flags.c_contiguous
-
-
-def test_values_on_the_host() -> None:
-    tensor = torch.tensor([-300.0, 0.5, 1.5, 254.4, 255.6, 1000.0], device="cuda").reshape(1, 1, 2, 3)
-    assert run("Tensor2Mat", tensor, dtype="uint8")["result"].ravel().tolist() == [0, 0, 2, 254, 255, 255]
-    assert run("Tensor2Mat", tensor)["result"].ravel().tolist() == tensor.ravel().tolist()
-    assert run("Tensor2Vector", torch.arange(6, device="cuda").reshape(2, 3).T)["result"] == [0, 3, 1, 4, 2, 5]
 
 
 def test_a_tensor_saved_and_loaded(tmp_path: Path) -> None:
@@ -148,26 +125,6 @@ def test_however_the_streams_are_nested(backend: str) -> None:
         wanted = run("S[cvtColorMat,ResizeMat]", {"data": mat, "color": "bgr"}, **config)
         assert np.abs(item["result"].astype(int) - wanted["result"]).max() <= 1
         assert item["color"] == "rgb"
-
-
-def test_a_result_is_complete_when_the_call_returns() -> None:
-    """Read at once, on the default stream, which does not wait for the instances' streams."""
-    tensors = [to_tensor(noise(600, 800, seed=seed)) for seed in range(4)]
-    config = {"resize_h": 1200, "resize_w": 1600, "interpolation": "nearest"}
-    with pipe({"backend": "SyncTensor[ResizeTensor]", **config, "instance_num": 2}) as p:
-        for tensor in tensors * 5:
-            p(item := {"data": tensor.cuda()})
-            assert torch.equal(item["result"][:, :, ::2, ::2].cpu(), tensor.float())
-
-
-def test_a_tensor_made_on_the_callers_stream_is_waited_for() -> None:
-    with pipe({"backend": "PillowResizeTensor", "resize_h": 2000, "resize_w": 2000}) as p:
-        for value in range(1, 20):
-            made_now = torch.zeros(1, 3, 2000, 2000, device="cuda")
-            for _ in range(value):
-                made_now += 1
-            p(item := {"data": made_now.to(torch.uint8)})
-            assert int(item["result"].min()) == int(item["result"].max()) == value
 
 
 @two_devices

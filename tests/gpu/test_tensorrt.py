@@ -182,20 +182,6 @@ def test_profiles_dynamic_shapes_and_layers_in_fp32(tmp_path: Path) -> None:
         assert forward(kept, [photo(8, 8, 0)])[0]["result"].shape == (1, 4)
 
 
-def test_two_inputs_and_two_outputs(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Add", ["a", "b"], ["sum"]), helper.make_node("Sub", ["a", "b"], ["difference"])]
-    rows: Any = ["n", 3]
-    path = save_model(tmp_path / "two.onnx", nodes, {"a": rows, "b": rows}, {"sum": rows, "difference": rows})
-    a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 0.5, 0.5]])
-    with backend_of({"backend": "TensorrtTensor", "model": path, "max": 4, "precision": "fp32"}) as backend:
-        items = forward(backend, [[a, b], [b, a.cuda()]])
-        assert [part.tolist() for part in items[0]["result"]] == [[[1.5, 2.5, 3.5]], [[0.5, 1.5, 2.5]]]
-        assert [part.tolist() for part in items[1]["result"]] == [[[1.5, 2.5, 3.5]], [[-0.5, -1.5, -2.5]]]
-        assert "2 inputs, data holds 1: a 1x3 float32, b 1x3 float32" in str(forward(backend, [a])[0]["error"])
-        named = forward(backend, [{"b": b, "a": a}])[0]["result"]
-        assert [part.tolist() for part in named] == [[[1.5, 2.5, 3.5]], [[0.5, 1.5, 2.5]]]
-
-
 # -- several instances, several threads ---------------------------------------------------------------------------
 
 
@@ -309,8 +295,6 @@ def test_what_tensorrt_cannot_take_is_said(tmp_path: Path) -> None:
     [
         ({"precision::fp32": "konv"}, "no layer 'konv'; did you mean 'conv'"),
         ({"precision": "int8"}, "needs a quantised model"),
-        ({"max": 2, "min": 4}, "min = 4 is larger than max = 2"),
-        ({"max": "4;8"}, "min has 1 profile, max has 2"),
         ({"max": "4x3x9x9", "min": "1x3x9x9"}, "input 'input' is \\?x3x8x8, min and max say 1x3x9x9"),
         ({"device_id": 64}, "device_id = 64: there are"),
     ],
@@ -319,16 +303,6 @@ def test_settings_that_do_not_fit(tmp_path: Path, more: dict[str, Any], message:
     config = {"backend": "TensorrtTensor", "model": small_model(tmp_path / "small.onnx"), **more}
     with pytest.raises(ConfigError, match=message):
         pipe(config)
-
-
-def test_a_fixed_batch_is_explained(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "fixed.onnx", batch=1)
-    with pytest.raises(ConfigError, match="export it with a dynamic batch"):
-        pipe({"backend": "TensorrtTensor", "model": model, "max": 4})
-    with pipe({"backend": "TensorrtTensor", "model": model}) as run:
-        item = {"data": photo(8, 8, 0)}
-        run(item)
-        assert item["result"].shape == (1, 4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -356,13 +330,7 @@ def test_an_engine_file_is_a_model(tmp_path: Path) -> None:
         again = {"data": photo(8, 8, 0)}
         run(again)
     assert torch.equal(mat["result"], again["result"])
-    with pytest.raises(ConfigError, match=r"a batch of 16 is outside the engine's profiles \(1..4\)"):
-        pipe({"backend": "TensorrtTensor", "model": engine, "max": 16})
-    with pytest.raises(ConfigError, match="mean, std and model::cache go with an ONNX model"):
-        pipe({"backend": "TensorrtTensor", "model": engine, "mean": "1"})
-    content = bytearray(Path(engine).read_bytes())
-    for name, bytes_ in (("cut", content[: len(content) // 2]), ("junk", b"junk" * 1000)):
-        other = tmp_path / f"{name}.trt"
-        other.write_bytes(bytes_)
-        with pytest.raises(ConfigError, match="cannot load this engine; engines fit one version of TensorRT"):
-            pipe({"backend": "TensorrtTensor", "model": str(other)})
+    other = tmp_path / "junk.trt"
+    other.write_bytes(b"junk" * 1000)
+    with pytest.raises(ConfigError, match="cannot load this engine; engines fit one version of TensorRT"):
+        pipe({"backend": "TensorrtTensor", "model": str(other)})

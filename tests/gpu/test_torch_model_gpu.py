@@ -12,8 +12,6 @@ import torch
 from device import MEAN, STD, backend_of, forward, needs_gpu, normalised, photo
 from torch_files import Small, save_small
 
-from torchpipe_py import ConfigError
-
 pytestmark = [needs_gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
@@ -57,20 +55,3 @@ def test_a_model_file_gives_what_the_module_gives(tmp_path: Path, kind: str, cud
             torch.testing.assert_close(results.cpu(), expected[:count], rtol=2e-3, atol=2e-3)
         other = forward(backend, [photo(16, 48, 0)]) if kind == "script" else []
         assert all(item["result"].shape == (1, 4) for item in other)
-
-
-class Mixing(torch.nn.Module):
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images.mean((2, 3)) - images.mean((0, 2, 3))
-
-
-@pytest.mark.parametrize("cuda_graph", [True, False])
-def test_items_that_mix_are_refused(tmp_path: Path, cuda_graph: bool) -> None:
-    """TorchScript says no shapes, so it is tried with the first request."""
-    path = tmp_path / "mixing.pt"
-    torch.jit.script(Mixing()).save(str(path))
-    config = {"backend": "TorchTensor", "model": str(path), "trusted": True, "max": 8, "cuda_graph": cuda_graph}
-    with backend_of(config) as backend:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="depends on what else is in its batch"):
-                forward(backend, [photo(32, 32, 0)])
