@@ -81,19 +81,6 @@ def test_the_error_of_an_element_is_that_of_the_request(
     assert {name: node["failed"] for name, node in figures.items()} == {"all": 0, "each": 0, "last": 0}
 
 
-def test_bytes_that_are_no_image_are_no_defect() -> None:
-    config = {"all": {"backend": "MapReduce", "jump": "dec"}, "dec": {"backend": "DecodeMat"}}
-    data, figures = ask(config, [b"no image"])
-    assert isinstance(data["error"], DecodeError)
-    assert str(data["error"]).startswith("element 0 of 1: 8 bytes are no image")
-    assert figures["all"]["failed"] == 0
-
-
-def test_a_text_under_error_is_why_there_is_no_result(register: Register) -> None:
-    found = ask(graph("MapReduce", register), ["nothing found"])[0]["error"]
-    assert (type(found), str(found)) == (NoResult, "element 0 of 1: nothing found")
-
-
 def test_an_exception_that_takes_no_message_is_told_as_it_is(register: Register) -> None:
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")
     assert ask(graph("MapReduce", register), [error])[0]["error"] is error
@@ -162,9 +149,6 @@ def test_an_array_of_many_rows_is_refused_before_they_are_made(register: Registe
     found = ask(graph("MapReduce", register), np.zeros((jump.MOST_ROWS + 1, 1), np.uint8))[0]["error"]
     assert type(found) is InvalidRequest
     assert str(found) == "the ndarray under 'data' has 65537 rows to split; the limit is 65536"
-
-
-def test_rows_and_a_list_of_another_length(register: Register) -> None:
     with pipe(graph("MapReduce", register, split="data,k")) as run:
         data = run({"data": np.zeros((3, 4)), "k": [1, 2], "node_name": "all"})
     assert str(data["error"]) == "the keys to split hold lists of different lengths: 'data' has 3, 'k' has 2"

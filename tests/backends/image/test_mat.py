@@ -13,7 +13,7 @@ import torch
 from conftest import encode, picture
 from image_kit import FLAGS, Data, noise, refusal, run
 
-from torchpipe_py import BackendUnavailable, ConfigError, pipe
+from torchpipe_py import ConfigError, pipe
 
 PNG = encode(picture(20, 30), ".png")
 
@@ -98,15 +98,6 @@ def test_decoding_in_the_wanted_color_changes_no_bit(jpeg: bytes, interpolation:
     assert item["color"] == "rgb"
 
 
-def test_a_decoders_gray_is_not_a_converters(jpeg: bytes) -> None:
-    """Neither takes the other's place."""
-    color, gray = (cv2.imdecode(np.frombuffer(jpeg, np.uint8), flag) for flag in (cv2.IMREAD_COLOR, 0))
-    item = run("S[DecodeMat,cvtColorMat]", jpeg, **{"DecodeMat::color": "bgr", "cvtColorMat::color": "gray"})
-    assert np.array_equal(item["result"][:, :, 0], cv2.cvtColor(color, cv2.COLOR_BGR2GRAY))
-    item = run("S[DecodeMat,cvtColorMat]", jpeg, **{"DecodeMat::color": "gray", "cvtColorMat::color": "rgb"})
-    assert np.array_equal(item["result"], np.dstack([gray] * 3))
-
-
 # -- to Tensors -------------------------------------------------------------------------------------------------------
 
 
@@ -136,12 +127,6 @@ def test_sync_tensor_around_and_at_the_end(name: str) -> None:
     results = [run(backend, mat)["result"].cpu() for backend in (f"S[Mat2Tensor,{name}]", f"{name}[Mat2Tensor]")]
     assert torch.equal(*results)
     assert results[0].shape == (1, 3, 4, 6)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_unavailable() -> None:
-    with pytest.raises(BackendUnavailable, match=r"node 'node': Mat2Tensor: .*no CUDA device"):
-        run("Mat2Tensor", picture(4, 6), device="cuda")
 
 
 # -- lines of text ----------------------------------------------------------------------------------------------------
@@ -187,17 +172,6 @@ def test_align_writes_height_and_width(given: tuple[int, int], config: Data, wid
 def test_align_rejects_wrong_widths(config: Data, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipe({"backend": "AlignMat", "resize_h": 32, **config})
-
-
-def test_lines_of_a_few_widths_share_batches() -> None:
-    lines = [picture(24, width) for width in (30, 45, 60, 61, 118, 119)]
-    config = {"resize_h": 24, "widths": "60, 120", "keep_aspect": True, "pad_value": 9}
-    with pipe({"backend": "S[AlignMat,DynamicResizeMat]", **config}) as p:
-        p(items := [{"data": line} for line in lines])
-    assert [item["result"].shape for item in items] == [(24, 60, 3)] * 3 + [(24, 120, 3)] * 3
-    for item, line in zip(items, lines, strict=True):
-        assert np.array_equal(item["result"][:, : line.shape[1]], line)  # not stretched
-        assert set(item["result"][:, line.shape[1] :].ravel()) <= {9}
 
 
 # -- quadrilaterals ---------------------------------------------------------------------------------------------------

@@ -64,17 +64,6 @@ def test_what_exceeds_the_limit_waits_for_the_others_in_order() -> None:
     assert not memory._under_way
 
 
-def test_an_image_larger_than_the_limit_runs_alone() -> None:
-    memory = DecodingMemory()
-    with memory.reserved(9 * SIZE, SIZE), memory.reserved(SMALL, SIZE):  # small ones are not counted
-        other = Holder(memory, SIZE, SIZE)
-        while not memory._waiting:
-            pass
-        assert not other.has.is_set()
-    assert other.has.wait(60)
-    other.end()
-
-
 def test_no_image_waits_for_a_large_one() -> None:
     memory, limit = DecodingMemory(), 4 * SIZE
     large = Holder(memory, limit, limit, is_large=True)

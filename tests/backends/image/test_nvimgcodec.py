@@ -308,12 +308,6 @@ def test_a_library_that_does_not_work_is_unavailable(
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
-def test_no_memory_is_no_reason_to_go_on_without_the_gpu(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
-    monkeypatch.setattr(library, "Decoder", failing(torch.cuda.OutOfMemoryError("out of memory")))
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        NvImageCodec(CPU, STREAM, TRIAL)
-
-
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

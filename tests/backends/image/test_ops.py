@@ -397,14 +397,11 @@ def test_rejects_what_is_not_an_image(case: Case, kind: str) -> None:
             assert "result" not in item
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in ("Resize", "ResizePad", "CenterCrop")], ids=str
-)
-def test_bounds_the_channels_of_a_request(case: Case) -> None:
+def test_bounds_the_channels_of_a_request() -> None:
     many = 200_000
-    for kind, data in (("Mat", np.zeros((1, 1, many), np.uint8)), ("Tensor", torch.zeros(1, many, 2, 2))):
-        if kind in case.on:
-            assert "200000 channels are too many" in refusal(case.name + kind, data, **case.config((224, 224)))
+    for data, kind in ((np.zeros((1, 1, many), np.uint8), "Mat"), (torch.zeros(1, many, 2, 2), "Tensor")):
+        for name, config in (("Resize", RESIZED((224, 224))), ("CenterCrop", {"crop_h": 224, "crop_w": 224})):
+            assert "200000 channels are too many" in refusal(name + kind, data, **config)
 
 
 @pytest.mark.parametrize("kind", ["Mat", "Tensor"])

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from image_kit import noise, refusal, run, to_mat, to_tensor
-from PIL import Image
 
 from torchpipe_py import InvalidRequest
 from torchpipe_py.backends.image.tensor import as_image
-from torchpipe_py.registry import BUILT_IN_BACKENDS, default
 
 HWC = torch.from_numpy(noise(24, 32))
 CHW = HWC.permute(2, 0, 1)
@@ -39,11 +37,6 @@ CONFIGS: dict[str, Any] = {
 
 def keyed(data: Any) -> dict[str, Any]:
     return {"data": data, "box": [2, 3, 20, 16], **RESIZED}
-
-
-def test_every_backend_on_images_is_among_these() -> None:
-    found = {name: default.find_backend(name) for name in BUILT_IN_BACKENDS}
-    assert {name for name, cls in found.items() if cls and "data_format" in cls.parameters()} == CONFIGS.keys()
 
 
 @pytest.mark.parametrize("backend", CONFIGS)
@@ -113,18 +106,6 @@ def test_converts_as_opencv_does(name: str, dtype: torch.dtype, channels: int, g
 def test_rejects_channels_without_a_color(channels: int) -> None:
     message = refusal("cvtColorTensor", torch.zeros(1, channels, 6, 5), color="rgb")
     assert message == f"color rgb needs a Tensor of 1 or 3 channels, got {channels}"
-
-
-def test_an_image_without_color_keeps_its_order_as_another_kind(tmp_path: Path) -> None:
-    """A Mat without ``color`` is BGR, also after ``Mat2Tensor``; a Tensor is RGB."""
-    red = np.full((4, 6, 3), (255, 0, 0), np.uint8)  # in RGB
-    item = run("S[Mat2Tensor,cvtColorTensor]", red[:, :, ::-1].copy(), color="rgb")
-    assert np.array_equal(to_mat(item["result"]), red)
-    item = run("S[Tensor2Mat,SaveMat]", to_tensor(red), save_dir=str(tmp_path))
-    with Image.open(item["saved"]) as image:
-        assert np.array_equal(np.asarray(image), red)
-    item = run("S[Tensor2Mat,cvtColorMat]", to_tensor(red), color="bgr")
-    assert np.array_equal(item["result"], red[:, :, ::-1])
 
 
 @pytest.mark.parametrize(("channels", "is_named"), [(1, False), (2, False), (3, True), (4, True), (6, False)])

@@ -91,11 +91,11 @@ KINDS = {
 def test_every_kind_of_value_arrives(make: Any, kind: str, count: int) -> None:
     model = make()
     mats = [picture(6, 10, seed) for seed in range(count)]
-    for _ in range(2):  # buffers are used again
-        results = run(model, [KINDS[kind](mat) for mat in mats])
-        for mat, result in zip(mats, results, strict=True):
-            assert torch.equal(result, sums(mat)) or kind == "bfloat16"
-            torch.testing.assert_close(result, sums(mat), rtol=1e-3, atol=1e-3)
+    results = run(model, [KINDS[kind](mat) for mat in mats])
+    run(model, [KINDS[kind](mat[::-1, ::-1] // 2) for mat in mats])  # into the same buffers, which are no results
+    for mat, result in zip(mats, results, strict=True):
+        assert torch.equal(result, sums(mat)) or kind == "bfloat16"
+        torch.testing.assert_close(result, sums(mat), rtol=1e-3, atol=1e-3)
 
 
 def test_a_batch_of_all_kinds_and_two_sizes(make: Any) -> None:
@@ -106,14 +106,6 @@ def test_a_batch_of_all_kinds_and_two_sizes(make: Any) -> None:
     results = run(model, [*values, other])
     for mat, result in zip([*mats, other], results, strict=True):
         torch.testing.assert_close(result, sums(mat), rtol=1e-3, atol=1e-3)
-
-
-def test_results_are_not_buffers(make: Any) -> None:
-    model = make()
-    (first,) = run(model, [picture(6, 10, 0)])
-    kept = first.clone()
-    run(model, [picture(6, 10, 1)])
-    assert torch.equal(first, kept)
 
 
 def test_a_batch_is_padded_to_the_next_size(make: Any) -> None:
@@ -130,11 +122,6 @@ def test_what_was_used_longest_ago_is_forgotten(make: Any) -> None:
         run(model, [picture(side, 4)])
         run(model, [picture(1, 4)])
     assert model.forgotten == [((3, 2, 4),), ((3, 3, 4),)]
-
-
-def test_bytes_are_no_mat_where_the_input_is_no_image(make: Any) -> None:
-    (result,) = run(make(dims=(7,)), [np.arange(7, dtype=np.uint8)[None]])
-    assert result.tolist() == [[0, 2, 4, 6, 8, 10, 12]]
 
 
 @pytest.mark.parametrize(

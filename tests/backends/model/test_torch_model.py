@@ -74,15 +74,6 @@ def test_sizes_before_the_image_are_not_normalised(tmp_path: Path) -> None:
     assert image[0, :, 0, 0].tolist() == [0, -0.5, -1]
 
 
-def test_a_postprocessor_and_labels_work_as_elsewhere(model: str, tmp_path: Path) -> None:
-    labels = tmp_path / "labels.txt"
-    labels.write_text("a\nb\nc\nd\n")
-    config = {**TRUSTED, "model": model, "postprocessor": "SoftmaxMax", "labels": str(labels)}
-    label, score = answer(config, picture(32, 32))["result"]
-    assert label in "abcd"
-    assert 0.25 <= score <= 1
-
-
 class Anchored(torch.nn.Module):
     """Gives its own memory as the second output."""
 
@@ -160,12 +151,6 @@ def test_what_a_model_that_says_nothing_takes(tmp_path: Path, more: Data, value:
     else:
         assert isinstance(item["error"], InvalidRequest)
         assert told in str(item["error"])
-
-
-def test_a_mat_of_floats_is_laid_out_where_the_program_says_the_channels(tmp_path: Path) -> None:
-    mat = picture(5, 6).astype(np.float32)
-    config = torch_model(tmp_path / "model", torch.nn.ReLU(), torch.zeros(2, 3, 5, 6), shapes=batched())
-    np.testing.assert_array_equal(answer(config, mat)["result"][0].numpy(), mat.transpose(2, 0, 1))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -309,20 +294,3 @@ def test_numbers_that_the_input_cannot_hold(value: Any, problem: str) -> None:
         InputSpec("x", torch.uint8, (2,)).row_shape(value)
     assert str(caught.value) == problem
     InputSpec("x", torch.uint8, (2,)).row_shape(torch.tensor([1, 255]))
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (np.zeros((4, 5, 3), np.uint8), (3, 4, 5)),
-        (np.zeros((4, 5), np.uint8), (1, 4, 5)),
-        (torch.zeros(3, 4, 5), (3, 4, 5)),
-        (torch.zeros(1, 3, 4, 5), (3, 4, 5)),
-        (np.zeros((1, 3, 4, 5), np.float32), (3, 4, 5)),
-    ],
-)
-def test_the_shape_a_value_has_for_the_model(value: Any, expected: tuple[int, ...]) -> None:
-    for dims in (None, (None, None, None), expected):
-        assert InputSpec("x", torch.float32, dims).row_shape(value) == expected
-    with pytest.raises(InvalidRequest, match="input 'x' takes 1x9x9x9"):
-        InputSpec("x", torch.float32, (9, 9, 9)).row_shape(value)

@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
-from torchpipe_py.backends.image.formats import (
-    Bytes,
-    ImageHeader,
-    PngHeader,
-    read_bmp,
-    read_gif,
-    read_pnm,
-    read_tiff,
-    read_webp,
-)
+from torchpipe_py.backends.image import formats
+from torchpipe_py.backends.image.formats import Bytes, ImageHeader
 from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
 from torchpipe_py.backends.image.jpeg import JpegHeader
 from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, encoded_bytes, to_color
@@ -53,12 +45,12 @@ _FORMATS = {
     entry.name: entry
     for entry in (
         _Format("jpeg", "JPEG", (b"\xff\xd8",), JpegHeader),
-        _Format("png", "PNG", (b"\x89P",), PngHeader),
-        _Format("webp", "WebP", (b"RI",), read_webp),
-        _Format("bmp", "BMP", (b"BM",), read_bmp),
-        _Format("gif", "GIF", (b"GI",), read_gif),
-        _Format("tiff", "TIFF", (b"II", b"MM"), read_tiff),
-        _Format("pnm", "PNM", tuple(b"P%d" % kind for kind in range(1, 7)), read_pnm),
+        _Format("png", "PNG", (b"\x89P",), formats.PngHeader),
+        _Format("webp", "WebP", (b"RI",), formats.read_webp),
+        _Format("bmp", "BMP", (b"BM",), formats.read_bmp),
+        _Format("gif", "GIF", (b"GI",), formats.read_gif),
+        _Format("tiff", "TIFF", (b"II", b"MM"), formats.read_tiff),
+        _Format("pnm", "PNM", tuple(b"P%d" % kind for kind in range(1, 7)), formats.read_pnm),
     )
 }
 _BY_START = {start: entry for entry in _FORMATS.values() for start in entry.starts}

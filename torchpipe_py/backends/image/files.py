@@ -106,10 +106,6 @@ class SaveMat(ItemBackend):
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY], EIGHT_BITS)
-        item["saved"] = write_new(self.save_dir, ".png", self._png(mat, item))
-        item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
-
-    def _png(self, mat: np.ndarray, item: Data) -> memoryview:
         channels = mat.shape[2]
         if channels not in (1, 3, 4):
             raise InvalidRequest(f"a PNG has 1, 3 or 4 channels, the Mat has {channels}")
@@ -119,7 +115,8 @@ class SaveMat(ItemBackend):
         done, encoded = self._encode(".png", np.ascontiguousarray(mat))
         if not done:
             raise ValueError(f"OpenCV cannot write a Mat of shape {mat.shape} as PNG")
-        return memoryview(encoded)
+        item["saved"] = write_new(self.save_dir, ".png", memoryview(encoded))
+        item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
 
 
 @on_stream
@@ -137,26 +134,22 @@ class LoadTensor(ItemBackend):
     tensor_name = Param(to_str, file=True, doc="path of a .pt file with one tensor")
 
     def setup(self) -> None:
-        self._tensor = load_tensor(self.tensor_name, self.guard.device)
+        import torch
+
+        path = self.tensor_name
+        try:
+            value = torch.load(path, map_location=self.guard.device, weights_only=True)
+        except Exception as error:
+            raise ConfigError(f"tensor_name {path}: PyTorch cannot load it: {first_line(error)}") from error
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"tensor_name {path}: it holds no tensor but a {type(value).__name__}")
+        self._tensor = value.detach()
 
     def forward_item(self, item: Data) -> None:
         item[TASK_RESULT_KEY] = self._tensor.clone()
 
     def close(self) -> None:
         self._tensor = None
-
-
-def load_tensor(path: str, device: Any) -> Any:
-    """The tensor in a ``.pt`` file, on ``device``; ``ConfigError`` for a file that holds none."""
-    import torch
-
-    try:
-        value = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:
-        raise ConfigError(f"tensor_name {path}: PyTorch cannot load it: {first_line(error)}") from error
-    if not isinstance(value, torch.Tensor):
-        raise ConfigError(f"tensor_name {path}: it holds no tensor but a {type(value).__name__}")
-    return value.detach()
 
 
 def make_folder(path: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,19 +86,8 @@ class CheckJpeg(ItemBackend):
             item[TASK_RESULT_KEY] = data
 
 
-class JpegDecoder(Protocol):
-    """Decodes batches; made with the device, the instance's stream, and small JPEGs, as many as a batch has."""
-
-    uses_engines: bool
-
-    def __init__(self, device: Any, stream: Any, trial: Sequence[bytes]) -> None: ...
-
-    def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
-
-
 class Torchvision:
-    """nvJPEG through torchvision, which has its own streams and waits for them."""
+    """nvJPEG through torchvision, which has its own streams and waits for them; made and used as ``NvImageCodec``."""
 
     uses_engines = True
 
@@ -143,7 +132,7 @@ class Torchvision:
         return images
 
 
-def best_decoder(device: Any, stream: Any, trial: Sequence[bytes]) -> JpegDecoder:
+def best_decoder(device: Any, stream: Any, trial: Sequence[bytes]) -> Torchvision | NvImageCodec:
     """nvImageCodec, whose pixels are OpenCV's, or torchvision where that is not installed or does not work."""
     try:
         return NvImageCodec(device, stream, trial)
@@ -156,7 +145,7 @@ def best_decoder(device: Any, stream: Any, trial: Sequence[bytes]) -> JpegDecode
         return decoder
 
 
-DECODERS: dict[str, Callable[[Any, Any, Sequence[bytes]], JpegDecoder]] = {
+DECODERS: dict[str, Callable[[Any, Any, Sequence[bytes]], Torchvision | NvImageCodec]] = {
     "auto": best_decoder,
     "nvimgcodec": NvImageCodec,
     "nvimgcodec_cuda": partial(NvImageCodec, uses_engines=False),
@@ -205,14 +194,17 @@ class DecodeTensor(ItemBackend):
     unchecked = Param(to_bool, False, doc="decode broken files too, which may show pixels of other images")
 
     guard: Guard
-    _jpegs: JpegDecoder | None = None
+    _jpegs: Torchvision | NvImageCodec | None = None
     _whole_check: WholeCheck | None = None
     _checkers: ThreadPoolExecutor | None = None
 
     def setup(self) -> None:
+        import cv2
+
         # nvJPEG starts at its first call: no request waits for that.
         stream: Any = self.guard.stream  # type: ignore[union-attr]  # it needs CUDA
-        self._jpegs = DECODERS[self.decoder](self.guard.device, stream, [_small_jpeg()] * self.max())
+        small = bytes(cv2.imencode(".jpg", np.zeros((16, 16, 3), np.uint8))[1])
+        self._jpegs = DECODERS[self.decoder](self.guard.device, stream, [small] * self.max())
         self._check = HeaderCheck(("jpeg",), self.max_pixels)
         if self._jpegs.uses_engines and not self.unchecked:
             self._whole_check = WholeCheck()
@@ -312,11 +304,3 @@ def oriented(image: Any, orientation: int) -> Any:
         image = image.transpose(-2, -1)
     dims = {2: (-1,), 3: (-2, -1), 4: (-2,), 6: (-1,), 7: (-2, -1), 8: (-2,)}.get(orientation, ())
     return (image.flip(dims) if dims else image).contiguous()
-
-
-def _small_jpeg() -> bytes:
-    """16×16 pixels, black."""
-    import cv2
-    import numpy as np
-
-    return bytes(cv2.imencode(".jpg", np.zeros((16, 16, 3), np.uint8))[1])

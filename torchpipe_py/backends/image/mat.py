@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
-from torchpipe_py.backends.image.geometry import (
-    HEIGHT_KEY,
-    MAX_SIDE,
-    WIDTH_KEY,
-    Placement,
-    check_size,
-    max_pixels,
-    side,
-    upright_box,
-)
+from torchpipe_py.backends.image import geometry
+from torchpipe_py.backends.image.geometry import Placement
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT
 from torchpipe_py.errors import ConfigError, InvalidRequest, shown
@@ -214,9 +206,9 @@ class AlignMat(ItemBackend):
     keeps_color = True
     keeps_nothing = True
 
-    resize_h = side("height to write, pixels")
-    max_w = Param(to_int, 0, low=0, high=MAX_SIDE, doc="largest width to write, pixels; a multiple of align")
-    align = Param(to_int, 32, low=1, high=MAX_SIDE, doc="what widths are multiples of, pixels")
+    resize_h = geometry.side("height to write, pixels")
+    max_w = Param(to_int, 0, low=0, high=geometry.MAX_SIDE, doc="largest width to write, pixels; a multiple of align")
+    align = Param(to_int, 32, low=1, high=geometry.MAX_SIDE, doc="what widths are multiples of, pixels")
     widths = Param(to_ints, (), doc="the widths to write instead, ascending, pixels: few, so that images share batches")
 
     def setup(self) -> None:
@@ -224,8 +216,8 @@ class AlignMat(ItemBackend):
             raise ConfigError("AlignMat needs max_w, the largest width, or widths, a list of them, and not both")
         if self.max_w % self.align:
             raise ConfigError(f"max_w = {self.max_w} is no multiple of align = {self.align}")
-        if list(self.widths) != sorted({width for width in self.widths if 0 < width <= MAX_SIDE}):
-            raise ConfigError(f"widths must ascend from 1 to {MAX_SIDE} (pixels), got {list(self.widths)}")
+        if list(self.widths) != sorted({width for width in self.widths if 0 < width <= geometry.MAX_SIDE}):
+            raise ConfigError(f"widths must ascend from 1 to {geometry.MAX_SIDE} (pixels), got {list(self.widths)}")
 
     def forward_item(self, item: Data) -> None:
         height, width, _ = as_mat(item[TASK_DATA_KEY]).shape
@@ -234,7 +226,7 @@ class AlignMat(ItemBackend):
             width = next((wide for wide in self.widths if wide >= width), self.widths[-1])
         else:
             width = min(max(-(-width // self.align), 1) * self.align, self.max_w)
-        item[HEIGHT_KEY], item[WIDTH_KEY] = self.resize_h, width
+        item[geometry.HEIGHT_KEY], item[geometry.WIDTH_KEY] = self.resize_h, width
         item[TASK_RESULT_KEY] = item[TASK_DATA_KEY]
 
 
@@ -257,7 +249,7 @@ class PerspectiveTransformMat(ItemBackend):
     keeps_nothing = True
 
     interpolation = interpolation()
-    max_pixels = max_pixels()
+    max_pixels = geometry.max_pixels()
 
     def setup(self) -> None:
         import cv2
@@ -268,8 +260,8 @@ class PerspectiveTransformMat(ItemBackend):
 
     def forward_item(self, item: Data) -> None:
         mat = as_mat(item[TASK_DATA_KEY])
-        corners, height, width = upright_box(item, mat.shape[0], mat.shape[1])
-        check_size((height, width), mat.shape[2], mat.itemsize, self.max_pixels)
+        corners, height, width = geometry.upright_box(item, mat.shape[0], mat.shape[1])
+        geometry.check_size((height, width), mat.shape[2], mat.itemsize, self.max_pixels)
         upright = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
         # NOTE: OpenCV counts from the middle of the first pixel, a box from its corner.
         matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))

@@ -73,7 +73,7 @@ class NvImageCodec:
         import torch
 
         try:
-            with _silent(), _without_other_formats():
+            with _silent():
                 library: Any = importlib.import_module("nvidia.nvimgcodec")
         except ImportError as error:
             problem = f'decoder = "nvimgcodec" needs nvImageCodec (pip install {package(torch)!r})'
@@ -193,26 +193,13 @@ def package(torch: Any) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """While it is imported, the library reads what to write of images that it cannot decode, which have their errors.
+    """While it is imported, the library says on stderr what it cannot load for formats that nobody asks for here.
 
-    NOTE: only then is it in the environment, which is the program's.
+    It reads what to write of images that it cannot decode, which have their errors, from the environment, which is the
+    program's. NOTE: whatever else is written meanwhile, by other threads too, comes out at the end.
     """
-    if _VERBOSITY in os.environ:
-        yield
-        return
-    os.environ[_VERBOSITY] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(_VERBOSITY, None)
-
-
-@contextmanager
-def _without_other_formats() -> Iterator[None]:
-    """While it is imported, the library writes on stderr what it cannot load for formats that nobody asks for here.
-
-    NOTE: whatever else is written meanwhile, by other threads too, comes out at the end.
-    """
+    is_set = _VERBOSITY in os.environ
+    os.environ.setdefault(_VERBOSITY, "0")
     with TemporaryFile() as written:
         stderr = os.dup(2)
         os.dup2(written.fileno(), 2)
@@ -223,6 +210,8 @@ def _without_other_formats() -> Iterator[None]:
             os.close(stderr)
             written.seek(0)
             os.write(2, b"".join(line for line in written if not _OTHER_FORMATS.search(line)))
+            if not is_set:
+                del os.environ[_VERBOSITY]
 
 
 def _keep_memory(device: Any, size: int) -> None:

@@ -6,21 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
+from torchpipe_py.backends.image import geometry, resampling
 from torchpipe_py.backends.image import mat as mats
-from torchpipe_py.backends.image import resampling
-from torchpipe_py.backends.image.geometry import (
-    MAX_SIDE,
-    Placement,
-    center_crop,
-    check_size,
-    crop_box,
-    fit_inside,
-    max_pixels,
-    shorter_side,
-    side,
-    wanted_pixels,
-    wanted_size,
-)
+from torchpipe_py.backends.image.geometry import Placement
 from torchpipe_py.backends.image.tensor import data_format, on_tensors, place_tensor, tensor_of
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT, TENSOR
@@ -57,7 +45,9 @@ class Operation(NamedTuple):
         height, width, channels = shape
         placement = self.place(backend, item, height, width)
         if placement.crop is None or placement.canvas is not None:  # a part of an image is no larger than that
-            check_size(placement.canvas or placement.size, channels, value_bytes, getattr(backend, "max_pixels", None))
+            geometry.check_size(
+                placement.canvas or placement.size, channels, value_bytes, getattr(backend, "max_pixels", None)
+            )
         if placement.inverse_trans is not None:
             item["inverse_trans"] = placement.inverse_trans
         return placement
@@ -138,7 +128,7 @@ def _resize_together(self: Any, items: list[Data]) -> None:
     for item in items:
         try:
             tensor = tensor_of(self, item)
-            check_size(size, tensor.shape[1], FLOAT_BYTES)
+            geometry.check_size(size, tensor.shape[1], FLOAT_BYTES)
         except InvalidRequest as error:
             item[TASK_ERROR_KEY] = error
             continue
@@ -163,12 +153,12 @@ def pad_value(default: int) -> Param:
 
 def output(height: str, width: str) -> dict[str, Param]:
     """Parameters for the sides of the result."""
-    return {height: side("output height, pixels"), width: side("output width, pixels")}
+    return {height: geometry.side("output height, pixels"), width: geometry.side("output width, pixels")}
 
 
 def border(where: str) -> Param:
     """A number of pixels to add."""
-    return Param(to_int, 0, low=0, high=MAX_SIDE, doc=f"pixels to add {where}, unless the dict says it")
+    return Param(to_int, 0, low=0, high=geometry.MAX_SIDE, doc=f"pixels to add {where}, unless the dict says it")
 
 
 OPENCV_FLAG = mats.interpolation(), resampling.interpolation()
@@ -215,8 +205,8 @@ class PillowResizeTensor(ItemBackend):
 
 
 SHORTER = Operation(
-    lambda backend, item, height, width: shorter_side(height, width, backend.size),
-    {"size": side("the shorter side, pixels"), "interpolation": SMOOTH, "max_pixels": max_pixels()},
+    lambda backend, item, height, width: geometry.shorter_side(height, width, backend.size),
+    {"size": geometry.side("the shorter side, pixels"), "interpolation": SMOOTH, "max_pixels": geometry.max_pixels()},
 )
 
 
@@ -240,7 +230,7 @@ class ResizeShorterTensor(ItemBackend):
 
 
 FIT = Operation(
-    lambda backend, item, height, width: fit_inside(height, width, backend.max_h, backend.max_w),
+    lambda backend, item, height, width: geometry.fit_inside(height, width, backend.max_h, backend.max_w),
     {"interpolation": OPENCV_FLAG, **output("max_h", "max_w"), "pad_value": pad_value(0)},
     ("max_h", "max_w"),
 )
@@ -264,7 +254,7 @@ class ResizePadTensor(ItemBackend):
 
 
 FIT_CENTRED = Operation(
-    lambda backend, item, height, width: fit_inside(height, width, backend.max_h, backend.max_w, centred=True),
+    lambda backend, item, height, width: geometry.fit_inside(height, width, backend.max_h, backend.max_w, centred=True),
     {**FIT.params, "pad_value": pad_value(114)},
     FIT.sides,
 )
@@ -284,8 +274,12 @@ class LetterBoxTensor(ItemBackend):
 
 
 def _named_size(backend: Any, item: Data, height: int, width: int) -> Placement:
-    size = wanted_size(item)
-    return fit_inside(height, width, *size)._replace(inverse_trans=None) if backend.keep_aspect else Placement(size)
+    size = geometry.wanted_size(item)
+    return (
+        geometry.fit_inside(height, width, *size)._replace(inverse_trans=None)
+        if backend.keep_aspect
+        else Placement(size)
+    )
 
 
 NAMED_SIZE = Operation(
@@ -294,7 +288,7 @@ NAMED_SIZE = Operation(
         "interpolation": OPENCV_FLAG,
         "keep_aspect": Param(to_bool, False, doc="whether to pad instead of stretching"),
         "pad_value": pad_value(0),
-        "max_pixels": max_pixels(),
+        "max_pixels": geometry.max_pixels(),
     },
 )
 
@@ -318,7 +312,7 @@ class DynamicResizeTensor(ItemBackend):
     """
 
 
-CROP = Operation(lambda backend, item, height, width: crop_box(item, height, width), {})
+CROP = Operation(lambda backend, item, height, width: geometry.crop_box(item, height, width), {})
 
 
 @on_mats(CROP)
@@ -343,7 +337,7 @@ class CropTensor(ItemBackend):
 
 
 MIDDLE = Operation(
-    lambda backend, item, height, width: center_crop(height, width, backend.crop_h, backend.crop_w),
+    lambda backend, item, height, width: geometry.center_crop(height, width, backend.crop_h, backend.crop_w),
     output("crop_h", "crop_w"),
     ("crop_h", "crop_w"),
 )
@@ -367,7 +361,9 @@ class CenterCropTensor(ItemBackend):
 
 def _with_border(backend: Any, item: Data, height: int, width: int) -> Placement:
     keys = "top", "bottom", "left", "right"
-    top, bottom, left, right = (wanted_pixels(item, key, 0) if key in item else getattr(backend, key) for key in keys)
+    top, bottom, left, right = (
+        geometry.wanted_pixels(item, key, 0) if key in item else getattr(backend, key) for key in keys
+    )
     return Placement((height, width), None, (top + height + bottom, left + width + right), top, left)
 
 
@@ -379,7 +375,7 @@ BORDER = Operation(
         "left": border("on the left"),
         "right": border("on the right"),
         "pad_value": pad_value(0),
-        "max_pixels": max_pixels(),
+        "max_pixels": geometry.max_pixels(),
     },
 )
 

@@ -16,6 +16,7 @@ from torchpipe_py.backends.cuda import Guard
 from torchpipe_py.backends.model.check import Layout
 from torchpipe_py.backends.model.inputs import InputSpec, is_mat, request_values, to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
+from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, counted
 
 Infer = Callable[[list[Any]], list[Any]]
@@ -280,6 +281,7 @@ class CudaModel(ModelBackend):
 
     use_graphs = True
     guard: Guard
+    default_dtype: Any = None  # of inputs whose type the model does not say
 
     def setup(self) -> None:
         import torch
@@ -296,7 +298,14 @@ class CudaModel(ModelBackend):
 
     def input_specs(self, count: int) -> Sequence[InputSpec]:
         """The model's inputs; ``count`` is what a request brings, for models that do not say."""
-        raise NotImplementedError(type(self).__name__)
+        return [
+            InputSpec(
+                spec.name,
+                getattr(self._torch, spec.dtype) if spec.dtype else self.default_dtype,
+                spec.dims[1:] if spec.dims else None,
+            )
+            for spec in self.inputs or [TensorSpec(f"input {index}") for index in range(count)]
+        ]
 
     def size_for(self, count: int, shapes: Shapes) -> int:
         """The size that a batch of ``count`` is padded to; ``InvalidRequest`` where the model takes no such shapes."""

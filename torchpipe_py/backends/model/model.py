@@ -11,28 +11,11 @@ import numpy as np
 from torchpipe_py.backends.base import Backend, BatchRange, Data
 from torchpipe_py.backends.control.python import kind
 from torchpipe_py.backends.image.mat import OF_MATS, name_color
-from torchpipe_py.backends.model.check import (
-    EXACT,
-    BatchCheck,
-    Bounds,
-    allows,
-    check_inputs,
-    layout_of,
-    to_bounds,
-    with_batch,
-)
+from torchpipe_py.backends.model import check, postprocess
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.inputs import looks_like_mat
 from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last
-from torchpipe_py.backends.model.postprocess import (
-    BUILT_IN,
-    Labelling,
-    Postprocessor,
-    PostprocessorParam,
-    SoftmaxCpu,
-    Written,
-    make_postprocessor,
-    uses,
-)
+from torchpipe_py.backends.model.postprocess import Labelling
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
@@ -72,7 +55,7 @@ class ModelBackend(Backend):
     max_batch = Param(to_bounds, to_bounds(1), key="max", doc="most items of a batch, or the largest shapes")
     mean = Param(to_floats, (), doc="subtracted from each channel, inside the model; pixels of 0..255")
     std = Param(to_divisors, (), doc="each channel divided by it after mean, inside the model")
-    postprocessor = PostprocessorParam(
+    postprocessor = postprocess.PostprocessorParam(
         to_str, "", also=("post_processor",), doc="cpu, SoftmaxMax, TopK or another; docs/models.md lists them"
     )
     labels = Param(to_str, "", file=True, doc="text file with a label a line, for postprocessors: index to label")
@@ -83,13 +66,18 @@ class ModelBackend(Backend):
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
         yield from _file_remarks(ModelFile(params["model"], params["key_file"], params["key_env"]), cls.file_problem)
-        yield from _bounds_remarks(params["min_batch"], params["max_batch"], "max" in own)
+        least, most = params["min_batch"], params["max_batch"]
+        if len(least.profiles) != len(most.profiles):
+            yield Remark("min", f"min has {counted(len(least.profiles), 'profile')}, max has {len(most.profiles)}")
+        elif least.exceeds(most):
+            default = "" if "max" in own else ", its default"
+            yield Remark("min", f"min = {least} is larger than max = {most}{default}")
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
         yield from _declared_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
-            if params[key] != getattr(cls, key).default and not uses(params["postprocessor"], key):
-                names = ", ".join(each.__name__ for each in BUILT_IN if key in each.uses)
+            if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):
+                names = ", ".join(each.__name__ for each in postprocess.BUILT_IN if key in each.uses)
                 yield Remark(key, f"nothing uses it without a postprocessor that does: {names}")
 
     @classmethod
@@ -114,19 +102,19 @@ class ModelBackend(Backend):
 
     def setup(self) -> None:
         self.file = ModelFile(self.model, self.key_file, self.key_env)
-        self._postprocess: Postprocessor | None = None
+        self._postprocess: postprocess.Postprocessor | None = None
         if self.postprocessor:
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
             own = dict(self.postprocessor_params)
             if self.labels and "labels" in own:
                 own["labels"] = self.labels  # as it was found, perhaps beside the TOML file
-            self._postprocess = make_postprocessor(self.postprocessor, config, own)
-        self.layout = layout_of(self.max(), isinstance(self._postprocess, (Labelling, SoftmaxCpu)))
+            self._postprocess = postprocess.make_postprocessor(self.postprocessor, config, own)
+        self.layout = check.layout_of(self.max(), isinstance(self._postprocess, (Labelling, postprocess.SoftmaxCpu)))
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
         self.inputs, self.outputs, self.output_names = tuple(inputs), tuple(outputs), [spec.name for spec in outputs]
-        check_inputs(self.model, inputs, self.min(), self.max())
+        check.check_inputs(self.model, inputs, self.min(), self.max())
         self.layout.check_declared(self.model, outputs, self.min(), self.max())
         for key, bounds in (("min", self.min_batch), ("max", self.max_batch)):
             bounds.check(self.model, key, inputs)
@@ -160,7 +148,7 @@ class ModelBackend(Backend):
             raise InvalidRequest(
                 f"mean and std are for CxHxW, {counted(numbers, 'number')} here; got {shown_dims(image)}"
             )
-        if not allows(self.min_batch, self.max_batch, shapes):
+        if not check.allows(self.min_batch, self.max_batch, shapes):
             given = ", ".join(map(shown_dims, shapes))
             raise InvalidRequest(f"inputs of {given} are outside of min = {self.min_batch} and max = {self.max_batch}")
         self._allowed = shapes
@@ -173,13 +161,13 @@ class ModelBackend(Backend):
         if self._is_checked:
             return
         key = ("batch check", self.model, self.max())
-        check = self.config.shared.get(
-            key, lambda: BatchCheck(self.model, self.layout, self.tolerance(), bool(self.mean or self.std))
+        trial = self.config.shared.get(
+            key, lambda: check.BatchCheck(self.model, self.layout, self.tolerance(), bool(self.mean or self.std))
         )
         named = self.inputs or [TensorSpec(f"input {index}") for index in range(len(shapes))]
         inputs = [replace(spec, dims=(None, *shape)) for spec, shape in zip(named, shapes, strict=True)]
         sizes = self.trial_sizes(count, shapes)
-        self._is_checked = check.require(self.run_on_host, inputs, self.output_names, *sizes)
+        self._is_checked = trial.require(self.run_on_host, inputs, self.output_names, *sizes)
 
     def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
         """The smallest batch of these shapes, and one of ``count`` items, or as near to that as there is."""
@@ -187,7 +175,7 @@ class ModelBackend(Backend):
 
     def tolerance(self) -> float:
         """The most that rounding changes with the batch, as a part of an output's largest value."""
-        return EXACT
+        return check.EXACT
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Outputs for inputs N×…, in the model's order."""
@@ -249,7 +237,7 @@ class ModelBackend(Backend):
             counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
             raise ValueError(f"{self.postprocessor.__name__} gave {counts}")
         for item, result in zip(items, results, strict=True):
-            if isinstance(result, Written):
+            if isinstance(result, postprocess.Written):
                 item.update(result)
             else:
                 item[TASK_RESULT_KEY] = result
@@ -267,21 +255,13 @@ def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> It
         yield Remark("key_file", problem, is_doubt=True)
 
 
-def _bounds_remarks(least: Bounds, most: Bounds, says_max: bool) -> Iterator[Remark]:
-    if len(least.profiles) != len(most.profiles):
-        yield Remark("min", f"min has {counted(len(least.profiles), 'profile')}, max has {len(most.profiles)}")
-    elif least.exceeds(most):
-        default = "" if says_max else ", its default"
-        yield Remark("min", f"min = {least} is larger than max = {most}{default}")
-
-
-def _check_labels(postprocess: Any, outputs: Sequence[TensorSpec]) -> None:
+def _check_labels(made: Any, outputs: Sequence[TensorSpec]) -> None:
     """``ConfigError`` for labels or a postprocessor that do not fit the first output, as far as that is declared."""
     dims = outputs[0].dims if outputs else ()
     # One of the user's own may make rows N×C of an output of another shape.
-    is_known = len(dims) == 2 or (dims and type(postprocess) in BUILT_IN)
-    if is_known and isinstance(postprocess, Labelling):
-        postprocess.check(dims)
+    is_known = len(dims) == 2 or (dims and type(made) in postprocess.BUILT_IN)
+    if is_known and isinstance(made, Labelling):
+        made.check(dims)
 
 
 def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
@@ -290,14 +270,14 @@ def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
     least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
     if len(inputs) == 1 and least <= most:
         try:
-            spec = replace(inputs[0], dims=with_batch(inputs[0].dims, most))
-            check_inputs(params["model"], [spec], least, most)
+            spec = replace(inputs[0], dims=check.with_batch(inputs[0].dims, most))
+            check.check_inputs(params["model"], [spec], least, most)
         except ConfigError as error:
             yield Remark("model", str(error))
     cls = params["postprocessor"]
-    if cls in BUILT_IN and issubclass(cls, Labelling):
+    if cls in postprocess.BUILT_IN and issubclass(cls, Labelling):
         try:
-            made = make_postprocessor(cls, {key: params[key] for key in ("labels", "k", "threshold")})
+            made = postprocess.make_postprocessor(cls, {key: params[key] for key in ("labels", "k", "threshold")})
             _check_labels(made, outputs)
         except ConfigError as error:
             key = "labels" if "labels" in str(error) else "postprocessor"

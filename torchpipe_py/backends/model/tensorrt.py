@@ -10,16 +10,8 @@ from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.backends.cuda import on_stream
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED
 from torchpipe_py.backends.model.cuda_model import CudaModel
-from torchpipe_py.backends.model.engine.api import (
-    context_memory,
-    is_lean,
-    load_tensorrt,
-    messages,
-    new_context,
-    profile_range,
-)
+from torchpipe_py.backends.model.engine import api
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, load_engine
-from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.model import Shapes
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.backends.params import Param
@@ -64,8 +56,8 @@ class TensorrtTensor(CudaModel):
 
     def setup(self) -> None:
         super().setup()
-        self._trt = load_tensorrt()
-        if is_lean(self._trt) and not self.version_compatible:
+        self._trt = api.load_tensorrt()
+        if api.is_lean(self._trt) and not self.version_compatible:
             raise BackendUnavailable(
                 f"the lean runtime of TensorRT {self._trt.__version__} runs version-compatible engines only; install "
                 "TensorRT, or set version_compatible = true where the engine is built and here"
@@ -78,7 +70,7 @@ class TensorrtTensor(CudaModel):
         shapes = self.known_shapes()
         if shapes is not None:
             self.check_batches(shapes, self.max())
-            if all(spec.dims == shape for spec, shape in zip(self._specs, shapes, strict=True)):
+            if all(spec.dims[1:] == shape for spec, shape in zip(self.inputs, shapes, strict=True)):
                 self.warm_up(shapes)
 
     def close(self) -> None:
@@ -86,13 +78,10 @@ class TensorrtTensor(CudaModel):
         self._scratch = self._engine = None
         super().close()
 
-    def input_specs(self, count: int) -> Sequence[InputSpec]:
-        return self._specs
-
     def _load(self) -> Any:
         """The engine, once for all instances."""
         if self.file.has_key:
-            messages(self._trt).keep_secret()
+            api.messages(self._trt).keep_secret()
         if not self.file.is_onnx:
             if self.mean or self.std or self.cache:
                 raise ConfigError(f"model {self.model} is an engine: mean, std and model::cache go with an ONNX model")
@@ -120,23 +109,19 @@ class TensorrtTensor(CudaModel):
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         self._outputs = [name for name in names if name not in self._inputs]
-        self._specs = []
-        for name in self._inputs:
-            dims = tuple(engine.get_tensor_shape(name))
-            if not dims:
-                raise ConfigError(f"model {self.model}: input {name!r} is a scalar; expected a batch dimension")
-            self._specs.append(
-                InputSpec(name, self._type(name), tuple([dim if dim >= 0 else None for dim in dims[1:]]))
-            )
+        inputs, outputs = ([self._declared(name) for name in names] for names in (self._inputs, self._outputs))
+        for spec in inputs:
+            if not spec.dims:
+                raise ConfigError(f"model {self.model}: input {spec.name!r} is a scalar; expected a batch dimension")
         self._profiles = [
-            [profile_range(engine, name, profile) for name in self._inputs]
+            [api.profile_range(engine, name, profile) for name in self._inputs]
             for profile in range(engine.num_optimization_profiles)
         ]
         for size in (self.min(), self.max()):
             if not any(low[0] <= size <= high[0] for ranges in self._profiles for low, high in ranges[:1]):
                 held = ", ".join(f"{ranges[0][0][0]}..{ranges[0][1][0]}" for ranges in self._profiles)
                 raise ConfigError(f"model {self.model}: a batch of {size} is outside the engine's profiles ({held})")
-        self.declare([self._declared(name) for name in self._inputs], [self._declared(name) for name in self._outputs])
+        self.declare(inputs, outputs)
 
     def _declared(self, name: str) -> TensorSpec:
         dims = tuple([dim if dim >= 0 else None for dim in self._engine.get_tensor_shape(name)])
@@ -195,15 +180,15 @@ class TensorrtTensor(CudaModel):
         for name, tensor in with_tensors:
             context.set_tensor_address(name, tensor.data_ptr())
         if not context.execute_async_v3(stream):
-            raise RuntimeError(f"TensorRT did not run the batch: {messages(self._trt).last()}")
+            raise RuntimeError(f"TensorRT did not run the batch: {api.messages(self._trt).last()}")
         return outputs
 
     def _output_shape(self, context: Any, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         try:
             shape = tuple(context.get_tensor_shape(name))
         except ValueError:  # dimensions that TensorRT could not work out have no length
-            given = ", ".join(map(shown_dims, shapes))
-            raise ValueError(f"the model has no output for inputs of {given}: {messages(self._trt).last()}") from None
+            given, why = ", ".join(map(shown_dims, shapes)), api.messages(self._trt).last()
+            raise ValueError(f"the model has no output for inputs of {given}: {why}") from None
         if any(dim < 0 for dim in shape):
             raise ValueError(
                 f"output {name!r} has a shape that depends on the data; OnnxTensor and TorchTensor take such models"
@@ -220,10 +205,10 @@ class TensorrtTensor(CudaModel):
         with self.config.shared.get("making contexts", threading.Lock):
             context = self._new_context()
             if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
-                raise RuntimeError(f"TensorRT gives no execution context: {messages(self._trt).last()}")
+                raise RuntimeError(f"TensorRT gives no execution context: {api.messages(self._trt).last()}")
         for name, shape in zip(self._inputs, shapes, strict=True):
             if not context.set_input_shape(name, shape):
-                raise ValueError(f"input {name!r} of {'x'.join(map(str, shape))}: {messages(self._trt).last()}")
+                raise ValueError(f"input {name!r} of {'x'.join(map(str, shape))}: {api.messages(self._trt).last()}")
         self._contexts[shapes] = context
         return context
 
@@ -235,7 +220,7 @@ class TensorrtTensor(CudaModel):
         """
         if self.version_compatible:
             return self._engine.create_execution_context()
-        size = context_memory(self._engine)
+        size = api.context_memory(self._engine)
         if self._scratch is None:
             self._scratch = self._torch.empty(max(size, 1), dtype=self._torch.uint8, device=self.guard.device)
-        return new_context(self._trt, self._engine, self._scratch.data_ptr(), size)
+        return api.new_context(self._trt, self._engine, self._scratch.data_ptr(), size)

@@ -12,7 +12,6 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import on_stream
 from torchpipe_py.backends.model.check import BFLOAT16, EXACT, HALF, TF32
 from torchpipe_py.backends.model.cuda_model import CudaModel, row_tensor
-from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.model import Shapes
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TensorSpec
@@ -78,11 +77,11 @@ class TorchTensor(CudaModel):
     def setup(self) -> None:
         super().setup()
         self.use_graphs = bool(self.cuda_graph)
-        self._dtype = getattr(self._torch, self.input_type)
-        if (self.mean or self.std) and not self._dtype.is_floating_point:
+        self.default_dtype = getattr(self._torch, self.input_type)
+        if (self.mean or self.std) and not self.default_dtype.is_floating_point:
             raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
         self._mean, self._std = (
-            self._torch.tensor(values, device=self.guard.device, dtype=self._dtype).reshape(1, -1, 1, 1)
+            self._torch.tensor(values, device=self.guard.device, dtype=self.default_dtype).reshape(1, -1, 1, 1)
             if values
             else None
             for values in (self.mean, self.std)
@@ -98,14 +97,6 @@ class TorchTensor(CudaModel):
     def close(self) -> None:
         self._module = None
         super().close()
-
-    def input_specs(self, count: int) -> Sequence[InputSpec]:
-        if not self.inputs:
-            return [InputSpec(f"input {index}", self._dtype) for index in range(count)]
-        return [
-            InputSpec(spec.name, getattr(self._torch, spec.dtype) if spec.dtype else self._dtype, spec.dims[1:] or None)
-            for spec in self.inputs
-        ]
 
     def tolerance(self) -> float:
         if self.input_type == "float32":
@@ -147,7 +138,7 @@ class TorchTensor(CudaModel):
             super().run_group(shapes, items, rows)
             return
         # On the CPU: no buffers, no graphs.
-        columns = zip(self.input_specs(len(shapes)), shapes, zip(*rows, strict=True), strict=True)
+        columns = zip(self._specs_of[len(shapes)], shapes, zip(*rows, strict=True), strict=True)
         inputs = [
             self._torch.stack([row_tensor(value, shape).to("cpu", spec.dtype) for value in values])
             for spec, shape, values in columns

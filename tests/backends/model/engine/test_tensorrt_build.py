@@ -114,7 +114,7 @@ class FakeTensorrt:
 
 @pytest.fixture(autouse=True)
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "messages", lambda trt: MagicMock())
+    monkeypatch.setattr(build.api, "messages", lambda trt: MagicMock())
 
 
 def small(scale: float = 1.0, op: str = "Conv") -> bytes:

@@ -12,18 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.model.check import Bounds, Shape
-from torchpipe_py.backends.model.engine.api import (
-    configure,
-    has_quantization,
-    is_lean,
-    is_strongly_typed,
-    load_plugins,
-    messages,
-    network_flags,
-    profile_range,
-    said,
-    set_precision,
-)
+from torchpipe_py.backends.model.engine import api
 from torchpipe_py.backends.model.engine.cache import EngineCache
 from torchpipe_py.backends.model.engine.precision import (
     check_half,
@@ -93,7 +82,7 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
     Without ``cache_path`` it is built at every start.
     """
     if not cache_path:
-        if is_lean(trt):
+        if api.is_lean(trt):
             raise BackendUnavailable(f"{spec.model}: {_only_runs(trt)}")
         logger.warning("%s: no model::cache is given, the engine is built at every start", spec.model)
         return new_engine(trt, spec, None)[0]
@@ -123,7 +112,7 @@ def _kept_engine(trt: Any, cache: EngineCache, key: dict[str, Any]) -> tuple[Any
             engine = load_engine(trt, content, str(cache.path), key["version_compatible"])
         except ConfigError as error:
             reason = str(error)
-    if engine is None and is_lean(trt):
+    if engine is None and api.is_lean(trt):
         raise BackendUnavailable(f"engine {cache.path}: {reason}; {_only_runs(trt)}")
     return engine, reason
 
@@ -137,9 +126,9 @@ def _only_runs(trt: Any) -> str:
 
 def load_engine(trt: Any, content: bytes, name: str, version_compatible: bool = False) -> Any:
     """``content`` as an ``ICudaEngine`` on the current device; ``ConfigError`` where TensorRT refuses it."""
-    said_by = messages(trt)
+    said_by = api.messages(trt)
     with said_by.collected() as errors:
-        load_plugins(trt, said_by.logger)
+        api.load_plugins(trt, said_by.logger)
         runtime = trt.Runtime(said_by.logger)
         if version_compatible:
             runtime.engine_host_code_allowed = True  # the lean runtime of the version that built it, inside
@@ -147,7 +136,7 @@ def load_engine(trt: Any, content: bytes, name: str, version_compatible: bool = 
         if engine is None:
             raise ConfigError(
                 f"{name}: TensorRT {trt.__version__} cannot load this engine; engines fit one version of TensorRT and "
-                f"one kind of GPU: {said(errors)}"
+                f"one kind of GPU: {api.said(errors)}"
             )
     return engine
 
@@ -163,7 +152,7 @@ def new_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> tuple[A
     if spec.precision == "best":
         return engine, content
     layers = multiplying_layers(trt, engine, _largest_shapes(trt, engine))
-    if spec.precision == "fp16" and not is_strongly_typed(trt) and is_ignored(layers, "fp16", spec.fp32_layers):
+    if spec.precision == "fp16" and not api.is_strongly_typed(trt) and is_ignored(layers, "fp16", spec.fp32_layers):
         logger.warning("%s: TensorRT chose fp32 for all of it; building it again with fp16 demanded", spec.model)
         engine, content = _loaded(trt, spec, cache, insists=True)
         layers = multiplying_layers(trt, engine, _largest_shapes(trt, engine))
@@ -179,22 +168,22 @@ def _loaded(trt: Any, spec: EngineSpec, cache: EngineCache | None, insists: bool
 def _largest_shapes(trt: Any, engine: Any) -> dict[str, tuple[int, ...]]:
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-    return {name: profile_range(engine, name, 0)[1] for name in inputs}
+    return {name: api.profile_range(engine, name, 0)[1] for name in inputs}
 
 
 def build_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None, insists: bool = False) -> bytes:
     """Build for the current device; takes tens of seconds, with a line in the log every five."""
-    said_by = messages(trt)
+    said_by = api.messages(trt)
     with said_by.collected() as errors, _progress(spec):
-        load_plugins(trt, said_by.logger)
+        api.load_plugins(trt, said_by.logger)
         builder = trt.Builder(said_by.logger)
-        network = builder.create_network(network_flags(trt))
+        network = builder.create_network(api.network_flags(trt))
         _parse(trt, spec, network, said_by.logger)
         config = builder.create_builder_config()
-        configure(trt, config, spec.workspace << 20, spec.version_compatible)
-        if spec.precision == "int8" and not has_quantization(trt, network):
+        api.configure(trt, config, spec.workspace << 20, spec.version_compatible)
+        if spec.precision == "int8" and not api.has_quantization(trt, network):
             raise ConfigError(f"{spec.model}: precision = int8 needs a quantised model, with QuantizeLinear nodes")
-        set_precision(
+        api.set_precision(
             trt,
             network,
             config,
@@ -208,14 +197,14 @@ def build_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None, insists:
         _load_timing(config, cache)
         serialized = builder.build_serialized_network(network, config)
         if serialized is None:
-            raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot build an engine: {said(errors)}")
+            raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot build an engine: {api.said(errors)}")
         _store_timing(config, cache)
         return bytes(serialized)
 
 
 def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
     content = spec.onnx
-    if is_strongly_typed(trt) and spec.precision in ("fp16", "best") and not is_quantised(content):
+    if api.is_strongly_typed(trt) and spec.precision in ("fp16", "best") and not is_quantised(content):
         content = half_model(content, spec.fp32_layers, spec.is_secret)
         is_normalised = bool(spec.mean or spec.std)
         check_half(spec.model, spec.onnx, content, spec.fp32_layers, spec.least, is_normalised, spec.is_secret)
