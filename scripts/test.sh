@@ -22,7 +22,7 @@ echo 'tests, some 6 minutes'
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
-supervision=tests/server/supervisor/children/test_supervision.py
+supervision=tests/server/supervisor/test_supervision.py
 pages=tests/test_docs.py
 "$bin/mypy" > "$logs/types" 2>&1 & types=$!
 run slow tests/chaos tests/training tests/scripts tests/fuzz $supervision & first=$!

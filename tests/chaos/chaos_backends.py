@@ -57,7 +57,7 @@ class ChaosCrash(ChaosEcho):
         from torchpipe_server.worker.worker import Worker
 
         def serve(worker: Worker) -> None:
-            worker._channel.send({"type": "ready", "graph": ""})
+            worker._post.send({"type": "ready", "graph": ""})
             os._exit(3)
 
         Worker.serve = serve  # type: ignore[assignment, method-assign]

@@ -150,21 +150,21 @@ def _forget_deaths() -> None:
 
 def _leave_workers_dead() -> None:
     """No worker is started in place of a dead one."""
-    from torchpipe_server.supervisor.children.fleet import Fleet
+    from torchpipe_server.supervisor.fleet import Fleet
 
     Fleet._replace = lambda self, worker, child: None  # type: ignore[method-assign]
 
 
 def _restart_without_end() -> None:
     """No pause between attempts."""
-    from torchpipe_server.supervisor.children.fleet import Fleet
+    from torchpipe_server.supervisor.fleet import Fleet
 
-    Fleet._pause = lambda self, worker, is_failure: self._start(worker)  # type: ignore[method-assign]
+    Fleet._pause = lambda self, slot: self._start(slot)  # type: ignore[method-assign]
 
 
 def _reload_anything() -> None:
     """The old generation goes before the new one has started."""
-    from torchpipe_server.supervisor.children.fleet import Fleet
+    from torchpipe_server.supervisor.fleet import Fleet
 
     def reload(self: Any) -> None:
         for child in self.ready:

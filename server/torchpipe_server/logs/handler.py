@@ -6,11 +6,10 @@ import logging
 import os
 import select
 import threading
+from collections.abc import Callable
 from functools import partial
-from logging.handlers import QueueHandler, QueueListener
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any
 
 from torchpipe_server.logs.formats import LINE_BYTES, LineFormatter
 from torchpipe_server.logs.repeats import Repeats
@@ -23,68 +22,109 @@ _REPORT_SECONDS = 10.0  # from one report of what was held back or dropped to th
 _OVERHEAD_BYTES = 100  # what a waiting line takes besides its text
 
 
-class LineListener(QueueListener):
-    """Writes whole lines on ``fd``, and reports what was held back and how many lines were dropped.
+class QueuedHandler(logging.Handler):
+    """Makes lines of records where they are logged; a thread writes them, as many at once as a pipe takes whole.
 
-    The queue holds lines, and what is to be called once the lines before it are written. NOTE: it takes no lock. The
-    garbage collector may run anywhere in it, and what it ends may log.
+    Owns the descriptor ``fd``, which may be closed, full or never read: no error is raised, and ``flush`` waits for
+    ``FLUSH_SECONDS`` at most.
     """
 
-    def __init__(self, handler: QueuedHandler, fd: int) -> None:
-        self.queue: Any
-        super().__init__(SimpleQueue())  # type: ignore[arg-type]
-        self._handler, self._fd = handler, fd
-        self._ahead: list[Any] = []  # taken from the queue, but not handled yet
-        self._is_torn = False
-        self._reported = 0
-        self._report_at = 0.0
-        self.taken_bytes = self.unwritten = 0
+    def __init__(self, fd: int, formatter: LineFormatter) -> None:
+        super().__init__()
+        self._fd, self._is_closed = fd, False
+        self._repeats = Repeats(REQUESTS)
+        self.setFormatter(formatter)
+        self.addFilter(self._repeats)
+        self._start()
 
-    def dequeue(self, block: bool) -> Any:
-        """The next item, of lines as many as a pipe takes whole; report now and then while there is none."""
+    def _start(self) -> None:
+        self._owner = os.getpid()
+        self._put_bytes = self._refused = 0  # counted by those who log
+        self._taken_bytes = self._unwritten = 0  # counted by the thread that writes
+        self._is_torn = False
+        self._reported, self._report_at = 0, 0.0
+        # Lines, and what to call once the lines before it are written; None ends the thread.
+        # NOTE: it takes no lock. The garbage collector may run anywhere in it, and what it ends may log.
+        self._queue: SimpleQueue[bytes | Callable[[], object] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="log-lines", daemon=True).start()
+
+    @property
+    def dropped(self) -> int:
+        """Lines that were not written: the queue was full, or the descriptor did not take them."""
+        return self._refused + self._unwritten
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the record's line if there is room for it, and count it otherwise."""
+        if self._owner != os.getpid():
+            self._start()  # this process was forked: the thread is not here
+        try:
+            line = self._line(record)
+        except Exception:  # a field that JSON does not know, say
+            self._refused += 1
+            return
+        if self._put_bytes - self._taken_bytes >= QUEUE_BYTES:
+            self._refused += line.count(b"\n")
+            return
+        self._put_bytes += len(line) + _OVERHEAD_BYTES
+        self._queue.put(line)
+
+    def flush(self) -> None:
+        """Wait until everything is written and reported, but not long."""
+        if not self._is_closed and self._owner == os.getpid():
+            is_written = threading.Event()
+            self._queue.put(self._report)
+            self._queue.put(is_written.set)
+            is_written.wait(FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Let the thread write what is there, close the descriptor and end."""
+        if not self._is_closed:
+            self._is_closed = True
+            for last in (self._report, partial(os.close, self._fd), None):
+                self._queue.put(last)
+        super().close()
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return (self.format(record) + "\n").encode("utf-8", "backslashreplace")
+
+    def _run(self) -> None:
+        lines = b""
         while True:
             try:
-                item = self._ahead.pop() if self._ahead else self.queue.get(timeout=_REPORT_SECONDS)
-                break
+                item = self._queue.get(not lines, _REPORT_SECONDS)
             except Empty:
-                self.report()
-        lines, size = [], 0
-        while isinstance(item, bytes):
-            lines.append(item)
-            size += len(item)
-            if self.queue.empty():
-                break
-            item = self.queue.get_nowait()
-            if not isinstance(item, bytes) or size + len(item) > LINE_BYTES:
-                self._ahead.append(item)
-                break
-        self.taken_bytes += size + _OVERHEAD_BYTES * len(lines)
-        return b"".join(lines) if lines else item
+                item = self._report_if_due
+            if isinstance(item, bytes):
+                self._taken_bytes += len(item) + _OVERHEAD_BYTES
+                if len(lines) + len(item) <= LINE_BYTES:
+                    lines += item
+                    continue
+            self._write(lines)
+            lines = item if isinstance(item, bytes) else b""
+            if item is None:
+                return
+            if not isinstance(item, bytes):
+                item()
 
-    def handle(self, record: Any) -> None:
-        """Write lines, or call what is to be called after them."""
-        if not isinstance(record, bytes):
-            record()
-            return
-        self._write(record)
-        if self.queue.empty() and monotonic() >= self._report_at:
-            self.report()
+    def _report_if_due(self) -> None:
+        if self._queue.empty() and monotonic() >= self._report_at:
+            self._report()
 
-    def report(self) -> None:
+    def _report(self) -> None:
         """Write what was held back and how much was dropped since the last report."""
         self._report_at = monotonic() + _REPORT_SECONDS
-        for summary in self._handler.repeats.told():
-            self._write(self._handler.prepare(summary))
-        count = self._handler.dropped - self._reported
+        for summary in self._repeats.summaries():
+            self._write(self._line(summary))
+        count = self.dropped - self._reported
         if count:
-            text = "dropped %d log lines: nobody took them"
+            text = "dropped %d log lines: the reader is too slow"
             record = logging.LogRecord("torchpipe_server", logging.WARNING, "", 0, text, (count,), None)
-            if self._is_written(self._handler.prepare(record)):
+            if self._is_written(self._line(record)):
                 self._reported += count
 
     def _write(self, lines: bytes) -> None:
-        if not self._is_written(lines):
-            self.unwritten += lines.count(b"\n")
+        if lines and not self._is_written(lines):
+            self._unwritten += lines.count(b"\n")
 
     def _is_written(self, data: bytes) -> bool:
         """Write it, for however long that takes; whether it was taken."""
@@ -101,67 +141,3 @@ class LineListener(QueueListener):
                 return False
         self._is_torn = False
         return True
-
-
-class QueuedHandler(QueueHandler):
-    """Makes lines of records where they are logged, and leaves the rest to a ``LineListener``.
-
-    Owns the descriptor ``fd``, which may be closed, full or never read: no error is raised, and ``flush`` waits for
-    ``FLUSH_SECONDS`` at most.
-    """
-
-    def __init__(self, fd: int, formatter: LineFormatter) -> None:
-        self._fd, self._is_closed = fd, False
-        self.repeats = Repeats(REQUESTS)
-        self._start()
-        super().__init__(self._listener.queue)
-        self.setFormatter(formatter)
-        self.addFilter(self.repeats)
-
-    def _start(self) -> None:
-        self._owner = os.getpid()
-        self._put_bytes = self._refused = 0
-        self._listener = LineListener(self, self._fd)
-        self._listener.start()
-        self.queue = self._listener.queue
-
-    @property
-    def dropped(self) -> int:
-        """Lines that were not written: the queue was full, or the descriptor did not take them."""
-        return self._refused + self._listener.unwritten
-
-    def prepare(self, record: logging.LogRecord) -> Any:
-        """The record's line, with its end."""
-        return (self.format(record) + "\n").encode("utf-8", "backslashreplace")
-
-    def enqueue(self, record: Any) -> None:
-        """Queue a line if there is room, or anything else."""
-        if self._owner != os.getpid():
-            self._start()  # this process was forked: the listener's thread is not here
-        if isinstance(record, bytes):
-            if self._put_bytes - self._listener.taken_bytes >= QUEUE_BYTES:
-                self._refused += record.count(b"\n")
-                return
-            self._put_bytes += len(record) + _OVERHEAD_BYTES
-        self.queue.put_nowait(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Count a record of which no line can be made: a field that JSON does not know, say."""
-        self._refused += 1
-
-    def flush(self) -> None:
-        """Wait until everything is written and reported, but not long."""
-        if not self._is_closed and self._owner == os.getpid():
-            is_written = threading.Event()
-            self.enqueue(self._listener.report)
-            self.enqueue(is_written.set)
-            is_written.wait(FLUSH_SECONDS)
-
-    def close(self) -> None:
-        """Let the listener write what is there, close the descriptor and end."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.enqueue(self._listener.report)
-            self.enqueue(partial(os.close, self._fd))
-            self._listener.enqueue_sentinel()  # NOTE: ``stop`` would wait for the reader of the log.
-        super().close()

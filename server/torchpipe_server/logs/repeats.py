@@ -67,8 +67,8 @@ class Repeats(logging.Filter):
                 place.summary = _without_arguments(record)
             return False
 
-    def told(self) -> list[logging.LogRecord]:
-        """Records that say what was held back since the last call."""
+    def summaries(self) -> list[logging.LogRecord]:
+        """Records that report what was held back since the last call."""
         records = []
         with self._lock:
             for place in self._places.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
@@ -9,17 +10,17 @@ import re
 import sys
 import threading
 from collections import deque
+from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
-
-from torchpipe_py.errors import counted
 
 logger = logging.getLogger("stderr")
 
 REST_BYTES = 2000  # so much without an end is taken for a line
-LINES_A_SECOND = 100  # the rest is only counted: one image may have a library warn a million times
 KEPT_LINES = 5
 RECENT_SECONDS = 5.0
+READ_BYTES = 2**16  # at a time
+LAST_READS = 4  # once the process has ended: a program that it has started may go on writing
 
 _line_end = re.compile(rb"[\r\n]+")
 
@@ -35,8 +36,6 @@ class StderrLines:
         self._process = process
         self._rest = b""
         self._kept: deque[tuple[float, bytes]] = deque(maxlen=KEPT_LINES)
-        self._second_ends = 0.0
-        self._count = 0  # lines of this second
         self._lock = threading.RLock()
         self._is_logging = False
 
@@ -52,39 +51,58 @@ class StderrLines:
             self._is_logging = True
             try:
                 for line in filter(None, lines):
-                    self._take(line)
+                    self._kept.append((monotonic(), line))
+                    self._log(f"| {_text(line)}")
             finally:
                 self._is_logging = False
-
-    def end(self) -> None:
-        """The stream has ended, in the middle of a line perhaps."""
-        self.feed(b"\n")
-        self._begin_second(0.0)
 
     def recent(self) -> list[str]:
         """The last lines, if they were written a moment ago."""
         return [_text(line) for at, line in self._kept if at > monotonic() - RECENT_SECONDS]
-
-    def _take(self, line: bytes) -> None:
-        now = monotonic()
-        self._kept.append((now, line))
-        if now >= self._second_ends:
-            self._begin_second(now)
-        self._count += 1
-        if self._count <= LINES_A_SECOND:
-            self._log(f"| {_text(line)}")
-
-    def _begin_second(self, now: float) -> None:
-        skipped = self._count - LINES_A_SECOND
-        self._second_ends, self._count = now + 1, 0
-        if skipped > 0:
-            self._log(f"[... {counted(skipped, 'line')} ...]")
 
     def _log(self, text: str) -> None:
         if logger.isEnabledFor(logging.WARNING):
             record = logger.makeRecord(logger.name, logging.WARNING, "", 0, "%s", (text,), None)
             record.process = self._process or record.process
             logger.handle(record)
+
+
+class StderrPipe:
+    """The end of a pipe to read from that is the stderr of another process; owns it.
+
+    The process that reads it has the last lines when the other one is gone.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pipe: Connection, process: int) -> None:
+        self._loop, self._pipe, self._lines = loop, pipe, StderrLines(process)
+        os.set_blocking(pipe.fileno(), False)
+        loop.add_reader(pipe.fileno(), self._read)
+
+    def close(self) -> None:
+        """Read what is left, and close it."""
+        if self._pipe.closed:
+            return
+        for _ in range(LAST_READS):
+            if not self._read():
+                break
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        self._lines.feed(b"\n")  # it may have ended in the middle of a line
+
+    def last_words(self) -> str:
+        """The last lines as one, if they were written a moment ago."""
+        return " / ".join(self._lines.recent())
+
+    def _read(self) -> bool:
+        """Whether there was anything."""
+        try:
+            data = os.read(self._pipe.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._pipe.fileno())
+        self._lines.feed(data)
+        return bool(data)
 
 
 def _text(line: bytes) -> str:

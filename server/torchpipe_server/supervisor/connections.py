@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchpipe_server.front.server import Server
 from torchpipe_server.front.services import limits_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
-from torchpipe_server.supervisor.children.child import Child
+from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.figures import Figures
 from torchpipe_server.supervisor.slots import Slots, slots_for
@@ -54,7 +55,6 @@ class Connections:
         self._fallback = Fallback(loop, idl, limits_of(options), options.max_message_bytes)
         self._fallback_server = Server(loop, self._fallback.services, options, self._left_fallback)
         self._sockets: dict[int, socket.socket] = {}
-        self._refused: set[int] = set()
         self._loop = loop
         self._held: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, each with a timer
         self._is_ending = False
@@ -163,11 +163,9 @@ class Connections:
         if place is None:
             sock.close()
         else:
-            slot, is_refused = place
+            slot, _ = place
             self._sockets[slot] = sock
             self.journal.begin(slot, monotonic())
-            if is_refused:
-                self._refused.add(slot)
             self._place(slot, is_suspect=True)
         if self._slots.is_short:
             self._acceptor.pause()
@@ -201,10 +199,8 @@ class Connections:
             return True
 
     def _hang_up(self, slot: int) -> None:
-        try:
+        with suppress(OSError):  # the client was faster
             self._sockets[slot].shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the client was faster
 
     def _place(self, slot: int, is_suspect: bool = False) -> None:
         """Give the connection to the worker with the fewest, or let it wait for one."""
@@ -220,7 +216,7 @@ class Connections:
     def _give(self, slot: int, child: Child) -> None:
         self.journal.entry(slot)  # wiped: the next owner may die before it has seen the connection
         try:
-            child.give(self._sockets[slot], slot, slot in self._refused)
+            child.give(self._sockets[slot], slot, self._slots.is_refused(slot))
         except OSError as error:
             logger.error("a connection cannot be handed over: %s", error)
             self.closed(child, slot)
@@ -242,7 +238,6 @@ class Connections:
     def _close(self, slot: int) -> None:
         self._hang_up(slot)
         self._sockets.pop(slot).close()
-        self._refused.discard(slot)
         timer = self._held.pop(slot, None)
         if timer is not None:
             timer.cancel()

@@ -1,108 +1,159 @@
-"""Pure: the figures of several workers as those of one service."""
+"""What workers report, checked message by message, and the figures of several workers as those of one service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta, Struct
+from msgspec.json import Decoder
 
 from torchpipe_py.runtime.statistics import COUNTS
 
 Figures = dict[str, Any]
 
-# Of a node.
+# Of a node: what there is now, and what is counted since the start.
+NOW = ("instances", "alive", "queued", "busy")
 TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
 HISTOGRAMS = ("queue", "batch_wait", "compute")
-NOW = ("instances", "alive", "queued", "busy")
+SINCE_START = (*TOTALS, "batch_sizes", "histograms")
 # Of a worker's requests to engine processes.
 HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
+NOTHING: Figures = {
+    "requests": {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
+    "nodes": {},
+    "hand_over": dict.fromkeys(HAND_OVER, 0),
+    "log_lines_dropped": 0,
+}
+"""The totals of no worker."""
 
-def service_figures(alive: Iterable[Figures], past: Figures) -> Figures:
-    """What the workers that are there have told last, with the totals of those that were (``add_past``)."""
-    alive = list(alive)
-    gpus = {gpu["index"]: gpu for worker in alive for gpu in worker.get("gpus", ())}
-    return {
-        "requests": {"inflight": sum(worker["inflight"] for worker in alive), **_requests([*alive, past])},
-        "nodes": _nodes(alive, past),
-        "hand_over": _hand_over([*alive, past]),
-        "log_lines_dropped": _dropped([*alive, past]),
-        "gpus": [gpus[index] for index in sorted(gpus)],
+
+# -- messages -------------------------------------------------------------------------------------------------------
+
+_amount = Meta(ge=0, lt=2**62)  # JSON has no NaN
+_few = Meta(max_length=4096)
+_Number = Annotated[int, _amount] | Annotated[float, _amount]
+_Size = Annotated[int, Meta(gt=0, lt=2**31)]
+_Histogram = Annotated[list[_Number], Meta(min_length=COUNTS, max_length=COUNTS)]
+
+
+def _object(keys: dict[str, Any], total: bool = True) -> Any:
+    """A JSON object that has these keys, if ``total`` all of them; others are left out."""
+    make: Any = TypedDict
+    return make("object", keys, total=total)
+
+
+_list: Any = list  # mypy takes what is in brackets for a type
+_dict: Any = dict
+
+_NODE = _object(
+    {
+        **dict.fromkeys((*NOW, *TOTALS, "oldest_batch_s"), _Number),
+        **{"min": _Size, "max": _Size, "batch_sizes": _dict[_Size, _Number], "instance_compute_ms": _list[_Number]},
+        "histograms": _object(dict.fromkeys(HISTOGRAMS, _Histogram)),
     }
+)
+_BY_METHOD = Annotated[_dict[str, Annotated[_dict[str, _Number], _few]], _few]
+_REQUESTS = _object({"by_method": _BY_METHOD, "latency": _object({"counts": _Histogram, "sum_ms": _Number})})
+_GPU = _object({"index": _Number, "name": str, "used_bytes": _Number, "total_bytes": _Number})
+_STATS = _object(
+    {
+        **{"inflight": _Number, "requests": _REQUESTS, "nodes": Annotated[_dict[str, _NODE], _few]},
+        "hand_over": _object(dict.fromkeys(HAND_OVER, _Number), total=False),
+        **{"log_lines_dropped": _Number, "gpus": _list[_GPU]},
+    }
+)
+
+
+class Ready(Struct, tag="ready"):
+    """It takes connections; ``graph`` is the pipeline as SVG."""
+
+    graph: str
+
+
+class Failed(Struct, tag="failed"):
+    """It cannot start."""
+
+    message: str
+
+
+class Closed(Struct, tag="closed"):
+    """It, or the client, has closed the connection."""
+
+    slot: int
+
+
+class Released(Struct, tag="released"):
+    """It has let go of the connection."""
+
+    slot: int
+
+
+class Stats(Struct, tag="stats"):
+    """The figures that it was asked for."""
+
+    stats: _STATS  # type: ignore[valid-type]
+
+
+class End(Struct, tag="end"):
+    """It ends; whether every accepted request was answered."""
+
+    answered: bool
+    stats: _STATS  # type: ignore[valid-type]
+
+
+Message = Ready | Failed | Closed | Released | Stats | End
+
+parse_message: Callable[[bytes], Message] = Decoder(Message).decode
+"""A worker's message. It has read bytes from clients: ``ValueError`` or ``RecursionError`` for anything else."""
+
+
+# -- sums -----------------------------------------------------------------------------------------------------------
+
+
+def add(one: Any, other: Any) -> Any:
+    """Numbers are added, lists element by element, dicts key by key."""
+    if isinstance(one, dict):
+        both = {key: add(one[key], other[key]) for key in one.keys() & other.keys()}
+        return {**one, **other, **both}
+    if isinstance(one, list):
+        return [add(*pair) for pair in zip(one, other, strict=True)]
+    return one + other
 
 
 def add_past(past: Figures, ended: Figures) -> Figures:
     """The totals of all workers that have ended, one more of them."""
-    nodes = {}
-    for name in {**past.get("nodes", {}), **ended.get("nodes", {})}:
-        parts = [part["nodes"][name] for part in (past, ended) if name in part.get("nodes", {})]
-        nodes[name] = _node_totals(parts)
+    nodes = {name: {key: node[key] for key in SINCE_START} for name, node in ended["nodes"].items()}
+    totals: Figures = add(past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes})
+    return totals
+
+
+def service_figures(alive: Sequence[Figures], past: Figures) -> Figures:
+    """What the workers that are there have reported last, with the totals of those that were (``add_past``).
+
+    The nodes are those that there are now: those of an earlier configuration are forgotten.
+    """
+    totals = reduce(add_past, alive, past)
+    nodes: dict[str, list[Figures]] = {}
+    for worker in alive:
+        for name, node in worker["nodes"].items():
+            nodes.setdefault(name, []).append(node)
+    gpus = {gpu["index"]: gpu for worker in alive for gpu in worker["gpus"]}
     return {
-        "requests": _requests([past, ended]),
-        "nodes": nodes,
-        "hand_over": _hand_over([past, ended]),
-        "log_lines_dropped": _dropped([past, ended]),
+        **totals,
+        "requests": {"inflight": sum(worker["inflight"] for worker in alive), **totals["requests"]},
+        "nodes": {name: {**_now(each), **totals["nodes"][name]} for name, each in nodes.items()},
+        "gpus": [gpus[index] for index in sorted(gpus)],
     }
 
 
-def add_requests(*parts: Figures) -> Figures:
-    """Several summaries of a ``RequestCounters`` as one."""
-    by_method: dict[str, dict[str, int]] = {}
-    for part in parts:
-        for method, outcomes in part["by_method"].items():
-            counted = by_method.setdefault(method, {})
-            for outcome, count in outcomes.items():
-                counted[outcome] = counted.get(outcome, 0) + count
-    latencies = [part["latency"] for part in parts]
-    latency = {
-        "counts": add_lists([[0] * COUNTS, *(latency["counts"] for latency in latencies)]),
-        "sum_ms": sum(latency["sum_ms"] for latency in latencies),
-    }
-    return {"by_method": by_method, "latency": latency}
-
-
-def add_lists(lists: Iterable[list[int]]) -> list[int]:
-    """Element by element; empty ones, of those who have told nothing yet, do not count."""
-    return [sum(values) for values in zip(*filter(None, lists), strict=True)]
-
-
-def _requests(parts: Iterable[Figures]) -> Figures:
-    return add_requests(*(part["requests"] for part in parts if "requests" in part))
-
-
-def _hand_over(parts: Iterable[Figures]) -> Figures:
-    """Of requests to engine processes, by those who have any."""
-    told = [part["hand_over"] for part in parts if "hand_over" in part]
-    return {key: sum(part[key] for part in told) for key in HAND_OVER}
-
-
-def _dropped(parts: Iterable[Figures]) -> int:
-    return sum(part.get("log_lines_dropped", 0) for part in parts)
-
-
-def _nodes(workers: list[Figures], past: Figures) -> Figures:
-    """Of the nodes that there are now: those of an earlier configuration are forgotten."""
-    nodes = {}
-    for name in dict.fromkeys(name for worker in workers for name in worker["nodes"]):
-        alive = [worker["nodes"][name] for worker in workers if name in worker["nodes"]]
-        before = past.get("nodes", {}).get(name)
-        nodes[name] = {
-            **{key: sum(node[key] for node in alive) for key in NOW},
-            "oldest_batch_s": max(node["oldest_batch_s"] for node in alive),
-            "min": alive[0]["min"],
-            "max": alive[0]["max"],
-            "instance_compute_ms": [spent for node in alive for spent in node["instance_compute_ms"]],
-            **_node_totals([*alive, before] if before else alive),
-        }
-    return nodes
-
-
-def _node_totals(parts: list[Figures]) -> Figures:
-    sizes: dict[str, int] = {}
-    for part in parts:
-        for size, count in part["batch_sizes"].items():
-            sizes[str(size)] = sizes.get(str(size), 0) + count
+def _now(nodes: list[Figures]) -> Figures:
     return {
-        **{key: sum(part[key] for part in parts) for key in TOTALS},
-        "batch_sizes": dict(sorted(sizes.items(), key=lambda item: int(item[0]))),
-        "histograms": {name: add_lists(part["histograms"][name] for part in parts) for name in HISTOGRAMS},
+        **{key: sum(node[key] for node in nodes) for key in NOW},
+        "oldest_batch_s": max(node["oldest_batch_s"] for node in nodes),
+        "min": nodes[0]["min"],
+        "max": nodes[0]["max"],
+        "instance_compute_ms": [spent for node in nodes for spent in node["instance_compute_ms"]],
     }

@@ -40,6 +40,10 @@ class Slots:
         """Whether there is none, but will be soon."""
         return not self._free and bool(self._evicted)
 
+    def is_refused(self, slot: int) -> bool:
+        """Whether the connection is over the limit, and is only told so."""
+        return slot in self._refused
+
     def take(self, peer: str) -> tuple[int, bool] | None:
         """A slot for a connection from ``peer``, and whether it is to be refused; ``None`` if all are taken."""
         if not self._free:

@@ -73,16 +73,16 @@ class StatusServer:
         self._elsewhere = f"this port is for monitoring, images go to --port {images_port}"
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
-        self._figures = _Figures(service)
+        self._last, self._fresh_until = _StatusAnswers({}), 0.0
         self._paths: Mapping[str, Callable[[Done], object]] = {
-            "/": partial(_give, _file("index.html", "text/html")),
-            "/page.js": partial(_give, _file("page.js", "text/javascript")),
-            "/page.css": partial(_give, _file("page.css", "text/css")),
+            "/": _constant(_file("index.html", "text/html")),
+            "/page.js": _constant(_file("page.js", "text/javascript")),
+            "/page.css": _constant(_file("page.css", "text/css")),
             "/graph.svg": lambda done: done(self._graph()),
-            "/live": partial(_give, _text(200, "live")),
+            "/live": _constant(_text(200, "live")),
             "/ready": lambda done: done(_text(200, "ready") if service.is_ready else _text(503, "not ready")),
-            "/stats": lambda done: self._figures.get(lambda figures: done(figures.stats)),
-            "/metrics": lambda done: self._figures.get(lambda figures: done(figures.metrics)),
+            "/stats": partial(self._answer_figures, "stats"),
+            "/metrics": partial(self._answer_figures, "metrics"),
         }
         routes = Routes([route("GET", path, partial(self._answer, start)) for path, start in self._paths.items()])
         http = HttpService(routes, 0, REPLY_BYTES, METHODS, _HEADERS, self._failure)
@@ -104,7 +104,7 @@ class StatusServer:
 
     def _answer(self, start: Callable[[Done], object], request: HttpRequest, done: Done) -> None:
         if self._is_local and request.path not in _PROBES and _is_foreign(request.host):
-            done(_text(421, "only this machine is answered here, under its own name; --http-host opens the port"))
+            done(_FOREIGN)
         else:
             start(done)
 
@@ -114,64 +114,56 @@ class StatusServer:
             return _text(503, "no worker has drawn it yet")
         return HttpAnswer(200, "image/svg+xml", drawing.encode())
 
+    def _answer_figures(self, name: str, done: Done) -> None:
+        """However many clients ask, the workers are asked once in ``ASK_PAUSE_SECONDS``."""
+
+        def answer(figures: dict[str, Any]) -> None:
+            if figures is not self._last.figures:
+                self._last, self._fresh_until = _StatusAnswers(figures), monotonic() + ASK_PAUSE_SECONDS
+            try:
+                made = getattr(self._last, name)
+            except Exception as error:
+                made = error
+            done(made)
+
+        if monotonic() < self._fresh_until:
+            answer(self._last.figures)
+        else:
+            self._service.ask(answer)
+
     def _failure(self, request: HttpRequest, error: BaseException) -> HttpAnswer:
         """In words: the port is for people and probes."""
         path = request.path[:80]
         if isinstance(error, RouteError):
             if self._is_local and _is_foreign(request.host):
-                return _text(421, "only this machine is answered here, under its own name")
+                return _FOREIGN
             hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
             return _text(404, f"no {path}; {hint}")
         if code_of(error) == "internal":
             logger.error("%s cannot be answered", path, exc_info=error)
-            return _text(500, "a defect; the log says which")
+            return _text(500, "internal error; see the log")
         hint = "" if request.method in ("", *METHODS) else f"; {self._elsewhere}"
         status = getattr(error, "status", answers.STATUSES.get(code_of(error), 400))
         return _text(status, f"{getattr(error, 'detail', error)}{hint}")
-
-
-class _Figures:
-    """One question at a time, for all who ask meanwhile; for a moment its answer is that of the next ones, too."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._waiting: list[Callable[[_StatusAnswers], object]] = []
-        self._last: _StatusAnswers | None = None
-        self._fresh_until = 0.0
-
-    def get(self, then: Callable[[_StatusAnswers], object]) -> None:
-        """Call ``then(answers)``, now or later."""
-        if self._last is not None and monotonic() < self._fresh_until:
-            then(self._last)
-            return
-        self._waiting.append(then)
-        if len(self._waiting) == 1:
-            self._service.ask(self._told)
-
-    def _told(self, figures: dict[str, Any]) -> None:
-        self._last, self._fresh_until = _StatusAnswers(figures), monotonic() + ASK_PAUSE_SECONDS
-        waiting, self._waiting = self._waiting, []
-        for then in waiting:
-            then(self._last)
 
 
 class _StatusAnswers:
     """What ``/stats`` and ``/metrics`` answer of the same figures, each made once for all who ask."""
 
     def __init__(self, figures: dict[str, Any]) -> None:
-        self._figures = figures
+        self.figures = figures
 
     @cached_property
     def stats(self) -> HttpAnswer:
-        return HttpAnswer(200, "application/json", answers.utf8_json(json.dumps(self._figures, ensure_ascii=False)))
+        return HttpAnswer(200, "application/json", answers.utf8_json(json.dumps(self.figures, ensure_ascii=False)))
 
     @cached_property
     def metrics(self) -> HttpAnswer:
-        return HttpAnswer(200, CONTENT_TYPE, render(self._figures))
+        return HttpAnswer(200, CONTENT_TYPE, render(self.figures))
 
 
-def _give(answer: HttpAnswer, done: Done) -> None:
-    done(answer)
+def _constant(answer: HttpAnswer) -> Callable[[Done], object]:
+    return lambda done: done(answer)
 
 
 def _file(name: str, kind: str) -> HttpAnswer:
@@ -192,3 +184,6 @@ def _is_foreign(host: str) -> bool:
 
 def _text(status: int, text: str) -> HttpAnswer:
     return HttpAnswer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+
+
+_FOREIGN = _text(421, "this port answers requests to this machine's own names only; --http-host opens it to others")

@@ -17,49 +17,49 @@ from torchpipe_server.front.loop import Loop
 logger = logging.getLogger("torchpipe_server")
 
 _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
-_GONE = (errno.EPIPE, errno.ECONNRESET)
 _RECEIVE_BYTES = 2**18
 _DESCRIPTORS = 64  # at most in one receive
 _LAST_RECEIVES = 16  # more than the system keeps of a process that has ended
 LINE_BYTES = 8 * 2**20  # of a message of the side that is not trusted
-
-Said = dict[str, Any]
+WITH_DESCRIPTOR = b"+"  # before a message that a descriptor belongs to
 
 
 class Channel:
     """One end of a pair of Unix sockets on a loop. ``send`` is for the loop's thread and never blocks.
 
-    ``on_message(message, descriptor)`` owns the descriptor, -1 where there is none, or there was no room for it;
-    ``on_end()`` is called once, when the other side is gone, or sends what is no message. The supervisor trusts no
-    worker: to a side that ``is_trusted`` not, no descriptor can be given, and no line beyond ``LINE_BYTES``.
+    ``on_message(line, descriptor)`` owns the descriptor, -1 where there is none, or there was no room for it;
+    ``on_end()`` is called once, when the other side is gone. The supervisor trusts no worker: a side that
+    ``is_trusted`` not can give no descriptor, and a line of more than ``LINE_BYTES`` is its end.
     """
 
     def __init__(
         self,
         loop: Loop,
         sock: socket.socket,
-        on_message: Callable[[Said, int], object],
+        on_message: Callable[[bytes, int], object],
         on_end: Callable[[], object],
         is_trusted: bool = True,
     ) -> None:
         self._loop, self._sock, self._is_trusted = loop, sock, is_trusted
         self._on_message, self._on_end = on_message, on_end
-        self._received = bytearray()
+        self._received = b""  # of a line that is not whole
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, int]] = deque()
         self._is_closed = False
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._receive)
 
-    def send(self, message: Said, descriptor: int = -1) -> None:
-        """Send a message; the other side gets a copy of ``descriptor``, which the caller may close afterwards."""
+    def send(self, message: dict[str, Any], descriptor: int = -1) -> None:
+        """Send a message; the other side gets a copy of ``descriptor``, which the caller may close afterwards.
+
+        ``OSError`` where the message has to wait and no descriptor is left for the copy.
+        """
         if self._is_closed:
             return
-        if descriptor >= 0:
-            message = {**message, "descriptor": True}
-        data = memoryview(json.dumps(message).encode() + b"\n")
+        prefix = WITH_DESCRIPTOR if descriptor >= 0 else b""
+        data = memoryview(prefix + json.dumps(message).encode() + b"\n")
         sent = 0 if self._unsent else self._write(data, descriptor)
-        if sent < len(data) and not self._is_closed:
+        if sent < len(data):
             is_left = descriptor >= 0 and not sent  # it goes with the first byte
             self._unsent.append((data[sent:], os.dup(descriptor) if is_left else -1))
             self._loop.add_writer(self._sock.fileno(), self._flush)
@@ -71,9 +71,9 @@ class Channel:
             self._flush()
 
     def hear_out(self) -> None:
-        """The other side is gone: what it has said is all there is, whoever else holds its socket."""
+        """The other side is gone: what it has sent is all there is, whoever else holds its socket."""
         for _ in range(_LAST_RECEIVES):  # a process that it has left behind may send without end
-            if self._is_closed or not self._receive():
+            if not self._receive():
                 break
         self._end()
 
@@ -82,8 +82,8 @@ class Channel:
         if self._is_closed:
             return
         self._is_closed = True
-        # NOTE: who has the channel is had by it: its descriptors would stay open until the garbage is collected.
-        self._on_message, self._on_end = _ignore, _ignore
+        # NOTE: the channel and its owner refer to each other: without this, the garbage collector would end them.
+        self._on_message = self._on_end = _ignore
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
@@ -99,9 +99,8 @@ class Channel:
                 return
             if descriptor >= 0:
                 os.close(descriptor)  # it went with the first byte
-            if sent < len(data):
-                self._unsent[0] = data[sent:], -1
-            else:
+            self._unsent[0] = data[sent:], -1
+            if sent == len(data):
                 self._unsent.popleft()
         self._loop.remove_writer(self._sock.fileno())
 
@@ -110,52 +109,44 @@ class Channel:
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
         try:
             return self._sock.sendmsg([data], extra)
-        except (BlockingIOError, InterruptedError):
+        except BlockingIOError:
             return 0
         except OSError as error:
-            if error.errno in _GONE:
-                # NOTE: later, since what it has said before its end is still to be heard.
-                self._loop.call_soon(self.hear_out)
-                return len(data)
-            if error.errno not in _PASSING:
-                self._end()
-            return 0
+            if error.errno in _PASSING:
+                return 0
+            # NOTE: later, since what it has sent before its end is still to be heard.
+            self._loop.call_soon(self.hear_out)
+            return len(data)
 
     def _receive(self) -> bool:
         """Whether there was anything."""
         if self._is_closed:
             return False
+        descriptors: list[int] = []
+        flags = 0
         try:
             if self._is_trusted:
-                data, descriptors, flags, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _DESCRIPTORS)
+                data, descriptors, flags, _ = socket.recv_fds(
+                    self._sock, _RECEIVE_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
             else:
-                data, descriptors, flags = self._sock.recv(_RECEIVE_BYTES), [], 0  # the system closes any descriptors
-        except (BlockingIOError, InterruptedError):
+                data = self._sock.recv(_RECEIVE_BYTES)  # the system closes any descriptors
+        except BlockingIOError:
             return False
         except OSError:
-            data, descriptors, flags = b"", [], 0
+            data = b""
         # NOTE: a receive brings one message's descriptor at most, and ends with it.
         self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)  # a program that a backend starts has no business with it
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            has_descriptor = line.startswith(WITH_DESCRIPTOR) and self._descriptors
+            self._on_message(line.removeprefix(WITH_DESCRIPTOR), self._descriptors.popleft() if has_descriptor else -1)
         if not data:
             self._end()
-            return True
-        self._received += data
-        *lines, rest = self._received.split(b"\n")
-        self._received = bytearray(rest)
-        try:
-            messages = [_parse(line) for line in lines]
-            if not self._is_trusted and len(rest) > LINE_BYTES:
-                raise ValueError(f"a line of more than {LINE_BYTES} bytes")
-        except (ValueError, RecursionError) as error:
-            logger.error("what comes from the other process is no message: %s", str(error)[:200])
+        elif not self._is_trusted and len(self._received) > LINE_BYTES:
+            logger.error("a process has sent more than %d bytes without a line end", LINE_BYTES)
             self._end()
-            return True
-        for message in messages:
-            descriptor = self._descriptors.popleft() if message.pop("descriptor", False) and self._descriptors else -1
-            self._on_message(message, descriptor)
-        return True
+        return bool(data)
 
     def _end(self) -> None:
         if not self._is_closed:
@@ -166,10 +157,3 @@ class Channel:
 
 def _ignore(*message: object) -> None:
     pass
-
-
-def _parse(line: bytes | bytearray) -> Said:
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError(f"expected an object, got {type(message).__name__}")
-    return message

@@ -14,7 +14,6 @@ from torchpipe_server.front.loop import Loop, call_from_any_thread
 logger = logging.getLogger("torchpipe_server")
 
 BEAT_SECONDS = 0.5
-_NUMBERS = 4
 
 
 class Signs(NamedTuple):
@@ -30,31 +29,34 @@ class Signs(NamedTuple):
     dead: float
 
 
+_UNLINKED = len(Signs._fields)  # the place of the number after them
+
+
 class Heartbeat:
     """Shared memory for the signs: the worker that is started with it writes, the supervisor reads."""
 
     def __init__(self) -> None:
-        self._memory = SharedMemory("torchpipe-heartbeat", 8 * (_NUMBERS + 1))
+        self._memory = SharedMemory("torchpipe-heartbeat", 8 * (_UNLINKED + 1))
 
     def read(self) -> Signs:
         """What was told last; all zero before."""
-        return Signs(*self._memory.view.cast("d")[:_NUMBERS])
+        return Signs(*self._memory.view.cast("d")[:_UNLINKED])
 
     def write(self, signs: Signs) -> None:
         """Tell."""
         # NOTE: a number at a time, each of them whole: the supervisor may look in between.
         view = self._memory.view.cast("d")
-        for index in reversed(range(_NUMBERS)):
+        for index in reversed(range(_UNLINKED)):
             view[index] = signs[index]
 
     @property
     def is_linked(self) -> bool:
         """Whether the worker has a link to its engine process, or needs none as far as it has told."""
-        return not self._memory.view.cast("d")[_NUMBERS]
+        return not self._memory.view.cast("d")[_UNLINKED]
 
     def tell_linked(self, is_linked: bool) -> None:
         """Tell that, from any thread and before the first beat."""
-        self._memory.view.cast("d")[_NUMBERS] = not is_linked
+        self._memory.view.cast("d")[_UNLINKED] = not is_linked
 
     def close(self) -> None:
         """No process is started with it any more; what is written there stays."""
@@ -82,7 +84,7 @@ class Heart:
         # NOTE: beats are counted, not seconds: a process that was stopped must not find its loop stuck.
         if self._has_turned:
             self._idle_beats, self._has_turned = 0, False
-            call_from_any_thread(self._loop, self._turned)
+            call_from_any_thread(self._loop, setattr, self, "_has_turned", True)
         else:
             self._idle_beats += 1
         self._beats += 1
@@ -90,9 +92,6 @@ class Heart:
         oldest = max((node["oldest_batch_s"] for node in nodes), default=0.0)
         dead = sum(node["instances"] - node["alive"] for node in nodes)
         self._heartbeat.write(Signs(self._beats, self._idle_beats * BEAT_SECONDS, oldest, dead))
-
-    def _turned(self) -> None:
-        self._has_turned = True
 
     def _run(self) -> None:
         while True:

@@ -25,7 +25,7 @@ from torchpipe_server.front.services import Routes, Served, services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
-from torchpipe_server.worker.channel import Channel, Said
+from torchpipe_server.worker.channel import Channel
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class Start:
 
 def worker_main(start: Start) -> None:
     """The main function of a worker. It ends when the supervisor says so, or is gone."""
-    run_process(start, _work)
+    run_process(start, lambda: Worker(start).serve)
 
 
-def run_process(start: Start, work: Callable[[Start], object]) -> None:
-    """What a worker and an engine process have in common: signals and log lines."""
+def run_process(start: Start, build: Callable[[], Callable[[], object]]) -> None:
+    """What a worker and an engine process have in common. ``build`` loads the pipeline and returns what serves it."""
     # A terminal, and a service manager, signal all processes at once: what to do is for the supervisor to say.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -74,51 +74,23 @@ def run_process(start: Start, work: Callable[[Start], object]) -> None:
     take_over_stderr(start.stderr.fileno())
     start.stderr.close()
     try:
-        work(start)
+        device = start.options.device_of(start.index)
+        if device:
+            os.environ["CUDA_VISIBLE_DEVICES"] = device
+        die_with_parent(True)
+        try:
+            serve = build()
+        except Exception as error:
+            _send_failed(start.sock, error)
+            return
+        die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
+        gc.freeze()  # what was loaded stays; the collector need not look at it again and again
+        serve()
     except Exception:
         logger.exception("a defect; the process ends")
         raise
     finally:
         logging.shutdown()  # the process ends without what a program does at its exit
-
-
-def _work(start: Start) -> None:
-    choose_device(start)
-    die_with_parent(True)
-    engine, loop = None, new_loop()
-    try:
-        from torchpipe_py import pipe
-
-        make_served = served_maker(start.options)
-        set_up_process(start.options)
-        plan = make_plan(start.options, start.tables, start.options.workers)
-        if has_engine(start.options, start.tables):
-            from torchpipe_py.proc.engine import EngineClient, pipe_of_worker
-
-            engine = EngineClient(partial(_watch, loop), start.heartbeat.tell_linked)
-            meet(engine, start)
-            run = pipe_of_worker(plan, engine)
-        else:
-            run = pipe(plan)
-        served = make_served(run)
-        provider = None
-        if start.options.trace_ratio >= 0:
-            from torchpipe_server import tracing
-
-            provider = tracing.set_up()
-            run.instrument(provider, starts_traces=False)
-            served = tracing.traced(served, provider, start.options.trace_ratio)
-        worker = Worker(start, loop, plan, run, served, engine)
-    except Exception as error:
-        say_failed(start.sock, error)
-        return
-    die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
-    gc.freeze()  # what was loaded stays; the collector need not look at it again and again
-    answered = worker.serve()
-    is_closed = run.close(CLOSE_SECONDS)
-    if provider is not None and not tracing.shut_down(provider, CLOSE_SECONDS):
-        logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
-    end_process(run, is_closed, 0 if answered else 1)
 
 
 def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
@@ -133,47 +105,103 @@ def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
     os._exit(HUNG if is_hung else status)
 
 
-class Worker:
-    """Serves the connections that come through the channel, and says what becomes of them."""
+class Post:
+    """The way of a worker or engine process to the supervisor.
+
+    ``hear`` has what takes a message and its descriptor, by the message's type; ``figures`` are what the supervisor is
+    told, ``stats`` the pipe's. ``on_orphaned`` is called when the supervisor is gone.
+    """
 
     def __init__(
-        self, start: Start, loop: Loop, plan: Pipeline, run: pipe, served: Served, engine: EngineClient | None = None
+        self,
+        start: Start,
+        loop: Loop,
+        hear: dict[str, Callable[[dict[str, Any], int], object]],
+        figures: Callable[[], dict[str, Any]],
+        stats: Callable[[], dict[str, Any]],
+        on_orphaned: Callable[[], object],
     ) -> None:
-        self._plan, self._run, self._engine = plan, run, engine
-        self._loop = loop
-        self._journal = start.journal
-        services = services_of(served, start.options)
-        self._server = Server(loop, services, start.options, self._gone, served.names_with_pipe())
-        every(loop, END_SECONDS, self._end_if_finished)
-        self._channel = Channel(self._loop, start.sock, self._hear, self._orphaned)
-        self._heart = Heart(start.heartbeat, self._loop, run.stats)
+        self._loop, self._hear, self._figures = loop, hear, figures
+        self._channel = Channel(loop, start.sock, self._take, on_orphaned)
+        self._heart = Heart(start.heartbeat, loop, stats)
+        self.send = self._channel.send
 
-    def serve(self) -> bool:
-        """Until told to end; whether every accepted request was answered."""
+    def run(self, graph: str) -> None:
+        """Say that it is ready, and run the loop until it is stopped."""
         self._heart.start()
-        self._channel.send({"type": "ready", "graph": _draw(self._plan)})
+        self.send({"type": "ready", "graph": graph})
         self._loop.run_forever()
-        answered = self._server.close()
-        self._channel.send({"type": "end", "answered": answered, "stats": self._stats()})
+
+    def end(self, answered: bool) -> None:
+        """The last words: whether every accepted request was answered."""
+        self.send({"type": "end", "answered": answered, "stats": self._all_figures()})
         self._channel.finish(CLOSE_SECONDS)
-        return answered
 
-    def _hear(self, message: Said, descriptor: int) -> None:
-        kind = message["type"]
-        if kind == "connection":
-            self._adopt(message, descriptor)
-        elif kind == "link":
-            self._adopt_link(descriptor)
-        elif kind == "stats":
-            self._channel.send({"type": "stats", "stats": self._stats()})
-        elif kind == "shed":
-            self._server.shed(message["count"])
-        elif kind == "release":
-            self._server.release()
-        elif kind == "drain":
-            self._server.drain()
+    def _take(self, line: bytes, descriptor: int) -> None:
+        message = json.loads(line)
+        if message["type"] == "stats":
+            self.send({"type": "stats", "stats": self._all_figures()})
+        else:
+            self._hear[message["type"]](message, descriptor)
 
-    def _adopt(self, message: Said, descriptor: int) -> None:
+    def _all_figures(self) -> dict[str, Any]:
+        return {"hand_over": {}, **self._figures(), "log_lines_dropped": dropped_lines(), "gpus": used_gpus()}
+
+
+class Worker:
+    """Serves the connections that come from the supervisor, and says what becomes of them."""
+
+    def __init__(self, start: Start) -> None:
+        from torchpipe_py import pipe
+
+        options = start.options
+        self._loop, self._journal = new_loop(), start.journal
+        self._engine: EngineClient | None = None
+        self._provider: Any = None  # of spans
+        make_served = served_maker(options)
+        set_up_process(options)
+        self._plan = make_plan(options, start.tables, options.workers)
+        if has_engine(options, start.tables):
+            from torchpipe_py.proc.engine import EngineClient, pipe_of_worker
+
+            self._engine = EngineClient(partial(_watch, self._loop), start.heartbeat.tell_linked)
+            meet(self._engine, start)
+            self._run = pipe_of_worker(self._plan, self._engine)
+        else:
+            self._run = pipe(self._plan)
+        served = make_served(self._run)
+        if options.trace_ratio >= 0:
+            from torchpipe_server import tracing
+
+            self._provider = tracing.set_up()
+            self._run.instrument(self._provider, starts_traces=False)
+            served = tracing.traced(served, self._provider, options.trace_ratio)
+        services = services_of(served, options)
+        self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
+        every(self._loop, END_SECONDS, self._end_if_finished)
+        hear: dict[str, Callable[[dict[str, Any], int], object]] = {
+            "connection": self._adopt,
+            "link": self._adopt_link,
+            "shed": lambda message, _: self._server.shed(message["count"]),
+            "release": lambda *_: self._server.release(),
+            "drain": lambda *_: self._server.drain(),
+        }
+        self._post = Post(start, self._loop, hear, self._figures, self._run.stats, self._orphaned)
+
+    def serve(self) -> NoReturn:
+        """Until told to end, and the process with it."""
+        self._post.run(_draw(self._plan))
+        answered = self._server.close()
+        self._post.end(answered)
+        is_closed = self._run.close(CLOSE_SECONDS)
+        if self._provider is not None:
+            from torchpipe_server import tracing
+
+            if not tracing.shut_down(self._provider, CLOSE_SECONDS):
+                logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
+        end_process(self._run, is_closed, 0 if answered else 1)
+
+    def _adopt(self, message: dict[str, Any], descriptor: int) -> None:
         slot = message["slot"]
         if descriptor < 0:
             logger.error("no descriptor is left for a connection")
@@ -181,14 +209,14 @@ class Worker:
             return
         self._server.adopt(socket.socket(fileno=descriptor), slot, self._journal.entry(slot), message["refused"])
 
-    def _adopt_link(self, descriptor: int) -> None:
+    def _adopt_link(self, message: dict[str, Any], descriptor: int) -> None:
         if descriptor < 0 or self._engine is None:
             logger.error(NO_DESCRIPTOR)
         else:
             self._engine.attach(socket.socket(fileno=descriptor))
 
     def _gone(self, slot: int, is_closed: bool) -> None:
-        self._channel.send({"type": "closed" if is_closed else "released", "slot": slot})
+        self._post.send({"type": "closed" if is_closed else "released", "slot": slot})
         self._end_if_finished()
 
     def _orphaned(self) -> None:
@@ -199,13 +227,13 @@ class Worker:
         if self._server.is_finished:
             self._loop.stop()
 
-    def _stats(self) -> dict[str, Any]:
+    def _figures(self) -> dict[str, Any]:
         stats = {**self._run.stats(), "requests": self._server.counters.summary()}
         if self._engine is not None:
             # NOTE: the nodes that the engine process runs are in its own figures.
             stats["nodes"] = {name: node for name, node in stats["nodes"].items() if name not in self._engine.sections}
             stats["hand_over"] = self._engine.figures.as_dict()
-        return {**stats, "log_lines_dropped": dropped_lines(), "gpus": used_gpus()}
+        return stats
 
 
 def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
@@ -287,18 +315,18 @@ def limit_threads() -> None:
 
 def served_maker(options: Options) -> Callable[[pipe], Served]:
     """What makes of a pipe what is served: the usual service, or the user's own."""
-    if options.handler:
-        from torchpipe_server.methods.custom import CustomHandler, load_handler
+    if not options.handler:
+        return partial(usual_service, options)
+    from torchpipe_server.methods.custom import CustomHandler, load_handler
 
-        cls = load_handler(options.handler)
+    cls = load_handler(options.handler)
 
-        def make_own(run: pipe) -> Served:
-            limit_delays(run, options)
-            handler = CustomHandler(cls, run, options.deadline_ms)
-            return Served(handler.methods, Routes(handler.routes, options.monitoring))
+    def make_own(run: pipe) -> Served:
+        limit_delays(run, options)
+        handler = CustomHandler(cls, run, options.deadline_ms)
+        return Served(handler.methods, Routes(handler.routes, options.monitoring))
 
-        return make_own
-    return partial(usual_service, options)
+    return make_own
 
 
 def usual_service(options: Options, run: pipe) -> Served:
@@ -333,13 +361,7 @@ def die_with_parent(is_wanted: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if is_wanted else 0)
 
 
-def choose_device(start: Start) -> None:
-    device = start.options.device_of(start.index)
-    if device:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
-
-
-def say_failed(sock: socket.socket, error: Exception) -> None:
+def _send_failed(sock: socket.socket, error: Exception) -> None:
     from torchpipe_py import TorchpipeError
 
     is_known = isinstance(error, TorchpipeError)

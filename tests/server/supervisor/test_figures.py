@@ -1,15 +1,15 @@
-"""Pure: several workers' figures as one service's, and those as Prometheus metrics."""
+"""What workers report: which messages are taken, several workers' figures as one service's, and those as metrics."""
 
 from __future__ import annotations
 
 import copy
+import json
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.figures import add_lists, add_past, add_requests, service_figures
+from torchpipe_server.supervisor.figures import HAND_OVER, NOTHING, add_past, parse_message, service_figures
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS
@@ -44,240 +44,194 @@ def node(factor: int = 1, **changes: Any) -> dict[str, Any]:
 def worker(nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, **more: Any) -> dict[str, Any]:
     total = sum(count for found in by_method.values() for count in found.values())
     requests = {"by_method": by_method, "latency": {"counts": counts(b12=total), "sum_ms": 3.0 * total}}
-    return {"inflight": inflight, "nodes": nodes, "requests": requests, **more}
+    rest = {"hand_over": {}, "log_lines_dropped": 0, "gpus": []}
+    return {"inflight": inflight, "nodes": nodes, "requests": requests, **rest, **more}
 
 
 ONE = worker({"model": node()}, {"infer_batch": {"ok": 9, "overloaded": 1}})
-SHARED = {"requests": 2, "slot_wait_ms": 0.5, "there_ms": 1.0, "in_engine_ms": 8.0, "back_ms": 1.5}
-NOTHING_SHARED = dict.fromkeys(SHARED, 0)
 TWO = worker({"model": node(2)}, {"infer_batch": {"ok": 20}, "ping": {"ok": 3}}, inflight=2)
+SHARED = {"requests": 2, "slot_wait_ms": 0.5, "there_ms": 1.0, "in_engine_ms": 8.0, "back_ms": 1.5}
 
 
-def test_two_workers_are_summed():
+# -- messages -------------------------------------------------------------------------------------------------------
+
+
+def end(**changes: Any) -> dict[str, Any]:
+    return {"type": "end", "answered": True, "stats": {**ONE, **changes}}
+
+
+def of_node(**changes: Any) -> dict[str, Any]:
+    return end(nodes={"model": node(**changes)})
+
+
+REFUSED: dict[str, Any] = {
+    "no JSON": b"\xff\xfe",
+    "no object": b"[1]",
+    "nested": b'{"type": "closed", "slot": 1, "more": ' + b"[" * 100_000,
+    "no type": {},
+    "a type that is none": {"type": ["ready"]},
+    "unknown": {"type": "connection", "slot": 1},
+    "no slot": {"type": "released"},
+    "slot of a wrong type": {"type": "closed", "slot": [3]},
+    "slot true": {"type": "closed", "slot": True},
+    "no figures": {"type": "end", "answered": True, "stats": {}},
+    "answered of a wrong type": {**end(), "answered": 1},
+    "NaN": of_node(queue_ms=float("nan")),
+    "infinite": of_node(compute_ms=float("inf")),
+    "negative": of_node(requests=-1),
+    "a short histogram": of_node(histograms={"queue": [], "batch_wait": [], "compute": []}),
+    "a size that is none": of_node(batch_sizes={"x": 1}),
+    "a size out of bounds": of_node(batch_sizes={"9" * 4000: 1}),
+    "max out of bounds": of_node(max=2**60),
+    "too many nodes": end(nodes={str(index): node() for index in range(5000)}),
+    "no object in hand_over": end(hand_over=None),
+    "a text in hand_over": end(hand_over={**SHARED, "requests": "1"}),
+    "too large": end(hand_over={**SHARED, "in_engine_ms": 2.0**63}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_worker_sends_is_refused(name: str) -> None:
+    said = REFUSED[name]
+    with pytest.raises((ValueError, RecursionError)):
+        parse_message(said if isinstance(said, bytes) else json.dumps(said).encode())
+
+
+def test_what_a_worker_sends_is_taken_and_other_keys_are_left_out() -> None:
+    message: Any = parse_message(json.dumps(end(hand_over=SHARED, more=1)).encode())
+    assert (message.answered, message.stats) == (True, {**ONE, "hand_over": SHARED})
+
+
+# -- sums -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_workers_are_summed() -> None:
     before = copy.deepcopy((ONE, TWO))
-    figures = service_figures([ONE, TWO], {})
+    figures = service_figures([ONE, TWO], NOTHING)
     assert figures["requests"] == {
         "inflight": 3,
         "by_method": {"infer_batch": {"ok": 29, "overloaded": 1}, "ping": {"ok": 3}},
         "latency": {"counts": counts(b12=33), "sum_ms": 99.0},
     }
-    assert figures["nodes"] == {
-        "model": node(
-            3,
-            instances=4,
-            alive=4,
-            busy=2,
-            oldest_batch_s=1.0,
-            batch_sizes={"1": 6, "4": 6},
-            instance_compute_ms=[30.0, 10.0, 60.0, 20.0],
-        )
-    }
+    now = {"instances": 4, "alive": 4, "busy": 2, "oldest_batch_s": 1.0}
+    assert figures["nodes"] == {"model": node(3, **now, instance_compute_ms=[30.0, 10.0, 60.0, 20.0])}
     assert before == (ONE, TWO), "what the workers said stays theirs"
 
 
-def test_totals_of_workers_that_ended_are_added_and_what_is_now_is_not():
-    past = add_past({}, TWO)
+def test_nobody_there_and_nothing_told() -> None:
+    nobody = service_figures([], NOTHING)
+    assert nobody == {**NOTHING, "requests": {"inflight": 0, **NOTHING["requests"]}, "gpus": []}
+
+
+def test_totals_of_workers_that_ended_are_added_and_what_is_now_is_not() -> None:
+    past = add_past(NOTHING, TWO)
+    figures, both = service_figures([ONE], past), service_figures([ONE, TWO], NOTHING)
+    now = ("instances", "alive", "queued", "busy", "oldest_batch_s", "instance_compute_ms", "min", "max")
     assert "inflight" not in past
-    assert (
-        not {"queued", "busy", "alive", "oldest_batch_s", "instances", "instance_compute_ms"}
-        & past["nodes"]["model"].keys()
-    )
-    figures = service_figures([ONE], past)
-    both = service_figures([ONE, TWO], {})
+    assert not {*now} & past["nodes"]["model"].keys()
     assert figures["requests"] == {**both["requests"], "inflight": 1}
     model = figures["nodes"]["model"]
-    now = ("instances", "alive", "queued", "busy", "oldest_batch_s", "instance_compute_ms", "min", "max")
-    assert {key: model[key] for key in now} == {key: ONE["nodes"]["model"][key] for key in now}
-    assert {key: model[key] for key in model if key not in now} == {
-        key: value for key, value in both["nodes"]["model"].items() if key not in now
-    }
+    assert model == {**both["nodes"]["model"], **{key: ONE["nodes"]["model"][key] for key in now}}
 
 
-def test_a_worker_may_end_in_any_order_of_others():
-    one_after_the_other = add_past(add_past({}, ONE), TWO)
-    assert one_after_the_other == add_past(add_past({}, TWO), ONE)
+def test_workers_may_end_in_any_order() -> None:
+    one_after_the_other = add_past(add_past(NOTHING, ONE), TWO)
+    assert one_after_the_other == add_past(add_past(NOTHING, TWO), ONE)
     again = add_past(one_after_the_other, ONE)
     assert again["requests"]["by_method"]["infer_batch"] == {"ok": 38, "overloaded": 2}
-    assert again["nodes"]["model"]["batch_sizes"] == {"1": 8, "4": 8}
-    assert service_figures([], again)["requests"]["latency"]["sum_ms"] == 3.0 * 43
+    assert again["nodes"]["model"]["batch_sizes"] == {1: 8, 4: 8}
 
 
-def test_a_node_that_a_reload_took_away_is_forgotten_and_counts_on_when_it_comes_back():
-    past = add_past({}, worker({"old": node(), "model": node()}, {}))
-    figures = service_figures([worker({"model": node(), "new": node()}, {})], past)
-    assert list(figures["nodes"]) == ["model", "new"]
-    assert figures["nodes"]["model"]["requests"] == 20
-    assert figures["nodes"]["new"]["requests"] == 10
-    back = service_figures([worker({"old": node()}, {})], past)
-    assert back["nodes"]["old"]["requests"] == 20
+def test_a_node_that_a_reload_took_away_is_forgotten_and_counts_on_when_it_comes_back() -> None:
+    def requests(*nodes: str) -> dict[str, int]:
+        found = service_figures([worker({name: node() for name in nodes}, {})], past)["nodes"]
+        return {name: each["requests"] for name, each in found.items()}
+
+    past = add_past(NOTHING, worker({"old": node(), "model": node()}, {}))
+    assert requests("model", "new") == {"model": 20, "new": 10}
+    assert requests("old") == {"old": 20}
 
 
-def test_during_a_reload_both_generations_are_there():
-    old, new = worker({"old": node(), "model": node()}, {}), worker({"model": node(2)}, {})
-    figures = service_figures([old, new], {})
-    assert {name: found["requests"] for name, found in figures["nodes"].items()} == {"old": 10, "model": 30}
-
-
-def test_nobody_there_and_nothing_told():
-    assert service_figures([], {}) == {
-        "requests": {"inflight": 0, "by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
-        "nodes": {},
-        "hand_over": NOTHING_SHARED,
-        "log_lines_dropped": 0,
-        "gpus": [],
-    }
-
-
-def test_dropped_log_lines_are_those_of_all_who_were_there():
-    past = add_past(add_past({}, {**ONE, "log_lines_dropped": 2}), TWO)
-    assert service_figures([{**ONE, "log_lines_dropped": 5}, TWO], past)["log_lines_dropped"] == 7
-
-
-def test_times_of_requests_to_engine_processes_are_those_of_all_who_were_there():
-    some = {**ONE, "hand_over": SHARED}
-    past = add_past(add_past({}, some), TWO)
-    assert service_figures([some, TWO], past)["hand_over"] == {key: 2 * value for key, value in SHARED.items()}
-    assert service_figures([ONE], add_past({}, TWO))["hand_over"] == NOTHING_SHARED
-
-
-def test_a_gpu_that_two_workers_use_is_told_once_and_the_latest_counts():
+def test_log_lines_hand_overs_and_gpus_of_all_who_were_there() -> None:
     gpus = [{"index": index, "name": "GPU", "used_bytes": used, "total_bytes": 9} for index, used in ((1, 5), (0, 2))]
-    found = service_figures([worker({}, {}, gpus=gpus), worker({}, {}, gpus=[{**gpus[0], "used_bytes": 6}])], {})
-    assert [(gpu["index"], gpu["used_bytes"]) for gpu in found["gpus"]] == [(0, 2), (1, 6)]
-
-
-def test_sums_and_outcomes():
-    assert add_lists([[1, 2], [3, 4], [0, 1]]) == [4, 7]
-    assert add_lists([]) == add_lists([[], []]) == []
-    assert add_lists([[], [1, 2], [], [3, 4]]) == [4, 6]
-    with pytest.raises(ValueError, match="zip"):
-        add_lists([[1], [1, 2]])
-    both = add_requests(ONE["requests"], TWO["requests"])
-    outcomes = sum(map(Counter, both["by_method"].values()), Counter())
-    assert outcomes == {"ok": 32, "overloaded": 1}
+    one = {**ONE, "log_lines_dropped": 2, "hand_over": SHARED, "gpus": gpus}
+    found = service_figures([one, {**TWO, "gpus": [{**gpus[0], "used_bytes": 6}]}], add_past(NOTHING, one))
+    assert (found["log_lines_dropped"], found["hand_over"]) == (4, {key: 2 * SHARED[key] for key in HAND_OVER})
+    assert [(gpu["index"], gpu["used_bytes"]) for gpu in found["gpus"]] == [(0, 2), (1, 6)], "the latest counts"
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------
 
 
-def figures_of(*workers: dict[str, Any], past: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """As ``/stats`` tells them."""
+def parsed(*workers: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The families that ``/metrics`` has for what ``/stats`` says of these workers."""
     told = [
-        {
-            **{"index": index, "state": "ready" if index else "starting", "rss_bytes": 1000 * (index + 1)},
-            "responding": bool(index),
-        }
+        {"index": index, "state": "ready" if index else "starting", "rss_bytes": 1000, "responding": bool(index)}
         for index in range(len(workers))
     ]
-    return {
+    figures = {
         **{"ready": True, "uptime_s": 12.5, "restarts": 3, "restarts_by_reason": {"died": 1, "hung_batch": 2}},
         **{"bounds_ms": BOUNDS_MS, "workers": told, "engines": []},
         "connections": {"open": 5, "max": 9, "accepted": 7, "refused": 2, "evicted": 3},
-        **service_figures(workers, past or {}),
+        **service_figures(workers, NOTHING),
         **changes,
     }
-
-
-def parsed(figures: dict[str, Any]) -> dict[str, Any]:
     return {family.name: family for family in text_string_to_metric_families(render(figures).decode())}
 
 
-def samples(family: Any) -> dict[tuple[Any, ...], float]:
-    return {(sample.name, *sample.labels.values()): sample.value for sample in family.samples}
+VALUES = {
+    "requests": ("counter", {"infer_batch ok": 29, "infer_batch overloaded": 1, "ping ok": 3}),
+    "request_seconds": ("histogram", None),
+    "requests_pending": ("gauge", {"": 3}),
+    "connections": ("gauge", {"": 5}),
+    "connections_accepted": ("counter", {"": 7}),
+    "connections_refused": ("counter", {"": 2}),
+    "connections_evicted": ("counter", {"": 3}),
+    "worker_restarts": ("counter", {"died": 1, "hung_batch": 2}),
+    "log_lines_dropped": ("counter", {"": 8}),
+    "workers": ("gauge", {"ready": 1, "starting": 1}),
+    "worker_resident_bytes": ("gauge", {"0": 1000, "1": 1000}),
+    "worker_responding": ("gauge", {"0": 0, "1": 1}),
+    "ready": ("gauge", {"": 1}),
+    "uptime_seconds": ("gauge", {"": 12.5}),
+    "node_requests": ("counter", {"model": 30}),
+    "node_batches": ("counter", {"model": 12}),
+    "node_failures": ("counter", {"model": 3}),
+    "node_expired": ("counter", {"model": 6}),
+    "node_pending": ("gauge", {"model": 9}),
+    "node_instances": ("gauge", {"model": 4}),
+    "node_instances_alive": ("gauge", {"model": 4}),
+    "node_instances_busy": ("gauge", {"model": 2}),
+    "node_oldest_batch_seconds": ("gauge", {"model": 1.0}),
+    "node_queue_seconds": ("histogram", None),
+    "node_batch_wait_seconds": ("histogram", None),
+    "node_compute_seconds": ("histogram", None),
+    "node_batch_size": ("histogram", None),
+    "engine_processes": ("gauge", {"ready": 2, "waiting": 1}),
+    "hand_over_requests": ("counter", {"": 2}),
+    "hand_over_seconds": ("counter", {"slot_wait": 0.0005, "there": 0.001, "in_engine": 0.008, "back": 0.0015}),
+    "gpu_memory_used_bytes": ("gauge", {"1": 4}),
+    "gpu_memory_bytes": ("gauge", {"1": 9}),
+}
 
 
-def test_names_types_and_values():
+def test_names_types_and_values() -> None:
     gpu = {"index": 1, "name": "GPU", "used_bytes": 4, "total_bytes": 9}
     engines = [{"state": "ready"}, {"state": "waiting"}, {"state": "ready"}]
     one = {**ONE, "log_lines_dropped": 8, "hand_over": SHARED}
-    families = parsed(figures_of(one, {**TWO, "gpus": [gpu]}, engines=engines))
-    assert {name: family.type for name, family in families.items()} == {
-        "torchpipe_requests": "counter",
-        "torchpipe_request_seconds": "histogram",
-        "torchpipe_requests_pending": "gauge",
-        "torchpipe_connections": "gauge",
-        "torchpipe_connections_accepted": "counter",
-        "torchpipe_connections_refused": "counter",
-        "torchpipe_connections_evicted": "counter",
-        "torchpipe_worker_restarts": "counter",
-        "torchpipe_log_lines_dropped": "counter",
-        "torchpipe_workers": "gauge",
-        "torchpipe_worker_resident_bytes": "gauge",
-        "torchpipe_worker_responding": "gauge",
-        "torchpipe_ready": "gauge",
-        "torchpipe_uptime_seconds": "gauge",
-        "torchpipe_node_requests": "counter",
-        "torchpipe_node_batches": "counter",
-        "torchpipe_node_failures": "counter",
-        "torchpipe_node_expired": "counter",
-        "torchpipe_node_pending": "gauge",
-        "torchpipe_node_instances": "gauge",
-        "torchpipe_node_instances_alive": "gauge",
-        "torchpipe_node_instances_busy": "gauge",
-        "torchpipe_node_oldest_batch_seconds": "gauge",
-        "torchpipe_node_queue_seconds": "histogram",
-        "torchpipe_node_batch_wait_seconds": "histogram",
-        "torchpipe_node_compute_seconds": "histogram",
-        "torchpipe_node_batch_size": "histogram",
-        "torchpipe_engine_processes": "gauge",
-        "torchpipe_hand_over_requests": "counter",
-        "torchpipe_hand_over_seconds": "counter",
-        "torchpipe_gpu_memory_used_bytes": "gauge",
-        "torchpipe_gpu_memory_bytes": "gauge",
-    }
-    assert all(family.documentation for family in families.values())
-    assert samples(families["torchpipe_requests"]) == {
-        ("torchpipe_requests_total", "infer_batch", "ok"): 29,
-        ("torchpipe_requests_total", "infer_batch", "overloaded"): 1,
-        ("torchpipe_requests_total", "ping", "ok"): 3,
-    }
-    single = {
-        **{"requests_pending": 3, "connections": 5, "connections_accepted": 7, "connections_refused": 2},
-        "connections_evicted": 3,
-        **{"log_lines_dropped": 8, "ready": 1, "uptime_seconds": 12.5, "hand_over_requests": 2},
-    }
-    assert {name: families[f"torchpipe_{name}"].samples[0].value for name in single} == single
-    assert samples(families["torchpipe_workers"]) == {
-        ("torchpipe_workers", "ready"): 1,
-        ("torchpipe_workers", "starting"): 1,
-    }
-    assert samples(families["torchpipe_engine_processes"]) == {
-        ("torchpipe_engine_processes", "ready"): 2,
-        ("torchpipe_engine_processes", "waiting"): 1,
-    }
-    assert {one.labels["part"]: one.value for one in families["torchpipe_hand_over_seconds"].samples} == {
-        **{"slot_wait": 0.0005, "there": 0.001, "in_engine": 0.008, "back": 0.0015}
-    }
-    assert samples(families["torchpipe_worker_restarts"]) == {
-        ("torchpipe_worker_restarts_total", "died"): 1,
-        ("torchpipe_worker_restarts_total", "hung_batch"): 2,
-    }
-    assert samples(families["torchpipe_worker_responding"]) == {
-        ("torchpipe_worker_responding", "0"): 0,
-        ("torchpipe_worker_responding", "1"): 1,
-    }
-    assert samples(families["torchpipe_worker_resident_bytes"]) == {
-        ("torchpipe_worker_resident_bytes", "0"): 1000,
-        ("torchpipe_worker_resident_bytes", "1"): 2000,
-    }
-    per_node = {
-        **{"node_requests": 30, "node_batches": 12, "node_failures": 3, "node_expired": 6, "node_pending": 9},
-        **{"node_instances": 4, "node_instances_alive": 4, "node_instances_busy": 2},
-        **{"node_oldest_batch_seconds": 1.0},
-    }
-    found = {name: families[f"torchpipe_{name}"].samples[0] for name in per_node}
-    assert {name: one.value for name, one in found.items()} == per_node
-    assert all(one.labels == {"node": "model"} for one in found.values())
-    assert samples(families["torchpipe_gpu_memory_bytes"]) == {("torchpipe_gpu_memory_bytes", "1"): 9}
+    families = parsed(one, {**TWO, "gpus": [gpu]}, engines=engines)
+    assert families.keys() == {f"torchpipe_{name}" for name in VALUES}
+    for name, (kind, values) in VALUES.items():
+        family = families[f"torchpipe_{name}"]
+        assert (family.type, bool(family.documentation)) == (kind, True)
+        found = {" ".join(sample.labels.values()): sample.value for sample in family.samples}
+        assert values is None or found == values, name
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
-def test_half_a_character_in_an_outcome_leaves_the_other_figures():
-    families = parsed(figures_of(worker({"model": node()}, {"infer": {"ok": 1, "mine\ud800": 2}})))
-    assert samples(families["torchpipe_requests"]) == {
-        ("torchpipe_requests_total", "infer", "ok"): 1,
-        ("torchpipe_requests_total", "infer", "mine?"): 2,
-    }
+def test_half_a_character_in_an_outcome_leaves_the_other_figures() -> None:
+    family = parsed(worker({"model": node()}, {"infer": {"ok": 1, "mine\ud800": 2}}))["torchpipe_requests"]
+    assert {sample.labels["outcome"]: sample.value for sample in family.samples} == {"ok": 1, "mine?": 2}
 
 
 def histogram(family: Any) -> tuple[dict[float, float], float, float]:
@@ -292,8 +246,8 @@ def histogram(family: Any) -> tuple[dict[float, float], float, float]:
     return buckets, count, total
 
 
-def test_histograms_are_in_seconds_and_cumulated():
-    families = parsed(figures_of(ONE, TWO))
+def test_histograms_are_in_seconds_and_cumulated() -> None:
+    families = parsed(ONE, TWO)
     buckets, count, total = histogram(families["torchpipe_request_seconds"])
     assert (count, total) == (33, pytest.approx(0.099))
     assert list(buckets)[:-1] == pytest.approx([bound / 1000 for bound in BOUNDS_MS])
@@ -301,39 +255,19 @@ def test_histograms_are_in_seconds_and_cumulated():
     buckets, count, total = histogram(families["torchpipe_node_compute_seconds"])
     assert (count, total) == (12, pytest.approx(0.12))
     assert [buckets[bound] for bound in (0.008192, 0.016384, 2**26 / 1e6, math.inf)] == [0, 9, 9, 12]
-    for name in ("queue", "batch_wait"):
-        assert histogram(families[f"torchpipe_node_{name}_seconds"])[1] == 30
+    assert [histogram(families[f"torchpipe_node_{name}_seconds"])[1] for name in ("queue", "batch_wait")] == [30, 30]
 
 
-def test_the_bounds_of_batch_sizes_are_there_from_the_start():
-    sizes = {"3": 5, "7": 2}
-    empty, some = (parsed(figures_of(worker({"model": node(max=7, batch_sizes=one)}, {}))) for one in ({}, sizes))
-    name = "torchpipe_node_batch_size"
-    assert histogram(empty[name]) == ({1: 0, 2: 0, 4: 0, 8: 0, math.inf: 0}, 0, 0)
-    assert histogram(some[name]) == ({1: 0, 2: 0, 4: 5, 8: 7, math.inf: 7}, 7, 29)
-
-
-@pytest.mark.parametrize(("most", "bounds"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (8, [1, 2, 4, 8])])
-def test_the_bounds_of_batch_sizes_reach_the_largest(most, bounds):
-    families = parsed(figures_of(worker({"model": node(max=most, batch_sizes={})}, {})))
-    assert [*histogram(families["torchpipe_node_batch_size"])[0]] == [*bounds, math.inf]
-
-
-def test_a_batch_of_an_earlier_configuration_may_be_larger_than_the_largest_now():
-    families = parsed(figures_of(worker({"model": node(max=2, batch_sizes={"9": 1})}, {})))
-    assert histogram(families["torchpipe_node_batch_size"])[0] == {1: 0, 2: 0, 4: 0, 8: 0, 16: 1, math.inf: 1}
-
-
-def test_labels_may_be_anything():
-    odd = 'größe "quoted" \\ \n{}'
-    families = parsed(figures_of(worker({odd: node()}, {odd: {odd: 1}})))
-    assert families["torchpipe_requests"].samples[0].labels == {"method": odd, "outcome": odd}
-    assert families["torchpipe_node_requests"].samples[0].labels == {"node": odd}
-
-
-def test_a_service_that_has_just_begun():
-    none = {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0.0}}
-    families = parsed(figures_of(requests={"inflight": 0, **none}))
-    assert families["torchpipe_requests"].samples == []
-    assert histogram(families["torchpipe_request_seconds"])[1:] == (0, 0)
-    assert samples(families["torchpipe_workers"]) == {("torchpipe_workers", "ready"): 0}
+@pytest.mark.parametrize(
+    ("most", "sizes", "buckets", "total"),
+    [
+        (1, {}, {1: 0}, 0),
+        (3, {}, {1: 0, 2: 0, 4: 0}, 0),
+        (7, {3: 5, 7: 2}, {1: 0, 2: 0, 4: 5, 8: 7}, 29),
+        (2, {9: 1}, {1: 0, 2: 0, 4: 0, 8: 0, 16: 1}, 9),  # of an earlier configuration
+    ],
+)
+def test_batch_sizes_are_in_powers_of_two_from_the_start(most: int, sizes: Any, buckets: Any, total: int) -> None:
+    family = parsed(worker({"model": node(max=most, batch_sizes=sizes)}, {}))["torchpipe_node_batch_size"]
+    count = sum(sizes.values())
+    assert histogram(family) == ({**buckets, math.inf: count}, count, total)

@@ -14,10 +14,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
-from torchpipe_server.engine.engine import engine_main
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options
+from torchpipe_server.worker.engine import engine_main
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import Start, worker_main
 
@@ -34,8 +34,8 @@ _MAINS: dict[Role, Callable[[Start], None]] = {"worker": worker_main, "engine pr
 class Forked(NamedTuple):
     """A worker or engine process, and what the supervisor has of it.
 
-    ``pidfd`` is -1 where it has ended already. Its end of the channel, the memory in which the process gives signs of
-    life, and the end of the pipe to read from that is the process's stderr.
+    Its end of the channel, the memory in which the process gives signs of life, and the end of the pipe to read from
+    that is the process's stderr.
     """
 
     process: Any
@@ -43,6 +43,16 @@ class Forked(NamedTuple):
     sock: socket.socket
     heartbeat: Heartbeat
     stderr: Connection
+
+    def abandon(self) -> None:
+        """End a process that nobody wants."""
+        self.process.kill()
+        self.sock.close()
+        self.stderr.close()
+        os.close(self.pidfd)
+
+
+Done = Callable[["Forked | Exception"], object]
 
 
 class Forker:
@@ -60,19 +70,16 @@ class Forker:
         self._looks = 0  # since the fork under way began
         self._has_forked = False  # whether the process that workers are forked from has imported everything
 
-    def fork(
-        self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool],
-        done: Callable[[Forked], object], failed: Callable[[Exception], object],
-    ) -> None:  # fmt: skip
-        """Start a worker, or an engine process; ``done`` or ``failed`` is called on the loop's thread.
+    def fork(self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool], done: Done) -> None:
+        """Start a worker, or an engine process; ``done(forked or error)`` is called on the loop's thread.
 
-        Neither is where it ``is_wanted`` no more when its turn comes, which is asked on the thread that forks.
+        It is not where the process ``is_wanted`` no more when its turn comes, which is asked on the thread that forks.
         """
-        args = (role, index, tables, is_wanted, done, failed)
+        args = (role, index, tables, is_wanted, done)
         try:
             threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
         except RuntimeError as error:  # the system has no thread left
-            failed(OSError(errno.EAGAIN, str(error)))
+            done(OSError(errno.EAGAIN, str(error)))
 
     def look(self, seconds: float) -> None:
         """Give up a fork under way that has taken so long; to be called once in ``seconds``."""
@@ -92,32 +99,25 @@ class Forker:
         self._is_closed = True
         if self._lock.acquire(timeout=CLOSE_SECONDS):
             for forked in self._unclaimed:
-                forked.process.kill()
-                forked.sock.close()
-                forked.stderr.close()
-                if forked.pidfd >= 0:
-                    os.close(forked.pidfd)
+                forked.abandon()
         else:
             _kill_fork_server()
 
-    def _fork(
-        self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool],
-        done: Callable[[Forked], object], failed: Callable[[Exception], object],
-    ) -> None:  # fmt: skip
-        try:
-            with self._lock:
-                if self._is_closed or not is_wanted():
-                    return
-                self._looks = 0
+    def _fork(self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool], done: Done) -> None:
+        with self._lock:
+            if self._is_closed or not is_wanted():
+                return
+            self._looks = 0
+            try:
                 forked = self._start_process(role, index, tables)
-                self._has_forked = True
-                self._unclaimed.append(forked)
-        except Exception as error:
-            call_from_any_thread(self._loop, failed, error)
-        else:
-            call_from_any_thread(self._loop, self._claim, forked, done)
+            except Exception as error:
+                call_from_any_thread(self._loop, done, error)
+                return
+            self._has_forked = True
+            self._unclaimed.append(forked)
+        call_from_any_thread(self._loop, self._claim, forked, done)
 
-    def _claim(self, forked: Forked, done: Callable[[Forked], object]) -> None:
+    def _claim(self, forked: Forked, done: Done) -> None:
         self._unclaimed.remove(forked)
         done(forked)
 
@@ -127,11 +127,11 @@ class Forker:
         heartbeat = Heartbeat()
         context: Any = multiprocessing.get_context("forkserver")
         start = Start(index, self._options, tables, theirs, write_end, self._journal, heartbeat)
-        main = _MAINS[role]
-        process = context.Process(target=main, args=(start,), name=f"torchpipe-{role.replace(' ', '-')}-{index}")
+        name = f"torchpipe-{role.replace(' ', '-')}-{index}"
+        process = context.Process(target=_MAINS[role], args=(start,), name=name)
         try:
             process.start()
-            pidfd = _pidfd(process.pid)
+            pidfd = os.pidfd_open(process.pid)
         except BaseException:
             if process.pid is not None:
                 process.kill()
@@ -143,14 +143,6 @@ class Forker:
             write_end.close()
             heartbeat.close()
         return Forked(process, pidfd, ours, heartbeat, read_end)
-
-
-def _pidfd(pid: int) -> int:
-    """A descriptor of the process; -1 where it has ended already."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1
 
 
 def _kill_fork_server() -> None:

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
 import signal
-import socket
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
 from fakes import WAIT, in_threads
 from service import IDL, LIGHT, Client, Process, connect, eventually, on_its_way, told_at
 from thrift.Thrift import TApplicationException
-from torchpipe_server.front.journal import Journal
-from torchpipe_server.front.loop import new_loop
-from torchpipe_server.options import Options
-from torchpipe_server.supervisor.children.fleet import START_ATTEMPTS, Fleet, WorkerSlot
-from torchpipe_server.worker.channel import Channel
 
 BACKENDS = '''
 import os, pathlib, subprocess, time
+
+import thriftpy2
 from torchpipe_py import Backend, register_backend
+from torchpipe_server import Handler
 
 HERE = pathlib.Path(__file__).parent
 
@@ -53,12 +44,20 @@ class Steered(Backend):
                 (HERE / f"blocked-{os.getpid()}").touch()
                 time.sleep(60)
             item["result"] = (data.decode(), 1.0)
+
+class Slow(Handler):
+    service = thriftpy2.load(str(HERE / "slow.thrift"), "slow_thrift").InferenceService
+
+    def ping(self):
+        """Keeps the I/O thread."""
+        time.sleep(0.9)
 '''
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "steered.py").write_text(BACKENDS)
+    (tmp_path / "slow.thrift").write_text("service InferenceService { void ping() }\n")
     (tmp_path / "steered.toml").write_text('[node]\nbackend = "Steered"\ninstance_num = 4\n')
     return tmp_path
 
@@ -195,23 +194,6 @@ def test_what_a_worker_had_not_read_when_it_was_killed_at_the_stop_is_lost(folde
         assert "; requests lost: 1" in process.stderr
 
 
-def test_the_last_words_are_heard_though_the_channel_was_full():
-    """A worker that ends has no loop any more which would send them later."""
-    ours, theirs = socket.socketpair()
-    loop = new_loop(is_fast=False)
-    channel = Channel(loop, ours, lambda message, descriptor: None, lambda: None)
-    for number in range(5000):
-        channel.send({"number": number})
-    heard: list[bytes] = []
-    with theirs, ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(lambda: heard.extend(theirs.makefile("rb")))
-        channel.finish(WAIT)
-        channel.close()
-        reader.result(WAIT)
-    loop.close()
-    assert len(heard) == 5000
-
-
 def test_reloads_one_upon_the_other_leave_no_worker_behind():
     """A worker that is forked for a reload which starts over meanwhile belongs to nobody, and has to end."""
     with Process("--workers", "2") as process, Client(process.wait_started().port) as client:
@@ -227,93 +209,39 @@ def test_reloads_one_upon_the_other_leave_no_worker_behind():
         assert process.wait() == 0
 
 
-def test_workers_that_look_alike_are_not_the_same():
-    """A worker forked for a reload that was given up would be taken for one of the next reload."""
-    assert WorkerSlot(0, None) != WorkerSlot(0, None)
-    assert WorkerSlot(0, None) not in [WorkerSlot(0, None)]
+def test_a_backend_that_does_not_return_has_its_worker_replaced(folder):
+    with serve(folder, "--hang-seconds", "3", "--http-port", "0") as process:
+        port = process.wait_started().port
+        address = process.process.stdout.readline().split()[0]
+        before = process.workers
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client(port)) for _ in range(5)]
+            data = [b"block"] * 4 + [b"fine"]  # which waits for an instance
+            for client, seqid in [(client, client.send_batch(one)) for client, one in zip(clients, data, strict=True)]:
+                with pytest.raises(IDL.InferenceError) as caught:
+                    client.receive(seqid)
+                assert caught.value.code in ("worker_died", "unavailable")
+            eventually(lambda: process.workers != before and len(process.workers) == 1)
+            eventually(lambda: told_at(address + "ready")[0] == 200)
+            assert clients[-1].infer_batch(b"fine") == ("fine", 1.0)
+        _, metrics = told_at(address + "metrics")
+        assert 'torchpipe_worker_restarts_total{reason="hung_batch"} 1.0' in metrics
+        process.signal()
+        assert process.wait() == 0, process.stderr
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
-def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(monkeypatch, number):
-    """However often: a worker is given up for what is wrong with it."""
-    loop, journal = new_loop(is_fast=False), Journal(1)
-    watcher: Any = SimpleNamespace(failed=lambda problem: pytest.fail(problem))
-    fleet = Fleet(loop, Options("test", workers=1), journal, {}, dict, watcher)
-    error = OSError(number, os.strerror(number)) if number != errno.EAGAIN else RuntimeError("can't start new thread")
-
-    def start(thread: threading.Thread) -> None:
-        if isinstance(error, RuntimeError):
-            raise error
-        thread._args[-1](error)  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    (worker,) = fleet.workers
-    for _ in range(2 * START_ATTEMPTS):
-        fleet._start(worker)
-        assert not worker.is_given_up
-    assert worker.failures == 0
-    loop.close()
-    journal.close()
-
-
-def test_a_link_for_which_the_supervisor_has_no_descriptor_is_made_at_the_next_look(monkeypatch) -> None:
-    loop, journal = new_loop(is_fast=False), Journal(1)
-    tables = {"global": {}, "model": {"backend": "Identity", "shared": True}}
-    fleet = Fleet(loop, Options("test", workers=2), journal, tables, dict, mock.Mock())
-    (engine,), (worker, _) = fleet.engines, fleet.workers
-    engine.child, worker.child = mock.Mock(is_ready=True), mock.Mock(needs_link=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "socketpair", mock.Mock(side_effect=OSError(errno.EMFILE, "none is left")))
-        fleet._link(worker)
-    assert worker.child.needs_link
-    engine.child.link.assert_not_called()
-    engine.child.is_ready = False  # it has died: the next one gets a link as soon as it is ready
-    fleet._link_again()
-    worker.child.link.assert_not_called()
-    engine.child.is_ready = True
-    fleet._link_again()
-    engine.child.link.assert_called_once_with(mock.ANY, worker.child)
-    worker.child.link.assert_called_once()
-    loop.close()
-    journal.close()
-
-
-def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends() -> None:
-    """One of two is killed whenever it starts; workers are started when both are ready."""
-    loop, journal, failed = new_loop(is_fast=False), Journal(1), []
-    watcher: Any = SimpleNamespace(failed=failed.append, died=lambda child: None)
-    tables = {"global": {}, "model": {"backend": "Identity", "shared": True}}
-    fleet = Fleet(loop, Options("test", workers=2, engines=2), journal, tables, dict, watcher)
-    ready, dying = fleet.engines
-    ready.child = mock.Mock(is_ready=True, clients=set())
-    for _ in range(START_ATTEMPTS):
-        assert failed == []
-        dying.child = mock.Mock(stats={}, clients=set(), has_served=False, ready_at=0.0, failure="")
-        fleet._ended(dying.child)
-    assert failed == [f"engine process 1 cannot be started, after {START_ATTEMPTS} attempts"]
-    loop.close()
-    journal.close()
-
-
-def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its workers would wait for that one for ever, and the service would not end while they do."""
-    loop, journal, failed = new_loop(is_fast=False), Journal(1), []
-    watcher: Any = SimpleNamespace(failed=failed.append, died=lambda child: None)
-    tables = {"global": {}, "model": {"backend": "Identity", "shared": True}}
-    fleet = Fleet(loop, Options("test", workers=2), journal, tables, lambda: tables, watcher)
-    monkeypatch.setattr(fleet, "_start", lambda worker: None)
-    (engine,) = fleet.engines
-    for slot in fleet._slots:
-        slot.child = mock.Mock(is_ready=True, clients=set())
-    fleet._has_begun = True
-    fleet.reload()
-    assert fleet._next is not None
-    assert fleet._next.engines == [engine]
-    for _ in range(START_ATTEMPTS):
-        assert (failed, fleet._next is None) == ([], False)
-        engine.child = mock.Mock(stats={}, clients=set(), has_served=False, ready_at=0.0, failure="")
-        fleet._ended(engine.child)
-    assert fleet._next is None
-    assert failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
-    loop.close()
-    journal.close()
+def test_a_worker_whose_loop_is_busy_is_left_alone(folder):
+    """Several clients keep its I/O thread for longer than `--hang-seconds`, none of them alone."""
+    with serve(folder, "--hang-seconds", "4", "--handler", str(folder / "steered.py") + ":Slow") as process:
+        port = process.wait_started().port
+        before = process.workers
+        clients = [Client(port) for _ in range(5)]
+        for client in clients:
+            with pytest.raises(TApplicationException):
+                client.call("unknown")  # the worker has the connection
+        seqids = [client.send("ping") for client in clients]
+        for client, seqid in zip(clients, seqids, strict=True):
+            client.receive(seqid)
+            client.close()
+        assert process.workers == before
+        assert "replacing" not in process.stderr

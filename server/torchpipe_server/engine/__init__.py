@@ -1,1 +1,0 @@
-"""An engine process: the shared nodes of a configuration, for all workers of a device."""

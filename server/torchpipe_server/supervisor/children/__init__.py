@@ -1,1 +1,0 @@
-"""Workers and engine processes: forked, watched, replaced."""

@@ -1,0 +1,435 @@
+"""Log lines: what no text can forge, no reader hold up, no flood fill; and what others write on stderr."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import WAIT
+from service import ROOT, eventually
+from torchpipe_server.logs import handler as module
+from torchpipe_server.logs import repeats
+from torchpipe_server.logs.formats import LINE_BYTES, JsonFormatter, LineFormatter, TextFormatter, escape
+from torchpipe_server.logs.handler import REQUESTS, QueuedHandler
+from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TRACEBACK_LINES, Repeats
+from torchpipe_server.logs.stderr import KEPT_LINES, REST_BYTES, StderrLines, take_over_stderr
+
+from torchpipe_py import BackendError
+
+# -- what a line may hold -------------------------------------------------------------------------------------------
+
+FORGED = "2026-11-22 07:00:00,000 CRITICAL torchpipe_server[1]: forged"
+EVIL = [
+    f"\n{FORGED}",
+    f"\r\n{FORGED}",
+    *(f"a{mark}{FORGED}" for mark in "\v\f\x1c\x1d\x1e\x85\u2028\u2029"),
+    '\n{"level":"critical"}\n',
+    "\x1b[2J\x1b]0;title\x07",
+    "\x9b31m \x7f \x00 \b",
+    "\u202e\u2066\u200f\ufeff\u200b",
+    "\ud800 \udc80",
+    "\U000e0001",
+]
+BEGINNING = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ERROR ")
+
+both = pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("of __str__")
+
+
+def record(message: Any, *args: Any, error: BaseException | None = None, name: str = "x") -> logging.LogRecord:
+    info: Any = None
+    if error is not None:
+        try:
+            raise error from ValueError(str(error.args))
+        except BaseException:
+            info = sys.exc_info()
+    return logging.LogRecord(name, logging.ERROR, "", 0, message, args, info)
+
+
+def check(formatter: LineFormatter, made: logging.LogRecord) -> str:
+    text = formatter.format(made)
+    assert len(text.encode("utf-8", "backslashreplace")) < LINE_BYTES
+    lines = text.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert lines == text.splitlines()
+    if isinstance(formatter, JsonFormatter):
+        (line,) = lines
+        assert json.loads(line)["level"] == "error"
+    else:
+        assert BEGINNING.match(lines[0])
+        assert all(line.startswith("  | ") for line in lines[1:])
+    return text
+
+
+@both
+@pytest.mark.parametrize("evil", EVIL, ids=ascii)
+def test_no_text_begins_a_line_of_its_own(formatter: LineFormatter, evil: str) -> None:
+    check(formatter, record("%s", evil))
+    check(formatter, record("x", name=evil))
+    check(formatter, record("x %s", {"key": evil}, error=OSError(2, evil, evil)))
+    if isinstance(formatter, JsonFormatter):
+        assert json.loads(formatter.format(record(evil)))["message"] == evil
+
+
+@both
+def test_what_cannot_be_put_into_words_is_still_a_line(formatter: LineFormatter) -> None:
+    for made in (record("two %s %s", 1), record("%s", Unspeakable()), record(Unspeakable())):
+        check(formatter, made)
+    line = check(formatter, record("here: %d", "x"))
+    assert "here: %d" in line
+    assert "TypeError" in line
+
+
+@both
+@pytest.mark.parametrize("letter", ["x", "é", "\n", "\u202e", "\U0001f600", "\\"], ids=ascii)
+def test_a_long_line_keeps_its_beginning_and_its_end(formatter: LineFormatter, letter: str) -> None:
+    for size in (3000, LINE_BYTES, 10**5):
+        text = check(formatter, record("begin %s end", letter * size))
+        assert "begin" in text
+        assert " end" in text
+        check(formatter, record(letter * size, error=RuntimeError(letter * size)))
+    assert "characters ..." in text
+
+
+def test_a_traceback_in_text_is_marked_and_what_is_printable_stays() -> None:
+    lines = TextFormatter().format(record("a defect", error=KeyError("why"))).split("\n")
+    assert lines[0].endswith("]: a defect")
+    assert "  | Traceback (most recent call last):" in lines
+    assert lines[-1] == "  | KeyError: 'why'"
+    assert escape("größe 大 ☃ a\\n") == "größe 大 ☃ a\\n"
+
+
+# -- who reads them -------------------------------------------------------------------------------------------------
+
+
+def info(text: str, *args: Any, name: str = REQUESTS, **extra: Any) -> logging.LogRecord:
+    made = logging.LogRecord(name, logging.INFO, "", 0, text, args, None)
+    vars(made).update(extra)
+    return made
+
+
+class Pipe:
+    """A pipe that is full."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, 4096)
+        self.filling = os.write(self.writer, b"." * 4096)
+
+    def read(self) -> list[str]:
+        """Everything until its writers are gone, without time and logger."""
+        with open(self.reader, "rb") as file:
+            lines = file.read()[self.filling :].decode().splitlines()
+        return [line.partition(": ")[2] for line in lines]
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    yield Pipe()
+    for thread in threading.enumerate():
+        if thread.name == "log-lines":
+            thread.join(WAIT)
+
+
+def test_a_reader_that_has_stopped_stops_nobody(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_BYTES", 100_000)
+    monkeypatch.setattr(module, "FLUSH_SECONDS", 0.01)
+    log = QueuedHandler(pipe.writer, TextFormatter())
+    for index in range(10_000):
+        log.handle(info("%d", index))
+    log.flush()  # does not wait for the reader
+    dropped = log.dropped
+    log.close()
+    *lines, last = pipe.read()
+    # While its thread still writes into the pipe, a line may find room behind others that found none.
+    assert list(map(int, lines)) == sorted({*map(int, lines)})
+    assert (len(lines), 0 < dropped < 10_000) == (10_000 - dropped, True)
+    assert last == f"dropped {dropped} log lines: the reader is too slow"
+
+
+def test_it_goes_on_when_the_reader_does(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_BYTES", 1000)
+    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.01)
+    log = QueuedHandler(pipe.writer, TextFormatter())
+    for _ in range(1000):
+        log.handle(info("early"))
+    with open(pipe.reader, "rb") as file:
+        file.read(pipe.filling)
+        while "dropped" not in (line := file.readline().decode()):
+            assert line.endswith(": early\n")
+        assert f"dropped {log.dropped} log lines" in line
+        log.handle(info("late"))
+        assert file.readline().endswith(b": late\n")
+        log.close()
+        assert file.read() == b""
+
+
+def descriptor(kind: str) -> int:
+    if kind == "full disk":
+        return os.open("/dev/full", os.O_WRONLY)
+    if kind == "read only":
+        return os.open(os.devnull, os.O_RDONLY)
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("kind", ["full disk", "read only", "nobody reads"])
+def test_a_descriptor_that_takes_nothing_is_no_error(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    log = QueuedHandler(descriptor(kind), TextFormatter())
+    for count in (100, 1):
+        for index in range(count):
+            log.handle(info("line %d", index))
+        log.flush()
+    assert log.dropped == 101
+    log.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_descriptor_that_does_not_block_is_waited_for(pipe: Pipe) -> None:
+    os.set_blocking(pipe.writer, False)
+    log = QueuedHandler(pipe.writer, TextFormatter())
+    for index in range(200):
+        log.handle(info("%d", index))
+    log.close()
+    assert (pipe.read(), log.dropped) == (list(map(str, range(200))), 0)
+
+
+def test_half_a_line_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full takes half a line; what comes once there is room again is a line of its own."""
+    disk, room = io.BytesIO(), [5]
+
+    def write(fd: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "full")
+        taken = bytes(data[: room[0]])
+        room[0] -= len(taken)
+        return disk.write(taken)
+
+    monkeypatch.setattr(module, "os", SimpleNamespace(write=write, getpid=os.getpid, close=lambda fd: None))
+    log = QueuedHandler(1000, TextFormatter())
+    log.handle(info("lost"))
+    log.flush()
+    room[0] = 10**6
+    log.handle(info("found"))
+    log.flush()
+    log.close()
+    half, *lines = disk.getvalue().decode().splitlines()
+    assert len(half) == 5
+    texts = sorted(line.partition(": ")[2] for line in lines)
+    assert texts == ["dropped 1 log lines: the reader is too slow", "found"]
+    eventually(lambda: not [one for one in threading.enumerate() if one.name == "log-lines"])
+
+
+def test_lines_of_several_writers_do_not_mix(pipe: Pipe) -> None:
+    """What one write takes is a pipe's atomic size at most."""
+    logs = [QueuedHandler(os.dup(pipe.writer), TextFormatter()) for _ in range(3)]
+    os.close(pipe.writer)
+
+    def write(log: QueuedHandler, letter: str) -> None:
+        for index in range(300):
+            log.handle(info(letter * (index * 37 % 5000)))
+        log.close()
+
+    threads = [threading.Thread(target=write, args=pair) for pair in zip(logs, "abc", strict=True)]
+    for thread in threads:
+        thread.start()
+    lines = pipe.read()
+    for thread in threads:
+        thread.join()
+    assert len(lines) == 900
+    assert all(len(set(line) & set("abc") - set("[... characters ...]")) <= 1 for line in lines)
+
+
+def test_a_record_that_cannot_be_written_is_counted(pipe: Pipe, capfd: pytest.CaptureFixture[str]) -> None:
+    log = QueuedHandler(pipe.writer, JsonFormatter())
+    log.handle(info("x", fields={"odd": object()}))
+    assert log.dropped == 1
+    log.close()
+    pipe.read()
+    assert capfd.readouterr().err == ""
+
+
+def test_what_was_held_back_is_told(pipe: Pipe) -> None:
+    log = QueuedHandler(pipe.writer, TextFormatter())
+    for _ in range(1000):
+        log.handle(info("again", name="x"))
+    log.handle(info("once", name="y"))
+    log.close()
+    texts = pipe.read()
+    assert texts.count("again") == len(texts) - 2
+    assert f"again (repeated {1000 - texts.count('again')} times)" in texts
+    assert ("once" in texts, log.dropped) == (True, 0)
+
+
+FORKED = """
+import logging, os, warnings
+warnings.simplefilter("ignore")
+from torchpipe_server.logs import set_up_logging
+from torchpipe_server.options import Options
+set_up_logging(Options("x"))
+logging.warning("parent")
+if os.fork() == 0:
+    logging.warning("child")
+    logging.shutdown()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_process_that_was_forked_logs_as_well() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition(": ")[2] for line in done.stderr.splitlines()) == ["child", "parent"]
+
+
+# -- floods ---------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """`Repeats` with a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.repeats = Repeats("asked for", lambda: self.now)
+
+    def admits(self, text: str = "closed: %s", *args: object, line: int = 1, level: int = logging.INFO) -> bool:
+        return self.repeats.filter(logging.LogRecord("x", level, "here.py", line, text, args, None))
+
+    def admits_defect(self, cause: Exception) -> bool:
+        error = BackendError("node 'a'")
+        error.__cause__ = cause
+        raised = (type(error), error, None)
+        return self.repeats.filter(logging.LogRecord("x", logging.ERROR, "here.py", 1, "failed", (), raised))
+
+    def summaries(self) -> list[str]:
+        return [record.getMessage() for record in self.repeats.summaries()]
+
+
+def test_a_burst_is_written_and_the_rest_counted_without_what_it_keeps_alive() -> None:
+    log = Log()
+    assert [log.admits("%s", index) for index in range(BURST)] == [True] * BURST
+    assert [log.admits("%s", "x" * 10**6), log.admits("%s", 1)] == [False] * 2
+    (text,) = log.summaries()
+    assert text == f"{'x' * 500} (repeated 2 times)"
+    assert log.summaries() == []
+
+
+def test_a_flood_is_written_at_a_steady_rate() -> None:
+    log = Log()
+    written = 0
+    for _ in range(1000):
+        written += sum(log.admits() for _ in range(10))
+        log.now += 0.1
+    assert BURST <= written <= BURST + 100 * LINES_PER_SECOND + 1
+    log.now += 1.5 / LINES_PER_SECOND
+    assert log.admits()
+
+
+def test_a_text_that_a_client_changes_is_the_same_line() -> None:
+    """It goes by the place in the code."""
+    log = Log()
+    assert sum(log.admits(f"client {index}") for index in range(10 * BURST)) == BURST
+    assert log.admits("another place", line=2)
+
+
+def test_a_traceback_counts_as_several_lines_and_hides_no_other_one() -> None:
+    log = Log()
+    assert sum(log.admits_defect(KeyError(index)) for index in range(32)) == BURST / TRACEBACK_LINES
+    log.now += TRACEBACK_LINES / LINES_PER_SECOND
+    assert [log.admits_defect(KeyError("x")) for _ in range(2)] == [True, False]
+    assert log.admits_defect(MemoryError())
+
+
+def test_what_the_operator_asked_for_is_all_written() -> None:
+    log = Log()
+    assert all(log.admits(level=logging.DEBUG) for _ in range(10 * BURST))
+    asked = logging.LogRecord("asked for", logging.INFO, "here.py", 1, "x", (), None)
+    assert all(log.repeats.filter(asked) for _ in range(10 * BURST))
+
+
+def test_places_without_end_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "MAX_PLACES", 20)
+    log = Log()
+    written = sum(log.admits(line=line) for line in range(100) for _ in range(BURST + 1))
+    assert written <= BURST * 21
+    assert sum(int(text.split("repeated ")[1].split()[0]) for text in log.summaries()) >= 20
+    assert sum(log.admits(line=-1) for _ in range(BURST)) == BURST, "there is room again"
+
+
+# -- what others write on stderr ------------------------------------------------------------------------------------
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert {record.name for record in caplog.records} <= {"stderr"}
+    found = [record.getMessage() for record in caplog.records]
+    assert all(message.startswith("| ") for message in found), "no record of the service begins like that"
+    return [message.removeprefix("| ") for message in found]
+
+
+def test_each_line_is_a_record_and_the_last_ones_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    lines = StderrLines(process=7)
+    for piece in (b"one\ntw", b"o\r\n\n", b"50 %\r100 %\r", b"\xff\xc3\xa9 %s\nhal", b"f\n"):
+        lines.feed(piece)
+    wanted = ["one", "two", "50 %", "100 %", "\\xffé %s", "half"]
+    assert (messages(caplog), lines.recent()) == (wanted, wanted[-KEPT_LINES:])
+    assert {(record.process, record.levelname) for record in caplog.records} == {(7, "WARNING")}
+    caplog.set_level("ERROR")
+    lines.feed(b"more\n")
+    assert (len(caplog.records), lines.recent()[-1]) == (6, "more")
+
+
+def test_a_line_without_end_takes_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
+    lines = StderrLines()
+    for _ in range(100):
+        lines.feed(b"x" * (REST_BYTES // 2))
+    assert sum(map(len, messages(caplog))) >= 95 * REST_BYTES // 2
+    assert max(map(len, messages(caplog))) <= 2 * REST_BYTES
+
+
+def test_a_print_is_a_record_and_a_handler_that_prints_does_no_harm(caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    take_over_stderr()
+    assert sys.stderr.fileno() == 2
+    echo: Any = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(echo)
+    try:
+        print("here\ud800\x1b", "and there", file=sys.stderr, flush=True)
+        logging.getLogger("stderr").warning("| own")
+    finally:
+        logging.getLogger().removeHandler(echo)
+    assert messages(caplog)[0] == "here\\ud800\x1b and there"
+
+
+CLOSED = """
+import os, sys
+os.closerange(0, 3)
+from torchpipe_server.logs.stderr import open_standard_streams
+open_standard_streams()
+null = os.stat(os.devnull)
+found = [os.path.samestat(os.fstat(fd), null) and os.get_inheritable(fd) for fd in range(3)]
+os._exit(0 if all(found) and os.dup(0) > 2 else 1)
+"""
+
+
+def test_a_socket_never_becomes_stderr_and_a_wrong_command_line_still_ends() -> None:
+    assert subprocess.run([sys.executable, "-c", CLOSED], cwd=ROOT, timeout=60).returncode == 0
+    code = "from torchpipe_server.cli import main; main(['--nonsense'])"
+    command = f'exec {sys.executable} -c "{code}" 2>&- >&-'
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=60, env=dict(os.environ)).returncode == 2

@@ -1,0 +1,454 @@
+"""What the supervisor makes of a worker's signs of life and of what it says; their channel; who gets connections."""
+
+from __future__ import annotations
+
+import array
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import subprocess
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from fakes import WAIT
+from service import IDL, eventually, turn
+from test_figures import ONE
+from torchpipe_server.front.journal import SLOT_BYTES, Journal, SharedMemory
+from torchpipe_server.front.loop import new_loop
+from torchpipe_server.options import Options
+from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.connections import Connections
+from torchpipe_server.supervisor.forker import Forked
+from torchpipe_server.worker.channel import LINE_BYTES, Channel
+from torchpipe_server.worker.heartbeat import BEAT_SECONDS, Heart, Heartbeat, Signs
+
+MEBIBYTE = 2**20
+
+
+class Subject:
+    """A `Child` whose process is a `sleep`; what a worker would say and show comes from the test."""
+
+    def __init__(self) -> None:
+        self.loop = new_loop(is_fast=False)
+        self.process = subprocess.Popen(["sleep", "600"])
+        ours, self.sock = socket.socketpair()
+        self.heartbeat = Heartbeat()
+        self.ended: list[Child] = []
+        process = SimpleNamespace(pid=self.process.pid)
+        read_end, self.stderr = multiprocessing.Pipe(duplex=False)
+        forked = Forked(process, os.pidfd_open(process.pid), ours, self.heartbeat, read_end)
+        self.child = Child(self.loop, "worker 0", forked, lambda child, message: None, self.ended.append)
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+        turn(self.loop)
+
+    def show(self, **signs: float) -> None:
+        self.heartbeat.write(self.heartbeat.read()._replace(**signs))
+
+    def look(self, times: int = 1, hang_seconds: float = 2.0) -> list[Any]:
+        return [self.child.problem(hang_seconds) for _ in range(times)]
+
+    def is_ended(self) -> bool:
+        turn(self.loop)
+        return bool(self.ended)
+
+
+@pytest.fixture
+def subject() -> Iterator[Subject]:
+    made = Subject()
+    made.say({"type": "ready", "graph": "<svg/>"})
+    assert made.child.is_ready
+    yield made
+    made.process.kill()
+    made.process.wait(WAIT)
+    made.child.close()
+    made.sock.close()
+    made.stderr.close()
+    made.loop.close()
+
+
+# -- signs of life --------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_is_at_one_thing_for_as_long_as_nothing_else_begins() -> None:
+    loop, heartbeat = new_loop(is_fast=False), Heartbeat()
+    nodes = {"a": {"instances": 2, "alive": 1, "oldest_batch_s": 0.5}, "b": {"instances": 1, "alive": 1}}
+    nodes["b"]["oldest_batch_s"] = 7.0
+    heart = Heart(heartbeat, loop, lambda: {"nodes": nodes})
+    for _ in range(4):
+        heart.beat()
+    assert heartbeat.read() == Signs(4, 3 * BEAT_SECONDS, 7.0, 1)
+    turn(loop)
+    heart.beat()
+    assert heartbeat.read().loop_s == 0.0
+    loop.close()
+    heartbeat.close()
+
+
+def test_a_worker_without_a_sign_of_life_is_silent_after_hang_seconds(subject: Subject) -> None:
+    subject.show(beats=1)
+    assert subject.look(4) == [None, None, None, "silent"]
+    subject.show(beats=2)
+    assert subject.look(1) == [None]
+    assert subject.look(10, hang_seconds=0.0) == [None] * 10
+    assert not subject.child.responds
+
+
+def test_a_busy_worker_is_not_taken_for_a_stuck_one(subject: Subject) -> None:
+    for beat in range(1, 20):
+        subject.show(beats=beat, loop_s=1.5)
+        assert subject.look() == [None]
+    assert subject.child.responds
+    subject.show(beats=20, loop_s=2.5)
+    assert subject.look() == ["stuck"]
+    subject.show(beats=21, loop_s=BEAT_SECONDS)  # a loop that has nothing to do
+    assert subject.look(hang_seconds=0.1) == [None]
+
+
+def test_a_batch_is_hung_at_the_second_look(subject: Subject) -> None:
+    """That of a machine that slept is over by then."""
+    for beats, batch_s in ((1, 9e3), (2, 0.1), (3, 9e3)):
+        subject.show(beats=beats, batch_s=batch_s)
+        assert subject.look() == [None]
+    subject.show(beats=4)
+    assert subject.look() == ["hung_batch"]
+
+
+def test_a_worker_without_its_link_gets_another_one_at_the_second_look(subject: Subject) -> None:
+    child, mine = subject.child, socket.socket()
+    child.miss_link()
+    assert not child.responds
+    for beats in (1, 3):
+        for beat, needs_link in ((beats, False), (beats + 1, True)):
+            subject.show(beats=beat)
+            assert (subject.look(), child.needs_link) == ([None], needs_link)
+        child.link(mine)
+        assert not child.needs_link
+    subject.heartbeat.tell_linked(True)
+    subject.look(2)
+    assert (child.responds, child.needs_link) == (True, False)
+    mine.close()
+
+
+def test_an_instance_that_is_dead_is_told_also_without_hang_seconds(subject: Subject) -> None:
+    """Its worker may finish what it can, then it is killed; a worker that ends loses its instances."""
+    subject.show(beats=1, dead=1)
+    subject.child.connections.add(3)
+    subject.child.look(0.0)
+    assert (subject.child.state, subject.child.reason) == ("draining", "dead_instance")
+    assert subject.look(hang_seconds=0.0) == [None]
+    eventually(subject.is_ended)
+    assert subject.process.wait(WAIT) < 0
+
+
+# -- what a worker says ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_worker_says_in_order_is_taken(subject: Subject) -> None:
+    subject.child.connections.update({3, 4})
+    subject.child.ask_stats()
+    subject.say({"type": "closed", "slot": 3}, {"type": "released", "slot": 4}, {"type": "stats", "stats": ONE})
+    subject.say({"type": "end", "answered": True, "stats": ONE})
+    assert (subject.child.answered, subject.child.stats["inflight"]) == (True, 1)
+    assert subject.process.poll() is None
+
+
+HOSTILE = {
+    "no JSON": b"\xff\xff\n",
+    "ready again": b'{"type": "ready", "graph": ""}\n',
+    "failed when ready": b'{"type": "failed", "message": ""}\n',
+    "another's connection": b'{"type": "closed", "slot": 5}\n',
+    "figures nobody asked for": json.dumps({"type": "stats", "stats": ONE}).encode() + b"\n",
+    "a line without end": b"x" * (LINE_BYTES + MEBIBYTE),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_worker_that_says_what_none_says_is_ended(subject: Subject, name: str) -> None:
+    data = HOSTILE[name]
+    subject.sock.setblocking(False)
+    while data and not subject.ended:
+        try:
+            data = data[subject.sock.send(data) :]
+        except OSError:  # full, or closed by the other side
+            turn(subject.loop)
+    eventually(subject.is_ended)
+    assert subject.process.wait(WAIT) < 0
+
+
+def test_descriptors_of_a_worker_are_not_taken(subject: Subject) -> None:
+    before = psutil.Process().num_fds()
+    with open(os.devnull) as file:
+        for byte in b'+{"type": "ready", "graph": ""}\n':
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 50))
+            subject.sock.sendmsg([bytes([byte])], [rights])
+            turn(subject.loop)
+    assert psutil.Process().num_fds() <= before
+    eventually(subject.is_ended)
+
+
+def test_what_a_dead_worker_has_left_in_the_journal_may_be_anything() -> None:
+    journal = Journal(256)
+    for first in range(256):
+        left = bytes([0, 1, first, 56]).ljust(SLOT_BYTES, b"\xff")
+        journal._memory.view[first * SLOT_BYTES : (first + 1) * SLOT_BYTES] = left
+        journal.read(first)
+    journal.close()
+
+
+def test_nobody_can_make_shared_memory_shorter() -> None:
+    memory = SharedMemory("test", 100)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory._fd, 0)
+    memory.close()
+
+
+# -- their channel --------------------------------------------------------------------------------------------------
+
+
+class End:
+    """One side: what it has heard, and the text that each descriptor leads to."""
+
+    def __init__(self, loop: Any, sock: socket.socket) -> None:
+        self.heard: list[tuple[Any, str | None]] = []
+        self.ends = 0
+        self.on_message: Callable[[Any], object] = lambda message: None
+        self.channel = Channel(loop, sock, self._hear, self._end)
+
+    def send(self, number: int, text: str | None = None, padding: int = 0) -> None:
+        message = {"number": number, "padding": "ö" * padding}
+        if text is None:
+            self.channel.send(message)
+            return
+        descriptor = os.memfd_create("text")
+        os.write(descriptor, text.encode())
+        self.channel.send(message, descriptor)
+        os.close(descriptor)  # the other side has a copy
+
+    def _hear(self, line: bytes, descriptor: int) -> None:
+        text = None
+        if descriptor >= 0:
+            text = os.pread(descriptor, 100, 0).decode()
+            os.close(descriptor)
+        self.heard.append((json.loads(line)["number"], text))
+        self.on_message(self.heard[-1][0])
+
+    def _end(self) -> None:
+        self.ends += 1
+
+
+class Pair:
+    def __init__(self, buffer_bytes: int = 0) -> None:
+        self.loop = new_loop(is_fast=False)
+        self.socks = socket.socketpair()
+        for sock in self.socks if buffer_bytes else ():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        self.ours, self.theirs = (End(self.loop, sock) for sock in self.socks)
+
+    def run(self, until: Callable[[], object]) -> None:
+        """The loop, round by round."""
+        eventually(lambda: (turn(self.loop, 0), until())[1])
+
+
+@pytest.fixture(params=[0, 4096], ids=["default buffer", "small buffer"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    made = Pair(request.param)
+    before = psutil.Process().num_fds()
+    yield made
+    assert psutil.Process().num_fds() <= before, "descriptors are left"
+    made.ours.channel.close()
+    made.theirs.channel.close()
+    made.loop.close()
+
+
+def test_each_descriptor_comes_with_its_message_in_both_directions(pair: Pair) -> None:
+    """Messages of all sizes, those larger than the socket's buffer too."""
+    wanted: dict[End, list[tuple[int, str | None]]] = {pair.ours: [], pair.theirs: []}
+    for end, sent in wanted.items():
+        for index in range(100):
+            text = str(index) if index % 3 else None
+            end.send(index, text, MEBIBYTE // 4 if index % 20 == 1 else index)
+            sent.append((index, text))
+    pair.run(lambda: len(pair.ours.heard) == len(pair.theirs.heard) == 100)
+    assert (pair.theirs.heard, pair.ours.heard) == (wanted[pair.ours], wanted[pair.theirs])
+
+
+def test_an_answer_sent_while_hearing(pair: Pair) -> None:
+    pair.theirs.on_message = lambda number: pair.theirs.send(number, "x")
+    for index in range(50):
+        pair.ours.send(index)
+    pair.run(lambda: len(pair.ours.heard) == 50)
+    assert pair.ours.heard == [(index, "x") for index in range(50)]
+
+
+def test_what_was_said_before_the_end_is_heard_however_it_is_noticed(pair: Pair) -> None:
+    """Its own close is not told. A worker that has ended well has said so, whatever is still sent to it."""
+    pair.theirs.send(1)
+    pair.run(lambda: not pair.theirs.channel._unsent)
+    pair.theirs.channel.close()
+    for _ in range(3):
+        pair.ours.send(2, "text")
+    pair.run(lambda: pair.ours.ends)
+    pair.ours.send(3, "text")
+    pair.ours.channel.close()
+    turn(pair.loop, 0)
+    assert (pair.ours.heard, pair.ours.ends, pair.theirs.ends) == ([(1, None)], 1, 0)
+
+
+def test_what_is_unsent_at_the_end_is_given_back(pair: Pair) -> None:
+    """The fixture counts descriptors."""
+    pair.ours.send(1, "large", MEBIBYTE)
+    for _ in range(30):
+        pair.ours.send(2, "small")
+    assert pair.ours.channel._unsent
+    pair.theirs.channel.close()
+    pair.run(lambda: pair.ours.ends)
+
+
+def test_a_channel_closed_by_its_own_handler(pair: Pair) -> None:
+    pair.theirs.on_message = lambda message: pair.theirs.channel.close()
+    pair.ours.send(1, "x")
+    pair.run(lambda: pair.ours.ends)
+    assert len(pair.theirs.heard) == 1
+
+
+def test_its_owner_needs_no_garbage_collection(pair: Pair) -> None:
+    """The descriptors of a worker that has died would wait for it: a supervisor makes hardly any garbage."""
+    gc.disable()
+    try:
+        pair.ours.channel.close()
+        pair.run(lambda: pair.theirs.ends)
+        owner = weakref.ref(pair.theirs)
+        pair.theirs = pair.ours
+        assert owner() is None
+    finally:
+        gc.enable()
+
+
+def test_a_message_byte_by_byte_and_half_of_one_at_the_end(pair: Pair) -> None:
+    ours = pair.socks[0]
+    with open(os.devnull) as file:
+        ours.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))])
+    for byte in b'{"number": 1}\n{"half':
+        turn(pair.loop, 0)
+        ours.send(bytes([byte]))
+    pair.run(lambda: pair.theirs.heard)
+    ours.shutdown(socket.SHUT_WR)
+    pair.run(lambda: pair.theirs.ends)
+    assert pair.theirs.heard == [(1, "")]
+
+
+def test_the_last_words_are_heard_though_the_channel_was_full() -> None:
+    """A worker that ends has no loop any more which would send them later."""
+    ours, theirs = socket.socketpair()
+    loop = new_loop(is_fast=False)
+    channel = Channel(loop, ours, lambda message, descriptor: None, lambda: None)
+    for number in range(5000):
+        channel.send({"number": number})
+    heard: list[bytes] = []
+    with theirs, ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(lambda: heard.extend(theirs.makefile("rb")))
+        channel.finish(WAIT)
+        channel.close()
+        reader.result(WAIT)
+    loop.close()
+    assert len(heard) == 5000
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[int], None]]:
+    """Lets this process open so many more files, until the test is over."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def take(left: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        taken.append(os.open("/dev/null", os.O_RDONLY))  # no lower number is free
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        while taken[-1] < highest:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, limits[1]))
+
+    yield take
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for descriptor in taken:
+        os.close(descriptor)
+
+
+def test_a_descriptor_there_is_no_room_for_is_missing_and_the_others_keep_their_places(few_descriptors) -> None:
+    pair = Pair()
+    pair.ours.send(1, "one")
+    pair.ours.send(2)
+    few_descriptors(0)
+    pair.run(lambda: len(pair.theirs.heard) == 2)
+    few_descriptors(4)
+    pair.ours.send(3, "three")
+    pair.run(lambda: len(pair.theirs.heard) == 3)
+    assert pair.theirs.heard == [(1, None), (2, None), (3, "three")]
+    pair.ours.channel.close()
+    pair.theirs.channel.close()
+    pair.loop.close()
+
+
+def test_a_send_that_cannot_keep_its_descriptor_raises_and_sends_nothing(few_descriptors) -> None:
+    pair = Pair(4096)
+    pair.ours.send(1, padding=MEBIBYTE)
+    few_descriptors(1)
+    with pytest.raises(OSError, match="Too many open files"):
+        pair.ours.send(2, "x")
+    few_descriptors(4)
+    pair.ours.send(3)
+    pair.run(lambda: len(pair.theirs.heard) == 2)
+    assert [number for number, _ in pair.theirs.heard] == [1, 3]
+    pair.ours.channel.close()
+    pair.theirs.channel.close()
+    pair.loop.close()
+
+
+# -- who gets connections -------------------------------------------------------------------------------------------
+
+
+class Taker:
+    """Stands for a worker that is ready."""
+
+    def __init__(self) -> None:
+        self.connections: set[int] = set()
+        self.stats: dict[str, Any] = {}
+
+    def give(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
+        self.connections.add(slot)
+
+
+def test_new_connections_wait_for_the_next_worker_where_one_has_died() -> None:
+    """What killed it may come again: those whose worker lives keep it."""
+    loop, survivor, successor = new_loop(is_fast=False), Taker(), Taker()
+    ready: list[Any] = [survivor]
+    is_recovering = False
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connections = Connections(loop, listener, Options("test"), IDL, lambda: ready, lambda: is_recovering)
+        pairs = [socket.socketpair() for _ in range(2)]
+        connections._take(pairs[0][0], "127.0.0.1")
+        (old,) = survivor.connections
+        is_recovering = True
+        connections._take(pairs[1][0], "127.0.0.1")
+        (new,) = connections._held
+        connections.released(ready[0], old)
+        assert (survivor.connections, set(connections._held)) == ({old}, {new})
+        ready.append(successor)
+        is_recovering = False
+        connections.became_ready(ready[1])
+        assert (successor.connections, connections._held) == ({new}, {})
+        connections.close()
+        for _, client in pairs:
+            client.close()
+    loop.close()

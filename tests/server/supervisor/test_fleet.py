@@ -1,0 +1,257 @@
+"""Who is started, replaced and given up when, which engine process a worker uses, and how processes are forked."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+from service import turn
+from torchpipe_server.front.journal import Journal
+from torchpipe_server.front.loop import new_loop
+from torchpipe_server.options import Options, parse_options
+from torchpipe_server.supervisor import forker
+from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet
+from torchpipe_server.supervisor.forker import Forker
+from torchpipe_server.supervisor.generation import Generation, WorkerSlot
+
+SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
+
+
+class Fleets:
+    """A `Fleet` that starts nothing: `started` has the workers that it wanted to start, `failed` its last words."""
+
+    def __init__(self) -> None:
+        self.loop, self.journal = new_loop(is_fast=False), Journal(1)
+        self.started: list[int] = []
+        self.failed: list[str] = []
+
+    def make(self, tables: Any = SHARED, **options: Any) -> Fleet:
+        connections = mock.Mock(journal=self.journal, died=lambda child: 0)
+        fleet = Fleet(self.loop, Options("test", **options), connections, tables, lambda: tables, self.failed.append)
+        fleet._start = lambda worker: self.started.append(worker.index)  # type: ignore[method-assign]
+        return fleet
+
+    def die(self, fleet: Fleet, slot: WorkerSlot, **changes: Any) -> None:
+        dying = {"stats": {}, "clients": set(), "failure": "", "reason": "died", "answered": True}
+        slot.child = mock.Mock(**{"has_served": False, "ready_at": 0.0, **dying, **changes})
+        fleet._ended(slot.child)
+
+
+@pytest.fixture
+def fleets() -> Iterator[Fleets]:
+    made = Fleets()
+    yield made
+    made.loop.close()
+    made.journal.close()
+
+
+def test_a_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: Fleets) -> None:
+    """A client that keeps sending what kills a worker must not keep the others waiting."""
+    fleet = fleets.make(workers=2)
+    fleet._has_begun = True
+    for _ in range(50):
+        fleets.die(fleet, fleet.workers[0], has_served=True, ready_at=time.monotonic())
+    assert fleets.started == [0] * 50
+    assert fleet.is_recovering
+    assert (fleet.workers[0].restarts, fleet.restarts) == (50, {"died": 50})
+
+
+def test_a_worker_that_dies_without_a_connection_is_replaced_later(fleets: Fleets) -> None:
+    fleet = fleets.make(workers=2)
+    fleet._has_begun = True
+    fleets.die(fleet, fleet.workers[0], ready_at=time.monotonic())
+    assert (fleets.started, fleet.is_recovering) == ([], False)
+    turn(fleets.loop, 2 * FIRST_DELAY)
+    assert fleets.started == [0]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
+def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(fleets: Fleets, number: int) -> None:
+    """However often: a worker is given up for what is wrong with it."""
+    fleet = fleets.make(workers=1)
+    for _ in range(2 * START_ATTEMPTS):
+        fleet._forked(fleet.workers[0], OSError(number, os.strerror(number)))
+    assert (fleet.workers[0].failures, fleets.failed) == (0, [])
+    fleet._forked(fleet.workers[0], OSError(errno.ESRCH, "it is gone"))
+    assert fleet.workers[0].failures == 1
+
+
+def test_a_thread_that_cannot_be_started_is_one_of_those(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    Forker(fleets.loop, Options("test"), fleets.journal).fork("worker", 0, {}, lambda: True, failed.append)
+    assert [error.errno for error in failed] == [errno.EAGAIN]
+
+
+def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(fleets: Fleets) -> None:
+    """One of two is killed whenever it starts; workers are started when both are ready."""
+    fleet = fleets.make(workers=2, engines=2)
+    ready, dying = fleet.engines
+    ready.child = mock.Mock(is_ready=True, clients=set())
+    for _ in range(START_ATTEMPTS):
+        assert fleets.failed == []
+        fleets.die(fleet, dying)
+    assert fleets.failed == [f"engine process 1 cannot be started, after {START_ATTEMPTS} attempts"]
+
+
+def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(fleets: Fleets) -> None:
+    """Its workers would wait for that one for ever, and the service would not end while they do."""
+    fleet = fleets.make(workers=2)
+    for slot in fleet._slots:
+        slot.child = mock.Mock(is_ready=True, clients=set())
+    fleet._has_begun = True
+    fleet.reload()
+    assert fleet._next is not None
+    assert fleet._next.engines == fleet.engines
+    for _ in range(START_ATTEMPTS):
+        assert (fleets.failed, fleet._next is None) == ([], False)
+        fleets.die(fleet, fleet.engines[0])
+    assert fleet._next is None
+    assert fleets.failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
+
+
+def test_a_link_for_which_the_supervisor_has_no_descriptor_is_made_later(fleets: Fleets, monkeypatch: Any) -> None:
+    fleet = fleets.make(workers=2)
+    (engine,), (worker, _) = fleet.engines, fleet.workers
+    engine.child, worker.child = mock.Mock(is_ready=True, needs_link=False), mock.Mock(needs_link=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("socket.socketpair", mock.Mock(side_effect=OSError(errno.EMFILE, "none is left")))
+        fleet._look()
+    worker.child.miss_link.assert_called_once()
+    engine.child.is_ready = False  # it has died: the next one gets a link as soon as it is ready
+    fleet._look()
+    engine.child.link.assert_not_called()
+    engine.child.is_ready = True
+    fleet._look()
+    engine.child.link.assert_called_once_with(mock.ANY, worker.child)
+    worker.child.link.assert_called_once()
+
+
+def test_workers_that_look_alike_are_not_the_same() -> None:
+    """A worker forked for a reload that was given up would be taken for one of the next reload."""
+    assert WorkerSlot(0, None) not in [WorkerSlot(0, None)]
+
+
+# -- engine processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "engines", "line"),
+    [
+        ("--workers=1", [], ""),
+        ("--workers=3", [0, 0, 0], ""),
+        ("--workers=5 --engines=2", [0, 1, 0, 1, 0], ""),
+        (
+            "--workers=2 --engines=4",
+            [0, 1],
+            "--engines 4: 2 engine processes instead of 4, one for each worker (--workers)",
+        ),
+        ("--workers=4 --devices=0,1", [0, 1, 0, 1], ""),
+        ("--workers=6 --devices=0,1 --engines=2", [0, 1, 2, 3, 0, 1], ""),
+        ("--workers=1 --engines=2", [], "--engines 2 does nothing: it takes --workers of 2 or more"),
+    ],
+)
+def test_workers_share_the_engine_processes_of_their_device(
+    args: str, engines: list[int], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = parse_options(["x.toml", *args.split()])
+    generation = Generation(SHARED, options)
+    used = [generation.engine_of(worker) for worker in generation.workers]
+    assert [engine.index for engine in used if engine is not None] == engines
+    assert caplog.messages == ([line] if line else [])
+
+
+def test_engines_without_a_shared_node_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    Generation({"global": {}, "model": {}}, parse_options(["x.toml", "--workers=3", "--engines=2"]))
+    assert caplog.messages == ["--engines 2 does nothing: no node has shared = true"]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("--workers=2", "1 engine process for 2 workers: engine process 0"),
+        (
+            "--workers=4 --devices=3,5",
+            "2 engine processes for 4 workers: engine process 0 on CUDA device 3, engine process 1 on CUDA device 5",
+        ),
+    ],
+)
+def test_the_log_names_the_engine_processes(args: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    shared = {"shared": True}
+    tables = {"global": {}, "decode": {"next": "model"}, "model": {**shared, "next": "rank"}, "rank": shared}
+    caplog.set_level(logging.INFO, "torchpipe_server")
+    options = parse_options(["x.toml", *args.split()])
+    first = Generation(tables, options)
+    assert caplog.messages == [], "it may never serve"
+    for engine in first.engines:
+        engine.child = mock.Mock(is_ready=True)
+    first.tell_engines(options)
+    Generation(tables, options, first).tell_engines(options, first)
+    assert caplog.messages == [f"shared nodes (model, rank) run in {line}{more}" for more in ("", ", as before")]
+
+
+# -- forks ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_that_takes_too_long_is_given_up(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that workers are forked from may be stopped."""
+    killed: list[int] = []
+    monkeypatch.setattr(forker, "_kill_fork_server", lambda: killed.append(1))
+    subject = Forker(fleets.loop, Options("test", hang_seconds=2.0), fleets.journal)
+    subject.look(1.0)
+    with subject._lock:
+        for _ in range(100):
+            subject.look(1.0)
+        assert not killed, "it may have to import everything first"
+        subject._looks, subject._has_forked = 0, True
+        for _ in range(3):
+            subject.look(1.0)
+    assert killed == [1]
+
+
+def none_is_left(pid: int) -> int:
+    raise OSError(errno.EMFILE, "none is left")
+
+
+def test_a_process_for_which_no_descriptor_is_left_is_ended(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody would know of it, and nobody start another one."""
+    process, failed = mock.Mock(pid=1), list[Any]()
+    context = mock.Mock(Process=mock.Mock(return_value=process))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda name: context)
+    monkeypatch.setattr(os, "pidfd_open", none_is_left)
+    before = psutil.Process().num_fds()
+    subject = Forker(fleets.loop, Options("test"), fleets.journal)
+    subject._fork("worker", 0, {}, lambda: True, failed.append)
+    turn(fleets.loop)
+    assert [error.errno for error in failed] == [errno.EMFILE]
+    process.kill.assert_called_once()
+    failed.clear()
+    context.reset_mock()
+    assert psutil.Process().num_fds() <= before
+    subject.close()
+
+
+def test_a_worker_that_is_not_wanted_any_more_is_not_forked(fleets: Fleets) -> None:
+    """A hundred reloads in a row leave the forks of one."""
+    forked: list[int] = []
+    subject, loop = Forker(fleets.loop, Options("test"), fleets.journal), fleets.loop
+    subject._start_process = lambda role, index, tables: forked.append(index)  # type: ignore[assignment, return-value, method-assign]
+    with subject._lock:
+        for index in range(100):
+            subject.fork("worker", index, {}, partial(int.__eq__, index, 99), lambda child: loop.stop())
+        assert not forked
+    loop.run_forever()
+    assert forked == [99]
+    for thread in threading.enumerate():
+        if thread.name == "torchpipe-fork":
+            thread.join(30)
