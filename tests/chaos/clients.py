@@ -1,16 +1,27 @@
-"""Cheap clients in threads: each asks, waits for its own answer, and asks again. Every second one speaks HTTP."""
+"""Clients in threads: each asks, waits for its own answer, and asks again. Every second one speaks HTTP.
+
+What became of their requests is a ``Tally``; ``answered`` and its like say what is wrong with it, nothing if it passed.
+"""
 
 from __future__ import annotations
 
+import http.client
+import json
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from chaos.tally import Tally
-from chaos.wire import ClosedError, HttpWire, Reply, Wire, connect
+from torchpipe_client import Client, ClientError, ConnectionLost, InferenceError, TimedOut
 
 ANSWER_WITHIN = 60.0  # seconds after which an answer counts as lost
+TYPED = ("ok", "overloaded", "unavailable", "worker_died")
+_OWN_END = ("abandoned", "connection_lost")  # of a request that has no answer, and may have none
+
 Answer = tuple[str, float]
 Ask = Callable[[int, int], tuple[bytes, Answer]]
 """Client and number of the request to the data and its answer."""
@@ -22,47 +33,185 @@ def echo(client: int, number: int) -> tuple[bytes, Answer]:
     return data.encode(), (data, float(len(data)))
 
 
+# -- messages -------------------------------------------------------------------------------------------------------
+
+
+def pack_call(name: str, body: bytes = b"\0") -> bytes:
+    """The unframed binary protocol; ``body`` is the struct of the arguments."""
+    return struct.pack(">HHI", 0x8001, 1, len(name)) + name.encode() + struct.pack(">i", 1) + body
+
+
+def pack_batch(data: bytes) -> bytes:
+    image = struct.pack(">bhI", 11, 1, 5) + b"chaos" + struct.pack(">bhI", 11, 2, len(data)) + data
+    return pack_call("infer_batch", struct.pack(">bh", 12, 1) + image + b"\0\0")
+
+
+def pack_post(data: bytes) -> bytes:
+    return b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+
+
+def connect(port: int) -> socket.socket:
+    """A full accept queue resets connections: try again for a while."""
+    until = time.monotonic() + ANSWER_WITHIN
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), ANSWER_WITHIN)
+        except (ConnectionError, TimeoutError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes; ``TimeoutError`` where it never does."""
+    received = b""
+    try:
+        while piece := sock.recv(2**16):
+            received += piece
+    except ConnectionError:
+        pass
+    return received
+
+
+class HttpClient:
+    """One connection; what it raises is what ``torchpipe_client`` raises."""
+
+    def __init__(self, port: int, timeout: float) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+
+    def infer_batch(self, data: bytes) -> Answer:
+        try:
+            if self._connection.sock is None:
+                self._connection.sock = connect(self._connection.port)
+            self._connection.request("POST", "/infer", data)
+            answer = json.load(self._connection.getresponse())
+        except TimeoutError as error:
+            raise TimedOut(str(error)) from error
+        except (ConnectionError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ConnectionLost(str(error)) from error
+        if "code" in answer:
+            failure = InferenceError(answer["error"])
+            failure.code, failure.retry_after_ms = answer["code"], answer.get("retry_after_ms")
+            raise failure
+        return answer["label"], answer["score"]
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+# -- what became of them --------------------------------------------------------------------------------------------
+
+
 @dataclass
-class Manners:
-    """How a client behaves. rate: requests a second, 0 as many as it can. abandon_every: it goes without waiting, each
-    so-many-th time, and in the middle of a message every second time of those. reconnect_every: requests."""
+class Tally:
+    """ends: of requests, by ``ok``, the error's code, ``abandoned`` by the client, ``crossed`` with another's answer.
+    closed: when those of ``connection_lost`` were sent, and when it was noticed that the server had closed the
+    connection. seconds: by end, from sending to the answer. hints: of ``overloaded``, how long to wait.
+    """
 
-    rate: float = 0.0
-    abandon_every: int = 0
-    reconnect_every: int = 0
-    answer_within: float = ANSWER_WITHIN
-
-
-class Load:
-    """``clients`` threads that ask until ``total`` requests are sent, or the ``with`` block ends."""
-
-    def __init__(
-        self, port: int, clients: int, ask: Ask = echo, manners: Manners | None = None, total: int = 0
-    ) -> None:
-        self._port, self._ask, self._manners = port, ask, manners or Manners()
-        self.retry_hints: set[int | None] = set()
-        self._each = -(-total // clients) if total else 2**62
-        self._is_over = threading.Event()
-        self._tallies = [Tally() for _ in range(clients)]
-        self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run, args=(index,), daemon=True) for index in range(clients)]
-
-    @property
-    def tally(self) -> Tally:
-        """Of all clients, once they have ended."""
-        whole = Tally()
-        for tally in self._tallies:
-            whole += tally
-        return whole
+    ends: Counter[str] = field(default_factory=Counter)
+    closed: list[tuple[float, float]] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    hints: set[int | None] = field(default_factory=set)
 
     @property
     def sent(self) -> int:
-        return sum(tally.sent for tally in self._tallies)
+        return self.ends.total()
+
+    def add(self, end: str, began: float) -> None:
+        self.ends[end] += 1
+        self.seconds.setdefault(end, []).append(time.monotonic() - began)
+        if end == "connection_lost":
+            self.closed.append((began, time.monotonic()))
+
+    def percentile(self, end: str, share: float) -> float:
+        """Nearest rank; 0 of none."""
+        values = sorted(self.seconds.get(end, [])) or [0.0]
+        return values[min(len(values) - 1, int(share * len(values)))]
+
+    @property
+    def longest(self) -> float:
+        return max((max(values) for end, values in self.seconds.items() if end not in _OWN_END), default=0.0)
+
+    def figures(self) -> dict[str, Any]:
+        return {"sent": self.sent, **self.ends, "longest_s": round(self.longest, 3)}
+
+
+def answered(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> list[str]:
+    """Every request has its own answer, of these codes and in time, or its connection was closed."""
+    strange = {end: count for end, count in tally.ends.items() if end not in (*codes, *_OWN_END)}
+    return [
+        *([] if tally.ends["ok"] else ["no request was served"]),
+        *([f"answers {strange}"] if strange else []),
+        *above("seconds to an answer", tally.longest, within),
+    ]
+
+
+def closed_by_kills(closed: Sequence[tuple[float, float]], kills: Sequence[tuple[float, float]]) -> list[str]:
+    """A connection may be closed where a worker had it that was killed, and nowhere else.
+
+    kills: when, and by when another worker was there. What is sent later is not sent to the killed one.
+    """
+    lost = [when for when in closed if not any(kill <= when[1] and when[0] <= back for kill, back in kills)]
+    return [f"{len(lost)} connections closed though nothing was killed"] if lost else []
+
+
+def grew(samples: Sequence[int], most: int, what: str) -> list[str]:
+    """From the median of the second half's first quarter to that of its last: a leak, not a warm-up."""
+    half = samples[len(samples) // 2 :]
+    quarter = len(half) // 4
+    first, last = (sorted(part)[quarter // 2] for part in (half[:quarter], half[-quarter:]))
+    return above(f"{what}: its growth", last - first, most)
+
+
+def above(what: str, value: float, most: float) -> list[str]:
+    return [f"{what} is {value:g}, {most:g} are allowed"] if value > most else []
+
+
+def differs(what: str, value: object, expected: object) -> list[str]:
+    return [f"{what} is {value!r} in place of {expected!r}"] if value != expected else []
+
+
+# -- the load -------------------------------------------------------------------------------------------------------
+
+
+class Load:
+    """``clients`` threads that ask until ``total`` requests are sent, or the ``with`` block ends.
+
+    rate: requests a second of each client, 0 as many as it can. abandon_every: it goes without waiting, each
+    so-many-th time, and in the middle of a message every second time of those. judge: what an answer counts as.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        clients: int,
+        ask: Ask = echo,
+        total: int = 0,
+        rate: float = 0.0,
+        abandon_every: int = 0,
+        answer_within: float = ANSWER_WITHIN,
+        judge: Callable[[Answer, Answer], str] = lambda answer, expected: "ok" if answer == expected else "crossed",
+    ) -> None:
+        self._port, self._ask, self._rate, self._judge = port, ask, rate, judge
+        self._abandon_every, self._answer_within = abandon_every, answer_within
+        self._each = -(-total // clients) if total else 2**62
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run, args=(index,), daemon=True) for index in range(clients)]
+        self.tally = Tally()
 
     @property
     def ok(self) -> int:
-        """Of all clients, so far."""
-        return sum(tally.ok for tally in self._tallies)
+        """How many were answered so far."""
+        return self.tally.ends["ok"]
+
+    def served(self, end: str = "ok", count: int = 50) -> Callable[[], bool]:
+        """Whether so many more have ended like that."""
+        until = self.tally.ends[end] + count
+        return lambda: self.tally.ends[end] >= until
 
     @property
     def is_running(self) -> bool:
@@ -85,97 +234,42 @@ class Load:
         self.join()
 
     def _run(self, client: int) -> None:
+        made: Any = (
+            HttpClient(self._port, self._answer_within)
+            if client % 2
+            else Client(f"127.0.0.1:{self._port}", timeout=self._answer_within, retries=0, idempotent=False)
+        )
+        began = time.monotonic()
         try:
-            Caller(self._port, client, self._ask, self._manners, self._tallies[client], self.retry_hints).run(
-                self._each, self._is_over
-            )
+            for number in range(self._each):
+                if self._rate:
+                    # Spread over the interval, so that the clients do not come all at once.
+                    due = began + (number + (client * 0.618) % 1) / self._rate
+                    self._is_over.wait(max(0.0, due - time.monotonic()))
+                if self._is_over.is_set():
+                    break
+                self._request(made, client, number)
         except BaseException as error:
             self._errors.append(error)
+        finally:
+            made.close()
 
-
-class Caller:
-    """One client, on its own thread."""
-
-    def __init__(self, port: int, client: int, ask: Ask, manners: Manners, tally: Tally, hints: set) -> None:
-        self._port, self._client, self._ask, self._manners = port, client, ask, manners
-        self._tally, self._hints = tally, hints
-        self._wire: Wire | None = None
-
-    def run(self, count: int, is_over: threading.Event) -> None:
-        began = time.monotonic()
-        for number in range(count):
-            if self._manners.rate:
-                # Spread over the interval, so that the clients do not come all at once.
-                due = began + (number + (self._client * 0.618) % 1) / self._manners.rate
-                is_over.wait(max(0.0, due - time.monotonic()))
-            if is_over.is_set():
-                break
-            if self._manners.reconnect_every and number % self._manners.reconnect_every == 0:
-                self._hang_up()
-            if self._wire is not None or self._connect():
-                self._request(number, self._wire)  # type: ignore[arg-type]
-        self._hang_up()
-
-    def _connect(self) -> bool:
-        try:
-            wire = HttpWire if self._client % 2 else Wire
-            self._wire = connect(self._port, self._manners.answer_within, wire=wire)
-            return True
-        except OSError:
-            self._tally.refused += 1
-            return False
-
-    def _request(self, number: int, wire: Wire) -> None:
-        data, expected = self._ask(self._client, number)
-        message = wire.pack(data, number)
-        self._tally.sent += 1
-        began = time.monotonic()
-        try:
-            if self._manners.abandon_every and number % self._manners.abandon_every == self._manners.abandon_every - 1:
-                self._abandon(wire, message, number)
-                return
-            wire.send(message)
-            reply = wire.receive()
-        except ClosedError:
-            self._tally.closed.append((began, time.monotonic()))
-            self._drop()
-        except TimeoutError:
-            self._tally.lost += 1
-            self._drop()
-        except ValueError:
-            self._tally.crossed += 1
-            self._drop()
+    def _request(self, made: Any, client: int, number: int) -> None:
+        data, expected = self._ask(client, number)
+        sent_at = time.monotonic()
+        hint: int | None = 1
+        if self._abandon_every and number % self._abandon_every == self._abandon_every - 1:
+            message = pack_post(data) if client % 2 else pack_batch(data)
+            is_half = (number // self._abandon_every) % 2
+            with connect(self._port) as sock:
+                sock.sendall(message[: len(message) // 2] if is_half else message)
+            end = "abandoned"
         else:
-            self._note(reply, number, expected, time.monotonic() - began)
-
-    def _note(self, reply: Reply, number: int, expected: Answer, spent: float) -> None:
-        if reply.seqid != number or (reply.code == "ok" and reply.answers != [expected]):
-            self._tally.crossed += 1
-            self._drop()
-            return
-        self._tally.add(reply.code, spent)
-        if self._wire is not None and self._wire.is_over:
-            self._drop()
-        if reply.code == "overloaded":
-            self._hints.add(reply.retry_after_ms)
-
-    def _abandon(self, wire: Wire, message: bytes, number: int) -> None:
-        half = (number // self._manners.abandon_every) % 2
-        self._tally.abandoned += 1
-        try:
-            wire.send(message[: len(message) // 2] if half else message)
-        except ClosedError:
-            pass
-        self._drop()
-
-    def _hang_up(self) -> None:
-        """Nothing may have come beyond the answers."""
-        if self._wire is not None and self._wire.has_more() and self._tally.ok:
-            self._tally.crossed += 1
-            self._tally.codes["ok"] -= 1
-        self._drop()
-
-    def _drop(self) -> None:
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+            try:
+                end = self._judge(tuple(made.infer_batch(data)), expected)
+            except ClientError as error:
+                end, hint = error.code, error.retry_after_ms
+        with self._lock:
+            self.tally.add(end, sent_at)
+            if end == "overloaded":
+                self.tally.hints.add(hint)

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 LIGHT = HERE.parent / "light"
+BACKENDS = str(HERE / "chaos_backends.py")
 DEMO = "configs/demo.toml"
 WAIT = 60.0
 MEBIBYTE = 2**20
 ENVIRONMENT = dict(os.environ)
 """As it was in the main thread: pytest changes ``os.environ`` between tests, while other threads start services."""
-SHARED = bool(ENVIRONMENT.get("CHAOS_SHARED"))
-"""By hand: all nodes are shared, and a service has two workers where nothing else is asked for."""
 
 
 def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
@@ -50,36 +50,20 @@ def _is_alive(process: psutil.Process) -> bool:
 class Service:
     """``torchpipe-serve`` with a backend of ``chaos_backends`` (``node`` says how), or a ``config`` of the project's.
 
-    ``fault`` is one of ``faults``. Leaving the ``with`` block ends every process there is still.
+    Leaving the ``with`` block ends every process there is still.
     """
 
-    def __init__(self, *args: str, config: str = "", fault: str = "", **node: Any) -> None:
+    def __init__(self, *args: str, config: str = "", **node: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
-        try:
-            self._start(*args, config=config, fault=fault, **node)
-        except BaseException:
-            self._folder.cleanup()
-            raise
-
-    def _start(self, *args: str, config: str, fault: str, **node: Any) -> None:
         self.config = Path(ROOT / config) if config else Path(self._folder.name) / "chaos.toml"
         if not config:
             self.write(**node)
-        elif SHARED:
-            text = "shared = true\n" + self.config.read_text()
-            self.config = Path(self._folder.name) / self.config.name
-            self.config.write_text(text)
-        if "--workers" not in args:
-            args = ("--workers", "2" if SHARED else "1", *args)
-        program = [str(HERE / "faults.py"), fault] if fault else ["-m", "torchpipe_server"]
-        flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning"]
-        paths = [str(LIGHT), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
-        light = {} if config else {"PYTHONPATH": os.pathsep.join(paths)}
-        backends = ["--import", str(HERE / "chaos_backends.py")]
+        flags = ["--host", "127.0.0.1", "--port", "0", "--http-port", "0", "--log-level", "warning", "--workers", "1"]
+        light = os.pathsep.join(filter(None, [str(LIGHT), ENVIRONMENT.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, *program, str(self.config), *flags, *backends, *args],
+            [sys.executable, "-m", "torchpipe_server", self.config, *flags, "--import", BACKENDS, *args],
             cwd=ROOT,
-            env={**ENVIRONMENT, **light, "CHAOS_FAULT": fault},
+            env=ENVIRONMENT if config else {**ENVIRONMENT, "PYTHONPATH": light},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -93,9 +77,8 @@ class Service:
 
     def write(self, backend: str = "ChaosEcho", **node: Any) -> None:
         """Write the configuration."""
-        keys = {"backend": backend, **({"shared": True} if SHARED else {}), **node}
-        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-        self.config.write_text("[node]\n" + text)
+        keys = {"backend": backend, **node}
+        self.config.write_text("[node]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
 
     def ready(self) -> Service:
         assert self.process.stdout is not None
@@ -121,21 +104,21 @@ class Service:
             return None
 
     def stats(self) -> dict[str, Any]:
-        """Asked again while the supervisor takes too long to say: the machine is busy, or stood still."""
-        until = time.monotonic() + WAIT
-        while True:
+        found: list[dict[str, Any]] = []
+
+        def is_told() -> bool:
+            """The supervisor may take too long to say: the machine is busy, or stood still."""
             connection = http.client.HTTPConnection("127.0.0.1", self._http, timeout=WAIT)
             try:
                 connection.request("GET", "/stats")
                 answer = connection.getresponse()
-                if answer.status == 200:
-                    found: dict[str, Any] = json.load(answer)
-                    return found
-                text = answer.read()
+                found.extend([json.load(answer)] if answer.status == 200 else [])
             finally:
                 connection.close()
-            if time.monotonic() > until:
-                raise RuntimeError(f"/stats: {answer.status} {text!r}")
+            return bool(found)
+
+        assert eventually(is_told), "/stats is not answered"
+        return found[0]
 
     @property
     def inflight(self) -> int:
@@ -148,16 +131,7 @@ class Service:
     @property
     def workers(self) -> list[int]:
         """Of those that are ready."""
-        return self._ready("workers")
-
-    @property
-    def children(self) -> list[int]:
-        """The workers and the engine processes that are ready."""
-        return self._ready("workers", "engines")
-
-    def _ready(self, *kinds: str) -> list[int]:
-        stats = self.stats()
-        return [one["pid"] for kind in kinds for one in stats[kind] if one["state"] == "ready"]
+        return [one["pid"] for one in self.stats()["workers"] if one["state"] == "ready"]
 
     def processes(self) -> list[psutil.Process]:
         """The supervisor's and all below it."""
@@ -169,15 +143,9 @@ class Service:
         self._seen.update(found)
         return found
 
-    def known_workers(self) -> set[int]:
-        """Those that the supervisor holds for alive."""
-        return {row["pid"] for row in self.stats()["workers"]}
-
     def shared_files(self) -> list[str]:
         """The files in ``/dev/shm`` that its processes have open, or mapped, but those of a Python that lies there."""
-        files = set()
-        for process in self.processes():
-            files.update(each.path for each in [*process.open_files(), *process.memory_maps()])
+        files = {each.path for process in self.processes() for each in [*process.open_files(), *process.memory_maps()]}
         own = (sys.prefix, sys.base_prefix, str(ROOT))
         return sorted(file for file in files if file.startswith("/dev/shm/") and not file.startswith(own))
 
@@ -185,16 +153,12 @@ class Service:
         """Of those that were ever seen."""
         return [one for one in self._seen if _is_alive(one)]
 
-    def memory(self) -> int:
-        """Bytes that are resident, of the supervisor and its children."""
-        return sum(psutil.Process(pid).memory_info().rss for pid in (self.pid, *self.children))
-
-    def descriptors(self) -> int:
-        return sum(psutil.Process(pid).num_fds() for pid in (self.pid, *self.children))
-
-    def threads(self) -> int:
-        # The page's threads, one for each question, come and go.
-        return sum(psutil.Process(pid).num_threads() for pid in self.children)
+    def sum(self, figure: str) -> int:
+        """``rss`` in bytes, ``num_fds`` or ``num_threads`` of the supervisor and the workers."""
+        total = 0
+        for process in map(psutil.Process, (self.pid, *self.workers)):
+            total += process.memory_info().rss if figure == "rss" else getattr(process, figure)()
+        return total
 
     @property
     def stderr(self) -> str:
@@ -206,10 +170,8 @@ class Service:
     def __exit__(self, *_: object) -> None:
         self.processes()
         for one in sorted(self.alive(), key=lambda process: process.pid):
-            try:
+            with suppress(psutil.NoSuchProcess):
                 one.kill()
-            except psutil.NoSuchProcess:
-                pass
         self.process.wait(WAIT)
         self._reader.join(WAIT)
         for stream in (self.process.stdout, self.process.stderr):

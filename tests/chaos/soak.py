@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from chaos import scenarios
+from chaos.scenarios import Report
 from chaos.service import MEBIBYTE
-from chaos.tally import Report
 from torchpipe_py.arguments import ArgumentParser
 
 
@@ -25,27 +25,27 @@ def say(line: str) -> None:
 
 def runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Report]]]:
     """Each event's runs; a control's name ends with ``control``, and it has to fail."""
-    at_rate = args.requests / 1000
+    minute = 60.0
     return {
-        "overload": [partial(scenarios.overload, seconds=60.0, p99=0.01)],
+        "overload": [partial(scenarios.overload, minute, p99=0.01, share=0.9, more_seconds=0.0)],
         "killed": [partial(scenarios.worker_killed, count, kills=12, every=5.0, within=1.0) for count in (1, 2)],
         "gone": [partial(scenarios.clients_gone, 10_000)],
         "malformed": [partial(scenarios.malformed, 100_000)],
         "oversize": [partial(scenarios.oversize, 16 * MEBIBYTE)],
-        "stopped": [scenarios.stopped, partial(scenarios.stopped, requests=100, idle=900)],
+        "stopped": [partial(scenarios.stopped, idle=idle, within=30.0) for idle in (50, 900)],
         "corrupt": [scenarios.corrupt_item],
         "concurrency": [partial(scenarios.concurrency, 64, args.calls)],
-        "mixed": [partial(scenarios.mixed, args.requests, at_rate, within=5.0, say=say)],
-        "hang": [partial(scenarios.hanging, 3.0)],
+        "mixed": [partial(scenarios.mixed, args.requests, args.requests / 1000, within=5.0, say=say)],
+        "hang": [scenarios.hanging],
         "start": [
-            partial(scenarios.cannot_start, "ChaosRaise", word="planted failure"),
-            partial(scenarios.cannot_start, "ChaosCrash", word="given up after 5 attempts"),
+            partial(scenarios.cannot_start, "ChaosRaise", "planted failure"),
+            partial(scenarios.cannot_start, "ChaosCrash", "given up after 5 attempts"),
             scenarios.crash_loop,
             scenarios.bad_reload,
         ],
         "orphans": [scenarios.supervisor_killed],
-        "soak": [partial(scenarios.soak, 60 * args.minutes)],
-        "soak-control": [partial(scenarios.soak, 6 * args.minutes, leak_bytes=2**12)],
+        "soak": [partial(scenarios.soak, minute * args.minutes, 20 * MEBIBYTE)],
+        "soak-control": [partial(scenarios.soak, 0.1 * minute * args.minutes, leak_bytes=2**12)],
     }
 
 

@@ -6,18 +6,16 @@ import json
 import os
 import signal
 import socket
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from fakes import WAIT, is_alive
+from chaos.clients import Answer, Load
+from fakes import is_alive
 from service import IDL, LIGHT, Client, Process, eventually, told_at
-from thrift.transport.TTransport import TTransportException
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import meet
 
@@ -157,57 +155,13 @@ def write(config: Path, mark: str = "", shared: str = "shared = true") -> None:
     config.write_text(CONFIG.format(mark=mark, shared=shared))
 
 
-class Load:
-    """Clients that call again and again: what each call ended with, and whether it was answered as it should be."""
+def load(service: Service) -> Load:
+    """Clients that call again and again; answers count as ``ok`` and the mark that the label has."""
 
-    def __init__(self, port: int, clients: int = 6, marks: tuple[str, ...] = ("",)) -> None:
-        self.ends: Counter[str] = Counter()
-        self.problems: list[str] = []
-        self._marks, self._is_over = marks, threading.Event()
-        self._threads = [threading.Thread(target=self._call, args=(port, index)) for index in range(clients)]
+    def judge(answer: Answer, expected: Answer) -> str:
+        return "ok" + answer[0].removeprefix(expected[0]) if answer[0].startswith(expected[0]) else "crossed"
 
-    def _call(self, port: int, index: int) -> None:
-        number = 0
-        try:
-            while not self._is_over.is_set():
-                number = self._connect(port, index, number)
-        except Exception as error:
-            self.problems.append(repr(error))
-
-    def _connect(self, port: int, index: int, number: int) -> int:
-        """Until the connection ends: that of a worker that died in the middle of a message does."""
-        try:
-            with Client(port) as client:
-                while not self._is_over.is_set():
-                    number += 1
-                    data = f"{index}-{number}"
-                    try:
-                        label, _ = client.infer_batch(data.encode())
-                    except IDL.InferenceError as error:
-                        self.ends[error.code] += 1
-                        continue
-                    if label not in [data + mark for mark in self._marks]:
-                        self.problems.append(f"{data} gave {label}")
-                    self.ends["ok" + label.removeprefix(data)] += 1
-        except (TTransportException, ConnectionError):
-            self.ends["disconnected"] += 1
-        return number
-
-    def served(self, mark: str = "", count: int = 50) -> Callable[[], bool]:
-        """Whether so many more were answered."""
-        until = self.ends["ok" + mark] + count
-        return lambda: self.ends["ok" + mark] >= until or bool(self.problems)
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(WAIT)
-        assert not any(thread.is_alive() for thread in self._threads), "a request is not answered"
+    return Load(service.port, 6, judge=judge)
 
 
 @pytest.fixture(scope="module")
@@ -239,15 +193,14 @@ def test_labels_are_those_of_the_pipe(service: Service) -> None:
 
 
 def test_an_engine_process_is_killed_under_load(service: Service) -> None:
-    with Load(service.port) as load:
+    with load(service) as clients:
         for _ in range(2):
-            eventually(load.served())
+            eventually(clients.served())
             before = service.engine
             os.kill(before, signal.SIGKILL)
             eventually(lambda killed=before: service.pids("engines") not in ([], [killed]))
-            eventually(load.served(), "it is not served any more")
-    assert load.problems == []
-    assert set(load.ends) <= {"ok", "worker_died", "unavailable"}
+            eventually(clients.served(), "it is not served any more")
+    assert set(clients.tally.ends) <= {"ok", "worker_died", "unavailable"}
     assert len(service.pids("workers")) == 2
 
 
@@ -301,22 +254,20 @@ def test_links_for_which_descriptors_were_missing_are_made_when_they_are_there(s
 def test_a_worker_is_killed(service: Service) -> None:
     """What it had ends in the engine process as well; others' requests go on."""
     engine, workers = service.engine, service.pids("workers")
-    with Load(service.port) as load:
-        eventually(load.served())
+    with load(service) as clients:
+        eventually(clients.served())
         os.kill(workers[0], signal.SIGKILL)
         eventually(lambda: workers[0] not in service.pids("workers") and len(service.pids("workers")) == 2)
-        eventually(load.served())
-    assert load.problems == []
-    assert set(load.ends) <= {"ok", "worker_died", "disconnected"}
+        eventually(clients.served())
+    assert set(clients.tally.ends) <= {"ok", "worker_died", "connection_lost"}
     assert service.engine == engine
     eventually(lambda: service.stats["nodes"]["model"]["queued"] == service.stats["requests"]["inflight"] == 0)
 
 
 def test_reloads_lose_nothing(service: Service) -> None:
     """Another shared node, none, and one again."""
-    marks = ("", "-two", "-none", "-three")
     told = service.process.stderr.count(TOLD)
-    with Load(service.port, marks=marks) as load:
+    with load(service) as clients:
         for mark, shared in (
             ("-two", "shared = true"),
             ("-none", ""),
@@ -326,26 +277,24 @@ def test_reloads_lose_nothing(service: Service) -> None:
             engines = service.pids("engines")
             service.write(mark, shared)
             service.process.signal(signal.SIGHUP)
-            eventually(load.served(mark), f"nothing of {mark!r}")
+            eventually(clients.served("ok" + mark), f"nothing of {mark!r}")
             assert bool(service.pids("engines")) == bool(shared)
             assert not {*service.pids("engines")} & {*engines}
             told += bool(shared)
             eventually(lambda count=told: service.process.stderr.count(TOLD) == count)
             eventually(lambda old=engines: not any(map(psutil.pid_exists, old)), "an engine process stays")
-    assert load.problems == []
-    assert set(load.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
+    assert set(clients.tally.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
 
 
 def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Service) -> None:
     told = service.process.stderr.count(TOLD)
     engine, workers = service.engine, service.pids("workers")
     service.write("fail")
-    with Load(service.port) as load:
+    with load(service) as clients:
         service.process.signal(signal.SIGHUP)
         eventually(lambda: "not reloaded, everything stays as it is" in service.process.stderr)
-        eventually(load.served())
-    assert load.problems == []
-    assert set(load.ends) == {"ok"}
+        eventually(clients.served())
+    assert set(clients.tally.ends) == {"ok"}
     assert "node 'model': Marked: OSError: no such model" in service.process.stderr
     assert (service.engine, service.pids("workers")) == (engine, workers)
     assert service.process.stderr.count(TOLD) == told >= 1
@@ -448,9 +397,9 @@ def test_several_engine_processes_have_some_of_the_workers_each(tmp_path: Path) 
     with service.process:
         service.wait_started()
         first, second = service.pids("engines")
-        with Load(service.port) as load:
-            eventually(load.served())
+        with load(service) as clients:
+            eventually(clients.served())
             os.kill(first, signal.SIGKILL)
             eventually(lambda: second in (ready := service.pids("engines")) and first not in ready and len(ready) == 2)
-            eventually(load.served())
-        assert not load.problems
+            eventually(clients.served())
+        assert "crossed" not in clients.tally.ends

@@ -6,14 +6,13 @@ import contextlib
 import hashlib
 import http.client
 import json
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,18 +20,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from browser import CHROMIUM, Browser, text_of
+from chaos.clients import Load
 from fakes import WAIT
 from prometheus_client.parser import text_string_to_metric_families
 from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all, reserved_port
 from test_service_lifecycle import Plugin
 from thrift.Thrift import TApplicationException
-from thrift.transport.TTransport import TTransportException
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS
 
+PAGE = ROOT / "server/torchpipe_server/supervisor/page"
 JPEG = next((ROOT / "configs/demo/images").glob("*.jpg")).read_bytes()
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -105,59 +104,41 @@ def test_figures_are_utf_8_and_half_a_character_is_escaped():
 
 # -- health ---------------------------------------------------------------------------------------------------------
 
-
-def test_live_and_ready(served: Served):
-    for path, text in (("/live", "live\n"), ("/ready", "ready\n"), ("/ready?verbose=1", "ready\n")):
-        answer = served.get(path)
-        assert (answer.status, answer.text, answer.kind) == (200, text, "text/plain; charset=utf-8")
+TEXT = "text/plain; charset=utf-8"
 
 
-def test_an_unknown_path_names_the_nearest(served: Served):
-    for path, nearest in (("/metric", "'/metrics'"), ("/Stats", "'/stats'"), ("/healthz/ready", "'/ready'")):
-        answer = served.get(path)
-        assert answer.status == 404
-        assert answer.text.rstrip() == f"no {path}; did you mean {nearest}?"
-    assert served.get("/" + "x" * 5000).status == 404
-
-
-def test_head_has_the_head_of_get(served: Served):
-    for path in ("/", "/live", "/graph.svg", "/nowhere"):
-        head, get = served.get(path, "HEAD"), served.get(path)
-        assert (head.status, head.kind, head.length, head.body) == (get.status, get.kind, get.length, b"")
-        assert get.length == len(get.body)
-
-
-def test_nothing_can_be_changed_there(served: Served):
-    for method in ("POST", "PUT", "DELETE"):
-        assert served.get("/stats", method).status == 501
-
-
-def test_each_port_names_the_other(served: Served):
+def test_paths_and_what_they_answer(served: Served):
+    """``HEAD`` has the head of ``GET``; another verb changes nothing, and each port names the other."""
     elsewhere = f"this port is for monitoring, images go to --port {served.port}\n"
-    answer = served.get("/infer", "POST")
-    assert (answer.status, answer.text) == (501, f"POST is not served, only GET, HEAD; {elsewhere}")
-    answer = served.get("/v2/health/ready")
-    assert (answer.status, answer.text) == (404, f"no /v2/health/ready; {elsewhere}")
+    for path, code, kind, text in (
+        ("/live", 200, TEXT, "live\n"),
+        ("/ready?verbose=1", 200, TEXT, "ready\n"),
+        ("/page.js", 200, "text/javascript; charset=utf-8", (PAGE / "page.js").read_text()),
+        ("/page.css", 200, "text/css; charset=utf-8", (PAGE / "page.css").read_text()),
+        ("/", 200, "text/html; charset=utf-8", (PAGE / "index.html").read_text()),
+        ("/graph.svg", 200, "image/svg+xml", None),
+        ("/metric", 404, TEXT, "no /metric; did you mean '/metrics'?\n"),
+        ("/Stats", 404, TEXT, "no /Stats; did you mean '/stats'?\n"),
+        ("/healthz/ready", 404, TEXT, "no /healthz/ready; did you mean '/ready'?\n"),
+        ("/v2/health/ready", 404, TEXT, f"no /v2/health/ready; {elsewhere}"),
+        ("/" + "x" * 5000, 404, TEXT, None),
+    ):
+        answer, head = served.get(path), served.get(path, "HEAD")
+        assert (answer.status, answer.kind, answer.text) == (code, kind, answer.text if text is None else text)
+        assert (head.status, head.kind, head.length, head.body) == (code, kind, len(answer.body), b"")
+    for method in ("POST", "PUT", "DELETE"):
+        answer = served.get("/infer", method)
+        assert (answer.status, answer.text) == (501, f"{method} is not served, only GET, HEAD; {elsewhere}")
     for path in MONITORING_PATHS:
         assert served.told(path).status == 200
         answer = Answer(served.port, path)
-        assert answer.status == 404
         said = json.loads(answer.body)["error"]
+        assert answer.status == 404
         assert said.startswith(f"no {path}; monitoring is on --http-port {served.http_port}; ")
-
-
-def test_the_files_of_the_page(served: Served):
-    kinds = {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}
-    for path, kind in kinds.items():
-        answer = served.get(path)
-        assert (answer.status, answer.kind) == (200, f"{kind}; charset=utf-8")
-        name = path.lstrip("/") or "index.html"
-        assert answer.body == (ROOT / "server/torchpipe_server/supervisor/page" / name).read_bytes()
 
 
 def test_the_picture(served: Served):
     answer = served.get("/graph.svg")
-    assert (answer.status, answer.kind) == (200, "image/svg+xml")
     root = ElementTree.fromstring(answer.body)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     nodes = [element.get("data-node") for element in root.iter() if element.get("data-node")]
@@ -174,14 +155,6 @@ def test_garbage_harms_nobody(served: Served):
             read_all(sock)
     assert served.get("/live").status == 200
     assert "Traceback" not in served.process.stderr
-
-
-def test_a_connection_may_ask_again(served: Served):
-    connection = http.client.HTTPConnection("127.0.0.1", served.http_port, timeout=WAIT)
-    for path in ("/live", "/nowhere", "/stats", "/metrics"):
-        connection.request("GET", path)
-        connection.getresponse().read()
-    connection.close()
 
 
 # -- figures --------------------------------------------------------------------------------------------------------
@@ -228,21 +201,6 @@ def test_every_key_of_the_figures(served: Served):
         assert worker["rss_bytes"] > 2**20
 
 
-def grown(old: Any, new: Any) -> Any:
-    """By how much, number by number."""
-    if isinstance(new, dict):
-        return {key: grown((old or {}).get(key), value) for key, value in new.items()}
-    if isinstance(new, list):
-        return [grown(one, other) for one, other in zip(old or [0] * len(new), new, strict=True)]
-    return new - (old or 0)
-
-
-def calls(outcomes: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-    """Without what did not happen."""
-    kept = {name: {key: count for key, count in found.items() if count} for name, found in outcomes.items()}
-    return {name: found for name, found in kept.items() if found}
-
-
 SENT = {
     "infer_batch": {"ok": 20, "decode_error": 4},
     "infer_many": {"ok": 4, "decode_error": 4},
@@ -250,7 +208,7 @@ SENT = {
     "ping": {"ok": 4},
     "unknown": {"unknown_method": 4},
 }
-REQUESTS = 20 + 4 + 4 * 3 + 4 * 2 + 4  # of the pipeline
+REQUESTS = {"decode": 20 + 4 + 4 * 3 + 4 * 2 + 4, "model": 20 + 4 * 3 + 4 + 4}  # of the pipeline
 
 
 def send_some(client: Client) -> None:
@@ -265,91 +223,34 @@ def send_some(client: Client) -> None:
         client.call("no_such_method")
 
 
-def test_figures_are_those_of_what_was_sent(served: Served):
-    before = served.stats()
-    with ExitStack() as stack:
+def test_figures_are_those_of_what_was_sent():
+    """And the metrics are the figures."""
+    with Process("--http-port", "0", "--workers", "2") as process, ExitStack() as stack:
+        served = Served(process)
         for _ in range(4):
             send_some(stack.enter_context(Client(served.port)))
-        compare(served, before)
-    eventually(served.is_settled)
-
-
-def compare(served: Served, before: dict[str, Any]) -> None:
-    total = sum(sum(SENT[name].values()) for name in ("infer_batch", "infer_many", "infer"))
-    eventually(lambda: calls(grown(before["requests"], served.stats()["requests"])["by_method"]) == SENT)
-    # The last request is answered a moment before its instance is idle.
-    eventually(lambda: not any(node["busy"] for node in served.stats()["nodes"].values()))
-    after = served.stats()
-    requests = grown(before["requests"], after["requests"])
-    assert calls(requests["by_method"]) == SENT
-    assert sum(requests["latency"]["counts"]) == total
-    assert 0 < requests["latency"]["sum_ms"] < 1000 * WAIT * total
-    assert after["connections"]["open"] == before["connections"]["open"] + 4
-    assert after["connections"]["accepted"] == before["connections"]["accepted"] + 4
-    assert [worker["connections"] for worker in after["workers"]] == [2, 2]
-    for name, count in {"decode": REQUESTS, "model": REQUESTS - 8}.items():
-        node = grown(before["nodes"].get(name), after["nodes"][name])
-        assert node["requests"] == count
-        assert sum(int(size) * times for size, times in node["batch_sizes"].items()) == count
-        assert sum(node["batch_sizes"].values()) == node["batches"]
-        assert sum(node["histograms"]["queue"]) == count
-        assert sum(node["histograms"]["batch_wait"]) <= count, "requests that cannot be batched wait for no batch"
-        assert sum(node["histograms"]["compute"]) == node["batches"]
-        assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
-        assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure of the backend"
-        now = after["nodes"][name]
-        assert (now["queued"], now["busy"], now["oldest_batch_s"]) == (0, 0, 0.0)
-        assert now["alive"] == now["instances"]
-
-
-def test_metrics_are_the_figures(served: Served):
-    with Client(served.port) as client:
-        send_some(client)
-        eventually(lambda: served.stats()["requests"]["by_method"].get("unknown"))
-        seen = None
-
-        def is_steady() -> bool:
-            nonlocal seen
-            before, seen = seen, served.stats()["requests"]
-            return before == seen
-
-        eventually(is_steady)
+        eventually(lambda: served.stats()["requests"]["by_method"] == SENT)
+        # The last request is answered a moment before its instance is idle.
+        eventually(lambda: not any(node["busy"] for node in served.stats()["nodes"].values()))
         stats, families = served.stats(), served.families()
-    found = {}
-    for sample in families["torchpipe_requests"].samples:
-        found.setdefault(sample.labels["method"], {})[sample.labels["outcome"]] = sample.value
-    assert found == stats["requests"]["by_method"]
-    single = {
-        "torchpipe_connections": stats["connections"]["open"],
-        "torchpipe_connections_accepted": stats["connections"]["accepted"],
-        "torchpipe_connections_refused": stats["connections"]["refused"],
-        "torchpipe_connections_evicted": stats["connections"]["evicted"],
-        "torchpipe_worker_restarts": 0,
-        "torchpipe_requests_pending": 0,
-        "torchpipe_ready": 1,
-    }
-    assert {name: families[name].samples[0].value for name in single} == single
-    assert [one.value for one in families["torchpipe_workers"].samples] == [2]
-    counters = {"requests": "requests", "batches": "batches", "failures": "failed", "expired": "expired"}
-    for metric, key in counters.items():
-        values = {one.labels["node"]: one.value for one in families[f"torchpipe_node_{metric}"].samples}
-        assert values == {name: node[key] for name, node in stats["nodes"].items()}
-    assert_histogram(families["torchpipe_request_seconds"], stats["requests"]["latency"]["sum_ms"] / 1000)
-    for name, node in stats["nodes"].items():
-        for key in ("queue", "batch_wait", "compute"):
-            assert_histogram(families[f"torchpipe_node_{key}_seconds"], node[f"{key}_ms"] / 1000, node=name)
-        assert_histogram(families["torchpipe_node_batch_size"], node["requests"], node=name)
-
-
-def assert_histogram(family: Any, total: float, **labels: str) -> None:
-    """Buckets are cumulated, end with all, and there is a sum."""
-    mine = [one for one in family.samples if labels.items() <= one.labels.items()]
-    buckets = [(float(one.labels["le"]), one.value) for one in mine if one.name.endswith("_bucket")]
-    assert buckets == sorted(buckets)
-    assert [value for _, value in buckets] == sorted(value for _, value in buckets)
-    (count,) = [one.value for one in mine if one.name.endswith("_count")]
-    assert buckets[-1] == (math.inf, count)
-    assert [one.value for one in mine if one.name.endswith("_sum")] == [pytest.approx(total)]
+        assert sum(stats["requests"]["latency"]["counts"]) == 36
+        assert 0 < stats["requests"]["latency"]["sum_ms"] < 1000 * WAIT * 36
+        assert (stats["connections"]["open"], stats["connections"]["accepted"]) == (4, 4)
+        assert [worker["connections"] for worker in stats["workers"]] == [2, 2]
+        for name, count in REQUESTS.items():
+            node = stats["nodes"][name]
+            assert node["requests"] == sum(int(size) * times for size, times in node["batch_sizes"].items()) == count
+            assert sum(node["batch_sizes"].values()) == sum(node["histograms"]["compute"]) == node["batches"]
+            assert sum(node["histograms"]["queue"]) == count
+            assert sum(node["histograms"]["batch_wait"]) <= count, "requests that cannot be batched wait for no batch"
+            assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
+            assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure"
+            assert (node["queued"], node["busy"], node["oldest_batch_s"]) == (0, 0, 0.0)
+            assert node["alive"] == node["instances"]
+        found: dict[str, dict[str, float]] = {}
+        for sample in families["torchpipe_requests"].samples:
+            found.setdefault(sample.labels["method"], {})[sample.labels["outcome"]] = sample.value
+        assert found == SENT
 
 
 def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(served: Served):
@@ -364,74 +265,7 @@ def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(ser
     eventually(lambda: all(one["responding"] for one in served.stats()["workers"]))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_the_page_under_load(served: Served, tmp_path: Path):
-    """In a browser, before the service itself."""
-    with Load(served.port):
-        page = Browser(tmp_path / "profile").run(f"http://127.0.0.1:{served.http_port}/", 8)
-    assert page.banner == ""
-    assert (page.text("config"), page.text("state")) == (DEMO, "ready")
-    assert float(page.totals["QPS"][0].replace(",", "").rstrip("k")) > 0
-    assert page.totals["connections"][0] != "0"
-    assert page.totals["latency p99"][0].endswith(" ms")
-    assert set(page.table("nodes")) == {"decode", "model"}
-    assert text_of(page.table("nodes")["model"]["rate /s"]) not in ("–", "0")
-    assert len(page.table("workers")) == 2
-    boxes = page.boxes()
-    assert set(boxes) == {"decode", "model"}
-    assert all(text_of(box["rate"]) not in ("– /s", "0 /s") for box in boxes.values())
-
-
 # -- what must not fall ---------------------------------------------------------------------------------------------
-
-
-class Load:
-    """Clients that go on, whatever becomes of a request; ``answered`` counts by outcome."""
-
-    def __init__(self, port: int, count: int = 4) -> None:
-        self.port, self.answered = port, {"ok": 0, "error": 0, "closed": 0, "over": 0}
-        self._lock, self._is_over = threading.Lock(), threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
-        self.failure: BaseException | None = None
-
-    def _run(self) -> None:
-        try:
-            while not self._is_over.is_set():
-                with Client(self.port) as client:
-                    self._count(self._ask(client))
-        except BaseException as error:
-            self.failure = error
-
-    def _ask(self, client: Client) -> str:
-        """Until the connection is closed, or it is over."""
-        while not self._is_over.wait(0.002):
-            try:
-                client.infer_batch(JPEG)
-                self._count("ok")
-            except IDL.InferenceError:
-                self._count("error")
-            except (TTransportException, EOFError, ConnectionError):
-                return "closed"
-        return "over"
-
-    def _count(self, outcome: str) -> None:
-        with self._lock:
-            self.answered[outcome] += 1
-
-    def wait_answered(self, count: int) -> None:
-        wanted = self.answered["ok"] + count
-        eventually(lambda: self.failure or self.answered["ok"] >= wanted)
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(WAIT)
-        assert self.failure is None, repr(self.failure)
 
 
 def counters_of(served: Served) -> Series:
@@ -456,7 +290,9 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
     taken back."""
     with Process("--http-port", "0", "--workers", "2") as process:
         served = Served(process)
-        with Load(served.port) as load:
+        with Client(served.port) as client:
+            answer = client.infer_batch(JPEG)
+        with Load(served.port, 4, lambda client, number: (JPEG, (answer.label, answer.score))) as load:
             last = counters_of(served)
 
             def look() -> None:
@@ -468,26 +304,29 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
             def look_until(is_true: Callable[[], object]) -> None:
                 eventually(lambda: (look(), is_true())[1])
 
-            load.wait_answered(50)
+            eventually(load.served())
             look()
             first = process.workers
             os.kill(first[0], signal.SIGKILL)
             look_until(lambda: served.stats()["restarts"] == 1)
             look_until(lambda: [one["state"] for one in served.stats()["workers"]] == ["ready", "ready"])
-            load.wait_answered(50)
+            eventually(load.served())
             look()
-            before, closed = process.workers, load.answered["closed"]
+            before, closed = process.workers, load.tally.ends["connection_lost"]
             assert closed <= 4, "those whose reply was being written, nobody knows how far"
             process.signal(signal.SIGHUP)
             look_until(lambda: not set(before) & set(process.workers) and len(process.workers) == 2)
-            load.wait_answered(50)
+            eventually(load.served())
             look()
         eventually(served.is_settled)
         look()
-        told = served.stats()["requests"]["by_method"]["infer_batch"]
-        assert load.answered["closed"] == closed, "a reload closes none"
-        assert sum(told.values()) <= load.answered["ok"] + load.answered["error"] + closed
-        assert told.get("worker_died", 0) == load.answered["error"] <= 4
+        ends, told = load.tally.ends, Counter[str]()
+        for method in ("infer_batch", "POST /infer"):
+            told.update(served.stats()["requests"]["by_method"][method])
+        assert set(ends) <= {"ok", "worker_died", "unavailable", "connection_lost"}
+        assert ends["connection_lost"] == closed, "a reload closes none"
+        assert sum(told.values()) <= ends.total() + 1
+        assert told["worker_died"] == ends["worker_died"] <= 4
         assert served.stats()["restarts"] == 1
         process.signal()
         assert process.wait() == 0
