@@ -15,9 +15,9 @@ from fakes import in_threads
 from service import FRAMINGS, IDL, ROOT, Client, Process, connect, pack_call
 from thrift.protocol.TBinaryProtocol import TBinaryProtocol, TBinaryProtocolAccelerated
 from thrift.protocol.TCompactProtocol import TCompactProtocol, TCompactProtocolAccelerated
-from thrift.Thrift import TApplicationException
 from thrift.transport.TSocket import TSocket
 from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
+from thriftpy2.thrift import TApplicationException
 
 IMAGES = sorted((ROOT / "configs/demo/images").glob("*.jpg"))
 SILENT, BUSY = 1000, 20

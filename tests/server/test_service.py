@@ -35,8 +35,8 @@ from service import (
     read_all,
     serving,
 )
-from thrift.Thrift import TApplicationException
 from thriftpy2.protocol import TBinaryProtocolFactory, TCompactProtocolFactory
+from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TBufferedTransportFactory, TFramedTransportFactory
 
 from torchpipe_py import Backend, NoResult, Overloaded

@@ -85,7 +85,10 @@ def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
             raise DecodeError(f"{error}; {asked.hint}") from error
         raise
     if len(values) == 1 and is_label_and_score(value := values[asked.keys[0]]):
-        return label_line(value)
+        line = label_line(value)
+        if len(line) > reply.bytes:
+            raise ReplyTooLargeError(len(line), reply)
+        return line
     size = NUMBER_BYTES * sum(map(size_of, values.values()))
     if size > reply.bytes:
         raise ReplyTooLargeError(size, reply)

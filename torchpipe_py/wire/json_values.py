@@ -209,7 +209,11 @@ def json_line(members: Mapping[str, str]) -> bytes:
 
 def label_line(value: tuple[Any, Any]) -> bytes:
     """``json_line`` of a label and its score, whose form is known."""
-    label, score = str(value[0]), float(value[1])
+    label = str(value[0])
+    try:
+        score = float(value[1])
+    except OverflowError:
+        raise NoResult("'score' is an integer beyond the numbers of float64") from None
     if not math.isfinite(score):
         return json_line(to_json("result", value))
     return utf8_json(f'{{"label": {_encode(label)}, "score": {score!r}}}\n')

@@ -20,7 +20,7 @@ import pytest
 from fakes import WAIT
 from http_client import every_client
 from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, on_its_way, pack_call, read_all, told_at
-from thrift.transport.TTransport import TTransportException
+from thriftpy2.transport import TTransportException
 from torchpipe_server import cli
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options

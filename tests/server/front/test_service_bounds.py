@@ -12,7 +12,7 @@ import pytest
 from conftest import Register
 from fakes import Gate
 from service import IDL, Client, eventually, narrow, pack_call, pack_string, serving
-from thrift.Thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py import Backend, pipe
 from torchpipe_py.errors import UnknownNode

@@ -36,8 +36,8 @@ from service import (
     read_all,
     serving,
 )
-from thrift.Thrift import TApplicationException
-from thrift.transport.TTransport import TTransportException
+from thriftpy2.thrift import TApplicationException
+from thriftpy2.transport import TTransportException
 from torchpipe_server.front.server import TICK_SECONDS
 from torchpipe_server.methods.thrift import InferenceHandler
 from torchpipe_server.wire.thrift_reader import ThriftReader

@@ -12,7 +12,7 @@ import pytest
 from conftest import Register
 from http_client import HttpClient
 from service import IDL, Client, LocalServer, connect, eventually, pack_batch, serving
-from thrift.Thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.options import Options, markdown_table, parse_options

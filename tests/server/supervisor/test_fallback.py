@@ -11,7 +11,7 @@ import thriftpy2.rpc
 from fakes import WAIT
 from http_client import HttpClient
 from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, pack_call, read_all
-from thrift.Thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback
 from torchpipe_server.wire.thrift import Framing, Limits, Message

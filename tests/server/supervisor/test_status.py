@@ -25,7 +25,7 @@ from fakes import WAIT
 from prometheus_client.parser import text_string_to_metric_families
 from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all, reserved_port
 from test_service_lifecycle import Plugin
-from thrift.Thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from fakes import WAIT, in_threads
 from service import IDL, LIGHT, Client, Process, connect, eventually, on_its_way, told_at
-from thrift.Thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException
 
 BACKENDS = '''
 import os, pathlib, subprocess, time

@@ -10,7 +10,7 @@ import pytest
 from conftest import Register
 from service import IDL, Client, LocalServer, eventually, serving
 from test_service_http import ask
-from thrift.Thrift import TApplicationException
+from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, Handler
 

@@ -82,9 +82,9 @@ class Templates:
         if start is None:
             return None
         if kind is tuple:
-            if not is_label_and_score(value) or not -_MOST_FLOAT32 < (score := float(value[1])) < _MOST_FLOAT32:
+            if not is_label_and_score(value) or not -_MOST_FLOAT32 < value[1] < _MOST_FLOAT32:
                 return None
-            (score,) = _float32.unpack(_float32.pack(score))
+            (score,) = _float32.unpack(_float32.pack(value[1]))
             text = f"{start}{_encode(str(value[0]))}{self._score}{score!r}]}}]}}"
         else:
             if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):

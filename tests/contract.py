@@ -1,0 +1,377 @@
+"""What every way into a pipe does with the same requests: the ways, and the table of what comes out.
+
+A way is a function that asks a ``House`` for one request and says what became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import struct
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import urlencode
+
+import numpy as np
+import thriftpy2
+import torch
+from engines import workers_of
+from kit.clients import IDL, Client, HttpClient
+from kit.services import ROOT, LocalServer
+from kit.steered import steering
+from thriftpy2.thrift import TApplicationException
+from torchpipe_server import Handler
+from torchpipe_server.front.services import Routes, Served
+from torchpipe_server.methods.custom import CustomHandler
+
+import torchpipe_py.errors
+from torchpipe_py import NoResult, pipe
+from torchpipe_py.ray.arguments import Arguments
+from torchpipe_py.ray.service import PipeReplica
+from torchpipe_py.wire.errors import reason
+
+MOST_INFLIGHT = 4
+LIMITS: dict[str, Any] = {"max_message_bytes": 2**21, "max_reply_bytes": 2**19, "drain_seconds": 10.0}
+CONFIG = {"global": {"max_inflight": MOST_INFLIGHT}, "main": {"backend": "Steered"}}
+
+
+class Asked(NamedTuple):
+    """A request: its ``data``, other keys, and what a caller may say besides."""
+
+    data: Any = b"abc"
+    inputs: dict[str, Any] = {}  # noqa: RUF012
+    outputs: list[str] | None = None
+    node_name: str | None = None
+    deadline_ms: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self[1:4] == ({}, None, None)
+
+
+class Outcome(NamedTuple):
+    """``label`` is the result, or what is under the first key that is asked for; ``code`` is ``ok``, or the error's."""
+
+    code: str
+    label: Any = None
+    message: str = ""
+    retry_after_ms: int | None = None
+
+    @classmethod
+    def of(cls, error: Any) -> Outcome:
+        message = getattr(error, "message", None) or torchpipe_py.errors.message_of(error)
+        return cls(getattr(error, "code", "internal"), None, message, getattr(error, "retry_after_ms", None))
+
+
+class Own(Handler):
+    """A handler that leaves all errors to the service."""
+
+    service = thriftpy2.load_fp(
+        io.StringIO("service Own { string ask(1: binary data, 2: double timeout) }"), "contract_own_thrift"
+    ).Own
+    routes: ClassVar[dict[str, str]] = {"POST /own": "post"}
+
+    async def ask(self, data: bytes, timeout: float) -> str:
+        return str((await self.run({"data": data}, timeout or None))["result"][0])
+
+    async def post(self, request: Any) -> dict[str, Any]:
+        timeout = float(request.fields.get("timeout", 0))
+        return {"label": (await self.run({"data": request.body}, timeout or None))["result"][0]}
+
+
+class House:
+    """One pipe behind a server of the service's methods and one of a handler's; another whose node is shared; Ray's."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        stack.enter_context(steering())
+        self.pipe = stack.enter_context(pipe(CONFIG))
+        self.server = stack.enter_context(LocalServer(self.pipe, **LIMITS))
+        own = CustomHandler(Own, self.pipe)
+        served = Served(own.methods, Routes(own.routes))
+        self.own = stack.enter_context(LocalServer(self.pipe, make_served=lambda loop: served, **LIMITS))
+        (worker,) = stack.enter_context(workers_of({**CONFIG, "main": {**CONFIG["main"], "shared": True}}))
+        self.shared = worker.pipe
+        self.replica = PipeReplica(Arguments("configs/demo.toml", **LIMITS), CONFIG, str(ROOT))
+        stack.callback(lambda: asyncio.run(self.replica.end()))
+        self.client: Any = None
+        """The connection that was opened last."""
+
+    def pipe_of(self, way: str) -> pipe:
+        """The pipe that answers."""
+        return {"shared": self.shared, "replica": self.replica._served.pipe}.get(way, self.pipe)
+
+    def connect(self, cls: type = Client, port: int = 0, **options: Any) -> Any:
+        self.client = cls(port or self.server.port, **options)
+        return self.client
+
+
+@contextmanager
+def house() -> Iterator[House]:
+    with ExitStack() as stack:
+        yield House(stack)
+
+
+# -- in process -----------------------------------------------------------------------------------------------------
+
+
+def call(run: pipe, asked: Asked) -> Outcome:
+    data: dict[str, Any] = {"data": asked.data, **asked.inputs}
+    if asked.node_name is not None:
+        data["node_name"] = asked.node_name
+    try:
+        run(data, None if asked.deadline_ms is None else asked.deadline_ms / 1000)
+        key = (asked.outputs or ["result"])[0]
+        if key not in data:
+            raise reason(data, key)
+    except Exception as error:
+        return Outcome.of(error)
+    return Outcome("ok", data[key][0] if key == "result" else data[key])
+
+
+# -- Thrift ---------------------------------------------------------------------------------------------------------
+
+
+def infer_batch(house: House, asked: Asked) -> Outcome:
+    params = IDL.InferenceParams(uuid="x", data=asked.data)
+    return _thrift(house, lambda client: client.call("infer_batch", params=params).label)
+
+
+def infer_many(house: House, asked: Asked) -> Outcome:
+    """The outcome of one image of one."""
+
+    def ask(client: Client) -> Any:
+        (outcome,) = client.infer_many([asked.data], None if asked.deadline_ms is None else int(asked.deadline_ms))
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.result.label
+
+    return _thrift(house, ask)
+
+
+def infer(house: House, asked: Asked, **framing: bool) -> Outcome:
+    inputs = {"data": IDL.Value(bytes=asked.data), **{key: IDL.Value(text=text) for key, text in asked.inputs.items()}}
+    more = {"outputs": asked.outputs, "node_name": asked.node_name}
+
+    def ask(client: Client) -> Any:
+        deadline_ms = None if asked.deadline_ms is None else int(asked.deadline_ms)
+        outputs = client.infer(inputs, deadline_ms=deadline_ms, **more)
+        return (outputs.get("label") or outputs[(asked.outputs or ["result"])[0]]).text
+
+    return _thrift(house, ask, **framing)
+
+
+def _thrift(house: House, ask: Callable[[Client], Any], **framing: bool) -> Outcome:
+    with house.connect(**framing) as client:
+        try:
+            return Outcome("ok", ask(client))
+        except (IDL.InferenceError, TApplicationException) as error:
+            return Outcome.of(error)
+
+
+def own_method(house: House, asked: Asked) -> Outcome:
+    """The code is that of the exception whose name the client is told."""
+    with house.connect(port=house.own.port) as client:
+        try:
+            seconds = (asked.deadline_ms or 0) / 1000
+            return Outcome("ok", client.call("ask", Own.service, data=asked.data, timeout=seconds))
+        except TApplicationException as error:
+            name, _, message = error.message.partition(": ")
+            return Outcome(getattr(getattr(torchpipe_py.errors, name, None), "code", "internal"), None, message)
+
+
+# -- HTTP -----------------------------------------------------------------------------------------------------------
+
+
+def raw(house: House, asked: Asked) -> Outcome:
+    return http(house, f"/infer?{urlencode(_options(asked))}", asked.data)
+
+
+def as_json(house: House, asked: Asked) -> Outcome:
+    return http(house, "/infer", as_json_body(asked), content_type="application/json")
+
+
+def as_json_body(asked: Asked) -> bytes:
+    inputs = {"data": {"b64": base64.b64encode(asked.data).decode()}, **asked.inputs}
+    options = {**_options(asked), **({"outputs": asked.outputs} if asked.outputs else {})}
+    return json.dumps({"inputs": inputs, **options}).encode()
+
+
+def form(house: House, asked: Asked) -> Outcome:
+    fields = {**asked.inputs, **_options(asked)}
+    parts = [('name="file"; filename="a.jpg"', asked.data)]
+    parts += [(f'name="{name}"', str(value).encode()) for name, value in fields.items()]
+    pieces = [f"--xyz\r\nContent-Disposition: form-data; {of}\r\n\r\n".encode() + body + b"\r\n" for of, body in parts]
+    body = b"".join(pieces) + b"--xyz--\r\n"
+    return http(house, "/infer", body, content_type="multipart/form-data; boundary=xyz")
+
+
+def oip(house: House, asked: Asked) -> Outcome:
+    return _oip(house, asked, {"data": [asked.data.decode()]}, b"")
+
+
+def oip_binary(house: House, asked: Asked) -> Outcome:
+    binary = struct.pack("<I", len(asked.data)) + asked.data
+    return _oip(house, asked, {"parameters": {"binary_data_size": len(binary)}}, binary)
+
+
+def own_route(house: House, asked: Asked) -> Outcome:
+    return http(house, "/own", asked.data, house.own.port, timeout=str((asked.deadline_ms or 0) / 1000))
+
+
+def _options(asked: Asked) -> dict[str, Any]:
+    given = {"node_name": asked.node_name, "deadline_ms": asked.deadline_ms}
+    given["outputs"] = asked.outputs and ",".join(asked.outputs)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _oip(house: House, asked: Asked, data: dict[str, Any], binary: bytes) -> Outcome:
+    inputs = [{"name": "data", "datatype": "BYTES", "shape": [1], **data}]
+    inputs += [{"name": key, "datatype": "BYTES", "shape": [1], "data": [text]} for key, text in asked.inputs.items()]
+    parameters = {name: value for name, value in _options(asked).items() if name != "outputs"}
+    given: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+    if asked.outputs:
+        given["outputs"] = [{"name": name} for name in asked.outputs]
+    head = json.dumps(given).encode()
+    fields = {"inference_header_content_length": str(len(head))} if binary else {}
+    return http(house, "/v2/models/test/infer", head + binary, **fields)
+
+
+def http(house: House, path: str, body: bytes, port: int = 0, **fields: str) -> Outcome:
+    named = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n{named}\r\n"
+    with house.connect(HttpClient, port) as client:
+        client.send(head.encode() + body)
+        return _of_json(client.read().body)
+
+
+def _of_json(body: bytes) -> Outcome:
+    answer = json.loads(body)
+    if "code" in answer:
+        return Outcome(answer["code"], None, answer["error"], answer.get("retry_after_ms"))
+    if "model_name" in answer:
+        return Outcome("ok", answer["outputs"][0]["data"][0])
+    return Outcome("ok", answer.get("label", next(iter(answer.values()))))
+
+
+def replica(house: House, asked: Asked) -> Outcome:
+    """HTTP, as Ray Serve hands it over."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield as_json_body(asked)
+
+    answer = house.replica.answer("POST", "/infer", "", {"content-type": "application/json"}, pieces())
+    return _of_json(asyncio.run(answer).body)  # type: ignore[arg-type]
+
+
+Way = Callable[[House, Asked], Outcome]
+WAYS: dict[str, Way] = {
+    "pipe": lambda house, asked: call(house.pipe, asked),
+    "shared": lambda house, asked: call(house.shared, asked),
+    "infer_batch": infer_batch,
+    "infer_many": infer_many,
+    "infer": infer,
+    "infer, framed and compact": lambda house, asked: infer(house, asked, framed=True, compact=True),
+    "raw": raw,
+    "json": as_json,
+    "form": form,
+    "oip": oip,
+    "oip_binary": oip_binary,
+    "own_method": own_method,
+    "own_route": own_route,
+    "replica": replica,
+}
+IN_PROCESS = ("pipe", "shared", "replica")
+PLAIN = ("infer_batch", "infer_many", "own_method", "own_route")
+"""Those whose requests have nothing but ``data`` and a deadline."""
+
+
+# -- the table ------------------------------------------------------------------------------------------------------
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Leaving(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("of __str__")
+
+
+itself: list[Any] = [1]
+itself.append(itself)
+VALUES: dict[str, Any] = {
+    "unprintable": Unprintable(), "leaving": Leaving(), "text": "a text", "stop": StopIteration(), "thing": object(),
+    "surrogate": NoResult("half \ud800"),
+    "label": ("ü\ud800", 0.5), "ranking": [("a", np.float32(0.75)), (2, 0.25)],
+    "scalars": (np.int64(3), np.float32(0.5)), "nan": ("a", float("nan")), "infinite": ("a", 10**400),
+    "first": [("a", float("inf")), ("b", 0.5)],
+    "itself": itself, "array": np.array([object()], object), "float8": torch.zeros(2).to(torch.float8_e5m2),
+    "huge": 2**200,
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """``said``: the label, or a part of the message. ``unlike``: ways with another code; ``ways``: those to try."""
+
+    asked: Asked
+    code: str = "ok"
+    said: str = ""
+    unlike: Mapping[str, str] = {}
+    ways: Iterable[str] = ()
+
+    def outcome_for(self, way: str) -> tuple[str, str]:
+        code = self.unlike.get(way, self.code)
+        return code, self.said if code == self.code else ""
+
+
+THRIFT = ("infer_batch", "infer_many", "infer", "infer, framed and compact")
+HTTP = ("raw", "json", "form", "oip", "oip_binary", "replica")
+OWN = ("own_method", "own_route")
+SERVED = (*THRIFT, *HTTP)
+
+ROWS = {
+    "result": Row(Asked(), "ok", "abc"),
+    "no result": Row(Asked(b"none"), "no_result", "on request"),
+    "no image": Row(Asked(b"corrupt"), "decode_error", "no image"),
+    "a backend raises": Row(Asked(b"raise"), "backend_error", "node 'main': Steered: ValueError: on request"),
+    "the root by name": Row(Asked(node_name="main"), "ok", "abc"),
+    "unknown node": Row(Asked(node_name="mian"), "unknown_node", "no root 'mian'; did you mean 'main'?"),
+    "another key": Row(Asked(inputs={"mine": "x"}, outputs=["mine"]), "ok", "x", ways={*WAYS} - {"raw"}),
+    "an unknown key": Row(
+        Asked(outputs=["resul"]), "no_result", "the request has no 'resul'; did you mean 'result'?",
+        dict.fromkeys(("oip", "oip_binary"), "invalid_request"),
+    ),
+    "a text as error": Row(Asked(b"error text"), "no_result", "a text"),
+    "half a character in an error": Row(Asked(b"error surrogate"), "no_result", "half ?", ways=(*SERVED, *OWN)),
+    "an error without text": Row(Asked(b"error unprintable"), "internal", "whose message cannot be read"),
+    "an error that leaves": Row(Asked(b"error leaving"), "internal", "whose message cannot be read"),
+    "an error that stops": Row(Asked(b"error stop"), "internal", "StopIteration"),
+    "no error at all": Row(Asked(b"error thing"), "no_result", "<object object at 0x"),
+    "half a character in a label": Row(Asked(b"value label"), "ok", "ü?", ways=(*THRIFT, "oip", "oip_binary", OWN[0])),
+    "NumPy's scalars": Row(Asked(b"value scalars"), "ok", "3", ways=SERVED),
+    "a ranking": Row(Asked(b"value ranking"), "ok", "a", ways=(*THRIFT, "oip")),
+    "a score that is no number": Row(Asked(b"value nan"), "no_result", ways=SERVED),
+    "a first score that is none": Row(Asked(b"value first"), "no_result", ways=SERVED),
+    "a score beyond all numbers": Row(
+        Asked(b"value infinite"), "no_result", "", dict.fromkeys((*THRIFT, "oip", "oip_binary"), "internal"), SERVED
+    ),
+    "a list in itself": Row(Asked(b"value itself"), "no_result", ways=SERVED),
+    "an object": Row(Asked(b"value thing"), "no_result", ways=SERVED),
+    "an array of objects": Row(Asked(b"value array"), "no_result", ways=SERVED),
+    "a type that NumPy has not": Row(Asked(b"value float8"), "no_result", ways=SERVED[2:]),
+    "an integer of 200 bits": Row(Asked(b"value huge"), "internal", ways=THRIFT[2:]),
+    "a large request": Row(Asked(bytes(2**21 + 9)), "too_large", str(2**21), ways=(*SERVED, "own_route")),
+    "a large reply": Row(Asked(b"large"), "too_large", "the limit of a reply is 524288", {OWN[0]: "internal"}, (*SERVED, *OWN)),
+    "no deadline": Row(Asked(deadline_ms=0), "ok", "abc", dict.fromkeys(HTTP, "invalid_request"), SERVED),
+    "a negative deadline": Row(Asked(deadline_ms=-1), "ok", "abc", dict.fromkeys(HTTP, "invalid_request"), SERVED),
+    "a far deadline": Row(Asked(deadline_ms=2.0**31 - 1), "ok", "abc"),
+}  # fmt: skip
+
+
+CASES = [
+    (name, way) for name, row in ROWS.items() for way in row.ways or WAYS if row.asked.is_plain or way not in PLAIN
+]

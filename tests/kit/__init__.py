@@ -1,0 +1,1 @@
+"""What the tests of every folder share: waits, backends that tests steer, services, clients and a scripted server."""

@@ -1,0 +1,64 @@
+"""Waits that fail instead of hanging."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import psutil
+
+WAIT = 60.0
+"""Seconds after which something that must happen counts as not happening."""
+
+PROGRAM_WAIT = 4 * WAIT
+"""The same for a whole program: a busy machine may take a minute to import PyTorch alone."""
+
+
+def outcome(future: Future[Any]) -> Any:
+    """The future's result; its error raised."""
+    return future.result(WAIT)
+
+
+def error_of(future: Future[Any]) -> BaseException | None:
+    return future.exception(WAIT)
+
+
+def eventually(is_true: Callable[[], object], what: str = "it does not come true", seconds: float = WAIT) -> None:
+    """Wait until `is_true()`, for a bounded time."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs: where nobody waits for orphans, one that has ended stays as a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Run ``work(index)`` in ``count`` threads at once, and raise the first error."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(WAIT)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * WAIT)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

@@ -1,0 +1,110 @@
+"""The same request has the same outcome, whichever way it comes in: ``contract`` has the ways and the table."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import contract
+import pytest
+from contract import IN_PROCESS, MOST_INFLIGHT, WAYS, Asked, House, Outcome
+from kit.steered import Steered, steering
+from kit.waits import WAIT, error_of, eventually
+from thriftpy2.transport import TTransportException
+
+ON_SOCKETS = [way for way in WAYS if way not in IN_PROCESS]
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[House]:
+    with contract.house() as house:
+        yield house
+
+
+@pytest.fixture
+def house(built: House) -> Iterator[House]:
+    with steering(**contract.VALUES):
+        yield built
+    for way in IN_PROCESS:
+        run = built.pipe_of(way)
+        eventually(lambda run=run: run.stats()["inflight"] == 0, "a request is left")
+
+
+@pytest.fixture
+def block(house: House) -> Iterator[Any]:
+    """Fill a pipe with requests that block, so many."""
+    futures = []
+
+    def fill(way: str, count: int = 1) -> None:
+        run = house.pipe_of(way)
+        futures.extend(run.submit({"data": b"block"}) for _ in range(count))
+        assert Steered.entered.acquire(timeout=WAIT)
+        eventually(lambda: run.stats()["inflight"] == count)
+
+    yield fill
+    Steered.opened.set()
+    assert [error_of(future) for future in futures] == [None] * len(futures)
+
+
+@pytest.mark.parametrize(("name", "way"), contract.CASES)
+def test_outcome(house: House, caplog: pytest.LogCaptureFixture, name: str, way: str) -> None:
+    row = contract.ROWS[name]
+    outcome = WAYS[way](house, row.asked)
+    code, said = row.outcome_for(way)
+    assert outcome.code == code, outcome
+    assert (outcome.label == said or not said) if code == "ok" else said in outcome.message
+    is_defect = code == "internal" or code == "backend_error"
+    if way not in ("pipe", "shared") and code != "too_large":
+        eventually(lambda: len(caplog.records) >= is_defect)
+        assert [record.levelno for record in caplog.records] == [logging.ERROR] * is_defect, "logged once"
+        assert ('raise ValueError("on request")' in caplog.text) == (code == "backend_error"), "where it was raised"
+    assert house.pipe_of(way).stats()["inflight"] == 0
+    assert WAYS[way](house, Asked()) == Outcome("ok", "abc")
+
+
+@every_way
+def test_a_full_pipe_refuses_at_once(house: House, block: Any, way: str) -> None:
+    block(way, MOST_INFLIGHT)
+    for _ in range(3):
+        outcome = WAYS[way](house, Asked())
+        assert outcome.code == "overloaded"
+        assert outcome.retry_after_ms is None if way in ("own_method",) else outcome.retry_after_ms >= 1
+    assert b"abc" not in Steered.seen
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "infer_batch"])
+def test_a_deadline_is_answered_while_the_backend_blocks(house: House, block: Any, way: str) -> None:
+    """What waits behind another request then is not computed any more."""
+    block(way)
+    assert WAYS[way](house, Asked(b"late", deadline_ms=50)).code == "deadline_exceeded"
+    Steered.opened.set()
+    assert WAYS[way](house, Asked()) == Outcome("ok", "abc")
+    assert Steered.seen == [b"block", b"abc"]
+    Steered.opened.clear()
+    assert WAYS[way](house, Asked(b"block", deadline_ms=200)).code == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("way", ON_SOCKETS)
+def test_the_requests_of_a_client_that_is_gone_are_not_computed(
+    house: House, block: Any, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    block(way)
+
+    def ask() -> None:
+        with pytest.raises((EOFError, OSError, TTransportException)):
+            WAYS[way](house, Asked(b"abandoned"))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    eventually(lambda: house.pipe.stats()["inflight"] == 2)
+    house.client.sock.shutdown(socket.SHUT_RDWR)
+    asking.join(WAIT)
+    eventually(lambda: house.pipe.stats()["inflight"] == 1)
+    Steered.opened.set()
+    assert WAYS[way](house, Asked()) == Outcome("ok", "abc")
+    assert Steered.seen == [b"block", b"abc"]
+    assert caplog.records == []
