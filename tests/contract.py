@@ -22,6 +22,7 @@ from engines import workers_of
 from kit.clients import IDL, Client, HttpClient
 from kit.services import ROOT, LocalServer
 from kit.steered import steering
+from kit.waits import WAIT
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server import Handler
 from torchpipe_server.front.services import Routes, Served
@@ -35,7 +36,7 @@ from torchpipe_py.wire.errors import reason
 
 MOST_INFLIGHT = 4
 LIMITS: dict[str, Any] = {"max_message_bytes": 2**21, "max_reply_bytes": 2**19, "drain_seconds": 10.0}
-CONFIG = {"global": {"max_inflight": MOST_INFLIGHT}, "main": {"backend": "Steered"}}
+CONFIG = {"global": {"max_inflight": MOST_INFLIGHT}, "main": {"backend": "Steered", "instance_num": 1}}
 
 
 class Asked(NamedTuple):
@@ -96,16 +97,17 @@ class House:
         self.shared = worker.pipe
         self.replica = PipeReplica(Arguments("configs/demo.toml", **LIMITS), CONFIG, str(ROOT))
         stack.callback(lambda: asyncio.run(self.replica.end()))
-        self.client: Any = None
-        """The connection that was opened last."""
+        self.seconds = WAIT
+        """How long a client waits for its answer before it leaves."""
 
     def pipe_of(self, way: str) -> pipe:
         """The pipe that answers."""
         return {"shared": self.shared, "replica": self.replica._served.pipe}.get(way, self.pipe)
 
     def connect(self, cls: type = Client, port: int = 0, **options: Any) -> Any:
-        self.client = cls(port or self.server.port, **options)
-        return self.client
+        client = cls(port or self.server.port, **options)
+        client.sock.settimeout(self.seconds)
+        return client
 
 
 @contextmanager
@@ -365,7 +367,9 @@ ROWS = {
     "a type that NumPy has not": Row(Asked(b"value float8"), "no_result", ways=SERVED[2:]),
     "an integer of 200 bits": Row(Asked(b"value huge"), "internal", ways=THRIFT[2:]),
     "a large request": Row(Asked(bytes(2**21 + 9)), "too_large", str(2**21), ways=(*SERVED, "own_route")),
-    "a large reply": Row(Asked(b"large"), "too_large", "the limit of a reply is 524288", {OWN[0]: "internal"}, (*SERVED, *OWN)),
+    "a large reply": Row(
+        Asked(b"large"), "too_large", "the limit of a reply is 524288", {OWN[0]: "internal"}, (*SERVED, *OWN)
+    ),
     "no deadline": Row(Asked(deadline_ms=0), "ok", "abc", dict.fromkeys(HTTP, "invalid_request"), SERVED),
     "a negative deadline": Row(Asked(deadline_ms=-1), "ok", "abc", dict.fromkeys(HTTP, "invalid_request"), SERVED),
     "a far deadline": Row(Asked(deadline_ms=2.0**31 - 1), "ok", "abc"),
