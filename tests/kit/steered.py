@@ -60,8 +60,9 @@ class Steered(Backend):
             raise ValueError("on request")
         if word == "block":
             self._touch("entered")
+            opened = Steered.opened  # that of the next test is another one
             Steered.entered.release()
-            while not Steered.opened.is_set() and not self._exists("open"):
+            while not opened.is_set() and not self._exists("open"):
                 self._wait()
         if word == "abort":
             os.abort()

@@ -215,8 +215,9 @@ class ThriftService:
                 result = method.fail(result)
             except BaseException as error:  # what the method does not declare becomes what every client understands
                 kind, outcome = _UNDECLARED.get(type(error), (TApplicationException.INTERNAL_ERROR, ""))
-                text = str(error)
-                if not outcome:
+                if outcome:
+                    text = str(error)
+                else:  # NOTE: whatever its own methods do, which may leave the loop
                     outcome, text = told(error)
                     text = f"{type(error).__name__}: {text}"
                 return self._exception(message, kind, text, outcome)
