@@ -80,7 +80,6 @@ def make_parser() -> ArgumentParser:
     option("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
     engines = "engine processes with shared nodes; sizes takes the first (default: %(default)s)"
     option("--engines", type=numbers, default="1,2", metavar="N,N", help=engines)
-    option("--profile", action="store_true", help="of shared: where threads of engine processes are")
     option = parser.add_argument_group("sizes").add_argument
     option("--decode", choices=("cpu", "gpu"), default="cpu", help="where (default: %(default)s)")
     option("--separate", type=int, default=4, metavar="N", help="workers without sharing (default: 4)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -22,11 +21,9 @@ from urllib.request import urlopen
 import psutil
 
 from benchmarks.common import REPOSITORY, Load, python
-from benchmarks.inside.sitecustomize import address
 from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, node_figures
 
 MIB = 2**20
-PLACES = 25  # of a thread, in a profile
 _WARMUP = ["--warmup", "5"]  # the default, 50 calls of each client, takes longer than a slice of a second
 _START_SECONDS = 600.0  # engines may have to be built
 _END_SECONDS = 30.0
@@ -37,17 +34,16 @@ _REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
 
 @contextmanager
 def serving(config: str, options: Sequence[str] = ()) -> Iterator[int]:
-    """``torchpipe-serve`` on ``config``, whose engine processes can be profiled; the port it listens on."""
+    """``torchpipe-serve`` on ``config``; the port it listens on."""
     command = ["-m", "torchpipe_server", config, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]
-    paths = [str(Path(__file__).parent / "inside"), os.environ.get("PYTHONPATH", "")]
-    with started([*command, *options], {"PYTHONPATH": os.pathsep.join(filter(None, paths))}) as port:
+    with started([*command, *options]) as port:
         yield port
 
 
 @contextmanager
-def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[int]:
+def started(command: Sequence[str]) -> Iterator[int]:
     """This interpreter on ``command``, which prints ``... on HOST:PORT ...`` when it serves; the port."""
-    process = python(*command, stdout=subprocess.PIPE, cwd=REPOSITORY, environment=environment)
+    process = python(*command, stdout=subprocess.PIPE, cwd=REPOSITORY)
     watchdog = Timer(_START_SECONDS, process.kill)
     watchdog.daemon = True
     watchdog.start()
@@ -135,25 +131,6 @@ def stats(http: int) -> dict[str, Any]:
     with urlopen(f"http://127.0.0.1:{http}/stats", timeout=10) as answer:
         content: dict[str, Any] = json.load(answer)
     return content
-
-
-def engine_threads(content: Mapping[str, Any], seconds: float, least: float = 0.001) -> Iterator[str]:
-    """A line for each place where threads of engine processes are that keep so much of a core busy."""
-    # NOTE: a look needs Python's lock, and gets it where another thread gives it up: such calls are seen too often.
-    for pid in [engine["pid"] for engine in content.get("engines", ()) if engine["pid"]]:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(seconds + _END_SECONDS)
-            sock.connect(address(pid))
-            with sock.makefile("rw") as stream:
-                stream.write(f"{seconds}\n")
-                stream.flush()
-                threads = json.load(stream)
-        for thread in sorted(threads, key=lambda one: -one["cores"]):
-            if thread["cores"] >= least:
-                yield f"engine process {pid}, {thread['name']}: {thread['cores']:.1%} of a core"
-                total = sum(thread["places"].values())
-                for place, count in sorted(thread["places"].items(), key=lambda one: -one[1])[:PLACES]:
-                    yield f"  {100 * count / total:5.1f} %  {place}"
 
 
 def pss_mib(pid: int) -> float:

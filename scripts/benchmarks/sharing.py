@@ -6,18 +6,17 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from benchmarks.bare import measure_nodes
 from benchmarks.common import Report, image_folder, labelled, progress
 from benchmarks.services import (
-    engine_threads,
     free_port,
     gpu_mib,
     observed,
@@ -32,7 +31,6 @@ from torchpipe_py.tools.export.config import to_toml
 CLIENTS = (10, 40)  # of the benchmark on a CPU
 WORKERS = 2
 CHILD_SECONDS = 600.0
-PROFILE_SECONDS = 1.0
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -95,7 +93,6 @@ def measure(
     clients: Sequence[int],
     seconds: float,
     rounds: int,
-    has_profile: bool = False,
 ) -> None:
     """Start the service, load it, and end it. Prints what it measures."""
     http, unused_mib = free_port(), gpu_mib()
@@ -108,24 +105,6 @@ def measure(
         service.pss_mib.append(pss_mib(stats(http)["pid"]))
         service.gpu_mib.append(gpu_mib() - unused_mib)
         report.remarks.append(service.memory)
-        if has_profile and service.is_shared:
-            report.remarks += _profile(http, port, folder, max(clients))
-
-
-def _profile(http: int, port: int, folder: Path, clients: int) -> list[str]:
-    """Where the engine processes are under load. No figure is taken from this load."""
-
-    def requests() -> int:
-        return sum(node["requests"] for node in stats(http)["nodes"].values())
-
-    start = requests()
-    with ThreadPoolExecutor(1) as executor:
-        load = executor.submit(run_clients, port, folder, clients, 4 * PROFILE_SECONDS)
-        while not load.done() and requests() < start + 20 * clients:  # past the clients' warm-up
-            sleep(0.05)
-        lines = list(engine_threads(stats(http), PROFILE_SECONDS))
-        load.result()
-    return lines
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:

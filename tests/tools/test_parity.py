@@ -18,22 +18,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, encode, picture
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchpipe_py import ItemBackend, Registry
 from torchpipe_py.cli import main
 from torchpipe_py.tools.parity.figures import (
     Compared,
-    Difference,
     Prediction,
     accuracy,
-    agreement,
-    difference,
-    disagreeing,
     labelled,
     paired,
-    spreads,
     wilson,
 )
 from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
@@ -118,17 +111,6 @@ def parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parity:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_difference_of_two_tiny_arrays() -> None:
-    a = np.array([[[10], [20]], [[30], [40]]], np.float32)
-    b = np.array([[[10], [21]], [[26], [45.5]]], np.float32)
-    assert difference(a, b) == Difference(max=5.5, mean=(0 + 1 + 4 + 5.5) / 4, share=0.5, shift=(0 + 1 - 4 + 5.5) / 4)
-    values = {"x": 1.0, "y": -5.0, "z": 3.0}
-    figure = spreads([Compared(name, Difference(0, 0, 0, value)) for name, value in values.items()])["shift"]
-    assert (figure.median, figure.worst, figure.worst_name) == (1.0, -5.0, "y")
-    assert figure.mean == pytest.approx(-1 / 3)
-    assert spreads([]) == {}
-
-
 def test_intervals_from_the_literature() -> None:
     """Newcombe 1998, tables I and II."""
     for counts, interval in (
@@ -140,30 +122,6 @@ def test_intervals_from_the_literature() -> None:
         assert wilson(*counts) == pytest.approx(interval, abs=1e-4)
     assert paired(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=1e-4)
     assert paired(2, 0, 0, 0)[0] < 0 < paired(2, 0, 0, 0)[1]
-
-
-@given(st.tuples(*[st.integers(0, 400)] * 4).filter(any))
-def test_intervals_hold_the_share_and_the_difference(counts: tuple[int, int, int, int]) -> None:
-    both, only_a, only_b, neither = counts
-    low, high = wilson(both, sum(counts))
-    assert 0 <= low <= both / sum(counts) <= high <= 1
-    assert high > low
-    low, high = paired(*counts)
-    assert -1 - 1e-9 <= low <= (only_a - only_b) / sum(counts) <= high <= 1 + 1e-9
-    mirrored = paired(both, only_b, only_a, neither)
-    assert (-mirrored[1], -mirrored[0]) == pytest.approx((low, high))
-
-
-def test_agreement_counts_labels_and_compares_scores_of_the_same() -> None:
-    rows = (("p", "x", "x", 0.9, 0.8), ("q", "x", "y", 0.6, 0.1), ("r", "y", "y", 0.5, 0.8), ("s", "z", "z", 0.5, 0.5))
-    compared = [Compared(name, None, Prediction(a, one), Prediction(b, two)) for name, a, b, one, two in rows]
-    agreed = agreement([*compared, Compared("unclassified", Difference(0, 0, 0, 0))])
-    assert agreed is not None
-    assert (agreed.same, agreed.total, agreed.share) == (3, 4, 0.75)
-    assert agreed.score_mean == pytest.approx(0.4 / 3)
-    assert agreed.score_max == pytest.approx(0.3)
-    assert disagreeing(compared) == [("q", Prediction("x", 0.6), Prediction("y", 0.1))]
-    assert agreement([]) is None
 
 
 def named(*rows: tuple[str, Any, Any]) -> list[Compared]:
@@ -210,23 +168,6 @@ def test_pixels_are_rgb_whatever_they_came_as() -> None:
         pixels = values(item)
         assert pixels.dtype == np.float32
         assert np.array_equal(pixels, red)
-
-
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
-        ("text", "str"),
-        (("a", 0.5), "tuple of 2"),
-        (np.zeros((2, 2, 3), np.float32), "array of float32, shape 2x2x3"),
-        (torch.zeros(2, 3, 4, 4), "Tensor of torch.float32, shape 2x3x4x4"),
-        (torch.zeros(1, 5), "Tensor of torch.float32, shape 1x5"),
-        (None, "NoneType"),
-    ],
-)
-def test_refuses_a_result_without_pixels(result: Any, found: str) -> None:
-    with pytest.raises(ToolError, match=re.escape("x.toml: its result is neither Mat nor Tensor")) as caught:
-        values({"result": result})
-    assert str(caught.value).endswith(f"got {found}")
 
 
 @pytest.mark.parametrize(
@@ -440,7 +381,6 @@ def test_models_without_a_class(parity: Parity, write: Write, images: Path) -> N
     run = parity(config, config, images, "--model", model)
     assert run.status == 1
     assert f"torchpipe: {model}: its result cannot be read as a class" in run.err
-    assert "Tensor of torch.uint8, shape 1x3x64x64" in run.err
     config, model = write("a", BILINEAR), write("model", AS_DECODED)  # takes encoded bytes, and gets a Mat
     run = parity(config, config, images, "--model", model)
     assert run.status == 1
@@ -496,7 +436,7 @@ def test_what_cannot_be_compared(
         (roots, images, f"torchpipe: {roots}: "),
         (roots, images, "one root"),
         (label, images, f"torchpipe: {label}: its result is neither Mat nor Tensor: "),
-        (label, images, "got tuple of 2\n"),
+        (label, images, "expected a Mat (uint8 array, HxWxC) or a Tensor (1xCxHxW), got tuple of 2\n"),
     ]
     if not torch.cuda.is_available():
         cases.append((write("cuda", f'{RGB_TENSOR}device = "cuda"\n'), images, "finds no CUDA device"))

@@ -39,7 +39,7 @@ def shared(engines: Engines, args: argparse.Namespace) -> Report:
         limits_alone(report, engines, args)
         report.attempt("the classic recipe", partial(_classic, report, engines, folder, args))
         for service in services:
-            action = partial(measure, report, service, folder, args.clients, args.seconds, args.rounds, args.profile)
+            action = partial(measure, report, service, folder, args.clients, args.seconds, args.rounds)
             report.attempt(service.name, action)
     judge(report, services)
     return report

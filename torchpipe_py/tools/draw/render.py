@@ -8,24 +8,9 @@ from html import escape
 
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.tools import report
+from torchpipe_py.tools.draw import picture as drawn
 from torchpipe_py.tools.draw.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
-from torchpipe_py.tools.draw.picture import (
-    LINES,
-    LIVE_HEIGHT,
-    PAD_X,
-    PAD_Y,
-    SMALL_LINE,
-    SMALL_SIZE,
-    Arrow,
-    Box,
-    Kind,
-    Picture,
-    clean,
-    depict,
-    markup,
-    split,
-    text_width,
-)
+from torchpipe_py.tools.draw.picture import Arrow, Box, Kind, Picture, clean, depict, markup, split
 from torchpipe_py.tools.report import palette
 
 KINDS: dict[Kind, str] = {
@@ -87,7 +72,8 @@ def svg(picture: Picture) -> str:
         f"<style>{palette('svg.drawing')}{STYLE}{colours}</style>",
         f"<defs>{''.join(map(_head, kinds))}</defs>",
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
-        *_frames(layout),
+        *(f'<rect class="frame" {_place(rect)} rx="10"/>' for _, rect in layout.frames),
+        *(_text("soft", rect.x + drawn.PAD_X, rect.y + 20.0, heading) for heading, rect in layout.frames),
         *map(_arrow, layout.routes),
         *map(_box, layout.boxes),
         *map(_end, layout.ends),
@@ -103,12 +89,6 @@ def _head(kind: Kind) -> str:
         f'<marker id="drawing-{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="10" markerHeight="10"'
         f' markerUnits="userSpaceOnUse" orient="auto"><path class="head {kind}" d="M0 .8 L10 5 L0 9.2 z"/></marker>'
     )
-
-
-def _frames(layout: Layout) -> Iterator[str]:
-    for heading, rect in layout.frames:
-        yield f'<rect class="frame" {_place(rect)} rx="10"/>'
-        yield _text("soft", rect.x + PAD_X, rect.y + 20.0, heading)
 
 
 def _place(rect: Rect) -> str:
@@ -147,40 +127,41 @@ def _box(placed: PlacedBox) -> str:
         inner = Rect(rect.x, rect.y + 8.0, 3.5, rect.height - 16.0)
         parts.append(f'<rect class="root" {_place(inner)} rx="1.5"/>')
     top = rect.y + (rect.height - face.height) / 2
-    x, y = rect.x + PAD_X, top + PAD_Y
+    x, y = rect.x + drawn.PAD_X, top + drawn.PAD_Y
     for kind, line in face.texts:
-        y += LINES[kind]
+        y += drawn.LINES[kind]
         parts.append(_text(kind, x, y - 4.0, line))
     y += 4.0
     for row, line in enumerate(face.facts):
-        parts.append(_text("soft", x, y + SMALL_LINE * row + 12.0, line, ' xml:space="preserve"'))
+        parts.append(_text("soft", x, y + drawn.SMALL_LINE * row + 12.0, line, ' xml:space="preserve"'))
     if face.badge:
-        badge = Rect(rect.right - PAD_X - face.badge_width, y, face.badge_width, SMALL_LINE * len(face.badge))
+        badge = Rect(
+            rect.right - drawn.PAD_X - face.badge_width, y, face.badge_width, drawn.SMALL_LINE * len(face.badge)
+        )
         parts.append(f'<rect class="badge" {_place(badge)} rx="{min(8.0, badge.height / 2):.0f}"/>')
         centre, anchor = badge.x + badge.width / 2, ' text-anchor="middle"'
         for row, line in enumerate(face.badge):
-            parts.append(_text("on-badge", centre, y + SMALL_LINE * row + 12.0, line, anchor))
+            parts.append(_text("on-badge", centre, y + drawn.SMALL_LINE * row + 12.0, line, anchor))
     if box.live:
-        foot = top + face.height - PAD_Y - LIVE_HEIGHT
-        room = Rect(x, foot, rect.width - 2 * PAD_X, LIVE_HEIGHT)
+        foot = top + face.height - drawn.PAD_Y - drawn.LIVE_HEIGHT
+        room = Rect(x, foot, rect.width - 2 * drawn.PAD_X, drawn.LIVE_HEIGHT)
         parts.append(f'<rect class="live" {_place(room)}/>')
     return "".join([*parts, "</g>"])
 
 
 def _end(rect: Rect) -> str:
-    x, y = rect.x + rect.width / 2, rect.y + rect.height / 2
     radius = rect.width / 2
-    return (
-        f'<g><title>end</title><circle class="end" cx="{x:.1f}" cy="{y:.1f}" r="{radius - 1.0:.1f}"/>'
-        f'<circle class="end-dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius / 2:.1f}"/></g>'
+    place = f'cx="{rect.x + radius:.1f}" cy="{rect.middle:.1f}"'
+    ring, dot = (
+        f'<circle class="{name}" {place} r="{r:.1f}"/>' for name, r in (("end", radius - 1), ("end-dot", radius / 2))
     )
+    return f"<g><title>end</title>{ring}{dot}</g>"
 
 
 def _label(label: Label, kind: Kind) -> str:
-    anchor, rect = ' text-anchor="end"', label.rect
-    lines = enumerate(label.lines, start=1)
+    lines, right, y = enumerate(label.lines, start=1), label.rect.right, label.rect.y - 3.0
     return "".join(
-        _text(f"label {kind}", rect.right, rect.y + SMALL_LINE * row - 3.0, line, anchor) for row, line in lines
+        _text(f"label {kind}", right, y + drawn.SMALL_LINE * row, line, ' text-anchor="end"') for row, line in lines
     )
 
 
@@ -189,7 +170,7 @@ def _legend(kinds: Sequence[Kind], layout: Layout) -> tuple[list[str], float]:
     parts: list[str] = []
     room, x, y = max(layout.width, LEGEND_LEAST), 12.0, layout.height + LEGEND_LINE
     for kind in kinds:
-        width = LEGEND_SAMPLE + 8.0 + text_width(KINDS[kind], SMALL_SIZE) + 22.0
+        width = LEGEND_SAMPLE + 8.0 + drawn.text_width(KINDS[kind], drawn.SMALL_SIZE) + 22.0
         if parts and x + width > room:
             x, y = 12.0, y + LEGEND_LINE
         line = f"M{x:.1f} {y:.1f} L{x + LEGEND_SAMPLE:.1f} {y:.1f}"

@@ -126,18 +126,18 @@ def read_replay(path: Path, column: str | None) -> list[float]:
             seconds = float(text)
         except ValueError:
             seconds = float("nan")
+        latest, why = times[-1] if times else 0.0, ""
         if not abs(seconds) < float("inf"):
-            raise ToolError(f"--replay {path}, line {number}: {text!r} is not a number of seconds")
-        latest = times[-1] if times else 0.0
-        if seconds < latest:
+            why = f"{text!r} is not a number of seconds"
+        elif seconds < latest:
             why = f"{text} is before {latest:.15g}; times must ascend from 0"
+        if why:
             raise ToolError(f"--replay {path}, line {number}: {why}")
         times.append(seconds)
     if not times:
         raise ToolError(f"--replay {path}: no time in it; one send time in seconds per line is needed")
     if times[0] > _LATEST_FIRST_S:
-        why = f"the first time is {times[0]:.0f} s; times count from the start of the run"
-        raise ToolError(f"--replay {path}: {why}")
+        raise ToolError(f"--replay {path}: the first time is {times[0]:.0f} s; times count from the start of the run")
     return times
 
 

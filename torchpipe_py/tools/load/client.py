@@ -107,30 +107,23 @@ class ClientThreads:
     """Owns the client threads of one run on a pipe, in a closed loop."""
 
     def __init__(self, plans: Sequence[Plan], run: pipe, payload: Payload) -> None:
-        self._pipe = run
+        self._pipe, self._is_stopping = run, False
         self._clients = [Client(plan, payload, CallLog(plan.calls), Tally()) for plan in plans]
-        self._warm, self._gate, self._is_stopping = threading.Semaphore(0), threading.Event(), False
-        self._threads = [
-            threading.Thread(target=self._main, args=(client,), name=f"torchpipe-bench-{index}", daemon=True)
-            for index, client in enumerate(self._clients)
-        ]
+        self._threads: list[threading.Thread] = []
 
     def warm_up(self) -> None:
-        """Start the clients, until every one of them is warm and waits at the gate."""
-        for thread in self._threads:
-            thread.start()
-        for _ in self._threads:
-            self._warm.acquire()
+        """Make the calls of all clients that are not counted."""
+        for thread in self._start(self._warm_up):
+            thread.join()
 
     def run(self, progress: Callable[[int], None]) -> Outcome:
-        """Open the gate and wait for all clients; ``progress`` gets the number of images sent, now and then.
+        """Start all clients and wait for them; ``progress`` gets the number of images sent, now and then.
 
         KeyboardInterrupt ends the run early: what was done until then is the outcome.
         """
         outcome = Outcome(time.perf_counter_ns(), [client.log for client in self._clients])
         try:
-            self._gate.set()
-            for thread in self._threads:
+            for thread in self._start(self._work):
                 while thread.is_alive():
                     thread.join(_LOOK_S)
                     progress(sum(client.log.sent for client in self._clients))
@@ -144,18 +137,25 @@ class ClientThreads:
     def stop(self) -> None:
         """End every client after the call it is in; wait a little for that. May be called again, and at any time."""
         self._is_stopping = True
-        self._gate.set()
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _main(self, client: Client) -> None:
+    def _start(self, work: Callable[[Client], None]) -> list[threading.Thread]:
+        """Daemons: a backend may never return."""
+        for index, client in enumerate(self._clients):
+            name = f"torchpipe-bench-{index}"
+            thread = threading.Thread(target=work, args=(client,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self._threads[-len(self._clients) :]
+
+    def _warm_up(self, client: Client) -> None:
         for _ in range(client.plan.warmup):
             if not self._is_stopping:
                 self._call(client.next_call(client.plan.batch)[1], client.plan.batch)
-        self._warm.release()
-        self._gate.wait()
+
+    def _work(self, client: Client) -> None:
         began, cpu = time.perf_counter_ns(), time.thread_time_ns()
         while client.left and not self._is_stopping:
             due, (_, bodies) = time.perf_counter_ns(), client.next_counted()

@@ -43,15 +43,15 @@ def summarize(latencies: np.ndarray) -> dict[str, float] | None:
     return {"count": len(latencies), **{name: float(value) / _NS_PER_MS for name, value in figures.items()}}
 
 
+def _sums(times: np.ndarray, counts: np.ndarray, length: int = 0) -> list[int]:
+    """``counts`` added up by the whole second of their ``times``."""
+    sums: list[int] = np.bincount(times // NS_PER_S, counts, length).astype(int).tolist()
+    return sums
+
+
 def ok_per_second(records: Records) -> list[int]:
     """Images with a result by the whole second since the start in which they came."""
-    series: list[int] = _sums(records.end, np.maximum(records.ok, 0)).tolist()
-    return series
-
-
-def _sums(times: np.ndarray, counts: np.ndarray, length: int = 0) -> np.ndarray:
-    """``counts`` added up by the whole second of their ``times``."""
-    return np.bincount(times // NS_PER_S, counts, length).astype(int)
+    return _sums(records.end, np.maximum(records.ok, 0))
 
 
 def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]:
@@ -63,21 +63,19 @@ def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]
     sent_at, good = records.due + records.late, np.maximum(records.ok, 0)
     latest = max((int(times.max()) for times in (sent_at, records.end) if len(times)), default=-1)
     length = max(len(offered), latest // NS_PER_S + 1)
-    columns = {
-        "offered": [*offered, *[0] * (length - len(offered))],
-        "sent": _sums(sent_at, records.size, length).tolist(),
-        "ok": _sums(records.end, good, length).tolist(),
-        "failed": _sums(records.end, records.size - good, length).tolist(),
-    }
+    columns = (
+        [*offered, *[0] * (length - len(offered))],
+        _sums(sent_at, records.size, length),
+        _sums(records.end, good, length),
+        _sums(records.end, records.size - good, length),
+    )
     bounds = np.searchsorted(records.good("due"), np.arange(length + 1) * NS_PER_S)
-    due_in = [records.good("latency")[bounds[second] : bounds[second + 1]] for second in range(length)]
-    rows = []
-    for second, latencies in enumerate(due_in):
-        row: dict[str, Any] = {"second": second, **{name: column[second] for name, column in columns.items()}}
-        for percent in (50, 99):
-            known = len(latencies) > 0
-            row[f"p{percent}_ms"] = float(np.percentile(latencies, percent)) / _NS_PER_MS if known else None
-        rows.append(row)
+    rows: list[dict[str, Any]] = []
+    for second, counts in enumerate(zip(*columns, strict=True)):
+        due_in = records.good("latency")[bounds[second] : bounds[second + 1]]
+        ms = (np.percentile(due_in, (50, 99)) / _NS_PER_MS).tolist() if len(due_in) else (None, None)
+        names = ("second", "offered", "sent", "ok", "failed", "p50_ms", "p99_ms")
+        rows.append(dict(zip(names, (second, *counts, *ms), strict=True)))
     return rows
 
 

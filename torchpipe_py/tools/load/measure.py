@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -57,11 +58,8 @@ class CpuUse:
         """The report's part about the machine; ``ours`` are the CPU seconds of all that takes part in the run."""
         if self.machine is None:
             return {"other_cpu_percent": None, "machine_busy": None}
-        others = max(0.0, self.machine - ours) / self.wall
-        return {
-            "other_cpu_percent": 100 * others,
-            "machine_busy": self.machine / self.wall / (os.cpu_count() or 1) if self.machine else None,
-        }
+        busy = self.machine / self.wall / (os.cpu_count() or 1) if self.machine else None
+        return {"other_cpu_percent": 100 * max(0.0, self.machine - ours) / self.wall, "machine_busy": busy}
 
 
 class CpuMeter:
@@ -71,55 +69,42 @@ class CpuMeter:
     """
 
     def __init__(self, server: list[int], not_server: list[int]) -> None:
-        self._server = server
-        self._not_server = {os.getpid(), *not_server}
+        self._server, self._not_server = server, {os.getpid(), *not_server}
 
     def start(self) -> None:
         """The span begins."""
-        self._before = self._server_clocks(), _machine_clock(), time.process_time(), time.perf_counter()
+        self._before = self._clocks()
 
     def stop(self) -> CpuUse:
         """The span ends. Of a server process that ended in it, nothing is counted."""
-        before, machine_before, parent_before, started = self._before
-        wall, parent, machine = time.perf_counter() - started, time.process_time() - parent_before, _machine_clock()
-        known = machine is not None and machine_before is not None and wall >= JUDGED_FROM_S
-        clocks = self._server_clocks()
-        server = sum(seconds - before.get(pid, 0.0) for pid, seconds in clocks.items()) if clocks else None
-        return CpuUse(wall, parent, server, machine - machine_before if known else None)
+        (started, parent, machine, before), (now, parent_now, machine_now, after) = self._before, self._clocks()
+        server = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items()) if after else None
+        known = psutil is not None and now - started >= JUDGED_FROM_S
+        return CpuUse(now - started, parent_now - parent, server, machine_now - machine if known else None)
 
-    def _server_clocks(self) -> dict[int, float]:
-        """CPU seconds of each process of the server, descendants included."""
-        clocks: dict[int, float] = {}
-        if psutil is None:
-            return clocks
-        for pid in self._server:
-            try:
-                root = psutil.Process(pid)
-                family = [root.pid, *(child.pid for child in root.children(recursive=True))]
-            except psutil.Error:
-                continue
-            times = {each: cpu_seconds(each) for each in family if each not in self._not_server}
-            clocks |= {each: seconds for each, seconds in times.items() if seconds is not None}
-        return clocks
+    def _clocks(self) -> tuple[float, float, float, dict[int, float]]:
+        """Wall time, CPU seconds of this process, of all cores since boot, and of each process of the server."""
+        machine, clocks = 0.0, dict[int, "float | None"]()
+        if psutil is not None:
+            times = psutil.cpu_times()
+            machine = sum(getattr(times, name, 0.0) for name in _BUSY)
+            for pid in self._server:
+                try:
+                    family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+                except psutil.Error:
+                    continue
+                clocks |= {each: cpu_seconds(each) for each in family if each not in self._not_server}
+        known = {pid: seconds for pid, seconds in clocks.items() if seconds is not None}
+        return time.perf_counter(), time.process_time(), machine, known
 
 
 def cpu_seconds(pid: int) -> float | None:
     """CPU seconds of one process, without its descendants; None where they are not known."""
-    if psutil is None:
-        return None
     try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
+        times = psutil.Process(pid).cpu_times() if psutil else None
+    except psutil.Error:  # type: ignore[union-attr]
         return None
-    return float(times.user + times.system)
-
-
-def _machine_clock() -> Any:
-    """CPU seconds that all cores together have been busy since boot."""
-    if psutil is None:
-        return None
-    times = psutil.cpu_times()
-    return sum(getattr(times, name, 0.0) for name in _BUSY)
+    return times and float(times.user + times.system)
 
 
 def cpu_model() -> str:
@@ -134,17 +119,17 @@ def cpu_model() -> str:
 def cpu_fields(logs: Sequence[CallLog], use: CpuUse) -> dict[str, Any]:
     """The report's part about CPU time of client processes and their server, in percent of one core."""
     clients, calls = sum(log.cpu_ns for log in logs) / 1e9, sum(log.calls_done for log in logs)
-    cpu = clients + use.parent
+    cpu, known = clients + use.parent, use.server is not None
+    busiest = max((log.cpu_ns / log.wall_ns for log in logs if log.wall_ns), default=0)
     fields = use.fields(cpu + (use.server or 0.0))
     return {
-        "server_cpu_percent": None if use.server is None else 100 * use.server / use.wall,
+        "server_cpu_percent": 100 * use.server / use.wall if use.server is not None else None,
         "tester_cpu_percent": 100 * cpu / use.wall,
         "tester_cpu_us_per_call": clients * 1e6 / calls if calls else None,
-        "tester_busiest_client_percent": 100
-        * max((log.cpu_ns / log.wall_ns for log in logs if log.wall_ns), default=0),
+        "tester_busiest_client_percent": 100 * busiest,
         "tester_share_of_cpu": min(1.0, cpu / use.machine) if use.machine else None,
         **fields,
-        "other_cpu_percent": None if use.server is None else fields["other_cpu_percent"],
+        "other_cpu_percent": fields["other_cpu_percent"] if known else None,
     }
 
 
@@ -184,27 +169,24 @@ def find_server(host: str, port: int, given: int | None) -> list[int]:
         if not psutil.pid_exists(given):
             raise ToolError(f"--server_pid {given}: no such process")
         return [given]
+
+    def listens(sockets: Iterable[Any]) -> list[Any]:
+        return [sock for sock in sockets if sock.status == psutil.CONN_LISTEN and sock.laddr.port == port]
+
     try:
-        sockets = psutil.net_connections(kind="tcp") if is_local(host) else []
+        pids = {sock.pid for sock in listens(psutil.net_connections(kind="tcp")) if sock.pid} if is_local(host) else ()
     except psutil.Error:
         return []
-    pids = {sock.pid for sock in sockets if _listens(sock, port) and sock.pid}
+    found = set(pids)
     # Of workers that inherited one socket psutil names only one: their siblings listen too.
-    for pid in list(pids):
-        try:
+    for pid in pids:
+        with suppress(psutil.Error, OSError):
             parent = psutil.Process(pid).parent()
             for process in [] if parent is None else parent.children():
                 ask = getattr(process, "net_connections", None) or process.connections  # psutil before 6
-                if any(_listens(sock, port) for sock in ask(kind="tcp")):
-                    pids.add(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return sorted(pids)
-
-
-def _listens(sock: Any, port: int) -> bool:
-    assert psutil is not None
-    return bool(sock.status == psutil.CONN_LISTEN and sock.laddr.port == port)
+                if listens(ask(kind="tcp")):
+                    found.add(process.pid)
+    return sorted(found)
 
 
 # --- GPUs
@@ -261,19 +243,13 @@ def summarize_gpus(lines: Iterable[str]) -> list[dict[str, Any]]:
             samples[int(row[0])].append(row)
     summaries = []
     for index, rows in sorted(samples.items()):
-        known = ([row[at].strip() for row in rows] for at in (2, 3, 4))
-        use, memory, total = ([float(text) for text in texts if text.replace(".", "", 1).isdigit()] for texts in known)
-        summaries.append(
-            {
-                "index": index,
-                "name": rows[0][1],
-                "samples": len(rows),
-                "utilization_mean": sum(use) / len(use) if use else None,
-                "utilization_max": max(use, default=None),
-                "memory_used_max_mib": max(memory, default=None),
-                "memory_total_mib": max(total, default=None),
-            }
+        columns = ([row[at].strip() for row in rows] for at in (2, 3, 4))
+        use, memory, total = (
+            [float(text) for text in texts if text.replace(".", "", 1).isdigit()] for texts in columns
         )
+        figures = {"utilization_mean": sum(use) / len(use) if use else None, "utilization_max": max(use, default=None)}
+        figures |= {"memory_used_max_mib": max(memory, default=None), "memory_total_mib": max(total, default=None)}
+        summaries.append({"index": index, "name": rows[0][1], "samples": len(rows), **figures})
     return summaries
 
 
@@ -318,16 +294,19 @@ def node_rows(nodes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """The table's part about nodes, a line for each."""
     rows = []
     for name, node in nodes.items():
-        failures = "".join(f", {node[key]} {key}" for key in ("failed", "expired") if node[key])
         text = f"{node['requests']} requests"
-        if node["requests"]:
-            times = "  ".join(f"{key.removesuffix('_ms').replace('_', ' ')} {node[key]:.2f}" for key in _TIMES)
-            instances = f"{counted(node['instances'], 'instance')}, {node['busy']:.0%} busy"
-            text += f", mean batch {node['mean_batch']:.2f}{failures}; {times}  ms each; {instances}"
-        else:
-            text += failures
+        failures = "".join(f", {node[key]} {key}" for key in ("failed", "expired") if node[key])
+        if not node["requests"]:
+            rows.append((f"node {name}", text + failures))
+            continue
+        instances = f"{counted(node['instances'], 'instance')}, {node['busy']:.0%} busy"
+        text += f", mean batch {node['mean_batch']:.2f}{failures}; {_times(node, _TIMES)}  ms each; {instances}"
         rows.append((f"node {name}", text))
     return rows
+
+
+def _times(figures: dict[str, Any], keys: Iterable[str]) -> str:
+    return "  ".join(f"{key.removesuffix('_ms').replace('_', ' ')} {figures[key]:.2f}" for key in keys)
 
 
 class ServiceMeter:
@@ -405,7 +384,7 @@ def service_rows(service: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     rows = node_rows(service["nodes"])
     if service["hand_over"] is not None:
-        times = "  ".join(f"{key[:-3].replace('_', ' ')} {service['hand_over'][key]:.2f}" for key in HAND_OVER_TIMES)
+        times = _times(service["hand_over"], HAND_OVER_TIMES)
         rows.append(("hand-over", f"{service['hand_over']['requests']} requests; {times}  ms each"))
     for engine in service["engines"]:
         use = "n/a" if engine["cpu_percent"] is None else f"{engine['cpu_percent']:.0f} % of a core"

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torchpipe_py.idl import load_idl
 from torchpipe_py.runtime.pipe import pipe
@@ -234,58 +234,62 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
 
 
 class _Stopped(Exception):
-    """Nothing more is run: someone ended the run that was under way, or a later one could not start."""
-
-    def __init__(self, why: str, status: int) -> None:
-        super().__init__(why)
-        self.status = status
+    """Nothing more is run."""
 
 
 class _Series:
-    """Runs of the same options but for some, and their reports. What ends a run early ends them all."""
+    """Runs of the same options but for some, and their reports: a context that what ends a run early leaves.
+
+    ``stopped`` says what that was: someone ended the run under way, or a later one could not start.
+    """
 
     def __init__(self, run: Run, options: argparse.Namespace) -> None:
         self.reports: list[dict[str, Any]] = []
-        self._run, self._options = run, options
+        self.stopped: str | None = None
+        self._run, self._options, self._status = run, options, judge.EXIT_OK
+
+    def __enter__(self) -> _Series:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> bool:
+        return isinstance(error, _Stopped)
 
     def run(self, name: str, **changes: Any) -> dict[str, Any]:
-        """One more run. Raises ``_Stopped``; and what the first run raises, for there is nothing to report then."""
+        """One more run. What the first one raises is raised, for there is nothing to report then."""
         try:
             report = self._run(argparse.Namespace(**{**vars(self._options), **changes}))
         except (KeyboardInterrupt, ToolError) as error:
             if not self.reports:
                 raise
-            by_hand = isinstance(error, KeyboardInterrupt)
-            why = "interrupted" if by_hand else str(error)
-            status = judge.EXIT_INTERRUPTED if by_hand else judge.EXIT_CANNOT_RUN
-            raise _Stopped(f"{why} before {name}", status) from error
+            if isinstance(error, ToolError):
+                self._stop(f"{error} before {name}", judge.EXIT_CANNOT_RUN)
+            self._stop(f"interrupted before {name}", judge.EXIT_INTERRUPTED)
         report["point"] = name
         self.reports.append(report)
         latency = report["latency_ms"]
         p99 = "no result" if latency is None else f"p99 {latency['p99']:.2f} ms"
         print(f"{name}: {report['qps']:.1f} images/s, {p99}, {judge.verdict(report)}", file=sys.stderr)
         if report["interrupted"]:
-            raise _Stopped(f"interrupted at {name}", judge.EXIT_INTERRUPTED)
+            self._stop(f"interrupted at {name}", judge.EXIT_INTERRUPTED)
         return report
 
-    def report(self, kind: str, about: Any, status: int, stopped: _Stopped | None) -> dict[str, Any]:
+    def _stop(self, why: str, status: int) -> NoReturn:
+        self.stopped, self._status = why, status
+        raise _Stopped
+
+    def report(self, kind: str, about: Any, status: int) -> dict[str, Any]:
         """All runs; ``status`` is that of a series that was not stopped."""
-        ended: dict[str, Any] = {"stopped": None, "exit_status": status}
-        if stopped is not None:
-            ended = {"stopped": str(stopped), "exit_status": stopped.status}
-        return {"kind": kind, kind: about, "runs": self.reports, **ended}
+        status = status if self.stopped is None else self._status
+        return {"kind": kind, kind: about, "runs": self.reports, "stopped": self.stopped, "exit_status": status}
 
 
 def run_sweep(run: Run, options: argparse.Namespace, name: str, values: Sequence[float]) -> dict[str, Any]:
     """A run for each value; one that is interrupted, or cannot start, ends the sweep with what is done."""
-    series, stopped = _Series(run, options), None
-    try:
+    with _Series(run, options) as series:
         for value in values:
             series.run(f"{name} {value:g}", **{VARIABLES[name]: value})
-    except _Stopped as error:
-        stopped = error
-    status = judge.worst(report["exit_status"] for report in series.reports) if stopped is None else judge.EXIT_OK
-    return series.report("sweep", {"name": name, "values": list(values)}, status, stopped)
+    status = judge.worst(report["exit_status"] for report in series.reports if not report["interrupted"])
+    return series.report("sweep", {"name": name, "values": list(values)}, status)
 
 
 def search_rate(holds: Callable[[float], bool], estimate: float) -> tuple[float | None, float | None]:
@@ -316,20 +320,17 @@ def search_rate(holds: Callable[[float], bool], estimate: float) -> tuple[float 
 
 def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """The highest rate that meets the SLO, stable and without an error; a search that is stopped has no result."""
-    series, stopped = _Series(run, options), None
     best: float | None = None
     too_much: float | None = None
+    with _Series(run, options) as series:
 
-    def holds(rate: float) -> bool:
-        return bool(series.run(f"rate {rate:.4g}", rate=rate)["exit_status"] == judge.EXIT_OK)
+        def holds(rate: float) -> bool:
+            return bool(series.run(f"rate {rate:.4g}", rate=rate)["exit_status"] == judge.EXIT_OK)
 
-    try:
         closed = series.run("closed loop", arrivals="closed", rate=None, slo_p99=None)
         if not closed["images_ok"]:
             raise ToolError(f"--search: no image has a result in a closed loop: {closed['errors']}")
         best, too_much = search_rate(holds, closed["goodput"])
-    except _Stopped as error:
-        stopped = error
     about = {
         "slo_p99_ms": options.slo_p99,
         "arrivals": options.arrivals,
@@ -338,4 +339,4 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "tolerance": TOLERANCE,
         "valid": all(report["valid"] for report in series.reports),
     }
-    return series.report("search", about, judge.EXIT_SLO_MISSED if best is None else judge.EXIT_OK, stopped)
+    return series.report("search", about, judge.EXIT_SLO_MISSED if best is None else judge.EXIT_OK)
