@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import pytest
@@ -1021,33 +1020,6 @@ def test_a_relative_path_is_looked_for_in_the_working_directory_then_beside_the_
     assert result() == ("here", "configs/b.txt")
 
 
-def test_the_error_for_a_missing_file_names_both_folders(
-    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "configs").mkdir()
-    text = f'[a]\nbackend = "{register(Reader)}"\nmodel = "there.txt"\n'
-    (tmp_path / "configs" / "bad.toml").write_text(text, "utf-8")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        pipe("configs/bad.toml")
-    folders = f"working directory: {tmp_path}; folder of the TOML file: {tmp_path / 'configs'}"
-    assert str(caught.value) == f"configs/bad.toml: node 'a': key 'model': no such file: there.txt ({folders})"
-
-
-@pytest.mark.parametrize("table", ["[rec.2]", '["rec.2"]'])
-def test_a_file_with_a_logical_node(tmp_path: Path, table: str) -> None:
-    path = tmp_path / "logical.toml"
-    path.write_text(f'[rec]\nbackend = "Mark"\nnext = "rec.2"\n{table}\nfilter = "swap"\n', "utf-8")
-    data: Data = {"data": "x"}
-    with pipe(path) as p:
-        p(data)
-    assert data == {"data": "x+", "result": "x++"}
-    again: Data = {"data": "x"}
-    with pipe(parse_toml(path)) as p:
-        p(again)
-    assert again == data
-
-
 class Recorder:
     """A backend that notes the dict that each node sees, by its mark."""
 
@@ -1109,18 +1081,6 @@ def test_what_a_map_makes_is_always_a_new_dict_with_the_same_context(register: R
     assert data["mine"] == 2
 
 
-def test_a_defect_has_its_cause() -> None:
-    for config in ({"a": mark("1")}, jump("Jump"), jump("MapReduce")):
-        data = at_a(["y!"]) if "r" in config and config["a"]["backend"] == "MapReduce" else at_a("y!")
-        with pipe(config) as p, pytest.raises(BackendError) as caught:
-            p(data)
-        cause: BaseException | None = caught.value
-        while isinstance(cause, BackendError):
-            cause = cause.__cause__
-        assert isinstance(cause, ValueError)
-        assert str(cause) == "bad item y!"
-
-
 def test_a_filter_class_has_an_instance_for_each_place() -> None:
     with pipe({"s": {"backend": "S[Mark,(Second)Mark,(Second)Mark]", "mark": "1|2|3"}}) as p:
         items: list[Data] = [{"data": "x"} for _ in range(2)]
@@ -1135,14 +1095,6 @@ def test_a_filter_class_that_lacks_a_key_is_no_pipe() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(SetupError, match=r"node 'a': S\[Mark,\(Passes\)Mark\]: KeyError: 'word'"):
         pipe({"a": {"backend": "S[Mark,(Passes)Mark]"}})
-
-
-def test_the_hidden_nodes_of_the_documented_example_do_not_run() -> None:
-    rule = next(rule for rule in FILTERS if "documentation" in rule.text)
-    with pipe(rule.config) as p:
-        p(dict(rule.request))
-        ran = {name: node["requests"] for name, node in p.stats()["nodes"].items()}
-    assert ran == {"r_1": 1, "a_1": 0, "a_2_1": 0, "a_2_2": 0, "b_1": 0, "b_2": 0, "r_2": 1}
 
 
 # -- batches --------------------------------------------------------------------------------------------------------
@@ -1217,35 +1169,6 @@ def test_range_cuts_batches(
         assert [len(batch) for batch in runs(p, gate, count)] == sizes
 
 
-def test_instances_of_different_ranges(register: Register) -> None:
-    """Of ``2&1`` instances the second has the first part alone."""
-    set_up: list[tuple[str, str]] = []
-
-    class Two(Mark):
-        """Takes two."""
-
-        def setup(self) -> None:
-            set_up.append((type(self).__name__, threading.current_thread().name))
-
-        def max(self) -> int:
-            return 2
-
-    class Four(Two):
-        """Takes four."""
-
-        def max(self) -> int:
-            return 4
-
-    items: list[Data] = [{"data": str(index)} for index in range(100)]
-    with pipe({"a": {"backend": f"{register(Two)}&{register(Four)}", "instance_num": "2&1"}}) as p:
-        stats = p.stats()["nodes"]["a"]
-        assert (stats["instances"], stats["min"], stats["max"]) == (2, 1, 4)
-        p(items)
-        assert max(p.stats()["nodes"]["a"]["batch_sizes"]) <= 4
-    assert sorted(set_up) == [("Four", "torchpipe-a-0"), ("Two", "torchpipe-a-0"), ("Two", "torchpipe-a-1")]
-    assert [item["result"] for item in items] == [f"{index}+" for index in range(100)]
-
-
 def test_a_logical_node_shares_the_instances(register: Register) -> None:
     threads: list[str] = []
 
@@ -1264,18 +1187,6 @@ def test_a_logical_node_shares_the_instances(register: Register) -> None:
     assert {name: (node["instances"], node["requests"]) for name, node in stats.items()} == {"rec": (1, 3)}
 
 
-def test_logical_nodes_batch_together(register: Register) -> None:
-    gate = Gate(most=4, blocks=lambda data: data == "first")
-    config = {"rec": {"backend": register(gate.backend)}, "b": {"next": "rec.2"}, "rec.2": {}}
-    with pipe(config) as p, gate:
-        first = gate.hold(p, {"data": "first", "node_name": "rec"})
-        others = [p.submit({"data": root, "node_name": root}) for root in ("rec", "b", "rec")]
-        until(lambda: p.stats()["nodes"]["rec"]["queued"] == 3)
-        gate.open()
-        assert [outcome(other)["result"] for other in (first, *others)] == ["first", "rec", "b", "rec"]
-    assert sorted(gate.batches[1]) == ["b", "rec", "rec"]
-
-
 @pytest.mark.parametrize("backend", ["MapReduce", "S[Identity,MapReduce]"])
 def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backend: str) -> None:
     gate = Gate(most=8, blocks=lambda data: data == "first")
@@ -1289,17 +1200,6 @@ def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backe
         assert [outcome(future)["result"] for future in (first, *jumps, other)] == ["first", [0, 0], [1, 1], "other"]
         assert p.stats()["nodes"]["r"]["batch_sizes"] == {1: 1, 5: 1}
     assert Counter(gate.batches[1]) == {0: 2, 1: 2, "other": 1}
-
-
-def test_a_request_that_fails_leaves_its_siblings_alone() -> None:
-    config = {"a": {"backend": "MapReduce", "jump": "r"}, "r": {"backend": "Most", "max": 8}}
-    items = [at_a(["x", "y!"]), at_a(["x", "y"]), at_a(["x!"]), at_a(["z"])]
-    with pipe(config) as p:
-        futures = [p.submit(item) for item in items]
-        errors = [str(error_of(future) or "") for future in futures]
-        assert p.stats()["inflight"] == 0
-    assert ["element 1 of 2: 'r'" in errors[0], "ValueError: bad item x!" in errors[2]] == [True, True]
-    assert [item.get("result") for item in items] == [None, ["x+", "y+"], None, ["z+"]]
 
 
 # -- the end of a request that waits for a jump ---------------------------------------------------------------------
@@ -1334,23 +1234,6 @@ def test_the_end_of_a_request_reaches_what_its_jump_started(register: Register, 
     assert gate.batches == [["first"], ["last"]]
 
 
-@pytest.mark.parametrize("backend", ["Jump", "MapReduce"])
-def test_the_deadline_of_a_request_is_that_of_what_its_jump_started(register: Register, backend: str) -> None:
-    """Without a thread that waits for it: the deadline is looked at before each node."""
-    gate = Gate(blocks=lambda data: data == "first")
-    answers: list[BaseException | None] = []
-    with pipe(jump(backend) | {"r": {"backend": register(gate.backend)}}) as p, gate:
-        first = gate.hold(p, {"data": "first", "node_name": "r"})
-        ticket = p.dispatch(at_a(["dropped"]), lambda data, error: answers.append(error), timeout=0.2)
-        until(lambda: ticket.deadline is not None and perf_counter() > ticket.deadline)
-        gate.open()
-        outcome(first)
-        p({"data": "last", "node_name": "r"})
-        assert p.stats()["inflight"] == 0
-    assert [type(error) for error in answers] == [DeadlineExceeded]
-    assert gate.batches == [["first"], ["last"]]
-
-
 def closing(p: pipe, sentinel: Future[Any]) -> threading.Thread:
     """Close on another thread; returns when every node is closing: ``sentinel`` was queued at the last of them."""
     closer = threading.Thread(target=p.close, daemon=True)
@@ -1379,27 +1262,6 @@ def test_close_fails_a_request_that_waits_for_a_jump(register: Register, backend
         assert outcome(running)["result"] == "running"
         assert p.stats()["inflight"] == 0
         assert type(error_of(waiting)) is PipeClosed
-
-
-@pytest.mark.parametrize("backend", ["MapReduce", "S[Identity,MapReduce]"])
-def test_close_with_more_than_a_batch_at_the_target_of_a_jump(register: Register, backend: str) -> None:
-    """The leader of r holds three elements back while two are computed."""
-    gate, last = Gate(most=2), Gate()
-    config = {"z": {"backend": register(last.backend)}, **jump(backend), "r": {"backend": register(gate.backend)}}
-    with pipe(config) as p, gate, last:
-        waiting = p.submit(at_a([1, 2, 3, 4, 5]))
-        sentinels = [p.submit({"data": 1, "node_name": "z"}) for _ in range(2)]
-        gate.wait_entered()
-        last.wait_entered()
-        closer = closing(p, sentinels[1])
-        gate.open()
-        last.open()
-        closer.join(WAIT)
-        hangs = closer.is_alive()
-        p.close(timeout=0.1)  # fails what is in flight, and so ends a wait
-        closer.join(WAIT)
-        assert isinstance(error_of(waiting), (PipeClosed, BackendError))
-        assert not hangs
 
 
 # -- many at once, deep and wide ------------------------------------------------------------------------------------
@@ -1488,19 +1350,6 @@ def test_a_fork_and_a_join_of_200(filter_: str) -> None:
         assert p.stats()["inflight"] == 0
     assert len(data["result"].split()) == 200
     assert (data["data"], data["w_198"]) == ("xrw", "xrw" if filter_ == "swap" else "xr")
-
-
-@pytest.mark.parametrize("length", [300, 1200])
-@pytest.mark.parametrize("first", ["run", "skip"])
-def test_many_skips_in_a_row(length: int, first: str) -> None:
-    nodes: Data = {f"a.{index}": {"next": f"a.{index + 1}", "filter": "skip"} for index in range(1, length)}
-    data: Data = {"data": "x"}
-    with pipe({"a": mark("+", "a.1", filter=first), **nodes, f"a.{length}": {}}) as p:
-        try:
-            outcome(p.submit(data))
-        finally:
-            assert p.stats()["inflight"] == 0, "a request that raised is still in flight"
-    assert data.get("result") == ("x++" if first == "run" else None)
 
 
 def test_jumps_of_jumps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
@@ -46,39 +47,22 @@ def run(data: Data) -> Status:
     return RUN
 
 
-def skip(data: Data) -> Status:
-    """Always ``Skip``."""
-    return Status.Skip
+def always(status: Status, data: Data) -> Status:
+    """The same of every request."""
+    return status
 
 
-def serial_skip(data: Data) -> Status:
-    """Always ``SerialSkip``."""
-    return Status.SerialSkip
-
-
-def subgraph_skip(data: Data) -> Status:
-    """Always ``SubGraphSkip``."""
-    return Status.SubGraphSkip
-
-
-def break_(data: Data) -> Status:
-    """Always ``Break``."""
-    return Status.Break
-
-
-def error(data: Data) -> Status:
-    """Always ``Error``."""
-    return Status.Error
-
+serial_skip = partial(always, Status.SerialSkip)
+subgraph_skip = partial(always, Status.SubGraphSkip)
 
 BUILT_IN: dict[str, Filter] = {
     "swap": swap,
     "or": or_,
     "run": run,
-    "skip": skip,
+    "skip": partial(always, Status.Skip),
     "serialskip": serial_skip,
     "subgraphskip": subgraph_skip,
-    "break": break_,
-    "error": error,
+    "break": partial(always, Status.Break),
+    "error": partial(always, Status.Error),
 }
 ALIASES = {"continue": "run", "serial_skip": "serialskip", "subgraph_skip": "subgraphskip"}

@@ -23,55 +23,34 @@ logger = logging.getLogger("torchpipe_py")
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
 
-_BACKENDS = "torchpipe_py.backends"
-_PROC = "torchpipe_py.proc"
-_PLAIN_CLASS = f"{_BACKENDS}.control.python:PythonClass"
-_PLAIN_FILTER = f"{_BACKENDS}.control.python:PythonFilter"
+_PLAIN_CLASS = "torchpipe_py.backends.control.python:PythonClass"
+_PLAIN_FILTER = "torchpipe_py.backends.control.python:PythonFilter"
+
+
+def _in(module: str, names: str) -> dict[str, str]:
+    """The import string of each of the classes ``names`` of a module."""
+    return {name: f"torchpipe_py.{module}:{name}" for name in names.split()}
+
 
 BUILT_IN_BACKENDS = {
-    "Identity": f"{_BACKENDS}.control.basic:Identity",
-    "Sequential": f"{_BACKENDS}.control.basic:Sequential",
-    "FirstAvailable": f"{_BACKENDS}.control.basic:FirstAvailable",
-    "Python": f"{_BACKENDS}.control.python:Python",
-    "DecodeMat": f"{_BACKENDS}.image.decode:DecodeMat",
-    "cvtColorMat": f"{_BACKENDS}.image.mat:cvtColorMat",
-    "ResizeMat": f"{_BACKENDS}.image.ops:ResizeMat",
-    "ResizePadMat": f"{_BACKENDS}.image.ops:ResizePadMat",
-    "LetterBoxMat": f"{_BACKENDS}.image.ops:LetterBoxMat",
-    "CenterCropMat": f"{_BACKENDS}.image.ops:CenterCropMat",
-    "CropMat": f"{_BACKENDS}.image.ops:CropMat",
-    "AlignMat": f"{_BACKENDS}.image.mat:AlignMat",
-    "DynamicResizeMat": f"{_BACKENDS}.image.ops:DynamicResizeMat",
-    "PerspectiveTransformMat": f"{_BACKENDS}.image.mat:PerspectiveTransformMat",
-    "ResizeShorterMat": f"{_BACKENDS}.image.ops:ResizeShorterMat",
-    "PillowResizeMat": f"{_BACKENDS}.image.ops:PillowResizeMat",
-    "Process": f"{_PROC}.process.process:Process",
-    "Isolated": f"{_PROC}.isolation.isolated:Isolated",
-    "Jump": f"{_BACKENDS}.control.jump:Jump",
-    "MapReduce": f"{_BACKENDS}.control.jump:MapReduce",
-    "Range": f"{_BACKENDS}.control.basic:Range",
-    "Mat2Tensor": f"{_BACKENDS}.image.tensor:Mat2Tensor",
-    "SyncTensor": f"{_BACKENDS}.cuda:SyncTensor",
-    "OnnxTensor": f"{_BACKENDS}.model.onnx:OnnxTensor",
-    "TensorrtTensor": f"{_BACKENDS}.model.tensorrt:TensorrtTensor",
-    "TorchTensor": f"{_BACKENDS}.model.torch_model:TorchTensor",
-    "CheckJpeg": f"{_BACKENDS}.image.gpujpeg:CheckJpeg",
-    "DecodeTensor": f"{_BACKENDS}.image.gpujpeg:DecodeTensor",
-    "cvtColorTensor": f"{_BACKENDS}.image.tensor:cvtColorTensor",
-    "ResizeTensor": f"{_BACKENDS}.image.ops:ResizeTensor",
-    "PillowResizeTensor": f"{_BACKENDS}.image.ops:PillowResizeTensor",
-    "ResizePadTensor": f"{_BACKENDS}.image.ops:ResizePadTensor",
-    "LetterBoxTensor": f"{_BACKENDS}.image.ops:LetterBoxTensor",
-    "DynamicResizeTensor": f"{_BACKENDS}.image.ops:DynamicResizeTensor",
-    "ResizeShorterTensor": f"{_BACKENDS}.image.ops:ResizeShorterTensor",
-    "CenterCropTensor": f"{_BACKENDS}.image.ops:CenterCropTensor",
-    "CopyMakeBorderTensor": f"{_BACKENDS}.image.ops:CopyMakeBorderTensor",
-    "CropTensor": f"{_BACKENDS}.image.ops:CropTensor",
-    "Tensor2Mat": f"{_BACKENDS}.image.tensor:Tensor2Mat",
-    "Tensor2Vector": f"{_BACKENDS}.image.tensor:Tensor2Vector",
-    "SaveTensor": f"{_BACKENDS}.image.files:SaveTensor",
-    "SaveMat": f"{_BACKENDS}.image.files:SaveMat",
-    "LoadTensor": f"{_BACKENDS}.image.files:LoadTensor",
+    **_in("backends.control.basic", "Identity Sequential FirstAvailable Range"),
+    **_in("backends.control.python", "Python"),
+    **_in("backends.control.jump", "Jump MapReduce"),
+    **_in("backends.image.decode", "DecodeMat"),
+    **_in("backends.image.gpujpeg", "CheckJpeg DecodeTensor"),
+    **_in("backends.image.mat", "cvtColorMat AlignMat PerspectiveTransformMat"),
+    **_in("backends.image.ops", "ResizeMat ResizePadMat LetterBoxMat CenterCropMat CropMat DynamicResizeMat"),
+    **_in("backends.image.ops", "ResizeShorterMat PillowResizeMat ResizeTensor PillowResizeTensor ResizePadTensor"),
+    **_in("backends.image.ops", "LetterBoxTensor DynamicResizeTensor ResizeShorterTensor CenterCropTensor CropTensor"),
+    **_in("backends.image.ops", "CopyMakeBorderTensor"),
+    **_in("backends.image.tensor", "Mat2Tensor cvtColorTensor Tensor2Mat Tensor2Vector"),
+    **_in("backends.image.files", "SaveTensor SaveMat LoadTensor"),
+    **_in("backends.cuda", "SyncTensor"),
+    **_in("backends.model.onnx", "OnnxTensor"),
+    **_in("backends.model.tensorrt", "TensorrtTensor"),
+    **_in("backends.model.torch_model", "TorchTensor"),
+    **_in("proc.process.process", "Process"),
+    **_in("proc.isolation.isolated", "Isolated"),
 }
 
 ALIASES = {
@@ -84,13 +63,8 @@ ALIASES = {
 }
 
 BUILT_IN_POSTPROCESSORS = {
-    "cpu": f"{_BACKENDS}.model.postprocess:Cpu",
-    "SoftmaxCpu": f"{_BACKENDS}.model.postprocess:SoftmaxCpu",
-    "SoftmaxMax": f"{_BACKENDS}.model.postprocess:SoftmaxMax",
-    "ArgMax": f"{_BACKENDS}.model.postprocess:ArgMax",
-    "SoftmaxArgMax": f"{_BACKENDS}.model.postprocess:SoftmaxArgMax",
-    "TopK": f"{_BACKENDS}.model.postprocess:TopK",
-    "Sigmoid": f"{_BACKENDS}.model.postprocess:Sigmoid",
+    **_in("backends.model.postprocess", "SoftmaxCpu SoftmaxMax ArgMax SoftmaxArgMax TopK Sigmoid"),
+    "cpu": "torchpipe_py.backends.model.postprocess:Cpu",
 }
 
 

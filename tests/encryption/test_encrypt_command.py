@@ -54,11 +54,6 @@ def test_a_new_key_and_a_model(folder: Path, capsys: pytest.CaptureFixture[str])
     assert NAME.encode() not in (folder / "m.onnx.enc").read_bytes()
 
 
-def test_a_key_alone(folder: Path) -> None:
-    assert main(["encrypt", "--new_key", "new.key"]) == 0
-    assert sorted(os.listdir()) == ["key", "m.onnx", "new.key"]
-
-
 def test_an_engine_with_a_key_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "m.trt").write_bytes(b"ftrt" + bytes(range(256)) * 1000)
     monkeypatch.setenv("MODEL_KEY", KEY.hex())
@@ -150,10 +145,3 @@ def test_what_cannot_be_served_is_refused_by_what_it_is(
     line = refused(name, "--key_file", "key")
     assert line.startswith(f"{name}: {said}")
     assert line.endswith(f"; {TAKEN}")
-
-
-def test_an_export_takes_no_encrypted_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "net.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
-    assert main(["encrypt", "m.onnx", "--key_file", "key", "--out", "w.pth"]) == 0
-    assert main(["export", "net.py:build", "--weights", "w.pth", "--out", "x"]) == 1
-    assert "w.pth: no file of torch.save: it is an encrypted model, which key_file" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from torchpipe_py import ConfigError
-from torchpipe_py.encryption import keys
 from torchpipe_py.encryption.keys import new_key_file, read_key, readers_problem, without_keys
 
 KEY = bytes(range(100, 132))
@@ -142,12 +141,3 @@ def test_an_environment_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
     others = {"PATH": "/bin", "EMPTY": "", "SHORT": "ab12", "LIKE_BASE64": "a/" + "b" * 41}
     found = {"HEX": KEY.hex(), "BASE64": base64.b64encode(KEY).decode()}
     assert without_keys({**others, **found}) == others
-
-
-def test_a_variable_may_go_while_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_goes(value: str) -> None:
-        os.environ.pop("GOES", None)
-
-    monkeypatch.setenv("GOES", "")
-    monkeypatch.setattr(keys, "_of_text", one_goes)
-    assert without_keys(os.environ) == dict(os.environ)

@@ -84,7 +84,30 @@ def test_all_backends_for_images_say_their_kinds() -> None:
     assert silent == {"SyncTensor", "OnnxTensor", "TensorrtTensor", "TorchTensor"}
 
 
-# -- neighbours in a sequence -----------------------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def model_of(path: Path, *shape: int | str) -> dict[str, Any]:
+    """The keys of a node with a model that takes images of this shape."""
+    inputs: dict[str, Any] = {"x": ["N", *shape]}
+    save_model(path / "m.onnx", [helper.make_node("Identity", ["x"], ["y"])], inputs, {"y": ["N", *shape]})
+    return {"model": str(path / "m.onnx")}
+
+
+def node(backend: str, path: Path, shape: Any = None, **keys: Any) -> dict[str, Any]:
+    """A node; one that resizes makes 96x80, its model takes images of ``shape``."""
+    sizes = {
+        f"{name}::resize_{side}": size for name in RESIZE if name in backend for side, size in (("h", 96), ("w", 80))
+    }
+    return {"backend": backend, **sizes, **({} if shape is None else model_of(path, *shape)), **keys}
+
+
+RESIZE = ("PillowResizeMat", "ResizeMat", "PillowResizeTensor", "ResizeTensor")
+DECODE = {"backend": "DecodeMat", "next": "b"}
+TAKES_MAT = "ResizeMat takes a Mat, and "
+IS_DECODED = (
+    "DecodeMat takes encoded bytes, and {} before it gives a Mat; the image is decoded already: leave DecodeMat out"
+)
 
 
 @pytest.mark.parametrize(
@@ -92,19 +115,14 @@ def test_all_backends_for_images_say_their_kinds() -> None:
     [
         (
             "S[DecodeMat,Mat2Tensor,ResizeMat]",
-            "ResizeMat takes a Mat, and Mat2Tensor before it gives a Tensor; "
-            "ResizeTensor takes a Tensor, or put Tensor2Mat before it",
+            f"{TAKES_MAT}Mat2Tensor before it gives a Tensor; ResizeTensor takes a Tensor, or put Tensor2Mat before it",
         ),
         (
             "S[DecodeMat,ResizeTensor,SyncTensor]",
             "ResizeTensor takes a Tensor, and DecodeMat before it gives a Mat; "
             "ResizeMat takes a Mat, or put Mat2Tensor before it",
         ),
-        (
-            "S[ResizeMat,DecodeMat]",
-            "DecodeMat takes encoded bytes, and ResizeMat before it gives a Mat; "
-            "the image is decoded already: leave DecodeMat out",
-        ),
+        ("S[ResizeMat,DecodeMat]", IS_DECODED.format("ResizeMat")),
         (
             "S[ResizeTensor,Mat2Tensor]",
             "Mat2Tensor takes a Mat, and ResizeTensor before it gives a Tensor; leave Mat2Tensor out",
@@ -117,78 +135,39 @@ def test_all_backends_for_images_say_their_kinds() -> None:
             "S[DecodeMat,Identity,CopyMakeBorderTensor]",
             "CopyMakeBorderTensor takes a Tensor, and DecodeMat before it gives a Mat; put Mat2Tensor before it",
         ),
+        ("S[SyncTensor[S[DecodeMat,Mat2Tensor]],ResizeMat]", TAKES_MAT),
+        ("S[DecodeMat,Process[Mat2Tensor],ResizeMat]", TAKES_MAT),
+        ("S[DecodeMat,FirstAvailable[Mat2Tensor,S[Identity,Mat2Tensor]],ResizeMat]", TAKES_MAT),
+        ("S[DecodeMat,Mat2Tensor,FirstAvailable[ResizeMat,PillowResizeMat]]", TAKES_MAT),
+        ("S[DecodeMat,S[Mat2Tensor,ResizeMat]]", TAKES_MAT),
     ],
 )
-def test_a_backend_that_cannot_take_what_its_neighbour_gives_is_refused(backend: str, told: str) -> None:
-    size = SIZE if "Resize" in backend else {}
-    assert refusal({"backend": backend, **size}) == f"config: node 'node': key 'backend': {told}"
+def test_a_backend_that_cannot_take_what_its_neighbour_gives_is_refused(
+    backend: str, told: str, tmp_path: Path
+) -> None:
+    assert refusal(node(backend, tmp_path)).startswith(f"config: node 'node': key 'backend': {told}")
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("nodes", "told"),
     [
-        "S[SyncTensor[S[DecodeMat,Mat2Tensor]],ResizeMat]",
-        "S[DecodeMat,Process[Mat2Tensor],ResizeMat]",
-        "S[DecodeMat,FirstAvailable[Mat2Tensor,S[Identity,Mat2Tensor]],ResizeMat]",
-        "S[DecodeMat,Mat2Tensor,FirstAvailable[ResizeMat,PillowResizeMat]]",
-        "S[DecodeMat,S[Mat2Tensor,ResizeMat]]",
-        "S[LoadTensor,ResizeMat]",
+        *(
+            ({"a": {**DECODE, **first}, "b": {"backend": "S[DecodeMat,Identity]"}}, f"'b': key 'backend': {told}")
+            for told in [IS_DECODED.format("DecodeMat of 'a'")]
+            for first in ({}, {"filter": "Run"}, {"filter": "Continue"})
+        ),
+        (
+            {"a": DECODE, "b": {"backend": "ResizeTensor&PillowResizeTensor", **SIZE}},
+            "'b': key 'backend': ResizeTensor takes a Tensor, and DecodeMat of 'a'",
+        ),
+        (
+            {"a": DECODE, "b": {"backend": "ResizeMat", "next": "a.2", **SIZE}, "a.2": {}},
+            "'a.2': key 'backend': " + IS_DECODED.format("ResizeMat of 'b'"),
+        ),
     ],
 )
-def test_brackets_hide_no_mistake(backend: str, tmp_path: Path) -> None:
-    (tmp_path / "one.pt").touch()
-    loads = {"tensor_name": str(tmp_path / "one.pt")} if "Load" in backend else {}
-    assert "ResizeMat takes a Mat, and" in refusal({"backend": backend, **SIZE, **loads})
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "S[DecodeMat,ResizeMat,Mat2Tensor,ResizeTensor,Tensor2Mat,ResizeMat]",
-        "S[FirstAvailable[DecodeTensor,DecodeMat],ResizeMat]",
-        "S[FirstAvailable[DecodeTensor,S[DecodeMat,Mat2Tensor]],ResizeTensor,SyncTensor]",
-        "S[DecodeMat,FirstAvailable[ResizeTensor,ResizeMat]]",
-        "S[DecodeMat,(or)ResizeTensor]",
-        "S[DecodeMat,(or)Mat2Tensor,ResizeMat]",
-        "S[S[DecodeMat,(or)Mat2Tensor],ResizeMat]",
-        "S[DecodeMat,Own,ResizeTensor]",
-        "S[DecodeMat,Python[Own],ResizeTensor]",
-        "S[DecodeMat,Mat2Tensor,OwnResize]",
-        "S[OwnResize,ResizeTensor]",
-        "S[DecodeMat,Range[Own],ResizeTensor]",
-    ],
-)
-def test_what_may_be_right_is_not_refused(backend: str, restored: Registry) -> None:
-    class Own:
-        def forward(self, items: list[dict[str, Any]]) -> None: ...
-
-    class OwnResize(ResizeMat):
-        """Takes Tensors, whatever it inherits."""
-
-    restored.register_backend(Own)
-    restored.register_backend(OwnResize)
-    limits = {"range": "1,1"} if "Range" in backend else {}
-    plan_pipeline({"backend": backend, **SIZE, **limits})
-
-
-def test_a_composition_is_refused_where_none_of_its_parts_fits() -> None:
-    before = {"backend": "DecodeMat", "next": "b"}
-    told = refusal({"a": before, "b": {"backend": "ResizeTensor&PillowResizeTensor", **SIZE}})
-    assert told.startswith("config: node 'b': key 'backend': ResizeTensor takes a Tensor, and DecodeMat of 'a'")
-    plan_pipeline({"a": before, "b": {"backend": "ResizeTensor&ResizeMat", **SIZE}})
-
-
-# -- along next -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [{}, {"filter": "Run"}, {"filter": "Continue"}])
-def test_a_node_that_cannot_take_what_the_one_before_gives_is_refused(first: dict[str, str]) -> None:
-    nodes = {"a": {"backend": "DecodeMat", "next": "b", **first}, "b": {"backend": "S[DecodeMat,ResizeMat]", **SIZE}}
-    told = refusal(nodes)
-    assert told == (
-        "config: node 'b': key 'backend': DecodeMat takes encoded bytes, and DecodeMat of 'a' before it gives a Mat; "
-        "the image is decoded already: leave DecodeMat out"
-    )
+def test_a_node_that_cannot_take_what_the_one_before_gives_is_refused(nodes: dict[str, Any], told: str) -> None:
+    assert refusal(nodes).startswith(f"config: node {told}")
 
 
 def test_a_mistake_in_a_node_that_is_named_twice_is_told_once() -> None:
@@ -196,61 +175,21 @@ def test_a_mistake_in_a_node_that_is_named_twice_is_told_once() -> None:
     assert refusal(nodes).count("Tensor2Mat takes a Tensor") == 1
 
 
-def test_a_node_may_take_in_one_place_what_it_refuses_in_another() -> None:
-    nodes = {"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "ResizeMat", "next": "a.2", **SIZE}}
-    told = refusal({**nodes, "a.2": {}})
-    assert told.startswith("config: node 'a.2': key 'backend': DecodeMat takes encoded bytes, and ResizeMat of 'b'")
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({}, {"map": "a[data:data]"}),
-        ({}, {"filter": "or"}),
-        ({}, {"filter": "run"}),
-        ({}, {"filter": "mine"}),
-        ({"filter": "mine"}, {}),
-    ],
-)
-def test_a_map_or_a_filter_may_bring_something_else(
-    first: dict[str, Any], second: dict[str, Any], restored: Registry
-) -> None:
-    restored.register_filter(lambda data: None, "mine")
-    plan_pipeline({"a": {"backend": "DecodeMat", "next": "b", **first}, "b": {"backend": "DecodeMat", **second}})
-
-
-def test_a_chain_that_may_be_skipped_gives_nothing_that_is_known() -> None:
-    nodes: dict[str, Any] = {"a": {"next": "b"}, "b": {"filter": "SerialSkip", "next": "c"}}
-    plan_pipeline({**nodes, "c": {"backend": "DecodeMat", "next": "d"}, "d": {"backend": "DecodeMat"}})
-
-
-def test_what_a_jump_gives_is_not_known() -> None:
-    nodes: dict[str, Any] = {"a": {"backend": "S[DecodeMat,Jump]", "jump": "c", "next": "b"}}
-    plan_pipeline({**nodes, "b": {"backend": "ResizeTensor", **SIZE}, "c": {"backend": "DecodeMat"}})
-
-
-# -- sizes ------------------------------------------------------------------------------------------------------------
-
-
-def model_of(path: Path, *shape: int | str) -> dict[str, Any]:
-    """The keys of a node with a model that takes images of this shape."""
-    inputs: dict[str, Any] = {"x": ["N", *shape]}
-    save_model(path / "m.onnx", [helper.make_node("Identity", ["x"], ["y"])], inputs, {"y": ["N", *shape]})
-    return {"model": str(path / "m.onnx")}
-
-
 @pytest.mark.parametrize(
     "backend", ["OnnxTensor", "TensorrtTensor", "SyncTensor[FirstAvailable[TensorrtTensor,OnnxTensor]]"]
 )
 def test_another_size_than_that_of_the_model_is_refused(backend: str, tmp_path: Path) -> None:
-    node = {"backend": f"S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,{backend}]", "color": "rgb"}
-    node |= model_of(tmp_path, 3, 64, 48)
-    told = refusal({**node, "ResizeMat::resize_h": 96, "resize_w": 49}).split("\n")
+    backend = f"S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,{backend}]"
+    keys = {"backend": backend, "color": "rgb", **model_of(tmp_path, 3, 64, 48)}
+    told = refusal({**keys, "ResizeMat::resize_h": 96, "resize_w": 49}).split("\n")
     assert told == [
-        f"config: node 'node': key 'ResizeMat::resize_h': 96, but {node['model']} takes 1x3x64x48: a height of 64",
-        f"config: node 'node': key 'resize_w': 49, but {node['model']} takes 1x3x64x48: a width of 48",
+        f"config: node 'node': key 'ResizeMat::resize_h': 96, but {keys['model']} takes 1x3x64x48: a height of 64",
+        f"config: node 'node': key 'resize_w': 49, but {keys['model']} takes 1x3x64x48: a width of 48",
     ]
-    plan_pipeline({**node, "resize_h": 64, "resize_w": 48})
+    plan_pipeline({**keys, "resize_h": 64, "resize_w": 48})
+    with pipe({"backend": "OnnxTensor", "model": keys["model"]}) as run:
+        run(item := {"data": picture(64, 49)})
+        assert "takes 1x3x64x48, got" in str(item["error"]), "what is refused is what the model would refuse"
 
 
 @pytest.mark.parametrize("resize", ["LetterBoxMat,Mat2Tensor", "ResizePadMat", "Mat2Tensor,LetterBoxTensor"])
@@ -268,8 +207,66 @@ def test_it_is_refused_along_next(resize: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("backend", "color", "shape", "told"),
+    [
+        ("S[DecodeMat,OnnxTensor]", "gray", (3, 64, 64), "gray is 1 channel, but {} takes 1x3x64x64: 3 channels"),
+        ("S[DecodeMat,cvtColorMat,Mat2Tensor,OnnxTensor]", "gray", (3, 64, 64), "gray is 1 channel, but {} takes 1x3"),
+        ("S[DecodeMat,OnnxTensor]", "gray", (64, 64, 3), "gray is 1 channel, but {} takes 1x64x64x3: 3 channels"),
+        ("S[DecodeMat,CropMat,OnnxTensor]", "rgb", (1, 64, 64), "rgb is 3 channels, but {} takes 1x1x64x64: 1 channel"),
+        ("S[cvtColorTensor,CropTensor,OnnxTensor]", "bgr", (1, 64, 64), "bgr is 3 channels, but {} takes 1x1x64x64: "),
+        ("S[DecodeMat,OnnxTensor]", None, (1, 64, 64), "bgr, the default, is 3 channels, but {} takes 1x1x64x64: 1 "),
+        ("S[DecodeTensor,OnnxTensor]", None, (1, 64, 64), "rgb, the default, is 3 channels, but {} takes 1x1x64x64: "),
+    ],
+)
+def test_other_channels_than_those_of_the_model_are_refused(
+    backend: str, color: str | None, shape: tuple[int, ...], told: str, tmp_path: Path
+) -> None:
+    keys = node(backend, tmp_path, shape, **({} if color is None else {"color": color}))
+    assert refusal(keys).startswith(f"config: node 'node': key 'color': {told.format(keys['model'])}")
+    plan_pipeline({**keys, **model_of(tmp_path, *(4 - side if side < 4 else side for side in shape))})
+
+
+# -- what is not ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(restored: Registry) -> None:
+    """Backends and a filter of the user's, of whose results nothing is known."""
+
+    class Own:
+        def forward(self, items: list[dict[str, Any]]) -> None: ...
+
+    class OwnResize(ResizeMat):
+        """Takes Tensors, whatever it inherits."""
+
+    class OwnColor(cvtColorMat):
+        """Gives other channels than it inherits."""
+
+    class TakesAny(Own):
+        def init(self, config: dict[str, Any]) -> None: ...
+
+    class Annotated(Own):
+        color: str = "bgr"
+
+    for cls in (Own, OwnResize, OwnColor, TakesAny, Annotated):
+        restored.register_backend(cls)
+    restored.register_filter(lambda data: None, "mine")
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
     ("backend", "shape"),
     [
+        ("S[DecodeMat,ResizeMat,Mat2Tensor,ResizeTensor,Tensor2Mat,ResizeMat]", None),
+        ("S[FirstAvailable[DecodeTensor,DecodeMat],ResizeMat]", None),
+        ("S[FirstAvailable[DecodeTensor,S[DecodeMat,Mat2Tensor]],ResizeTensor,SyncTensor]", None),
+        ("S[DecodeMat,FirstAvailable[ResizeTensor,ResizeMat]]", None),
+        ("S[DecodeMat,(or)ResizeTensor]", None),
+        ("S[S[DecodeMat,(or)Mat2Tensor],ResizeMat]", None),
+        ("S[DecodeMat,Own,ResizeTensor]", None),
+        ("S[DecodeMat,Python[Own],ResizeTensor]", None),
+        ("S[DecodeMat,Mat2Tensor,OwnResize]", None),
+        ("S[OwnResize,ResizeTensor]", None),
         ("S[ResizeMat,OnnxTensor]", (3, "height", "width")),
         ("S[ResizeMat,OnnxTensor]", (96, 80, 3)),
         ("S[ResizeMat,OnnxTensor]", (3, 64)),
@@ -277,75 +274,44 @@ def test_it_is_refused_along_next(resize: str, tmp_path: Path) -> None:
         ("S[ResizeMat,Mat2Tensor,CopyMakeBorderTensor,OnnxTensor]", (3, 64, 64)),
         ("S[ResizeMat,DynamicResizeMat,OnnxTensor]", (3, 64, 64)),
         ("S[ResizeMat,(or)CropMat,OnnxTensor]", (3, 64, 64)),
-        ("S[ResizeMat,OwnCrop,OnnxTensor]", (3, 64, 64)),
+        ("S[ResizeMat,Own,OnnxTensor]", (3, 64, 64)),
         ("S[ResizeMat,FirstAvailable[CropMat,Identity],OnnxTensor]", (3, 64, 64)),
-        ("S[ResizeMat,CenterCropMat,OnnxTensor]", (3, 64, 64)),
+        ("S[cvtColorMat,OnnxTensor]", ("channels", 64, 64)),
+        ("S[cvtColorMat,OnnxTensor]", (64, 64, 1)),
+        ("S[cvtColorMat,OnnxTensor]", (3, 64, "width")),  # an image H×W×C of three rows
+        ("S[cvtColorMat,OwnColor,OnnxTensor]", (3, 64, 64)),
+        ("S[cvtColorMat,(or)CropMat,OnnxTensor]", (3, 64, 64)),
     ],
 )
-def test_a_size_that_may_fit_or_may_change_is_not_refused(
-    backend: str, shape: tuple[int | str, ...], tmp_path: Path, restored: Registry
-) -> None:
-    class OwnCrop:
-        def forward(self, items: list[dict[str, Any]]) -> None: ...
-
-    restored.register_backend(OwnCrop)
-    crop = {"crop_h": 64, "crop_w": 64} if "CenterCrop" in backend else {}
-    plan_pipeline({"backend": backend, "resize_h": 96, "resize_w": 80, **crop, **model_of(tmp_path, *shape)})
+def test_what_may_be_right_is_not_refused(backend: str, shape: Any, tmp_path: Path) -> None:
+    keys = {"color": "gray"} if "Color" in backend else {}
+    keys |= {"OwnResize::resize_h": 8, "OwnResize::resize_w": 8} if "OwnResize" in backend else {}
+    plan_pipeline(node(backend, tmp_path, shape, **keys))
 
 
-def test_what_is_refused_is_what_the_model_would_refuse(tmp_path: Path) -> None:
-    config = {"backend": "OnnxTensor", **model_of(tmp_path, 3, 64, 48)}
-    with pipe(config) as run:
-        for data in (picture(64, 49), picture(48, 64), torch.zeros(1, 3, 64, 49)):
-            run(item := {"data": data})
-            assert "takes 1x3x64x48, got" in str(item["error"])
-
-
-# -- channels ---------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
-    ("backend", "color", "channels", "told"),
+    "nodes",
     [
-        ("S[DecodeMat,OnnxTensor]", "gray", 3, "gray is 1 channel, but {} takes 1x3x64x64: 3 channels"),
-        ("S[DecodeMat,cvtColorMat,Mat2Tensor,OnnxTensor]", "gray", 3, "gray is 1 channel, but {} takes 1x3x64x64: "),
-        ("S[DecodeMat,CropMat,OnnxTensor]", "rgb", 1, "rgb is 3 channels, but {} takes 1x1x64x64: 1 channel"),
-        ("S[cvtColorTensor,CropTensor,OnnxTensor]", "bgr", 1, "bgr is 3 channels, but {} takes 1x1x64x64: 1 channel"),
-        ("S[DecodeMat,OnnxTensor]", None, 1, "bgr, the default, is 3 channels, but {} takes 1x1x64x64: 1 channel"),
-        ("S[DecodeTensor,OnnxTensor]", None, 1, "rgb, the default, is 3 channels, but {} takes 1x1x64x64: 1 channel"),
+        {"a": DECODE, "b": {"backend": "ResizeTensor&ResizeMat", **SIZE}},
+        *({"a": DECODE, "b": {"backend": "DecodeMat", **second}} for second in [{"map": "a[data:data]"}]),
+        *({"a": DECODE, "b": {"backend": "DecodeMat", "filter": name}} for name in ("or", "run", "mine")),
+        {"a": {**DECODE, "filter": "mine"}, "b": {"backend": "DecodeMat"}},
+        {
+            "x": {"next": "y"},
+            "y": {"filter": "SerialSkip", "next": "a"},
+            "a": DECODE,
+            "b": {"backend": "DecodeMat"},
+        },
+        {
+            "a": {"backend": "S[DecodeMat,Jump]", "jump": "c", "next": "b"},
+            "b": {"backend": "ResizeTensor", **SIZE},
+            "c": {"backend": "DecodeMat"},
+        },
     ],
 )
-def test_other_channels_than_those_of_the_model_are_refused(
-    backend: str, color: str | None, channels: int, told: str, tmp_path: Path
-) -> None:
-    node = {"backend": backend, **({} if color is None else {"color": color}), **model_of(tmp_path, channels, 64, 64)}
-    assert refusal(node).startswith(f"config: node 'node': key 'color': {told.format(node['model'])}")
-    plan_pipeline({**node, **model_of(tmp_path, 4 - channels, 64, 64)})
-
-
-@pytest.mark.parametrize(
-    ("backend", "shape"),
-    [
-        ("S[DecodeMat,OnnxTensor]", ("channels", 64, 64)),
-        ("S[DecodeMat,OnnxTensor]", (64, 64, 1)),
-        ("S[DecodeMat,OnnxTensor]", (3, 64, "width")),  # an image H×W×C of three rows
-        ("S[DecodeMat,cvtColorTwice,OnnxTensor]", (3, 64, 64)),
-        ("S[DecodeMat,(or)CropMat,OnnxTensor]", (3, 64, 64)),
-    ],
-)
-def test_channels_that_may_fit_or_may_change_are_not_refused(
-    backend: str, shape: tuple[int | str, ...], tmp_path: Path, restored: Registry
-) -> None:
-    class cvtColorTwice(cvtColorMat):
-        """Gives other channels than it inherits."""
-
-    restored.register_backend(cvtColorTwice)
-    plan_pipeline({"backend": backend, "color": "gray", **model_of(tmp_path, *shape)})
-
-
-def test_gray_for_a_model_of_channels_last_is_refused(tmp_path: Path) -> None:
-    node = {"backend": "S[DecodeMat,OnnxTensor]", "color": "gray", **model_of(tmp_path, 64, 64, 3)}
-    assert refusal(node).endswith(f"gray is 1 channel, but {node['model']} takes 1x64x64x3: 3 channels")
+def test_a_map_a_filter_or_a_jump_may_bring_something_else(nodes: dict[str, Any]) -> None:
+    plan_pipeline(nodes)
 
 
 def test_images_of_one_channel_keep_it() -> None:
@@ -357,6 +323,11 @@ def test_images_of_one_channel_keep_it() -> None:
 
 
 # -- the order of channels --------------------------------------------------------------------------------------------
+
+DOUBT = (
+    "key 'color': DecodeMat gives BGR, and the model takes the channels as they come; one that was trained on RGB, as "
+    'nearly all in PyTorch are, needs color = "rgb" here; color = "bgr" says that BGR is right'
+)
 
 
 @pytest.mark.parametrize(
@@ -370,17 +341,12 @@ def test_images_of_one_channel_keep_it() -> None:
 def test_an_order_of_channels_that_nobody_has_said_is_doubted_once(
     backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = {"backend": backend, **model_of(tmp_path, 3, "h", "w")}
-    plan_pipeline(node)
-    (line,) = caplog.messages
-    assert line == (
-        "config: node 'node': key 'color': DecodeMat gives BGR, and the model takes the channels as they come; one "
-        'that was trained on RGB, as nearly all in PyTorch are, needs color = "rgb" here; color = "bgr" says that BGR '
-        "is right"
-    )
+    keys = node(backend, tmp_path, (3, "h", "w"))
+    plan_pipeline(keys)
+    assert caplog.messages == [f"config: node 'node': {DOUBT}"]
     caplog.clear()
     for color in ("rgb", "bgr", "gray"):
-        plan_pipeline({**node, "color": color, **model_of(tmp_path, "c", "h", "w")})
+        plan_pipeline({**keys, "color": color, **model_of(tmp_path, "c", "h", "w")})
     assert caplog.messages == []
 
 
@@ -388,13 +354,13 @@ def test_the_line_names_the_node_that_decodes(tmp_path: Path, caplog: pytest.Log
     model = {"backend": "OnnxTensor", **model_of(tmp_path, 3, "h", "w")}
     nodes: dict[str, Any] = {"a": {"backend": "DecodeMat", "next": "b,c"}, "b": model, "c": model}
     plan_pipeline(nodes)
-    (line,) = caplog.messages
-    assert line.startswith("config: node 'a': key 'color': DecodeMat gives BGR")
+    assert caplog.messages == [f"config: node 'a': {DOUBT}"]
     caplog.clear()
     plan_pipeline({**nodes, "global": {"color": "bgr"}})
     assert caplog.messages == []
 
 
+@pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     "backend",
     [
@@ -404,41 +370,15 @@ def test_the_line_names_the_node_that_decodes(tmp_path: Path, caplog: pytest.Log
         "S[FirstAvailable[DecodeTensor,DecodeMat],OnnxTensor]",
         "S[Mat2Tensor,OnnxTensor]",
         "S[DecodeMat,cvtColorMat,OnnxTensor]",
-        "S[DecodeMat,Mat2Tensor,cvtColorTensor,OnnxTensor]",
         "S[DecodeMat,Mat2Tensor]",
+        "S[TakesAny,OnnxTensor]",
+        "S[DecodeMat,Python[TakesAny],OnnxTensor]",
+        "S[DecodeMat,Python[Annotated],OnnxTensor]",
     ],
 )
 def test_where_the_order_is_said_or_unknown_or_no_model_gets_it_there_is_no_line(
-    backend: str, tmp_path: Path, restored: Registry, caplog: pytest.LogCaptureFixture
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Own:
-        def forward(self, items: list[dict[str, Any]]) -> None: ...
-
-    restored.register_backend(Own)
-    color = {f"{name}::color": "bgr" for name in ("cvtColorMat", "cvtColorTensor") if name in backend}
-    model = model_of(tmp_path, 3, "h", "w") if "Onnx" in backend else {}
-    plan_pipeline({"backend": backend, **color, **model})
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize("color", ["bgr", "rgb"])
-@pytest.mark.parametrize("backend", ["S[Own,OnnxTensor]", "S[DecodeMat,Python[Own],OnnxTensor]"])
-def test_the_color_of_a_plain_class_is_its_own(
-    backend: str, color: str, tmp_path: Path, restored: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
-    class TakesAny:
-        def init(self, config: dict[str, Any]) -> None: ...
-
-        def forward(self, items: list[dict[str, Any]]) -> None: ...
-
-    class Annotated:
-        color: str = "bgr"
-
-        def forward(self, items: list[dict[str, Any]]) -> None: ...
-
-    model = model_of(tmp_path, 3, "h", "w")
-    restored.register_backend(TakesAny)
-    plan_pipeline({"backend": backend.replace("Own", "TakesAny"), "TakesAny::color": color, **model})
-    restored.register_backend(Annotated)
-    plan_pipeline({"backend": backend.replace("Own", "Annotated"), **model})
+    color = {f"{name}::color": "bgr" for name in ("cvtColorMat", "TakesAny") if name in backend}
+    plan_pipeline(node(backend, tmp_path, (3, "h", "w") if "Onnx" in backend else None, **color))
     assert caplog.messages == []

@@ -103,12 +103,6 @@ def test_a_worker_has_one_node_for_each_section() -> None:
     assert worker.spec.max_inflight == 7
 
 
-def test_several_instances_of_several_models_are_one_node_of_a_worker() -> None:
-    worker, engine = parts({"a": node("b", backend="Identity&Identity", instance_num="1&2"), "b": node()})
-    assert (worker.plans["a"].spec.instance_num, len(worker.plans["a"].backends)) == ((1,), 1)
-    assert engine.plans["a"].spec.instance_num == (1, 2)
-
-
 @pytest.mark.parametrize("backend", ["Jump", "MapReduce", "S[Identity,Jump]"])
 def test_a_worker_jumps_to_a_shared_graph(backend: str) -> None:
     worker, engine = parts({"a": own(backend=backend, jump="b", **SPLIT[backend]), "b": node("c"), "c": node()})
@@ -185,11 +179,6 @@ def test_all_that_cannot_be_shared_is_told_at_once() -> None:
 def test_a_value_that_is_no_boolean(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"node 'a'.*'shared'"):
         plan_pipeline({"a": {"backend": "Identity", "shared": value}, "b": {}})
-
-
-def test_all_nodes_can_be_shared_by_default() -> None:
-    found = sections(plan_pipeline({"global": {"shared": True}, "a": {"next": "b"}, "b": {"shared": "false"}, "c": {}}))
-    assert found == [Section(("c",)), Section(("a",))]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import WAIT, Gate, outcome
 
-from torchpipe_py import BackendError, ItemBackend, Jump, MapReduce, NoResult, PipeClosed, pipe
+from torchpipe_py import ItemBackend, MapReduce, NoResult, PipeClosed, pipe
 
 
 def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Callable[..., str]) -> None:
@@ -52,23 +52,6 @@ def test_a_request_that_no_backend_saw_says_why_it_has_no_result(filter_name: st
         p(data)
     assert "result" not in data
     assert isinstance(data["error"], NoResult)
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
-def test_a_merge_that_raises_anything_fails_its_request(
-    register: Callable[..., str], kind: type[BaseException]
-) -> None:
-    class Merging(Jump):
-        """Cannot merge."""
-
-        def merge(self, data: dict[str, Any], parts: Any) -> None:
-            raise kind("on purpose")
-
-    with pipe({"a": {"backend": register(Merging), "jump": "b"}, "b": {}}) as p:
-        error = p.submit({"data": 1}).exception(WAIT)
-        assert isinstance(error, BackendError)
-        assert isinstance(error.__cause__, kind)
-        assert p.stats()["inflight"] == 0
 
 
 def test_a_map_without_data_keeps_the_reason(register: Callable[..., str]) -> None:
