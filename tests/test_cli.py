@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -95,21 +94,6 @@ def test_check_tells_edges_maps_and_jumps(tmp_path: Path, capsys: pytest.Capture
     path.write_text('[a]\nnext = "b"\n[b]\n[d]\nbackend = "Jump"\njump = "b"\n', encoding="utf-8")
     assert main(["check", str(path)]) == 1
     assert "'b' is no root" in capsys.readouterr().err
-
-
-def test_check_says_what_it_found(good: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", good]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "small: S[ResizeMat,Identity] x3 -> left, right" in lines
-    assert "each: MapReduce x1, runs small" in lines
-    assert lines[-1] == f"{good}: ok, 6 nodes"
-
-
-def test_a_path_that_is_no_utf_8_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "\udcff.toml"
-    path.write_text(GOOD, encoding="utf-8")
-    assert main(["check", str(path)]) == 0
-    assert "/\\udcff.toml: ok, 6 nodes" in capsys.readouterr().out
 
 
 def test_shared_nodes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,16 +215,6 @@ def test_commands_take_a_flag_either_way(good: str, capsys: pytest.CaptureFixtur
         )
 
 
-def test_help_and_suggestions_have_a_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = ArgumentParser()
-    parser.add_argument("--max-batch", "--longest-batch")
-    parser.add_argument("--old-batch", help=argparse.SUPPRESS)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--min_weight", "1"])
-    assert "--min_weight 1; valid: --help, --longest-batch, --max-batch, -h\n" in capsys.readouterr().err
-    assert "_batch" not in parser.format_help()
-
-
 @pytest.mark.parametrize("number", ["-1", "-1e0", "-1E+0", "-.1e1"])
 def test_a_negative_number_is_no_flag(number: str) -> None:
     parser = ArgumentParser()
@@ -258,11 +232,6 @@ def test_a_flag_that_is_needed_and_misspelt_is_told(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["quantize", "--keep", "3", "--img_dir", "images"])
     assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG.toml\n")
-
-
-def test_a_parameters_choices_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["backends", "DecodeTensor"]) == 0
-    assert "the library that calls nvJPEG: auto, nvimgcodec, nvimgcodec_cuda, torchvision" in capsys.readouterr().out
 
 
 def test_a_reader_that_has_had_enough_is_no_traceback():

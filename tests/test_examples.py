@@ -76,18 +76,6 @@ def test_detector_equals_plain_code() -> None:
         assert p.stats()["inflight"] == 0
 
 
-def test_detector_fills_batches_with_crops_of_several_scenes() -> None:
-    config = parse_toml("configs/detector.toml")
-    config["global"]["batching_timeout"] = LONG
-    requests = [{"data": scene(name)} for name in SCENES for _ in range(4)]
-    crops = sum(len(truth) for truth in SCENES.values()) * 4
-    with pipe(config) as p:
-        p(requests)
-        classifier = p.stats()["nodes"]["digit"]
-    assert classifier["requests"] == crops
-    assert crops / classifier["batches"] > max(len(truth) for truth in SCENES.values())
-
-
 def test_detector_without_objects_and_with_bytes_that_are_no_image() -> None:
     import cv2
 

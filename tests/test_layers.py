@@ -10,6 +10,7 @@ from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from fakes import PROGRAM_WAIT
 
 import torchpipe_py
@@ -134,26 +135,23 @@ SERVER_IMPORTS = arrows(ROOT / "server" / "torchpipe_server", "torchpipe_server"
 SCRIPT_IMPORTS = arrows(ROOT / "scripts", "")
 
 
-def test_the_package_keeps_its_layers() -> None:
-    inside = {module: targets for module, targets in IMPORTS.items() if module}
-    assert against(inside, PACKAGE) == []
+@pytest.mark.parametrize(
+    ("imports", "layers"),
+    [
+        (IMPORTS, PACKAGE),
+        (arrows(ROOT / "torchpipe_py" / "training", "torchpipe_py.training"), TRAINING),
+        (CLIENT_IMPORTS, CLIENT),
+        (SERVER_IMPORTS, SERVER),
+    ],
+    ids=["package", "training", "client", "server"],
+)
+def test_a_package_keeps_its_layers(imports: dict[str, set[str]], layers: list[str]) -> None:
+    assert against({module: targets for module, targets in imports.items() if module}, layers) == []
 
 
-def test_training_keeps_its_layers() -> None:
-    inside = arrows(ROOT / "torchpipe_py" / "training", "torchpipe_py.training")
-    assert against({module: targets for module, targets in inside.items() if module}, TRAINING) == []
-
-
-def test_the_client_keeps_its_layers_and_to_itself() -> None:
-    inside = {module: targets for module, targets in CLIENT_IMPORTS.items() if module}
-    assert against(inside, CLIENT) == []
+def test_the_client_keeps_to_itself() -> None:
     found = set().union(*(imported(path) for path in modules(ROOT / "server" / "torchpipe_client").values()))
     assert {name.split(".")[0] for name in found} & {"torchpipe_py", "torchpipe_server", "torch"} == set()
-
-
-def test_the_server_keeps_its_layers() -> None:
-    inside = {module: targets for module, targets in SERVER_IMPORTS.items() if module}
-    assert against(inside, SERVER) == []
 
 
 def test_scripts_keep_their_layers() -> None:
@@ -204,24 +202,23 @@ def test_the_package_never_imports_the_server() -> None:
     ] == []
 
 
-def test_importing_the_packages_and_a_call_import_no_heavy_library() -> None:
-    heavy = ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray", "opentelemetry", "cryptography")
-    code = f"""
+CALLS = """
 import sys, torchpipe_client, torchpipe_py, torchpipe_py.ray
 import torchpipe_server.front.server, torchpipe_server.worker.worker
-with torchpipe_py.pipe({{"backend": "Identity"}}) as run:
-    run({{"data": 1}})
-print([name for name in {heavy} if name in sys.modules])
+with torchpipe_py.pipe({"backend": "Identity"}) as run:
+    run({"data": 1})
 """
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
-def test_the_training_side_needs_no_optional_library() -> None:
-    optional = ("torchvision", "lmdb", "cv2", "PIL")
-    code = f"import sys, torchpipe_py.training; print([name for name in {optional} if name in sys.modules])"
-    command = [sys.executable, "-c", code]
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        (CALLS, ("torch", "cv2", "onnxruntime", "tensorrt", "onnx", "PIL", "ray", "opentelemetry", "cryptography")),
+        ("import sys, torchpipe_py.training\n", ("torchvision", "lmdb", "cv2", "PIL")),
+    ],
+)
+def test_importing_the_packages_and_a_call_import_no_heavy_library(code: str, heavy: tuple[str, ...]) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"{code}print([name for name in {heavy} if name in sys.modules])"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 

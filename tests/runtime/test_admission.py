@@ -42,14 +42,6 @@ def test_a_batch_is_no_larger_than_its_time_allows() -> None:
     assert [times.fitting(8, seconds, 0.0) for seconds in (0.1, 0.05, 0.025, 0.001)] == [8, 4, 2, 1]
 
 
-def test_waits_for_rounds_of_all_instances() -> None:
-    times = ComputeTimes()
-    times.add(1, 0.02, 0.0)
-    assert times.wait(0, 1, 2, 1, 0.0) == 0.0
-    assert times.wait(0, 2, 2, 1, 0.0) == pytest.approx(0.01)
-    assert times.wait(4, 2, 2, 1, 0.0) == pytest.approx(0.05)
-
-
 def waits(delay: ControlledDelay, seconds: float, since: float, until: float) -> list[bool]:
     """What becomes of requests that leave the queue every 10 ms, each after so long, where one takes 20 ms."""
     return [delay.took(seconds, 0.02, since + step / 100) for step in range(int((until - since) * 100))]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Register
 
-from torchpipe_py import BackendError, DecodeError, ItemBackend, pipe
+from torchpipe_py import DecodeError, ItemBackend, pipe
 
 Data = dict[str, Any]
 
@@ -19,57 +19,6 @@ class Mark(ItemBackend):
     def forward_item(self, item: Data) -> None:
         if not item["data"].endswith("-"):
             item["result"] = item["data"] + "+"
-
-
-NODES = [
-    # filter, data, result, data afterwards
-    ("swap", "a", "a++", "a+"),
-    ("run", "a", "a+", "a"),
-    ("skip", "a", "a+", "a"),
-    ("break", "a", "a+", "a"),
-    ("or", "a", "a+", "a"),
-    ("Or", "a", "a+", "a"),
-    ("SWAP", "a", "a++", "a+"),
-    (None, "a", "a++", "a+"),
-    ("swap", "-", None, "-"),
-    ("break", "-", None, "-"),
-    (None, "-", None, "-"),
-]
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["at a node", "inside Sequential"])
-@pytest.mark.parametrize(("filter_name", "data", "result", "after"), NODES)
-def test_of_the_second(
-    register: Register, filter_name: str | None, data: str, result: str | None, after: str, inside: bool
-) -> None:
-    name, item = register(Mark), {"data": data}
-    nodes = {"a": {"backend": name, "next": "b"}, "b": {"backend": name}}
-    if filter_name is not None:
-        nodes["b"]["filter"] = filter_name
-    prefix = f"({filter_name})" if filter_name else ""
-    with pipe({"backend": f"S[{name},{prefix}{name}]"} if inside else nodes) as p:
-        p(item)
-    assert (item.get("result"), item["data"]) == (result, after)
-    assert ("error" in item) == (result is None)
-
-
-@pytest.mark.parametrize("serial", [False, True])
-def test_error_fails_the_request_alone(register: Register, serial: bool) -> None:
-    name = register(Mark)
-    nodes: dict[str, Any] = {"a": {"backend": name, "next": "b"}, "b": {"backend": name, "filter": "error"}}
-    with pipe({"backend": f"S[{name},(error){name}]"} if serial else nodes) as p:
-        with pytest.raises(BackendError, match="Error"):
-            p({"data": "a"})
-        with pytest.raises(BackendError, match="Error"):
-            p({"data": "a"})
-
-
-@pytest.mark.parametrize(("filter_name", "result"), [("skip", None), ("break", None), ("swap", None), ("run", "a+")])
-def test_at_a_root(register: Register, filter_name: str, result: str | None) -> None:
-    item = {"data": "a", "result": "stale"}
-    with pipe({"backend": register(Mark), "filter": filter_name}) as p:
-        p(item)
-    assert (item.get("result"), item["data"]) == (result, "a")
 
 
 @pytest.mark.parametrize("form", ["S[DecodeMat,(or){0}]", "nodes"])

@@ -152,30 +152,6 @@ def test_every_request_completes_exactly_once(register: Register, middle: str) -
     assert (middle == "close") or not refused
 
 
-def test_admission_is_bounded(register: Register) -> None:
-    gate = Gate()
-    admitted: list[Any] = []
-    refused: list[Overloaded] = []
-
-    def work(index: int) -> None:
-        try:
-            admitted.append(p.submit({"data": index}))
-        except Overloaded as error:
-            refused.append(error)
-
-    config = {"max_inflight": 8, "a": {"backend": register(gate.backend), "instance_num": 2}}
-    with pipe(config) as p, gate:
-        in_threads(64, work)
-        assert (len(admitted), len(refused)) == (8, 56)
-        assert [p.stats()[key] for key in ("inflight", "max_inflight", "admitted", "rejected")] == [8, 8, 8, 56]
-        gate.open()
-        for future in admitted:
-            outcome(future)
-        p({"data": 0})
-    assert all(isinstance(error.retry_after_ms, int) and error.retry_after_ms >= 1 for error in refused)
-    assert sum(map(len, gate.batches)) == 9
-
-
 def test_a_list_is_admitted_whole_or_not_at_all(register: Register) -> None:
     gate = Gate()
     with pipe({"max_inflight": 3, "a": {"backend": register(gate.backend)}}) as p, gate:

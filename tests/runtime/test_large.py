@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import Register
-from fakes import Gate, error_of, in_threads, outcome
+from fakes import Gate, error_of, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, pipe
 from torchpipe_py.backends.image.memory import DECODING
@@ -48,29 +48,6 @@ def test_one_instance_is_kept_for_the_others(register: Register, gate: Gate, ins
         assert p.stats()["nodes"]["node"]["queued"] == 6 - (instances - 1)
         gate.open()
         assert [outcome(future)["result"] for future in futures] == [f"large {number}" for number in range(6)]
-
-
-def test_callers_that_run_them_themselves(register: Register, gate: Gate) -> None:
-    items = [{"data": f"large {number}"} for number in range(5)] + [{"data": "small"}]
-
-    def call(index: int) -> None:
-        if index < 5:
-            p(items[index])
-        else:
-            gate.wait_entered()
-            p(items[index])
-            gate.open()
-
-    with pipe({"backend": register(gate.backend), "instance_num": 2}) as p, gate:
-        in_threads(6, call)
-    assert all(item["result"] == item["data"] for item in items)
-
-
-def test_a_single_instance_takes_all_in_turn(register: Register, gate: Gate) -> None:
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        futures = [p.submit({"data": data}) for data in ("large 0", "large 1", "small")]
-        gate.open()
-        assert [outcome(future)["result"] for future in futures] == ["large 0", "large 1", "small"]
 
 
 def test_those_that_are_over_keep_nobody_waiting(register: Register, gate: Gate) -> None:

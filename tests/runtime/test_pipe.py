@@ -13,9 +13,11 @@ import pytest
 from conftest import Register
 from fakes import WAIT, Gate, outcome
 
-from torchpipe_py import Backend, BackendError, DecodeError, InvalidRequest, ItemBackend, NoResult, UnknownNode, pipe
+from torchpipe_py import Backend, BackendError, InvalidRequest, ItemBackend, NoResult, UnknownNode, pipe
 
 Data = dict[str, Any]
+
+SAME = {"data": 1}
 
 
 class Double(ItemBackend):
@@ -35,23 +37,6 @@ class Nothing(Backend):
 
 
 # -- calls --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_is_several_requests(register: Register, kind: type) -> None:
-    items = [{"data": number} for number in range(20)]
-    with pipe({"backend": register(Double), "instance_num": 2}) as p:
-        given = kind(items)
-        assert p(given) is given
-    assert [item["result"] for item in items] == [2 * number for number in range(20)]
-
-
-def test_a_list_raises_when_all_are_finished(register: Register) -> None:
-    items: list[Data] = [{"data": 1}, {"data": "x"}, {"data": "y"}, {"data": 2}]
-    with pipe({"backend": register(Double)}) as p, pytest.raises(BackendError, match="no number: 'x'"):
-        p(items)
-    assert [item.get("result") for item in items] == [2, None, None, 4]
-    assert ["no number: 'x'" in str(items[1]["error"]), "no number: 'y'" in str(items[2]["error"])] == [True, True]
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
@@ -100,6 +85,7 @@ def test_a_call_returns_what_it_was_given(timeout: float | None) -> None:
         ({}, "a request needs the key 'data'; found none"),
         ({"dat": 1}, "a request needs the key 'data'; found 'dat'"),
         ([{"data": 1}, {"result": 1}], "a request needs the key 'data'; found 'result'"),
+        ([SAME, {"data": 1}, SAME], "the same dict stands in the list twice; each request needs its own"),
     ],
 )
 def test_things_that_are_no_request(data: Any, problem: str) -> None:
@@ -109,19 +95,6 @@ def test_things_that_are_no_request(data: Any, problem: str) -> None:
                 call(data)
             assert str(caught.value) == problem
         assert (p.stats()["admitted"], p.stats()["inflight"]) == (0, 0)
-
-
-def test_the_same_dict_twice() -> None:
-    data = {"data": 1}
-    with pipe({"backend": "Identity"}) as p:
-        with pytest.raises(InvalidRequest, match="twice"):
-            p([data, {"data": 1}, data])
-        p([{"data": 1}, {"data": 1}])
-
-
-def test_dispatch_takes_one_dict() -> None:
-    with pipe({"backend": "Identity"}) as p, pytest.raises(InvalidRequest, match="expected a dict, got list"):
-        p.dispatch([{"data": 1}], lambda data, error: None)  # type: ignore[arg-type]
 
 
 # -- roots --------------------------------------------------------------------------------------------------------
@@ -145,31 +118,7 @@ def test_node_name_selects_the_root(register: Register) -> None:
             assert isinstance(caught.value, UnknownNode)
 
 
-def test_one_root_needs_no_name() -> None:
-    data: Data = {"data": 3, "node_name": "a"}
-    with pipe({"a": {"next": "b"}, "b": {}}) as p:
-        p(data)
-        with pytest.raises(IndexError):
-            p({"data": 3, "node_name": "b"})
-    assert data["result"] == 3
-
-
-def test_a_node_name_that_cannot_be_a_key() -> None:
-    with pipe({"backend": "Identity"}) as p, pytest.raises((InvalidRequest, UnknownNode)):
-        p({"data": 1, "node_name": ["node"]})
-
-
 # -- outcomes -----------------------------------------------------------------------------------------------------
-
-
-def test_an_error_of_an_earlier_call_never_leaks(jpeg: bytes) -> None:
-    data: Data = {"data": b"no image"}
-    with pipe({"backend": "DecodeMat"}) as p:
-        p(data)
-        data["data"] = jpeg
-        p(data)
-    assert "error" not in data
-    assert data["result"].shape == (375, 500, 3)
 
 
 def test_a_stale_result_does_not_satisfy_a_root_with_or(register: Register) -> None:
@@ -191,15 +140,6 @@ def test_the_result_of_the_node_before_is_not_this_ones(register: Register, back
     assert "node 'b'" in str(data["error"])
 
 
-def test_no_result_ends_the_request(register: Register) -> None:
-    gate = Gate()
-    data: Data = {"data": b"no image"}
-    with gate, pipe({"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": register(gate.backend)}}) as p:
-        p(data)
-    assert gate.batches == []
-    assert isinstance(data["error"], DecodeError)
-
-
 def test_a_defect_names_node_and_backend(register: Register) -> None:
     name = register(Double)
     config = {"first": {"next": "second"}, "second": {"backend": f"S[Identity,{name}]"}}
@@ -212,28 +152,7 @@ def test_a_defect_names_node_and_backend(register: Register) -> None:
             assert isinstance(caught.value, RuntimeError)
 
 
-class Refuses(Backend):
-    """Raises what an item backend says of its item."""
-
-    def forward(self, items: list[Data]) -> None:
-        raise InvalidRequest("a defect: it belongs into the dict")
-
-
-@pytest.mark.parametrize("backend", ["{}", "S[{}]", "S[Identity,{}]"])
-def test_what_forward_raises_is_a_defect_in_a_sequence_too(register: Register, backend: str) -> None:
-    with pipe({"backend": backend.format(register(Refuses))}) as p, pytest.raises(BackendError, match="a defect"):
-        p({"data": 1})
-
-
 # -- futures ------------------------------------------------------------------------------------------------------
-
-
-def test_acall_gives_the_data_back(register: Register) -> None:
-    async def work() -> list[Any]:
-        return await asyncio.gather(*(p.acall({"data": number}, timeout=WAIT) for number in range(20)))
-
-    with pipe({"backend": register(Double), "instance_num": 2}) as p:
-        assert [data["result"] for data in asyncio.run(work())] == [2 * number for number in range(20)]
 
 
 @pytest.mark.parametrize("several", [False, True])

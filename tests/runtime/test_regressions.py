@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import WAIT, Gate, outcome
 
-from torchpipe_py import ItemBackend, MapReduce, NoResult, PipeClosed, pipe
+from torchpipe_py import ItemBackend, MapReduce, PipeClosed, pipe
 
 
 def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Callable[..., str]) -> None:
@@ -28,30 +28,6 @@ def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Cal
     with pytest.raises(PipeClosed):
         outcome(held)
     assert p.close()
-
-
-def test_a_timeout_of_ages_is_a_timeout(register: Callable[..., str]) -> None:
-    upstream, batching = Gate(blocks=lambda data: data == 1), Gate(most=4, blocks=lambda data: False)
-    config = {
-        "global": {"batching_timeout": 1e16},
-        "a": {"backend": register(upstream.backend), "instance_num": 2, "next": "b"},
-        "b": {"backend": register(batching.backend)},
-    }
-    with pipe(config) as p, upstream:
-        held = upstream.hold(p, {"data": 1})
-        waiting = p.submit({"data": 0})
-        assert batching.arrived.wait(WAIT)
-        upstream.open()
-        assert [outcome(future)["result"] for future in (waiting, held)] == [0, 1]
-
-
-@pytest.mark.parametrize("filter_name", ["skip", "break"])
-def test_a_request_that_no_backend_saw_says_why_it_has_no_result(filter_name: str) -> None:
-    with pipe({"backend": "Identity", "filter": filter_name}) as p:
-        data: dict[str, Any] = {"data": 1}
-        p(data)
-    assert "result" not in data
-    assert isinstance(data["error"], NoResult)
 
 
 def test_a_map_without_data_keeps_the_reason(register: Callable[..., str]) -> None:
@@ -75,25 +51,6 @@ def test_a_map_without_data_keeps_the_reason(register: Callable[..., str]) -> No
     with pipe(nodes) as p:
         p(data := {"data": 1})
     assert str(data["error"]) == "node 'd': its map gives no 'data': 'b' has no 'reslt'"
-
-
-def test_lists_of_annotated_parameters_belong_to_an_instance(register: Callable[..., str]) -> None:
-    class Collects:
-        """Adds to its own list."""
-
-        tags: list[str] = ["a"]  # noqa: RUF012
-
-        def init(self, config: dict[str, Any]) -> None:
-            self.tags.append("x")
-
-        def forward(self, items: list[dict[str, Any]]) -> None:
-            for item in items:
-                item["result"] = list(self.tags)
-
-    with pipe({"backend": register(Collects), "instance_num": 3}) as p:
-        items = [{"data": index} for index in range(12)]
-        p(items)
-    assert all(item["result"] == ["a", "x"] for item in items)
 
 
 class GivesUpBetween(set):

@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import Register
@@ -154,18 +153,6 @@ def test_two_nodes_of_a_graph_that_is_run_twice_do_not_wait_for_each_other(regis
             assert outcome(p.submit({"data": [number] * 3}))["result"] == [number] * 3
 
 
-def test_a_full_batch_waits_for_nobody(register: Register) -> None:
-    company = Company(register)
-    with pipe(company.config) as p, company.gate:
-        slow = company.gate.hold(p, {"data": "slow"})
-        for future in [p.submit({"data": number}) for number in range(4)]:
-            outcome(future)
-        assert not slow.done()
-        company.gate.open()
-        outcome(slow)
-    assert company.batches == [[0, 1, 2, 3], ["slow"]]
-
-
 def test_the_timeout_ends_the_wait(register: Register) -> None:
     company = Company(register)
     company.config["b"]["batching_timeout"] = 20
@@ -232,17 +219,6 @@ def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> 
         [next(i for i, value in enumerate(values) if value is data) for data in batch] for batch in gate.batches[1:]
     ]
     assert numbers == [[0, 2], [1, 4], [3], [5], [6], [7]]
-
-
-def test_mats_of_different_shapes_share_a_batch(register: Register) -> None:
-    gate = Gate(most=4)
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        first = gate.hold(p, {"data": "first"})
-        futures = [p.submit({"data": np.zeros((size, size, 3), np.uint8)}) for size in (1, 2, 3)]
-        gate.open()
-        for future in [first, *futures]:
-            outcome(future)
-    assert list(map(len, gate.batches)) == [1, 3]
 
 
 def test_a_batch_key_that_cannot_be_had_fails_alone(register: Register) -> None:

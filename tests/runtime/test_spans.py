@@ -190,17 +190,6 @@ def test_what_is_not_sampled_is_not_recorded() -> None:
     memory.provider.shutdown()
 
 
-def test_a_trace_of_the_pipe_beside_spans(memory: KeptSpans) -> None:
-    with instrumented({"backend": "Identity"}, memory) as run:
-        with run.trace() as seen:
-            run({"data": 1})
-        run({"data": 1})
-        with pytest.raises(RuntimeError, match="already"):
-            run.instrument(memory.provider)
-    assert len(seen.visits) == 1
-    assert len([span for span in memory.spans if span.name.endswith("compute")]) == 2
-
-
 def test_what_is_kept_is_bounded(memory: KeptSpans, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_WAITING", 0)
     with instrumented({"all": {"backend": "MapReduce", "jump": "each"}, "each": {}}, memory) as run:

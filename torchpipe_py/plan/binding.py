@@ -123,8 +123,7 @@ class Binder:
         call = self._hoisted(call)
         cls = self._find(call)
         self._check_children(call, cls)
-        scope = canonical(call.name)
-        params = self._params(scope, cls, position)
+        params, keys = self._params(canonical(call.name), cls, position)
         inner = _positions(call)
         return BackendPlan(
             cls=cls,
@@ -132,7 +131,7 @@ class Binder:
             params=params,
             children=tuple(self.bind(arg, inner) for arg in call.args),
             filters=tuple(self._filter(arg, cls) for arg in call.args),
-            keys={} if cls.any_params else self._keys(scope, cls),
+            keys=keys,
         )
 
     def check_names(self, call: Call) -> None:
@@ -145,7 +144,7 @@ class Binder:
         """The plan of a backend that is to stand around another one, though the node does not name it."""
         call = Call(name)
         cls = self._find(call)
-        return BackendPlan(cls, name, self._params(name, cls, _ALONE))
+        return BackendPlan(cls, name, self._params(name, cls, _ALONE)[0])
 
     def filter(self, name: str, key: str) -> FilterPlan:
         """The filter that ``key`` of the node names, with the parameters of its class."""
@@ -159,7 +158,7 @@ class Binder:
         if not hasattr(source, "create"):
             return FilterPlan(source)
         scope = name.removeprefix("Python[").removesuffix("]").strip()
-        return FilterPlan(source, self._values(scope, source, _ALONE))
+        return FilterPlan(source, self._values(scope, source, _ALONE)[0])
 
     def _hoisted(self, call: Call) -> Call:
         """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
@@ -189,35 +188,44 @@ class Binder:
             allowed = "no brackets" if high == 0 else f"at most {high} in its brackets"
             raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
 
-    def _params(self, scope: str, cls: type[Backend], position: _Position) -> dict[str, Any]:
+    def _params(self, scope: str, cls: type[Backend], position: _Position) -> tuple[dict[str, Any], dict[str, str]]:
+        """The parameters of a backend, and the keys that they were read from."""
         self.used.update(_scoped(scope, "backend"))
         for key, reason in cls.ignored_keys.items():
             self.ignored.update(dict.fromkeys((key, *_scoped(scope, key)), f"ignored: {reason}"))
         before = self.problems.count
-        params = self._values(scope, cls, position)
+        params, keys = self._values(scope, cls, position)
         if self.problems.count == before and not self.missing and not cls.any_params:
-            self._remark(cls, scope, params)
-        return params
+            self._remark(cls, params, keys)
+        return params, keys
 
-    def _values(self, scope: str, source: Any, position: _Position) -> dict[str, Any]:
-        """The parameters of a backend, or of a ``PythonFilter``."""
+    def _values(self, scope: str, source: Any, position: _Position) -> tuple[dict[str, Any], dict[str, str]]:
+        """The same of a ``PythonFilter``, too."""
         self._sources[scope] = source
-        return self._all_params(scope) if source.any_params else self._typed(scope, source.parameters(), position)
+        if source.any_params:
+            return self._all_params(scope), {}
+        return self._typed(scope, source.parameters(), position)
 
-    def _typed(self, scope: str, declared: Mapping[str, Param], position: _Position) -> dict[str, Any]:
+    def _typed(
+        self, scope: str, declared: Mapping[str, Param], position: _Position
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         params: dict[str, Any] = {}
+        keys: dict[str, str] = {}
         # Files to make last: they belong where those that are read were found.
         for name, param in sorted(declared.items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
             key = self._key(scope, param)
             params[name] = self._value(key, scope, param, position)
-            if key is not None and (inner := param.inner(params[name])):
+            if key is None:
+                continue
+            keys[name] = key
+            if inner := param.inner(params[name]):
                 written = str(_at_position(self.node.params[key], position, scope))
-                params[f"{name}_params"] = self._typed(written, inner, _ALONE)
-        return params
+                params[f"{name}_params"] = self._typed(written, inner, _ALONE)[0]
+        return params, keys
 
-    def _remark(self, cls: type[Backend], scope: str, params: Mapping[str, Any]) -> None:
-        keys = {param.key: self._key(scope, param) or param.key for param in cls.parameters().values()}
+    def _remark(self, cls: type[Backend], params: Mapping[str, Any], read: Mapping[str, str]) -> None:
+        keys = {param.key: read.get(name, param.key) for name, param in cls.parameters().items()}
         own = [name for name, key in keys.items() if key in self.node.own]
         for remark in cls.remarks(params, own):
             key = keys[remark.key]
@@ -226,10 +234,6 @@ class Binder:
                 self.problems.doubt(f"{place}: {remark.text}")
             else:
                 self.problems.add(place.error(remark.text))
-
-    def _keys(self, scope: str, cls: type[Backend]) -> dict[str, str]:
-        keys = {name: self._key(scope, param) for name, param in cls.parameters().items()}
-        return {name: key for name, key in keys.items() if key is not None}
 
     def _value(self, key: str | None, scope: str, param: Param, position: _Position) -> Any:
         if key is None:

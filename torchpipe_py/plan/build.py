@@ -113,18 +113,13 @@ def plan_pipeline(
         for owner, names in spec.logical().items()
     }
     spec = replace(
-        spec, nodes={name: _counted(node, bound[node.owner].backends, processes) for name, node in spec.nodes.items()}
+        spec, nodes={name: _counted(node, bound[node.owner][0], processes) for name, node in spec.nodes.items()}
     )
     plans = {}
     for name, node in spec.nodes.items():
         usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
-        plans[name] = NodePlan(
-            node, bound[node.owner].backends, bound[name].filter or usual, reaching[node.owner], processes
-        )
-    used = set(NODE_KEYS).union(*(each.used for each in bound.values()))
-    known = set().union(*(each.known for each in bound.values()))
-    ignored = {key: reason for each in bound.values() for key, reason in each.ignored.items()}
-    _check_defaults(spec, used, known, ignored, problems)
+        plans[name] = NodePlan(node, bound[node.owner][0], bound[name][1] or usual, reaching[node.owner], processes)
+    _check_defaults(spec, [binder for _, _, binders in bound.values() for binder in binders], problems)
     with problems.gathered():
         graph = with_jumps(graph, spec, plans)
         _doubt_roots(graph.entered, spec, problems)
@@ -154,21 +149,11 @@ def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) 
     return add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """Of a node, its backends (none of a logical one) and filter, the keys that they used, and those that they know.
-
-    ``ignored`` has the reasons for keys that they ignore.
-    """
-
-    backends: tuple[BackendPlan, ...]
-    filter: FilterPlan | None
-    used: set[str]
-    known: set[str]
-    ignored: dict[str, str]
+_Bound = tuple[tuple[BackendPlan, ...], FilterPlan | None, list[Binder]]
 
 
 def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Problems) -> _Bound:
+    """A node's backends (none of a logical one) and filter, and what knows which keys they used."""
     binders = [Binder(_variant(node, index), registry, problems) for index in range(len(node.calls))]
     filter_ = None
     with problems.gathered():
@@ -193,8 +178,7 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
         mine = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
         for key in sorted(key for key in mine if _setting(node, key) != _setting(owner, key)):
             problems.add(node.at(key).error(f"shares the instances of {node.owner!r}, where this key belongs"))
-    known = set().union(*(binder.known for binder in binders))
-    return _Bound(tuple(backends), filter_, used, known, ignored)
+    return tuple(backends), filter_, binders
 
 
 def _setting(node: NodeSpec, key: str) -> Any:
@@ -253,10 +237,11 @@ def _doubt_roots(roots: Sequence[str], spec: PipelineSpec, problems: Problems) -
         )
 
 
-def _check_defaults(
-    spec: PipelineSpec, used: set[str], known: set[str], ignored: Mapping[str, str], problems: Problems
-) -> None:
+def _check_defaults(spec: PipelineSpec, binders: Sequence[Binder], problems: Problems) -> None:
     """Refuse a key of the top level that no node takes."""
+    used = set(NODE_KEYS).union(*(binder.used for binder in binders))
+    known = set().union(*(binder.known for binder in binders))
+    ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}
     bare = {name for name in {*used, *known, "max_inflight"} - TABLE_KEYS if "::" not in name}
     for key in spec.defaults:
         place = replace(spec.place, node=GLOBAL, key=key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchpipe_py.errors import Overloaded
 
@@ -242,16 +242,10 @@ class Door:
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
 
 
-class HasDoor(Protocol):
-    """A pipe, as ``Deadlines`` sees it."""
-
-    def check_delay(self, seconds: float | None) -> None: ...
-
-
 class Deadlines:
-    """``longest_ms`` is the deadline of requests that name none, or a later one; 0 is none."""
+    """``longest_ms`` is the deadline of requests to a pipe that name none, or a later one; 0 is none."""
 
-    def __init__(self, run: HasDoor, longest_ms: float = 0.0) -> None:
+    def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
 
     def seconds(self, milliseconds: float | None = None) -> float | None:

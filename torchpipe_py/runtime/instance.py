@@ -17,7 +17,7 @@ from torchpipe_py.errors import log_failure
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.idle import Sleeper
 from torchpipe_py.runtime.request import Request
-from torchpipe_py.runtime.statistics import Record
+from torchpipe_py.runtime.statistics import Record, Recorder
 
 THREAD_PREFIX = "torchpipe-"
 """Of the names of threads that a pipe has."""
@@ -33,7 +33,9 @@ class Instance(Sleeper):
     and ``record``.
     """
 
-    def __init__(self, node: str, index: int, create: Callable[[int], Backend]) -> None:
+    def __init__(
+        self, node: str, index: int, create: Callable[[int], Backend], recorders: Sequence[Recorder] = ()
+    ) -> None:
         super().__init__()
         self.node, self.index = node, index
         self.backend = Backend(BackendConfig(instance=index))  # in place of one before its set-up and after its end
@@ -44,7 +46,7 @@ class Instance(Sleeper):
         self.started = 0.0
         self.deadline: float | None = None
         self.last_compute = 0.0  # seconds
-        self.record = Record(node, index)
+        self.record = Record(node, index, recorders)
         self._create: Callable[[int], Backend] | None = create
         self._setup_error: BaseException | None = None
         self._is_set_up, self._is_opened = threading.Event(), threading.Event()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torchpipe_py.errors import (
     BackendError,
@@ -34,13 +34,8 @@ _PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that
 
 Fail = Callable[[Request, BaseException], object]
 
-T = TypeVar("T")
-
-
-class Around(Protocol):
-    """Runs a backend on requests, as of the time it started, in a context of their own."""
-
-    def __call__(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T: ...
+Around = Callable[[Sequence[Request], float, Callable[[], Any]], Any]
+"""``around(requests, started, run)`` calls ``run``, which runs a backend on them, in a context of theirs."""
 
 
 class Source(Protocol):

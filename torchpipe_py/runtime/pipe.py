@@ -30,7 +30,6 @@ from torchpipe_py.runtime.node import Node, Source
 from torchpipe_py.runtime.request import Countdown, OnDone, Request, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.single import DeferredNode
-from torchpipe_py.runtime.statistics import Recorder
 from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
 
 if TYPE_CHECKING:
@@ -228,23 +227,17 @@ class pipe:
 
         ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
         """
-        records = [instance.record for instance in self._runtime.instances]
-        if any(isinstance(trace, Trace) and not trace.is_over for record in records for trace in record.traces):
+        recorders = self._runtime.recorders
+        if any(isinstance(each, Trace) and not each.is_over for each in recorders):
             raise RuntimeError("the pipe is being traced already")
         trace = Trace(limit)
-
-        def beside(traces: tuple[Recorder, ...]) -> list[Recorder]:
-            """What else is told of batches. NOTE: a trace whose end was interrupted is still among them."""
-            return [recorder for recorder in traces if not isinstance(recorder, Trace)]
-
         try:
-            for record in records:
-                record.traces = (trace, *beside(record.traces))
+            # NOTE: a trace whose end was interrupted is still among them.
+            recorders[:] = [trace, *[each for each in recorders if not isinstance(each, Trace)]]
             yield trace
         finally:
             trace.is_over = True
-            for record in records:
-                record.traces = tuple(beside(record.traces))
+            recorders[:] = [each for each in recorders if each is not trace]
 
     def instrument(self, tracer_provider: TracerProvider | None = None, *, starts_traces: bool = True) -> None:
         """Make OpenTelemetry spans of the requests from now on, as children of the span that is current at each call.
@@ -265,8 +258,7 @@ class pipe:
         labels = {name: plan.label for name, plan in runtime.plans.items()}
         spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
         weakref.finalize(self, spans.stop).atexit = False
-        for instance in runtime.instances:
-            instance.record.traces = (*instance.record.traces, spans)
+        runtime.recorders.append(spans)
         # Only backends that are not this package's make spans inside ``forward``, and the jumps that lead to them.
         for node in runtime.nodes.values():
             if _has_own_code(node) or (self.has_own_code and isinstance(node, DeferredNode)):

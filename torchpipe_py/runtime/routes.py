@@ -51,35 +51,52 @@ class Routes:
             {name: _sources(name, graph, plans) for name in graph.mapped},
             {name: index for index, name in enumerate(graph.predecessors)},
         )
-        self._filters = filters
-        self._put = {name: nodes[plan.spec.owner].put for name, plan in plans.items()}
         self._hidden: dict[tuple[str, Status], Hidden] = {}
-        self.entries: dict[str, Enter] = {name: self._entry(name) for name in plans}
+        puts = {name: nodes[plan.spec.owner].put for name, plan in plans.items()}
+        self._steps = {name: self._step(name, filters[name], puts[name]) for name in plans}
+        self.entries: dict[str, Enter] = {name: self._entry(name, filters[name], puts[name]) for name in plans}
         self._leave_node = {name: self._way_out(graph.alone(name)) for name in plans}
         for owner, names in logical.items():
             nodes[owner].deliver = self._leave_node[owner] if len(names) == 1 else self._leave_logical
 
-    def _entry(self, name: str) -> Enter:
-        """The way into a node: its filter decides on the thread that brings the request."""
-        filter_, put, run = self._filters[name], self._put[name], Status.Run
+    def _step(self, name: str, filter_: Filter, put: Enter) -> Callable[[Request], Hidden | None]:
+        """What asks a node's filter, on the thread that brings the request, and does what it says.
+
+        It returns what is skipped, which is still to be left.
+        """
+        run, is_mapped = Status.Run, name in self._maps.sources
+
+        def step(request: Request) -> Hidden | None:
+            if is_mapped and TASK_DATA_KEY not in request.data:
+                self._end_without_data(name, request)
+                return None
+            try:
+                status = filter_(request.data)
+            except Exception as error:
+                failure = BackendError(f"node {name!r}: its filter: {describe(error)}")
+                failure.__cause__ = error
+                self._complete(request, failure, None)
+                return None
+            if status is not run:
+                return self._decide(name, request, status)
+            request.node, request.arrived = name, perf_counter()
+            put(request)
+            return None
+
+        return step
+
+    def _entry(self, name: str, filter_: Filter, put: Enter) -> Enter:
+        """The way into a node."""
+        step = self._steps[name]
 
         def enter_at_once(request: Request) -> None:
             request.node, request.arrived = name, perf_counter()
             put(request)
 
         def enter(request: Request) -> None:
-            try:
-                status = filter_(request.data)
-            except Exception as error:
-                self._complete(request, _filter_error(name, error), None)
-                return
-            if status is run:
-                request.node, request.arrived = name, perf_counter()
-                put(request)
-            else:
-                hidden = self._decide(name, request, status)
-                if hidden is not None:
-                    self._leave(hidden, request)
+            hidden = step(request)
+            if hidden is not None:
+                self._leave(hidden, request)
 
         return enter_at_once if filter_ is always_run else enter
 
@@ -115,7 +132,7 @@ class Routes:
                 self._complete(request, None, None)
                 continue
             for name, branch in steps:
-                skipped = self._step(name, branch)
+                skipped = self._steps[name](branch)
                 if skipped is not None:
                     left.append((skipped, branch))
 
@@ -135,41 +152,20 @@ class Routes:
         (first, request.data), *others = steps
         return [(first, request), *[(name, branches.add(data, request.caller)) for name, data in others]]
 
-    def _step(self, name: str, request: Request) -> Hidden | None:
-        """Ask the node's filter, and do what it says."""
-        data = request.data
-        if TASK_DATA_KEY not in data and name in self._maps.sources:
-            self._end_without_data(name, request)
-            return None
-        try:
-            status = self._filters[name](data)
-        except Exception as error:
-            self._complete(request, _filter_error(name, error), None)
-            return None
-        return self._decide(name, request, status)
-
     def _decide(self, name: str, request: Request, status: Any) -> Hidden | None:
-        """Run or end, or return what is skipped, which is still to be left."""
-        if status is Status.Run:
-            request.node, request.arrived = name, perf_counter()
-            self._put[name](request)
-        elif status is Status.Break:
+        """End the request, or return what is skipped."""
+        if status is Status.Break:
             self._complete(request, None, request.data)
         elif status is Status.Error:
             self._complete(request, BackendError(f"node {name!r}: its filter says Error"), None)
         elif isinstance(status, Status):
-            return self._skip(name, status)
+            if (name, status) not in self._hidden:
+                self._hidden[name, status] = _SKIPS[status](self._graph, name)
+            return self._hidden[name, status]
         else:
             given = "None" if status is None else f"an object of type {type(status).__name__}"  # its repr may raise
             self._complete(request, BackendError(f"node {name!r}: its filter gave {given}, which is no Status"), None)
         return None
-
-    def _skip(self, name: str, status: Status) -> Hidden:
-        """The node with what it hides when it is skipped in this way."""
-        hidden = self._hidden.get((name, status))
-        if hidden is None:
-            hidden = self._hidden[name, status] = _SKIPS[status](self._graph, name)
-        return hidden
 
     def _end_without_data(self, name: str, request: Request) -> None:
         """What a map reads has no result: there is none."""
@@ -189,9 +185,3 @@ def _sources(name: str, graph: Graph, plans: Mapping[str, NodePlan]) -> tuple[tu
         names = (source.node,) if source.node else graph.predecessors[name]
         sources.extend((node, source.pairs) for node in names)
     return tuple(sources)
-
-
-def _filter_error(node: str, error: BaseException) -> BackendError:
-    failure = BackendError(f"node {node!r}: its filter: {describe(error)}")
-    failure.__cause__ = error
-    return failure

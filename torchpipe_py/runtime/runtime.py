@@ -37,6 +37,7 @@ from torchpipe_py.runtime.node import Node
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
 from torchpipe_py.runtime.routes import Routes
 from torchpipe_py.runtime.single import DeferredNode, SingleNode
+from torchpipe_py.runtime.statistics import Recorder
 
 LEAVE_SECONDS = 2.0
 """How long a pipe that is closed waits for a backend to return when nobody waits for its requests any more."""
@@ -57,6 +58,7 @@ class Runtime:
         self.plans = plans = pipeline.plans
         self.inflight = InFlight(self.name, pipeline.spec.max_inflight, self.retry_after_ms)
         self.nodes: dict[str, Node] = {}
+        self.recorders: list[Recorder] = []
         self.is_left = False  # nobody waits any more for a backend that does not return
         self._logical = pipeline.spec.logical()
         self._is_forked = False
@@ -67,7 +69,7 @@ class Runtime:
             if plans[name].spec.owner == name:
                 create = creator(plans[name], self)
                 count = max(plans[name].spec.instance_num)
-                self._instances[name] = [Instance(name, index, create) for index in range(count)]
+                self._instances[name] = [Instance(name, index, create, self.recorders) for index in range(count)]
         _runtimes.add(self)
 
     @property

@@ -37,11 +37,12 @@ class Recorder(Protocol):
 class Record:
     """What one instance did: totals in seconds, and histograms of ``PLACES`` counters.
 
-    One thread at a time writes: the instance's own, or a caller's that stands in for it.
+    One thread at a time writes: the instance's own, or a caller's that stands in for it. ``recorders``, which all
+    instances of a pipe share and which may change, are told of each batch.
     """
 
-    def __init__(self, node: str, instance: int) -> None:
-        self.traces: tuple[Recorder, ...] = ()
+    def __init__(self, node: str, instance: int, recorders: Sequence[Recorder] = ()) -> None:
+        self.traces = recorders
         self._node, self._instance = node, instance
         self.singles = 0  # requests that ran alone where no batch can form; what follows counts batches and theirs
         self.requests = self.batches = self.failed = self.expired = 0
