@@ -28,7 +28,7 @@ from torchpipe_py import (
 )
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.values import to_int, to_str, to_strings
+from torchpipe_py.values import to_int, to_strings
 
 Data = dict[str, Any]
 
@@ -519,34 +519,6 @@ def test_a_child_that_takes_smaller_batches_gets_pieces(register: Register) -> N
     assert sum(sizes[8]) >= 8
     assert max(sizes[3]) <= 3
     assert set(sizes[5]) <= set(range(2, 6))
-
-
-def test_each_item_goes_through_what_takes_one_before_the_next(register: Register) -> None:
-    calls: list[tuple[str, int]] = []
-
-    class One(ItemBackend):
-        word = Param(to_str, doc="what to note")
-
-        def forward_item(self, item: Data) -> None:
-            calls.append((self.word, item["data"]))
-            item["result"] = item["data"]
-
-    class All(Backend):
-        def max(self) -> int:
-            return 3
-
-        min = max  # so that they make one batch
-
-        def forward(self, items: list[Data]) -> None:
-            calls.append(("all", len(items)))
-            for item in items:
-                item["result"] = item["data"]
-
-    one = register(One)
-    with pipe({"backend": f"S[{one},{one},{register(All)},{one}]", "word": "first|second|last"}) as p:
-        p([{"data": number} for number in range(3)])
-    expected = [(word, number) for number in range(3) for word in ("first", "second")]
-    assert calls == [*expected, ("all", 3), *(("last", number) for number in range(3))]
 
 
 def test_children_are_closed_in_reverse_even_after_a_failure(register: Register) -> None:

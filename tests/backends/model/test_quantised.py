@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
-import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from torchpipe_py import pipe
-from torchpipe_py.backends.model.engine.api import set_precision
 from torchpipe_py.backends.model.onnx_graph import unsigned_model
 from torchpipe_py.encryption.model_file import ModelFile
 
@@ -78,17 +75,6 @@ def test_what_relu_leaves_becomes_unsigned() -> None:
     assert np.array_equal(before, after)
 
 
-def test_beyond_int8_there_is_room_in_uint8() -> None:
-    model = quantised()
-    x = np.full((1, 2, 6, 6), 6.0, np.float32)
-    model.graph.initializer[2].CopyFrom(numpy_helper.from_array(np.ones((2, 2, 3, 3), np.float32), "w0"))
-    changed = onnx.load_from_string(unsigned_model(model.SerializeToString()))
-    for each, limit in ((model, 127), (changed, 255)):
-        each.graph.output.append(helper.make_tensor_value_info("pool", TensorProto.FLOAT, ["n", 2, 2, 2]))
-        session = onnxruntime.InferenceSession(each.SerializeToString(), providers=["CPUExecutionProvider"])
-        assert session.run(["pool"], {"x": x})[0].max() == pytest.approx(limit * SCALE)
-
-
 def test_a_quantised_model_is_served(tmp_path: Path) -> None:
     path = tmp_path / "quantised.onnx"
     onnx.save(quantised(), str(path))
@@ -103,33 +89,3 @@ def test_a_quantised_model_is_served(tmp_path: Path) -> None:
     results = np.concatenate([item["result"].numpy() for item in items])
     assert np.abs(results - expected).max() <= 2 * SCALE
     assert np.abs(results - expected).mean() < SCALE / 10
-
-
-class Flags(set[str]):
-    """A builder's configuration."""
-
-    set_flag = set.add
-    clear_flag = set.discard
-
-
-@pytest.mark.parametrize(
-    ("precision", "layers", "flags"),
-    [
-        ("fp32", ["CONVOLUTION", "QUANTIZE"], {"INT8"}),
-        ("fp16", ["CONVOLUTION", "QUANTIZE"], {"FP16", "INT8"}),
-        ("best", ["QUANTIZE"], {"FP16", "INT8"}),
-        ("int8", ["QUANTIZE"], {"FP16", "INT8"}),
-        ("fp16", ["CONVOLUTION"], {"FP16"}),
-        ("best", ["CONVOLUTION"], {"FP16"}),
-    ],
-)
-def test_tensorrt_needs_int8_for_a_quantised_model(precision: str, layers: list[str], flags: set[str]) -> None:
-    names = ("FP16", "INT8", "TF32", "OBEY_PRECISION_CONSTRAINTS")
-    trt = SimpleNamespace(
-        BuilderFlag=SimpleNamespace(**{name: name for name in names}), LayerType=SimpleNamespace(QUANTIZE="QUANTIZE")
-    )
-    network = SimpleNamespace(num_layers=len(layers), get_layer=lambda index: SimpleNamespace(type=layers[index]))
-    config = Flags({"TF32"})
-    set_precision(trt, network, config, precision, ())
-    assert config - {"TF32"} == flags
-    assert ("TF32" in config) == (precision != "fp32")

@@ -199,26 +199,6 @@ def test_no_message_names_layers_of_an_encrypted_model(caplog: pytest.LogCapture
     assert "conv" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({}, [HALF, NO_MATTER]),
-        ({}, [HALF, convolution("conv2", "Int8")]),
-        ({"fp32_layers": ("relu2",)}, [HALF, FULL]),
-        ({"fp32_layers": ("relu2",)}, [FULL]),
-        ({"precision": "fp32"}, [FULL]),
-        ({"precision": "best"}, [HALF, FULL]),
-        ({}, []),
-    ],
-)
-def test_nothing_is_said_of_what_runs_as_asked(change: Any, told: Any, caplog: pytest.LogCaptureFixture) -> None:
-    trt = FakeTensorrt("8.6.0", told)
-    if "fp32_layers" in change:
-        trt.layers[0].name = "relu2"
-    new_engine(trt, replace(SPEC, **change), None)
-    assert [record for record in caplog.records if "run otherwise" in record.getMessage()] == []
-
-
 def test_fp16_is_demanded_where_tensorrt_took_fp32_for_all() -> None:
     trt = FakeTensorrt("8.6.0", [FULL], [HALF], kinds=(Kind.CONVOLUTION, Kind.ACTIVATION))
     _, content = new_engine(trt, SPEC, None)
