@@ -200,15 +200,6 @@ class HostGuard:
 Guard = StreamGuard | HostGuard
 
 
-def guard_for(config: BackendConfig, device: str = "") -> Guard:
-    """What an instance runs in on ``device``, ``cuda`` or ``cpu``; by default on a GPU if there is one."""
-    import torch
-
-    if device == "cpu" or (not device and not torch.cuda.is_available()):
-        return HostGuard()
-    return StreamGuard(config)
-
-
 B = TypeVar("B", bound=type[Backend])
 
 
@@ -222,7 +213,11 @@ def on_stream(cls: B) -> B:
     set_up, forward_batch, release = cls.setup, cls.forward, cls.close
 
     def setup(self: Any) -> None:
-        self.guard = guard_for(self.config, "cuda" if self.needs_cuda else getattr(self, "device_type", ""))
+        import torch
+
+        device = "cuda" if self.needs_cuda else getattr(self, "device_type", "")
+        is_cuda = device == "cuda" or (not device and torch.cuda.is_available())
+        self.guard = StreamGuard(self.config) if is_cuda else HostGuard()
         with self.guard.active():
             set_up(self)
 

@@ -85,7 +85,11 @@ class JpegHeader(ImageHeader):
                 if self.frame:
                     # NOTE: whose size would count, one decoder says so and another so.
                     raise DecodeError("JPEG: it has two frame headers")
-                _check_frame(marker, first, components, length)
+                if _FRAMES[marker] or first != 8:
+                    what = f"a frame of type SOF{marker - 0xC0} ({_FRAMES[marker] or f'{first} bits'})"
+                    raise DecodeError(f"JPEG: {what} is not supported, only 8 bits, Huffman")
+                if components not in (1, 3, 4) or length != 8 + 3 * components:
+                    raise DecodeError(f"JPEG: {components} color components in a frame header of {length} bytes")
                 self.frame, self.height, self.width, self.channels = marker, height, width, components
                 position = _USUAL_SEGMENTS(data, position + 2 + length).end()
                 continue
@@ -153,15 +157,6 @@ class JpegHeader(ImageHeader):
         except (struct.error, KeyError):
             pass  # as OpenCV does: damaged metadata, but a good image
         return 1
-
-
-def _check_frame(marker: int, bits: int, components: int, length: int) -> None:
-    kind = _FRAMES[marker]
-    if kind or bits != 8:
-        what = kind or f"{bits} bits"
-        raise DecodeError(f"JPEG: a frame of type SOF{marker - 0xC0} ({what}) is not supported, only 8 bits, Huffman")
-    if components not in (1, 3, 4) or length != 8 + 3 * components:
-        raise DecodeError(f"JPEG: {components} color components in a frame header of {length} bytes")
 
 
 def count_scans(data: Bytes, position: int) -> int:

@@ -80,33 +80,7 @@ def is_image(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8 and value.shape[2] in (1, 3, 4)
 
 
-def as_array(value: Any, dims: Sequence[int | None], dtype: np.dtype, name: str) -> np.ndarray:
-    """A tensor or array as the 1×… array that fits ``dims`` (``None``: any size); C×H×W is taken as 1×C×H×W.
-
-    A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as ``dims`` say.
-    ``InvalidRequest`` for what does not fit, or loses more than precision in ``dtype``.
-    """
-    if not isinstance(value, np.ndarray):
-        return as_tensor_array(tensor_to_numpy(value, name), dims, dtype, name)
-    laid_out = _laid_out(value, dims, name) if len(dims) == 4 and value.ndim in (2, 3) else value
-    return as_tensor_array(laid_out, dims, dtype, name, value.shape)
-
-
-def as_tensor_array(
-    array: np.ndarray, dims: Sequence[int | None], dtype: np.dtype, name: str, given: Sequence[int] = ()
-) -> np.ndarray:
-    """``as_array`` of what is no Mat, or is laid out; the shape that was ``given`` is told where it does not fit."""
-    given = given or array.shape
-    if array.ndim == len(dims) - 1:
-        array = array[None]
-    shape = array.shape
-    if shape[:1] != (1,) or not fits(shape[1:], dims[1:]):
-        raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(given)}")
-    check_numbers(array, dtype, name)
-    return array
-
-
-def _laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.ndarray:
+def laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.ndarray:
     """A Mat in the order of the dimensions that the input has; an array of another kind as it is."""
     is_gray = value.ndim == 2
     array = value[:, :, None] if is_gray else value

@@ -10,14 +10,14 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with_batch
-from torchpipe_py.backends.model.inputs import as_array, as_tensor_array, request_values, tensor_to_numpy
+from torchpipe_py.backends.model.inputs import check_numbers, fits, laid_out, request_values, tensor_to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
 from torchpipe_py.backends.params import Param
-from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.backends.signature import TensorSpec, shown_dims
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.encryption.model_file import ModelFile
-from torchpipe_py.errors import BackendUnavailable, ConfigError, nearest
+from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, nearest
 from torchpipe_py.files import ONNX
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
@@ -210,17 +210,26 @@ class _Input:
         self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that fitted as it was
 
     def array(self, value: Any) -> np.ndarray:
-        """A value, 1×… or without its first dimension, as an array 1×… that fits this input, or ``InvalidRequest``."""
-        if isinstance(value, np.ndarray):
-            return as_array(value, self.spec.dims, self.dtype, self.spec.name)
-        array = tensor_to_numpy(value, self.spec.name)
-        if self._fitting == (array.shape, array.dtype):
+        """A value, 1×… or without its first dimension, as an array 1×… that fits this input; C×H×W is one of 1×C×H×W.
+
+        A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as that says.
+        ``InvalidRequest`` for what does not fit, or loses more than precision in the input's dtype.
+        """
+        name, dims, is_tensor = self.spec.name, self.spec.dims, not isinstance(value, np.ndarray)
+        array = given = tensor_to_numpy(value, name) if is_tensor else value
+        if is_tensor and self._fitting == (array.shape, array.dtype):
             return array
-        fitted = as_tensor_array(array, self.spec.dims, self.dtype, self.spec.name)
+        if not is_tensor and len(dims) == 4 and array.ndim in (2, 3):
+            array = laid_out(array, dims, name)
+        if array.ndim == len(dims) - 1:
+            array = array[None]
+        if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
+            raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(given.shape)}")
+        check_numbers(array, self.dtype, name)
         # NOTE: of integers that might become smaller ones, every number is looked at.
-        if fitted is array and (array.dtype == self.dtype or self.dtype.kind == "f"):
+        if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
             self._fitting = array.shape, array.dtype
-        return fitted
+        return array
 
     def fed(self, batch: np.ndarray) -> np.ndarray:
         """An array N×… as the model takes it: one of a single image, where it takes that without a batch."""
@@ -232,4 +241,4 @@ class _Input:
         if self._buffer.shape[1:] != shape or len(self._buffer) < len(arrays):
             self._buffer = np.empty((max(len(arrays), self._most), *shape), self.dtype)
         batch: np.ndarray = self._buffer[: len(arrays)]
-        return np.concatenate(arrays, out=batch, casting="unsafe")  # as_array has looked at the numbers
+        return np.concatenate(arrays, out=batch, casting="unsafe")  # `array` has looked at the numbers

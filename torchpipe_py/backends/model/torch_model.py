@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Literal
 
@@ -28,6 +27,8 @@ _RUNS = {
 }
 
 _UNSEEN = "runs code that stands in it"
+
+Specs = tuple[TensorSpec, ...]
 
 _DTYPES = ("float32", "float16", "bfloat16", "uint8")
 
@@ -88,8 +89,8 @@ class TorchTensor(CudaModel):
         )
         key = ("module", str(self.guard.device), self.model)
         loaded = self.config.shared.get(key, lambda: load_module(self.file, self.guard.device, bool(self.trusted)))
-        self._module: Any = loaded.call
-        self.declare(loaded.inputs, loaded.outputs)
+        self._module, inputs, outputs = loaded
+        self.declare(inputs, outputs)
         shapes = self.known_shapes()
         if shapes is not None:
             self.check_batches(shapes, self.max())
@@ -149,17 +150,11 @@ class TorchTensor(CudaModel):
         self.write_results(items, [output.clone() for output in outputs])
 
 
-@dataclass(frozen=True)
-class LoadedModule:
-    """What a model file holds: the callable, and what it says of its inputs and outputs, empty where unknown."""
+def load_module(file: ModelFile, device: Any, is_trusted: bool) -> tuple[Callable[..., Any], Specs, Specs]:
+    """A model file on ``device``: the callable, and what it says of its inputs and outputs, empty where unknown.
 
-    call: Callable[..., Any]
-    inputs: tuple[TensorSpec, ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
-
-
-def load_module(file: ModelFile, device: Any, is_trusted: bool) -> LoadedModule:
-    """A model file on ``device``; ``ConfigError`` for what is no such file, or may not run its code."""
+    ``ConfigError`` for what is no such file, or may not run its code.
+    """
     import torch
 
     path, source = file.path, file.source()
@@ -173,14 +168,14 @@ def load_module(file: ModelFile, device: Any, is_trusted: bool) -> LoadedModule:
         raise ConfigError(_distrust(path, _RUNS[kind]))
     try:
         if kind == "aotinductor":
-            return LoadedModule(_load_package(torch, path, device))
+            return _load_package(torch, path, device), (), ()
         if kind == "torchscript":
             script = torch.jit.load(source, map_location=device).eval()
-            return LoadedModule(script, _script_inputs(script))
+            return script, _script_inputs(script), ()
         program = torch.export.load(source)
-        inputs = _exported(torch, program, program.graph_signature.user_inputs)
-        outputs = _exported(torch, program, program.graph_signature.user_outputs)
-        return LoadedModule(program.module().to(device), inputs, outputs)
+        names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
+        inputs, outputs = (_exported(torch, program, some) for some in names)
+        return program.module().to(device), inputs, outputs
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
@@ -195,7 +190,7 @@ def _distrust(path: str, what_runs: str) -> str:
     )
 
 
-def _script_inputs(script: Any) -> tuple[TensorSpec, ...]:
+def _script_inputs(script: Any) -> Specs:
     """The names of TorchScript's inputs, without shapes and types; empty where some may be left out."""
     arguments = script.forward.schema.arguments[1:]
     if any(argument.has_default_value() or str(argument.type) != "Tensor" for argument in arguments):
@@ -203,7 +198,7 @@ def _script_inputs(script: Any) -> tuple[TensorSpec, ...]:
     return tuple([TensorSpec(argument.name, (), "") for argument in arguments])
 
 
-def _exported(torch: Any, program: Any, names: Sequence[Any]) -> tuple[TensorSpec, ...]:
+def _exported(torch: Any, program: Any, names: Sequence[Any]) -> Specs:
     """Inputs or outputs of an exported program; empty where some are no tensors."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     tensors: list[Any] = [values.get(name) if isinstance(name, str) else None for name in names]

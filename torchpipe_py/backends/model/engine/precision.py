@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,36 +198,34 @@ def multiplying_layers(trt: Any, engine: Any, shapes: Mapping[str, Sequence[int]
 def _layer(told: Any) -> Layer | None:
     if not isinstance(told, dict):  # a name alone, of an engine that was built without DETAILED
         return None
-    kind = " ".join(str(told.get(key, "")) for key in ("LayerType", "ParameterType", "TacticName"))
-    precision = _precision(told) if _MULTIPLIES.search(kind) else ""
-    if not precision:
+    tactic = str(told.get("TacticName", ""))
+    if not _MULTIPLIES.search(f"{told.get('LayerType', '')} {told.get('ParameterType', '')} {tactic}"):
         return None
-    return Layer(str(told["Name"]), precision, f"{told['Name']} {told.get('Metadata', '')}")
-
-
-def _precision(told: Mapping[str, Any]) -> str:
-    """Of the weights, else of the kernel, else the narrowest of the tensors; empty where nothing says it."""
     weights = told.get("Weights")
-    kind = str(weights.get("Type", "")) if isinstance(weights, dict) else ""
-    return (
-        _named(_TYPES, [kind]) or _named(_KERNELS, [str(told.get("TacticName", ""))]) or _named(_TYPES, _tensors(told))
+    tensors = [tensor for tensor in (*told.get("Inputs", ()), *told.get("Outputs", ())) if isinstance(tensor, dict)]
+    keys = ("DataType", "Format/Datatype", "Format")
+    types = [next((str(tensor[key]) for key in keys if key in tensor), "") for tensor in tensors]
+    # Of the weights, else of the kernel, else the narrowest of the tensors.
+    precision = (
+        _named(_TYPES, str(weights.get("Type", "")) if isinstance(weights, dict) else "")
+        or _named(_KERNELS, tactic)
+        or _named(_TYPES, " ".join(types))
     )
+    return Layer(str(told["Name"]), precision, f"{told['Name']} {told.get('Metadata', '')}") if precision else None
 
 
-def _tensors(told: Mapping[str, Any]) -> Iterator[str]:
-    for tensor in (*told.get("Inputs", ()), *told.get("Outputs", ())):
-        if isinstance(tensor, dict):
-            yield next((str(tensor[key]) for key in ("DataType", "Format/Datatype", "Format") if key in tensor), "")
-
-
-def _named(patterns: Mapping[str, str], texts: Iterable[str]) -> str:
-    joined = " ".join(texts)
-    return next((kind for kind, pattern in patterns.items() if re.search(pattern, joined)), "")
+def _named(patterns: Mapping[str, str], text: str) -> str:
+    return next((kind for kind, pattern in patterns.items() if re.search(pattern, text)), "")
 
 
 def strays(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) -> list[Layer]:
     """Those that run otherwise: neither in ``precision``, nor in a quantised model's int8, nor in fp32 as named."""
-    return [layer for layer in layers if layer.precision not in (precision, "int8") and not _kept(layer, fp32_layers)]
+
+    def is_kept(layer: Layer) -> bool:
+        nodes = re.split(r"[\s()\[\]{},+]+", layer.made_of)
+        return layer.precision == "fp32" and not set(fp32_layers).isdisjoint(nodes)
+
+    return [layer for layer in layers if layer.precision not in (precision, "int8") and not is_kept(layer)]
 
 
 def is_ignored(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) -> bool:
@@ -254,9 +252,3 @@ def check_precision(
     logger.warning(
         "%s: precision = %s, but %d of %d layers run otherwise: %s", model, precision, len(others), len(layers), shown
     )
-
-
-def _kept(layer: Layer, fp32_layers: Sequence[str]) -> bool:
-    """Whether it holds a layer that ``precision::fp32`` names."""
-    nodes = re.split(r"[\s()\[\]{},+]+", layer.made_of)
-    return layer.precision == "fp32" and not set(fp32_layers).isdisjoint(nodes)
