@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.proc.client import Watch
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
-from torchpipe_py.proc.shared.client import Watch
 from torchpipe_py.runtime import hand_over
 
 

@@ -49,8 +49,7 @@ BUILT_IN_BACKENDS = {
     **_in("backends.model.onnx", "OnnxTensor"),
     **_in("backends.model.tensorrt", "TensorrtTensor"),
     **_in("backends.model.torch_model", "TorchTensor"),
-    **_in("proc.process.process", "Process"),
-    **_in("proc.isolation.isolated", "Isolated"),
+    **_in("proc.backends", "Process Isolated"),
 }
 
 ALIASES = {

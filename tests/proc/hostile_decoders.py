@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py import Isolation, ItemBackend, NoResult, Param
-from torchpipe_py.values import to_str
-
-CONNECTION, MEMORY = 3, 4  # descriptors, in the order in which they came
+from torchpipe_py import Isolation, ItemBackend, NoResult
+from torchpipe_py.proc.codec import Packed
+from torchpipe_py.proc.link import DONE, Link
 
 
 def picture_of(value: object) -> np.ndarray:
@@ -64,8 +63,15 @@ class Hostile(ItemBackend):
 
     # -- that answer what makes no sense ----------------------------------------------------------------------------
 
-    def say(self, hexadecimal: str) -> None:
-        os.write(CONNECTION, bytes.fromhex(hexadecimal))
+    def say(self, text: str) -> None:
+        """An answer of another kind, or an answer to what nobody asked."""
+        link = next(found for found in gc.get_objects() if isinstance(found, Link))
+        number = link._asked[0]
+        if text == "other number":
+            link._answered[0] = number + 1
+        else:
+            link.answer(0, number, Packed(b"?", b"", (), 0), DONE, 0.0)
+        link.other.ring()
         time.sleep(3600)
 
     def say_pickle(self, path: str) -> None:
@@ -73,7 +79,9 @@ class Hostile(ItemBackend):
             def __reduce__(self) -> Any:
                 return Path.touch, (Path(path),)
 
-        os.write(CONNECTION, pickle.dumps(Attack()))
+        link = next(found for found in gc.get_objects() if isinstance(found, Link))
+        link.answer(0, link._asked[0], Packed.of(Attack()), DONE, 0.0)
+        link.other.ring()
         time.sleep(3600)
 
     # -- that raise, or have no result ------------------------------------------------------------------------------
@@ -140,20 +148,3 @@ class Empty(ItemBackend):
 
     def forward_item(self, item: dict[str, Any]) -> None:
         item["error"] = NoResult("nothing here")
-
-
-class StopsAtItsStart(ItemBackend):
-    """Once for each time that the file ``stop`` is there, which it removes, it is stopped while it is set up."""
-
-    isolation = Isolation.MOVES
-    stop = Param(to_str, doc="path of a file")
-
-    def setup(self) -> None:
-        try:
-            os.unlink(self.stop)
-        except FileNotFoundError:
-            return
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def forward_item(self, item: dict[str, Any]) -> None:
-        item["result"] = picture_of(os.getpid())

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import os
-import pickle
 import select
 import socket
 import threading
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.errors import Failure, log_failure
+from torchpipe_py.errors import Failure, describe, log_failure, logger
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.sharing import Section, engine_part, sections, worker_part
-from torchpipe_py.proc.process.outcome import ItemOutcome
-from torchpipe_py.proc.process.transport import loaded_torch
-from torchpipe_py.proc.shared.client import EngineClient
-from torchpipe_py.proc.shared.engine_link import Answered, EngineLink, GivenUpError
-from torchpipe_py.proc.shared.memory import SLEEP_SECONDS, BellMemory, Header, barrier, wait_for
-from torchpipe_py.proc.shared.remote import Remote
+from torchpipe_py.proc.backends import Remote
+from torchpipe_py.proc.child import keep_from_forks
+from torchpipe_py.proc.client import ENDED, EngineClient, receive_fds
+from torchpipe_py.proc.codec import Packed, loaded_torch
+from torchpipe_py.proc.link import DONE, MOST_SLOTS, SLEEP_SECONDS, Bell, Header, Link, barrier, new_bell
+from torchpipe_py.proc.outcome import ItemOutcome, pack_outcomes
 from torchpipe_py.runtime.pipe import pipe
 
 __all__ = ["EngineClient", "EngineServer", "pipe_of_worker"]
@@ -48,15 +48,13 @@ class EngineServer:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        heads = [section.head for section in sections(pipeline)]
+        self._heads = [section.head for section in sections(pipeline)]
         self.pipe = pipe(engine_part(pipeline))
-        self._heads = heads
         # NOTE: what may keep an array beyond its ``forward`` gets a copy, since the next request comes into the slot.
         self._copies = self.pipe.has_own_code
-        told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(heads)}
-        self._memory = BellMemory(pickle.dumps(told))
-        self._bell = self._memory.bell
-        self._links: dict[int, EngineLink] = {}
+        self._told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
+        self._bell = Bell(new_bell())
+        self._links: dict[int, WorkerLink] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
         self._answered = Answered()
@@ -73,7 +71,7 @@ class EngineServer:
     def attach(self, sock: socket.socket) -> None:
         """Serve the worker at the other end, until that is gone."""
         self._new.append(sock)
-        os.eventfd_write(self._bell.fd, 1)
+        self._bell.wake()
 
     @property
     def workers(self) -> int:
@@ -83,7 +81,7 @@ class EngineServer:
     def close(self, timeout: float | None = None) -> bool:
         """Take no further request, finish the batches that run; see ``pipe.close``."""
         self._is_closed = True
-        os.eventfd_write(self._bell.fd, 1)
+        self._bell.wake()
         self._thread.join()
         is_closed = self.pipe.close(timeout)
         for link in self._links.values():
@@ -91,6 +89,9 @@ class EngineServer:
         for sock in self._new:
             sock.close()
         return is_closed
+
+    def __del__(self) -> None:
+        os.close(self._bell.fd)
 
     # -- requests that come: ``Source`` of the pipe's lanes -------------------------------------------------------
 
@@ -109,7 +110,7 @@ class EngineServer:
                 self._sleepers.add(lane)
                 self._bell.await_ring(True)
             barrier()
-            return self._has_work()
+            return any(link.has_work() for link in self._links.values())
 
     def together(self) -> AbstractContextManager[None]:
         """A worker is rung once for the answers that the calling thread writes to it in a row."""
@@ -125,24 +126,21 @@ class EngineServer:
     def _round(self) -> None:
         while self._new:
             try:
-                link = EngineLink(self._new[0], self._answered)
+                link = WorkerLink(self._new[0], self._answered)
                 self._poller.register(link, select.POLLIN)
                 with self._taking:
                     self._links[link.fileno()] = link
             finally:
                 self._new.pop(0)  # NOTE: not before: ``workers`` must not be 0 while one comes
-        for fd in wait_for((self._bell,), self._poller, SLEEP_SECONDS):
+        for fd in self._bell.wait(self._poller, SLEEP_SECONDS):
             link = self._links[fd]
-            if not link.meet(self._memory):
-                self._poller.unregister(link)
-                with self._taking:
+            with self._taking:
+                if not link.meet(self._told, self._bell):
+                    self._poller.unregister(link)
                     del self._links[fd]
                     link.end()
         with self._taking:
             self._take()
-
-    def _has_work(self) -> bool:
-        return any(link.has_work() for link in self._links.values())
 
     def _take(self) -> None:
         if self._is_closed:
@@ -155,21 +153,21 @@ class EngineServer:
                 except Exception as error:
                     log_failure("what comes from a worker cannot be taken", error)
 
-    def _take_from(self, link: EngineLink) -> None:
+    def _take_from(self, link: WorkerLink) -> None:
         if not link.has_work():
             return
-        asked, given_up = link.take()
+        asked, given_up = link.slots.take()
         for header, slot, number in asked:
             self._begin(link, header, slot, number)
-            if link.memory.is_given_up(slot, number):  # NOTE: perhaps before it was written, and so not among the next
+            if link.slots.is_given_up(slot, number):  # NOTE: perhaps before it was written, and so not among the next
                 link.give_up(slot, number)
         for slot, number in given_up:
             link.give_up(slot, number)
 
-    def _begin(self, link: EngineLink, header: Header, slot: int, number: int) -> None:
+    def _begin(self, link: WorkerLink, header: Header, slot: int, number: int) -> None:
         now = perf_counter()
         try:
-            item: Data = link.memory.read(slot, header, self._copies)[0]
+            item: Data = link.slots.read(slot, header, self._copies)[0]
             before = dict(item)
             item[TASK_NODE_NAME_KEY] = self._heads[header.kind]
             answer = partial(self._answer, link, slot, number, before, now)
@@ -180,16 +178,151 @@ class EngineServer:
             link.answer(slot, number, Failure.of(error), now)
 
     def _answer(
-        self, link: EngineLink, slot: int, number: int, before: Data, taken: float,
+        self, link: WorkerLink, slot: int, number: int, before: Data, taken: float,
         data: Data, error: BaseException | None,
     ) -> None:  # fmt: skip
         if isinstance(error, GivenUpError):
-            return  # see ``EngineLink.give_up``
+            return  # see ``WorkerLink.give_up``
         try:
             message = _outcome(before, data) if error is None else Failure.of(error)
         except Exception as failure:
             message = Failure.of(failure)
         link.answer(slot, number, message, taken)
+
+
+class Ticket(Protocol):
+    """A request that the pipe has."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def cancel(self, error: BaseException | None = None) -> bool: ...
+
+
+class Answered(threading.local, AbstractContextManager[None]):
+    """The worker that a thread has answered and not rung yet. To wake another process may take as long as an answer."""
+
+    _waits = False
+    _last: Link | None = None
+
+    def __enter__(self) -> None:
+        self._waits = True
+
+    def __exit__(self, *error: object) -> None:
+        self._waits = False
+        self.ring(None)
+
+    def ring(self, link: Link | None) -> None:
+        """That one has an answer: ring the one before, and it too unless more may come."""
+        # NOTE: a batch holds the requests of a worker in a row, as they are taken from it at once.
+        last, self._last = self._last, link
+        if last is not None and last is not link:
+            last.other.ring()
+        if link is not None and not self._waits:
+            self._last = None
+            link.other.ring()
+
+
+class GivenUpError(CancelledError):
+    """Ends a request that the worker has given up."""
+
+
+class WorkerLink:
+    """A worker as an engine process sees it: a socket, and ``slots`` once the two have met."""
+
+    slots: Link
+
+    def __init__(self, sock: socket.socket, answered: Answered) -> None:
+        keep_from_forks(sock)
+        sock.setblocking(False)
+        self._sock, self._answered = sock, answered
+        self._bell: Bell | None = None
+        self._is_over = False
+        self._tickets: list[tuple[int, Ticket] | None] = [None] * MOST_SLOTS
+        self._given_up: list[tuple[int, int, Ticket]] = []
+
+    def fileno(self) -> int:
+        """Readable when the worker has said something, or is gone."""
+        return self._sock.fileno()
+
+    def meet(self, told: Any, bell: Bell) -> bool:
+        """Take the worker's memory, and tell it what runs here and where to ring; ``False`` where it is gone, or cannot
+        be linked.
+        """
+        fds: list[int] = []
+        try:
+            memory_fd, bell_fd = receive_fds(self._sock, 2, fds)
+            if self._bell is not None:
+                return False
+            slots = Link(memory_fd, fds=fds)
+            slots.other = Bell(bell_fd, slots.asker_asleep)
+            [(_, slot, number)], _ = slots.take()
+            slots.answer(slot, number, Packed.of(told), DONE, perf_counter())
+            bell.add(slots.answerer_asleep)
+            self.slots, self._bell = slots, bell
+            socket.send_fds(self._sock, [b"bell"], [bell.fd])
+        except ENDED:
+            return False
+        except (OSError, ValueError) as error:
+            logger.error("a worker cannot be linked: %s", describe(error))
+            return False
+        return True
+
+    def has_work(self) -> bool:
+        """Whether the worker asks for anything new."""
+        return self._bell is not None and self.slots.has_work()
+
+    def keep(self, slot: int, number: int, ticket: Ticket) -> None:
+        """The request of a slot runs; it may be over already."""
+        self._tickets[slot] = number, ticket
+        if ticket.is_over:
+            self._tickets[slot] = None
+
+    def give_up(self, slot: int, number: int) -> None:
+        """Nobody waits for that request: drop it; it is answered by ``answer_given_up``."""
+        kept = self._tickets[slot]
+        if kept is not None and kept[0] == number and kept[1].cancel(GivenUpError()):
+            self._given_up.append((slot, number, kept[1]))
+
+    def answer_given_up(self) -> None:
+        """Answer the requests that were dropped and that no backend has."""
+        # NOTE: the worker writes its next request into the slot then, and a backend that still runs on the arrays of
+        # this one, and perhaps changes them in place, would run on those of the next one. A lane first notes what it
+        # takes and then looks whether that is over: what is over and not taken now will not run.
+        if self._given_up:
+            dropped, self._given_up = self._given_up, []
+            for slot, number, ticket in dropped:
+                if ticket.is_running:
+                    self._given_up.append((slot, number, ticket))
+                else:
+                    self.answer(slot, number, Failure.of(GivenUpError()), perf_counter())
+
+    def answer(self, slot: int, number: int, message: ItemOutcome | Failure, taken: float) -> None:
+        """Tell the worker what came of a request."""
+        self._tickets[slot] = None
+        if self._is_over:
+            return
+        if isinstance(message, ItemOutcome):
+            try:
+                self.slots.answer(slot, number, pack_outcomes([message]), DONE, taken)
+            except Exception as error:
+                message = Failure.of(error)
+        if isinstance(message, Failure):
+            self.slots.fail(slot, number, message, taken)
+        self._answered.ring(self.slots)
+
+    def end(self) -> None:
+        """The worker is gone: drop what it still has."""
+        self._is_over = True
+        for kept in [*self._tickets]:
+            if kept is not None:
+                kept[1].cancel()
+        if self._bell is not None:
+            self._bell.remove(self.slots.answerer_asleep)
+        self._sock.close()
 
 
 def _outcome(before: Data, data: Data) -> ItemOutcome:
@@ -204,7 +337,7 @@ def _outcome(before: Data, data: Data) -> ItemOutcome:
     if TASK_RESULT_KEY in data and TASK_DATA_KEY in data:
         data[TASK_DATA_KEY] = before[TASK_DATA_KEY]
     outcome = ItemOutcome.of(before, data, keeps_arrays=True)
-    return ItemOutcome(outcome.kept, _on_cpu(outcome.changed))
+    return ItemOutcome(_on_cpu(outcome.changed), outcome.kept)
 
 
 def _on_cpu(data: Data) -> Data:

@@ -41,17 +41,10 @@ from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
 from torchpipe_py.errors import WorkerTraceback
 from torchpipe_py.plan.binding import FilterPlan
-from torchpipe_py.proc.process import child
-from torchpipe_py.proc.process.child import Call
-from torchpipe_py.proc.process.process import Process
+from torchpipe_py.proc import child
+from torchpipe_py.proc.backends import Process
 
 Data = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def ends_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, the exit status of a worker that died is in its error."""
-    monkeypatch.setattr(child, "_END_TIMEOUT", WAIT)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +54,7 @@ def nothing_left() -> Iterator[None]:
     fds, shared = len(os.listdir("/proc/self/fd")), shared_memory()
     children = set(psutil.Process().children())
     yield
+    gc.collect()
     assert set(psutil.Process().children()) - children == set()
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert shared_memory() - shared == set()
@@ -296,20 +290,6 @@ def test_the_next_request_overwrites_nothing() -> None:
         assert_same(item["data"], [array, array.tobytes()])
 
 
-def test_large_values_stay_out_of_the_pickle(inspect: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert inspect._worker is not None
-    worker, sizes = inspect._worker, []
-
-    def write(call: Call, *where: int, write: Any = worker.write) -> None:
-        sizes.append(len(call.packed.pickled))
-        write(call, *where)
-
-    monkeypatch.setattr(worker, "write", write)
-    forward(inspect, [MAT[::2], torch.rand(50_000), bytes(99_999), bytearray(99_999), {"a": (MAT,)}])
-    assert len(sizes) == 1
-    assert sizes[0] < 2000
-
-
 def test_what_is_too_large_fails_alone(obedient: Process) -> None:
     """Pages of zeros that nobody has written are no memory."""
     before = pid_of(obedient)
@@ -374,7 +354,7 @@ def test_a_result_that_cannot_be_pickled_fails_its_item_alone(register: Register
 
 def test_an_answer_that_cannot_be_read(obedient: Process) -> None:
     pid = pid_of(obedient)
-    with pytest.raises(TypeError, match=r"Process\[X\]: the answer of its worker process: .*missing 1 required"):
+    with pytest.raises(TypeError, match=r"the answer of its worker process: .*missing 1 required"):
         forward(obedient, "give_stubborn")
     assert pid_of(obedient) == pid
 
@@ -584,7 +564,7 @@ def test_close_raises_what_the_backend_raises(tmp_path: Path) -> None:
 
 
 def test_close_of_a_worker_that_hangs_or_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_CLOSE_TIMEOUT", 0.1)
+    monkeypatch.setattr(child, "CLOSE_SECONDS", 0.1)
     for file, number in (("hang", 0), ("stopped", signal.SIGSTOP), ("gone", signal.SIGKILL)):
         closing = backend(process_backends.Closing, file=str(tmp_path / file))
         closing.setup()

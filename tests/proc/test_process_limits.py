@@ -14,7 +14,7 @@ from conftest import Register
 from fakes import WAIT
 
 from torchpipe_py import BackendError, WorkerDied, pipe
-from torchpipe_py.proc.process import process
+from torchpipe_py.proc import backends
 
 Data = dict[str, Any]
 
@@ -24,13 +24,13 @@ def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type) -> 
     """Stopped, the process would never answer; what is to be answered has a minute, on a busy machine too."""
     with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
         backend = p._runtime.nodes["node"].instances[0].backend
-        assert backend.max_seconds == backend._dispatcher._max_seconds == WAIT
+        assert backend._keeper.max_seconds == WAIT
         p(item := {"data": "pid"})
         os.kill(item["result"][0], signal.SIGSTOP)
-        backend.max_seconds = backend._dispatcher._max_seconds = 0.2
+        backend._keeper.max_seconds = 0.2
         with pytest.raises(WorkerDied, match=r"took longer than 0\.2 s and was ended"):
             p({"data": "pid"})
-        backend.max_seconds = backend._dispatcher._max_seconds = WAIT
+        backend._keeper.max_seconds = WAIT
         p(other := {"data": "pid"})
         assert other["result"][0] != item["result"][0]
 
@@ -70,7 +70,7 @@ def test_the_start_of_another_process_is_no_batch_that_hangs(register: Register,
 
 def test_a_start_that_takes_too_long(register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold = tmp_path / "hold"
-    monkeypatch.setattr(process, "START_SECONDS", 0.05)
+    monkeypatch.setattr(backends, "START_SECONDS", 0.05)
     with pipe({"backend": f"Process[{register(process_backends.StartsSlowly)}]", "hold": str(hold)}) as p:
         p(item := {"data": 0})
         hold.touch()

@@ -9,7 +9,7 @@ import numpy as np
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import first_line
 from torchpipe_py.keys import TASK_DATA_KEY
-from torchpipe_py.proc.process.transport import check_travels, loaded_torch
+from torchpipe_py.proc.codec import Packed, check_travels, loaded_torch, pack
 
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
 
@@ -17,8 +17,8 @@ _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
 class ItemOutcome(NamedTuple):
     """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
 
-    kept: dict[Any, Any]
     changed: dict[Any, Any]
+    kept: dict[Any, Any]
 
     @classmethod
     def of(cls, before: Data, after: Data, keeps_arrays: bool = False) -> ItemOutcome:
@@ -28,7 +28,8 @@ class ItemOutcome(NamedTuple):
         whatever it does with them. Under another key, as a result, say, they are what it has made of them.
         """
         kept, changed = {}, {}
-        arrays = (np.ndarray, *_tensors()) if keeps_arrays else ()
+        torch = loaded_torch() if keeps_arrays else None
+        arrays = (np.ndarray, *([] if torch is None else [torch.Tensor])) if keeps_arrays else ()
         for key, value in after.items():
             kind = type(value)
             if kind in _IMMUTABLE:
@@ -42,7 +43,7 @@ class ItemOutcome(NamedTuple):
                 kept[key] = key
             else:
                 changed[key] = value
-        return cls(kept, changed)
+        return cls(changed, kept)
 
     def apply(self, item: Data, sent: Data) -> None:
         """Make the dict what the other process made of what was sent of it; what was not sent stays."""
@@ -54,26 +55,52 @@ class ItemOutcome(NamedTuple):
         item.update(self.changed)
 
 
-def take_outcome(item: Data, sent: Data, packed: Any) -> BaseException | None:
-    """``apply`` to the dict what was packed of its outcome; what that raises is given back.
+def take_outcome(item: Data, sent: Data, outcome: Any) -> BaseException | None:
+    """``apply`` an outcome as it was packed to the dict; what that raises is given back.
 
     NOTE: the dict may be of a class of the caller's own, and whoever takes answers goes on whatever that does.
     """
     try:
-        changed, kept = packed
-        ItemOutcome(kept, changed).apply(item, sent)
+        ItemOutcome(*outcome).apply(item, sent)
     except BaseException as error:
         return error
     return None
 
 
-def _tensors() -> tuple[type, ...]:
-    torch = loaded_torch()
-    return () if torch is None else (torch.Tensor,)
+def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
+    """What of each item can be sent, and that as a message: of one, its dict. ``TypeError`` where ``data`` cannot."""
+    try:
+        return items, _packed(items)
+    except Exception:
+        sent = [_visible(item, label) for item in items]
+        return sent, _packed(sent)
 
 
-def visible(item: Data, label: str) -> Data:
-    """What of the dict can be sent; ``TypeError`` where ``data`` cannot."""
+def pack_outcomes(outcomes: list[ItemOutcome]) -> Packed:
+    """What became of items, of each as ``take_outcome`` takes it, in a list unless it is one.
+
+    Raises whatever pickling raises, and ``TypeError`` where a key has what cannot be sent.
+    """
+    try:
+        if len(outcomes) == 1:
+            return pack(*outcomes[0])
+        return Packed.of([tuple(outcome) for outcome in outcomes])
+    except Exception as error:
+        failure = error
+    for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
+        try:
+            check_travels((key, changed))
+        except Exception as reason:
+            failure = TypeError(f"{key!r} cannot come back from another process: {first_line(reason)}")
+            break
+    raise failure
+
+
+def _packed(items: list[Data]) -> Packed:
+    return pack(items[0]) if len(items) == 1 else Packed.of(items)
+
+
+def _visible(item: Data, label: str) -> Data:
     found = {}
     for key, value in item.items():
         try:
@@ -84,13 +111,3 @@ def visible(item: Data, label: str) -> Data:
         else:
             found[key] = value
     return found
-
-
-def stuck(outcomes: list[ItemOutcome], error: Exception) -> Exception:
-    """A ``TypeError`` that names the key whose value cannot be sent back."""
-    for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
-        try:
-            check_travels((key, changed))
-        except Exception as reason:
-            return TypeError(f"{key!r} cannot come back from another process: {first_line(reason)}")
-    return error

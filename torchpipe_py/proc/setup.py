@@ -22,7 +22,7 @@ _IS_LOADING = "__torchpipe_is_loading__"
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a worker process; ``pickled`` is what ``pickle_plan`` gave.
+    """The first message to a child process; ``pickled`` is what ``pickle_plan`` gave.
 
     ``config`` says which instance it is, ``colors`` what ``prefer_color`` was asked, or nothing, ``log_level`` that of
     this package's logger, and ``max_memory`` how many MiB it may take beyond what it has after setup; 0 is any.

@@ -1,4 +1,6 @@
-"""A decoder's process gives up what decoding does not need: privileges, files, sockets, programs, other processes.
+"""What a child process gives up: it ends with its parent, and takes no more memory than it may.
+
+A decoder's process also gives up what decoding does not need: privileges, files, sockets, programs, other processes.
 
 What is left are calls on the memory and the descriptors it has. That holds for code which a hostile image has made it
 run as well: the kernel keeps these limits, and they cannot be lifted from inside.
@@ -12,19 +14,17 @@ import errno
 import os
 import platform
 import resource
+import signal
 import struct
+import sys
 from collections.abc import Iterable
 
-from torchpipe_py.proc.process.limits import lower
-
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITY_VERSION = 0x20080522
 _CLONE_THREAD = 0x10000
 
 # System calls by their numbers on x86_64 and aarch64; -1 where there is no such call.
 _ALLOWED = {
-    "recvfrom": (45, 207),
-    "sendto": (44, 206),
     "futex": (202, 98),
     "mmap": (9, 222),
     "munmap": (11, 215),
@@ -39,8 +39,6 @@ _ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
     "writev": (20, 66),
-    "recvmsg": (47, 212),
-    "sendmsg": (46, 211),
     "close": (3, 57),
     "lseek": (8, 62),
     "fstat": (5, 80),
@@ -76,6 +74,32 @@ _TGKILL, _PRLIMIT64, _CLONE, _CLONE3, _SECCOMP = (234, 131), (302, 261), (56, 22
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the system kill this process, stopped or not, when the thread that started it ends.
+
+    NOTE: the thread, not the process. ``parent`` is the process id of whoever started it; it may be gone already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def limit_memory(mebibytes: int) -> None:
+    """Refuse this process more address space than it has now and ``mebibytes`` besides; ``OSError`` if not on Linux."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    lower(resource.RLIMIT_AS, pages * resource.getpagesize() + mebibytes * 2**20)
+
+
+def lower(kind: int, limit: int) -> None:
+    """Set a limit of this process for good, unless it is lower already."""
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(kind, (limit, limit))
 
 
 def confine(keep: Iterable[int]) -> bool:

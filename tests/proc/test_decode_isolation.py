@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +23,10 @@ from conftest import Register, picture
 from fakes import PROGRAM_WAIT, WAIT
 
 from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
-from torchpipe_py.backends.base import BackendConfig, Shared
 from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.proc.isolation import decoder, template, wire
+from torchpipe_py.proc import raw, zygote
+from torchpipe_py.proc.codec import Packed
+from torchpipe_py.proc.link import DONE, NOT_RUN, GarbledError, Link, create_memory
 
 Data = dict[str, Any]
 
@@ -41,7 +41,7 @@ def nothing_left() -> Iterator[None]:
     fds, children = len(os.listdir("/proc/self/fd")), set(psutil.Process().children())
     yield
     assert set(psutil.Process().children()) - children == set()
-    assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe_py template"]
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= fds
 
 
@@ -68,11 +68,13 @@ def backend_of(p: pipe) -> Any:
 
 def ask_in_haste(p: pipe, data: str) -> Data:
     """The same of the decoder that is there, which has no longer than the limit."""
-    decoder = backend_of(p)._decoder
-    assert decoder._connection.gettimeout() == decoder._seconds == WAIT  # as the node says
-    decoder._seconds = LIMIT
-    decoder._connection.settimeout(LIMIT)
-    return ask(p, data)
+    keeper = backend_of(p)._keeper
+    assert keeper.max_seconds == WAIT  # as the node says
+    keeper.max_seconds = LIMIT
+    try:
+        return ask(p, data)
+    finally:
+        keeper.max_seconds = WAIT
 
 
 def said(p: pipe, data: str) -> str:
@@ -182,7 +184,8 @@ ENDS = {
     "segfault": "killed by signal 11",
     "abort": "killed by signal 6",
     "leave": "exit status 3",
-    "say 00": "an answer of 1 bytes and was ended",
+    "say 00": "gave an answer of kind 0, 1 bytes and was ended",
+    "say other number": "gave an answer that nobody has asked for and was ended",
 }
 
 
@@ -256,34 +259,38 @@ def test_what_a_decoder_says_is_never_unpickled(hostile: pipe, tmp_path: Path) -
     assert not path.exists()
 
 
-PACKED = struct.Struct("<QBBIII")
-
-
 @pytest.mark.parametrize(
-    "answer",
+    ("kind", "numbers", "text"),
     [
-        b"",
-        bytes(PACKED.size - 1),
-        PACKED.pack(1, 0, 1, 2, 2, 3) + bytes(wire.MAX_ANSWER),
-        PACKED.pack(2, 0, 1, 2, 2, 3),
-        PACKED.pack(1, 3, 1, 2, 2, 3),
-        PACKED.pack(1, 0, 4, 2, 2, 3),
-        PACKED.pack(1, 0, 1, 0, 2, 3),
-        PACKED.pack(1, 0, 1, 2, 2, 0),
-        PACKED.pack(1, 0, 1, 2**32 - 1, 1, 1),
-        PACKED.pack(1, 0, 1, 2**20, 2**20, 512),
-        PACKED.pack(1, 0, 1, 1001, 1, 1),
+        (DONE, (0, 1, 2, 2), b""),
+        (NOT_RUN, (0, 1, 2, 2, 3), b""),
+        (DONE, (0, 1, 2, 2, 3), bytes(2000)),
+        (DONE, (3, 1, 2, 2, 3), b""),
+        (DONE, (0, 4, 2, 2, 3), b""),
+        (DONE, (0, 1, 0, 2, 3), b""),
+        (DONE, (0, 1, 2, 2, 0), b""),
+        (DONE, (0, 1, 2**32 - 1, 1, 1), b""),
+        (DONE, (0, 1, 2**20, 2**20, 512), b""),
+        (DONE, (0, 1, 500_000, 1, 1), b""),
     ],
 )
-def test_numbers_of_an_answer_are_checked(answer: bytes) -> None:
-    with pytest.raises(ValueError, match=r"^an? "):
-        wire.unpack_answer(answer, 1, 1000)
-    assert wire.unpack_answer(PACKED.pack(1, 0, 1, 1000, 1, 1), 1, 1000) == wire.Image((1000, 1, 1), "bgr")
+def test_numbers_of_an_answer_are_checked(kind: int, numbers: tuple[int, ...], text: bytes) -> None:
+    room = raw.room_for(1000)
+    fd = create_memory(room)
+    link = Link(fd, room, [fd])
+    for answered, kind_of_it, content in ((numbers, kind, text), ((0, 1, 1000, 1, 1), DONE, b"")):
+        head = struct.pack("<BB" + "I" * (len(answered) - 2), *answered)
+        link.answer(0, 1, Packed(head, content, (), 0), kind_of_it, 0.0)
+        if answered is numbers:
+            with pytest.raises(GarbledError):
+                raw.read(link, 0, link.reply(0))
+    mat, color = raw.read(link, 0, link.reply(0))
+    assert (mat.shape, color) == ((1000, 1, 1), "bgr")
 
 
 def test_nobody_makes_the_shared_memory_smaller() -> None:
     """Whoever read it then would be killed."""
-    fd = decoder._create_memory(8192)
+    fd = create_memory(raw.room_for(2**20))
     for size in (0, 4096, 16384):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, size)
@@ -337,38 +344,11 @@ def test_the_process_that_decoders_come_from_is_killed(hostile: pipe) -> None:
     assert int(said(hostile, "pid")) != pid
 
 
-def test_an_instance_that_ends_first_ends_no_decoder_of_another(jpeg: bytes) -> None:
-    """Whichever asked first for the process that decoders are forked from: the system binds that to a thread."""
-    (plan,) = plan_pipeline({"backend": "DecodeMat", "max_memory": 64, **PROCESS}).plans["node"].backends
-    shared = Shared()
-    first, other = (plan.create(BackendConfig(instance=index, shared=shared)) for index in range(2))
-    is_set_up, may_end = threading.Event(), threading.Event()
-
-    def live() -> None:
-        first.setup()
-        is_set_up.set()
-        may_end.wait(WAIT)
-        first.close()
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    assert is_set_up.wait(WAIT)
-    other.setup()
-    may_end.set()
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-        time.sleep(0.005)  # the system ends it a moment later
-    item: Data = {"data": jpeg}
-    other.forward([item])
-    other.close()
-    assert item["result"].shape[2] == 3
-
-
 def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "ANSWER_SECONDS", WAIT)
+    monkeypatch.setattr(zygote, "ANSWER_SECONDS", WAIT)
     with pipe({"backend": register(hostile_decoders.Hostile), **PROCESS}) as p:
         parent_of(int(said(p, "pid"))).suspend()
-        control = backend_of(p)._template._control
+        control = backend_of(p)._zygote._control
         assert control.gettimeout() == WAIT
         control.settimeout(LIMIT)  # that one does not answer at all, the next one may take its time
         assert said(p, "plain") == "'plain'"
@@ -379,25 +359,6 @@ def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) 
             process.suspend()
     for process in stopped:
         wait_dead(process.pid)
-
-
-def test_a_process_that_is_stopped_at_its_start_is_replaced(register: Register, tmp_path: Path) -> None:
-    stop = tmp_path / "stop"
-    backend = register(hostile_decoders.StopsAtItsStart)
-    with pipe({"backend": backend, "stop": str(stop), "instance_num": 1, **PROCESS}) as p:
-        pid = int(said(p, ""))
-        parent = parent_of(pid)
-        stop.touch()
-        psutil.Process(pid).kill()  # the next decoder is stopped
-        wait_dead(pid)
-        pid = int(said(p, ""))
-        assert parent_of(pid) == parent
-        assert not stop.exists()
-        stop.touch()
-        parent.kill()  # what decoders are forked from is
-        wait_dead(pid)
-        assert parent_of(int(said(p, ""))) != parent
-        assert not stop.exists()
 
 
 PROGRAM = """

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
 
-from torchpipe_py.proc.process.outcome import ItemOutcome
-from torchpipe_py.proc.process.transport import INLINE, Packed, padded
-from torchpipe_py.proc.shared.codec import FLAT, pack, unpack
+from torchpipe_py.proc.codec import FLAT, INLINE, Packed, pack, padded, unpack
+from torchpipe_py.proc.outcome import ItemOutcome
 
 
 class Ratio(float):
@@ -155,7 +154,7 @@ def test_a_message_that_an_error_keeps_in_a_cycle_is_collected() -> None:
     """A process of its own, since a failure is the end of it."""
     program = """
 import gc
-from torchpipe_py.proc.process.transport import Packed
+from torchpipe_py.proc.codec import Packed
 for _ in range(50):
     cycle = [Packed.of({"data": b"x" * 100})]
     cycle.append(cycle)

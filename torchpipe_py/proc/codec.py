@@ -1,4 +1,7 @@
-"""Messages between two processes: a pickle, and what is large beside it."""
+"""Messages between two processes: a pickle, and what is large beside it.
+
+A request's dict goes without a Python call for each object in it where it holds what most of them do.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +19,14 @@ import numpy as np
 INLINE = 8192
 """Bytes up to which a buffer stays in the pickle."""
 
+FLAT = 2**32 - 1
+"""In place of the number of arrays: the head describes each part."""
+
 _ALIGNMENT = 64
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+_BYTES, _ARRAY, _READ_ONLY, _TENSOR = range(4)
+
+_Layout = tuple[tuple[str, int, str, tuple[int, ...]], ...]
 
 
 def padded(size: int) -> int:
@@ -37,7 +49,7 @@ class Packed(NamedTuple):
     def of(cls, message: Any) -> Packed:
         """Raises whatever pickling raises."""
         file = io.BytesIO()
-        pickler = _Pickler(file)
+        pickler = Pickler(file)
         pickler.dump(message)
         parts = [*pickler.buffers, *pickler.blobs]
         head = struct.pack(f"<{len(parts)}Q", *[part.nbytes for part in parts])
@@ -45,24 +57,54 @@ class Packed(NamedTuple):
         return cls(head, file.getvalue(), parts, len(pickler.buffers))
 
 
-def sizes_in(head: bytes) -> tuple[int, ...]:
-    """How large the parts of a message are that ``Packed.of`` made."""
-    return struct.unpack(f"<{len(head) // 8}Q", head)
+def pack(values: dict[Any, Any], also: Any = None) -> Packed:
+    """The dict, and something small besides; raises whatever pickling raises."""
+    flat = _flat(values, also)
+    return Packed.of((values, also)) if flat is None else flat
 
 
 def unpack(
-    pickled: bytes | memoryview, parts: list[Any], arrays: int, before_main: Callable[[], object] | None = None
+    head: bytes,
+    pickled: bytes,
+    arrays: int,
+    buffer: Any,
+    offset: int,
+    copies: bool,
+    before_main: Callable[[], object] | None = None,
 ) -> Any:
-    """The message, with its parts in it as they are; raises whatever unpickling raises."""
-    return _Unpickler(io.BytesIO(pickled), parts[:arrays], parts[arrays:], before_main).load()
+    """What was packed, as a pair, or any other message. Its parts lie in ``buffer`` from ``offset`` on.
+
+    Arrays and tensors lie there as well, unless it ``copies`` them. ``before_main`` is called before a class of the
+    main module is looked up. Raises whatever unpickling raises.
+    """
+    if arrays != FLAT:
+        parts: list[Any] = []
+        for size in struct.unpack(f"<{len(head) // 8}Q", head):
+            part: Any = np.ndarray((size,), np.uint8, buffer, offset)
+            parts.append(part.tobytes() if len(parts) >= arrays else part.copy() if copies else part)
+            offset += padded(size)
+        return Unpickler(pickled, parts[:arrays], parts[arrays:], before_main).load()
+    values, also = pickle.loads(pickled)
+    if head:
+        for key, form, dtype, shape, start in _places(head):
+            array: Any = np.ndarray(shape, dtype, buffer, offset + start)
+            if form == _BYTES:
+                values[key] = array.tobytes()
+                continue
+            if copies:
+                array = array.copy()
+            if form == _READ_ONLY:
+                array.flags.writeable = False
+            values[key] = _tensor(array) if form == _TENSOR else array
+    return values, also
 
 
 def check_travels(value: Any) -> None:
     """Raise what keeps ``value`` from being sent, if anything does."""
-    _Pickler(io.BytesIO()).dump(value)
+    Pickler(io.BytesIO()).dump(value)
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """Keeps large buffers apart: those of arrays in ``buffers``, ``bytes`` in ``blobs``."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -100,15 +142,13 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
+    """Reads what a ``Pickler`` wrote, with its parts as they are."""
+
     def __init__(
-        self,
-        file: io.BytesIO,
-        buffers: list[Any],
-        blobs: list[Any],
-        before_main: Callable[[], object] | None,
+        self, pickled: bytes, buffers: list[Any], blobs: list[Any], before_main: Callable[[], object] | None
     ) -> None:
-        super().__init__(file, buffers=buffers)
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._blobs, self._before_main = blobs, before_main
 
     def persistent_load(self, pid: tuple[int, bool]) -> bytes | bytearray:
@@ -144,7 +184,7 @@ def reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
     if tensor.is_contiguous() and not tensor.requires_grad:
         try:
             return torch.from_numpy, (tensor.numpy(),)
-        except (RuntimeError, TypeError):  # conjugated, say, or of a dtype that NumPy has not
+        except (RuntimeError, TypeError):  # conjugated, say, or of a dtype that NumPy lacks
             pass
     tensor = tensor.detach().resolve_conj().resolve_neg()
     by_stride = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
@@ -161,3 +201,67 @@ def _make_tensor(content: np.ndarray, dtype: str, shape: tuple[int, ...], stride
     import torch
 
     return torch.from_numpy(content).view(getattr(torch, dtype)).as_strided(shape, strides)
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def _flat(values: dict[Any, Any], also: Any) -> Packed | None:
+    """Scalars pickled together, and beside them what is large; ``None`` where the dict holds anything else."""
+    if type(values) is not dict:
+        return None
+    torch = loaded_torch()
+    plain: dict[str, Any] = {}
+    layout: list[tuple[str, int, str, tuple[int, ...]]] = []
+    parts: list[Any] = []
+    for key, value in values.items():
+        kind = type(value)
+        if type(key) is not str:
+            return None
+        if kind in _SCALARS or (kind is tuple and _SCALARS.issuperset(map(type, value))):
+            plain[key] = value
+        elif kind is bytes:
+            if len(value) <= INLINE:
+                plain[key] = value
+            else:
+                layout.append((key, _BYTES, "|u1", (len(value),)))
+                parts.append(memoryview(value))
+        else:
+            is_tensor = torch is not None and kind is torch.Tensor
+            if is_tensor:
+                try:
+                    value = value.numpy()
+                except (RuntimeError, TypeError):  # not in CPU memory, or of a dtype that NumPy lacks
+                    return None
+            elif kind is not np.ndarray:
+                return None
+            dtype, flags = value.dtype, value.flags
+            # NOTE: of another dtype, ``str`` does not tell all: of bfloat16, say, only that an item has two bytes.
+            if not flags.c_contiguous or dtype.isbuiltin != 1 or dtype.hasobject or not value.nbytes:
+                return None
+            form = _TENSOR if is_tensor else _ARRAY if flags.writeable else _READ_ONLY
+            layout.append((key, form, dtype.str, value.shape))
+            parts.append(value)
+    if len(layout) > 1 and len({id(values[key]) for key, *_ in layout}) < len(layout):
+        return None  # one object twice, which is to stay one
+    return Packed(_head(tuple(layout)) if layout else b"", pickle.dumps((plain, also), 5), parts, FLAT)
+
+
+@lru_cache(256)
+def _head(layout: _Layout) -> bytes:
+    """What tells the other end of the parts of a flat message: most messages are laid out as others were."""
+    return pickle.dumps(layout, 5)
+
+
+@lru_cache(256)
+def _places(head: bytes) -> list[tuple[str, int, np.dtype[Any], tuple[int, ...], int]]:
+    """Key, form, dtype and shape of each part, and where it starts."""
+    places, start = [], 0
+    for key, form, code, shape in pickle.loads(head):
+        dtype = np.dtype(code)
+        places.append((key, form, dtype, shape, start))
+        start += padded(dtype.itemsize * prod(shape))
+    return places

@@ -21,9 +21,8 @@ from conftest import Register
 from fakes import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, WorkerDied, pipe
-from torchpipe_py.proc.process.child import AHEAD, WorkerProcess
-from torchpipe_py.proc.process.dispatcher import Dispatcher
-from torchpipe_py.proc.process.process import Process
+from torchpipe_py.proc.link import Link
+from torchpipe_py.proc.pool import AHEAD, Pool
 
 Data = dict[str, Any]
 Start = Callable[..., pipe]
@@ -96,32 +95,17 @@ def test_close_ends_what_runs_and_fails_what_waits(start: Start, tmp_path: Path)
     assert not closing.is_alive()
 
 
-def test_a_system_that_has_no_thread_left_for_a_moment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, names = threading.Thread.start, ["torchpipe-answers"]
-
-    def begin_later(thread: threading.Thread) -> None:
-        if thread.name in names:
-            names.remove(thread.name)
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", begin_later)
-    with start() as p:
-        assert p({"data": "x"}, timeout=WAIT)["result"][2] == "x"
-    assert names == []
-
-
 def test_a_pipe_that_is_collected_on_the_thread_that_takes_answers_ends(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A collection may come anywhere. Whoever ends the pipe waits for answers that this thread has to take."""
-    read = WorkerProcess.read
+    read = Link.read
 
-    def collect_first(self: WorkerProcess, *given: Any) -> Any:
+    def collect_first(self: Link, *given: Any, **more: Any) -> Any:
         gc.collect()
-        return read(self, *given)
+        return read(self, *given, **more)
 
-    monkeypatch.setattr(WorkerProcess, "read", collect_first)
+    monkeypatch.setattr(Link, "read", collect_first)
     gc.disable()  # elsewhere
     try:
         p = start()
@@ -134,32 +118,6 @@ def test_a_pipe_that_is_collected_on_the_thread_that_takes_answers_ends(
         eventually(lambda: not any(instance.is_alive for instance in runtime.nodes["node"].instances))
     finally:
         gc.enable()
-
-
-def test_close_before_an_instance_has_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_entered, has_left = threading.Event(), threading.Event()
-    keep, enter, leave = Process.keep, Dispatcher.enter, Dispatcher.leave
-
-    def keep_late(self: Process) -> None:
-        assert self.config.instance == 0 or has_left.wait(WAIT)
-        keep(self)
-
-    def enter_first(self: Dispatcher, *args: Any) -> bool:
-        is_in = enter(self, *args)
-        has_entered.set()
-        return is_in
-
-    def leave_first(self: Dispatcher, index: int) -> Any:
-        worker = leave(self, index)
-        has_left.set()
-        return worker
-
-    monkeypatch.setattr(Process, "keep", keep_late)
-    monkeypatch.setattr(Dispatcher, "enter", enter_first)
-    monkeypatch.setattr(Dispatcher, "leave", leave_first)
-    p = start(2)
-    assert has_entered.wait(WAIT)
-    assert p.close(WAIT)
 
 
 def test_what_was_given_up_in_the_queue_is_not_run(start: Start, tmp_path: Path) -> None:
@@ -195,7 +153,7 @@ def test_a_handler_of_a_signal_may_call_the_pipe_while_a_call_is_given_up(start:
     answered: list[int] = []
 
     def handle(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and frame.f_code is Dispatcher.give_up.__code__:
+        if event == "line" and frame.f_code is Pool.give_up.__code__:
             asked.append(frame.f_lineno)
             p({"data": "x"}, timeout=WAIT)
             answered.append(frame.f_lineno)
@@ -280,7 +238,7 @@ def test_the_next_node_reads_answers_where_they_lie(register: Register) -> None:
                 assert item["result"] == number
             # Those that are kept stay as they are, and are copies where too many are kept.
             assert [int(array.max()) for array in kept] == [int(array.min()) for array in kept] == [*range(20)]
-            assert [lies_in_a_slot(array) for array in kept] == [True] * 12 + [False] * 8, times
+            assert [lies_in_a_slot(array) for array in kept] == [True] * 14 + [False] * 6, times
 
 
 def test_a_caller_gets_copies(register: Register) -> None:

@@ -1,0 +1,308 @@
+"""Backends that run somewhere else: in a process of each instance's own, confined or not, or in the engine process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchpipe_py.backends.base import BackendConfig, Data, ItemBackend, tensor_key
+from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
+from torchpipe_py.backends.image.mat import encoded_bytes
+from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
+from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, log_failure
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.proc import raw
+from torchpipe_py.proc.child import Child, launch
+from torchpipe_py.proc.codec import loaded_torch
+from torchpipe_py.proc.link import SET_UP, Room
+from torchpipe_py.proc.outcome import pack_sent, take_outcome
+from torchpipe_py.proc.pool import Call, Keeper, Pool
+from torchpipe_py.proc.setup import Setup, is_loading_main, main_source, pickle_plan
+from torchpipe_py.proc.zygote import Limits, Zygote
+from torchpipe_py.values import to_float, to_int
+
+if TYPE_CHECKING:
+    from torchpipe_py.proc.client import EngineClient
+
+logger = logging.getLogger("torchpipe_py")
+
+START_SECONDS = 60.0
+"""In which a process that replaces another one is set up; the first may take as long as it wants."""
+
+READY_SECONDS = 30.0
+"""In which a decoder is set up, which was forked."""
+
+ROOM = Room(slots=16, slot_bytes=2**30, kept_bytes=2**22)
+
+
+class Process(HandOverBackend):
+    """Runs the backend in its brackets in a process of each instance's own, for Python code that holds the GIL.
+
+    What the dict holds goes there and comes back as copies: large arrays, Tensors on the CPU and ``bytes`` through
+    shared memory, 1 GiB for a batch and its answer at most, everything else pickled. A value that cannot be pickled
+    stays in the dict, unseen by the backend; ``TypeError`` where it is ``data``, or one that the backend wrote. A
+    process that dies fails the batch it had with ``WorkerDied``; the next batch gets a new process. Classes in the
+    brackets must be importable from a module.
+
+    A node's own backend that takes one item at a time hands it to the process that has least to do.
+    """
+
+    children = (1, 1)
+
+    max_seconds = Param(
+        to_float, 0.0, low=0, doc="seconds that a batch may take; then the process is ended and replaced; 0: any"
+    )
+    max_memory = Param(
+        to_int, 0, low=0, high=2**24, doc="MiB that the process may take beyond what it has after setup; 0: any"
+    )
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._colors: tuple[str | None, ...] = ()
+        self._range, self._signature = (1, 1), Signature()
+        self._pool: Pool = config.shared.get(Pool, lambda: Pool(in_place=not config.reaches_caller))
+        start = partial(self._start, START_SECONDS)
+        self._keeper = Keeper(config.label, Pool(), start, self.max_seconds)
+
+    def prefer_color(self, color: str | None) -> str | None:
+        self._colors = (color,)
+        return self.config.children[0].prefer_color(color)
+
+    def setup(self) -> None:
+        if not hasattr(os, "eventfd"):
+            raise BackendUnavailable(f"{self.config.label} needs Linux")
+        if is_loading_main():
+            raise ConfigError(
+                f"{self.config.label}: a worker process imports the main script for a class that stands in it, and "
+                'the script starts a pipe when imported: put that under `if __name__ == "__main__":`'
+            )
+        self._setup = describe(self.config, self._colors, self.max_memory)
+        self._keeper.enter(self._start(None))
+
+    def forward(self, items: list[Data]) -> None:
+        sent, packed = pack_sent(items, self.config.label)
+        outcomes = self._keeper.call(packed, len(items))
+        for item, of_it, outcome in zip(items, sent, [outcomes] if len(items) == 1 else outcomes, strict=True):
+            error = take_outcome(item, of_it, outcome)
+            if error is not None:
+                raise error
+
+    def start(self, item: Data, done: HandedOver, request: Any) -> None:
+        [sent], packed = pack_sent([item], self.config.label)
+
+        def finish(error: BaseException | None, outcome: Any) -> None:
+            link, reply = call.link, call.reply
+            ran = None if link is None or reply is None else (link.instance, reply.first, reply.second)
+            done(take_outcome(item, sent, outcome) if error is None else error, ran)
+
+        is_large = False
+        with suppress(Exception):  # `forward` has the same dict, and says what is wrong with it
+            is_large = self.config.instance_num > 1 and self.is_large(item)
+        call = Call(packed, 1, finish, request.deadline, is_large)
+        request.linked().give_up.append(partial(self._pool.give_up, call))
+        self._pool.ask(call)
+
+    def keep(self) -> None:
+        self._keeper.move(self._pool)
+        while not self._keeper.is_idle():
+            try:
+                self._keeper.serve(self._keeper.is_idle)
+            except Exception as error:
+                log_failure("what comes from a worker process cannot be taken", error)
+
+    def stop(self) -> None:
+        self._pool.close()
+
+    def running_since(self) -> float:
+        return self._keeper.running_since() if self._keeper.pool is self._pool else 0.0
+
+    def close(self) -> None:
+        child = self._keeper.leave()
+        if child is not None:
+            child.close()
+
+    def max(self) -> int:
+        return self._range[1]
+
+    def min(self) -> int:
+        return self._range[0]
+
+    def signature(self) -> Signature:
+        return self._signature
+
+    def batch_key(self, item: Data) -> Hashable:
+        try:
+            return self.config.children[0].batch_key(item)
+        except Exception:  # it needs what only setup gives it, and that was done elsewhere
+            return tensor_key(item[TASK_DATA_KEY])
+
+    def is_large(self, item: Data) -> bool:
+        return self.config.children[0].is_large(item)
+
+    def _start(self, seconds: float | None) -> Child:
+        # NOTE: looked at each time, since PyTorch may have been imported only after the first process was started.
+        takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
+        setup = replace(self._setup, takes_tensors=takes_tensors)
+        child, told = _ready(Child(self.config.label, launch, ROOM), self.config, setup, seconds)
+        self._range, self._signature = told
+        return child
+
+
+class Isolated(ItemBackend):
+    """Runs a decoder in a process of each instance's own, confined and expendable; ``decode_isolation`` writes it.
+
+    Encoded bytes go in, a Mat and its ``color`` come out; the decoder sees no other key of the dict. One that crashes,
+    takes longer than ``max_seconds`` or more than ``max_memory`` costs its own image: no ``result``, ``error`` is
+    a ``WorkerDied`` or a ``DecodeError``, and the next image has a new process. The process opens no file and no
+    connection, starts no program, and what it answers is checked and never unpickled. Linux only.
+    """
+
+    # NOTE: any_thread() stays False: one thread uses a child process.
+    children = (1, 1)
+
+    max_seconds = Param(to_float, 10.0, low=0.1, high=3600, doc="the most seconds that an image takes")
+    max_memory = Param(
+        to_int,
+        1024,
+        low=16,
+        high=2**17,
+        doc="most MiB of an encoded image, of its pixels, and of what decoding takes besides",
+    )
+
+    def __init__(self, config: BackendConfig) -> None:
+        super().__init__(config)
+        self._colors: tuple[str | None, ...] = ()
+        self._zygote: Zygote | None = None
+        self._keeper = Keeper(config.label, Pool(read=raw.read), self._start, self.max_seconds)
+
+    def prefer_color(self, color: str | None) -> str | None:
+        self._colors = (color,)
+        return self.config.children[0].prefer_color(color)
+
+    def setup(self) -> None:
+        if sys.platform != "linux":
+            raise BackendUnavailable(f"{self.config.label}: processes for decoders need Linux")
+        setup = describe(replace(self.config, instance=0), self._colors, argv=(), main=None)
+        self._zygote = self.config.shared.get((Zygote, setup.pickled), lambda: Zygote(self.config.label, setup))
+        self._zygote.enter()
+        self._keeper.enter(self._start())
+
+    def signature(self) -> Signature:
+        return ENCODED_IMAGE
+
+    def is_large(self, item: Data) -> bool:
+        return self.config.children[0].is_large(item)
+
+    def forward_item(self, item: Data) -> None:
+        encoded = encoded_bytes(item[TASK_DATA_KEY])
+        if encoded.size > self.max_memory * 2**20:
+            answer = raw.Refusal("DecodeError", f"{encoded.size} bytes are more than max_memory has room for")
+        else:
+            try:
+                answer = self._keeper.call(raw.pack_encoded(encoded), 1)
+            except WorkerDied as error:
+                logger.warning("%s", error)
+                item[TASK_ERROR_KEY] = error
+                return
+        if not isinstance(answer, raw.Refusal):
+            item[TASK_RESULT_KEY], color = answer
+            if color is not None:
+                item[TASK_COLOR_KEY] = color
+        elif answer.raised:
+            raise BackendError(f"{answer.name}: {answer.message}")
+        elif (problem := answer.error()) is not None:
+            item[TASK_ERROR_KEY] = problem
+
+    def close(self) -> None:
+        self._keeper.leave()  # it ends with what it was forked from
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.leave()
+
+    def _start(self) -> Child:
+        assert self._zygote is not None
+        config, limits = self.config, Limits(self.max_seconds, self.max_memory)
+        fork = partial(self._zygote.fork, config.instance, limits)
+        child = Child(config.label, fork, raw.room_for(self.max_memory * 2**20))
+        child, told = _ready(child, config, None, READY_SECONDS, raw.read)
+        if told.raised:
+            raise child.ended(f"does not start: {told.name}: {told.message}")
+        if config.instance == 0 and told.message != raw.FILTERED:
+            logger.warning("%s: this system filters no system calls; only limits confine a decoder", config.label)
+        return child
+
+
+class Remote(HandOverBackend):
+    """Hands requests over to the engine process: ``section`` is the head of the nodes that it runs, ``engine`` the way.
+
+    What the dict holds goes there and comes back as copies; what cannot be pickled stays, unseen there. What the engine
+    process changes in an array in place is not seen here.
+    """
+
+    any_params = True
+    runs_nodes = True
+
+    def setup(self) -> None:
+        self._engine: EngineClient = self.params["engine"]
+        self._section, self._signature = self._engine.section(self.params["section"])
+
+    def start(self, item: Data, done: HandedOver, request: Any) -> None:
+        [sent], packed = pack_sent([item], self.config.label)
+
+        def finish(error: BaseException | None, outcome: Any) -> None:
+            done(take_outcome(item, sent, outcome) if error is None else error)
+
+        call = Call(packed, self._section, finish, request.deadline)
+        request.linked().give_up.append(partial(self._engine.give_up, call))
+        if request.done:  # perhaps before it could be given up there
+            self._engine.give_up(call)
+        else:
+            self._engine.ask(call)
+
+    def expected_wait(self) -> float:
+        return self._engine.expected_wait()
+
+    def signature(self) -> Signature:
+        found: Signature = self._signature
+        return found
+
+    @classmethod
+    def batch_range(cls, params: Mapping[str, Any], children: Any) -> tuple[int, int]:
+        return 1, 1
+
+
+def describe(config: BackendConfig, colors: tuple[str | None, ...], max_memory: int = 0, **more: Any) -> Setup:
+    """What a child process is told of the only child of a backend."""
+    setup = Setup(
+        pickle_plan(config),
+        config=replace(config, params={}, children=(), filters=(), graphs=None),
+        colors=colors,
+        main=main_source(),
+        argv=tuple(sys.argv),
+        log_level=logging.getLogger("torchpipe_py").getEffectiveLevel(),
+        max_memory=max_memory,
+    )
+    return replace(setup, **more)
+
+
+def _ready(
+    child: Child,
+    config: BackendConfig,
+    setup: Setup | None,
+    seconds: float | None,
+    read: Callable[..., Any] | None = None,
+) -> tuple[Child, Any]:
+    """The child process once it is ready, and what it says of that; it is ended where that fails."""
+    child.link.instance = config.instance
+    try:
+        return child, child.exchange(SET_UP, setup, seconds, read)
+    except BaseException:
+        child.kill()
+        raise

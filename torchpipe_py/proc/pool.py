@@ -1,0 +1,489 @@
+"""Calls from any thread to links, and what becomes of them where a child process dies or another one is idle."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import count
+from math import inf
+from operator import attrgetter
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py.backends.image.memory import waiting
+from torchpipe_py.errors import DeadlineExceeded, PipeClosed, WorkerDied, first_line, log_failure
+from torchpipe_py.proc.child import Child
+from torchpipe_py.proc.codec import Packed
+from torchpipe_py.proc.link import FAILED, NOT_RUN, SLEEP_SECONDS, GarbledError, Header, Link, barrier
+
+AHEAD = 2
+"""Calls that a child process has at once, of which it runs one: it need not wait for its parent."""
+
+_LOSSES = 3
+"""Child processes that may die, or not be started, before they begin a call; then it fails."""
+
+_RETRY_SECONDS = 1.0  # after which a child that could not be started is tried again, while others run
+
+_Given = tuple["Call", Link, int, int]  # a call, and the slot and number it has there
+
+
+class Call:
+    """Items on their way to another process. ``done(error, outcome)`` is called once, on any thread.
+
+    ``kind`` tells the other side how many items they are, or which section is to run them. Before ``done`` is called
+    for an answer, ``reply`` is what is said of that, and ``link`` where it came from. ``until`` is when the call fails
+    while there is no link.
+    """
+
+    __slots__ = ("_done", "asked", "deadline", "is_large", "kind", "link", "losses", "order", "packed", "place",
+                 "reply", "sent", "until")  # fmt: skip
+
+    def __init__(
+        self,
+        packed: Packed,
+        kind: int,
+        done: Callable[[BaseException | None, Any], object],
+        deadline: float | None = None,
+        is_large: bool = False,
+    ) -> None:
+        self.packed, self.kind, self.is_large = packed, kind, is_large
+        self.deadline = inf if deadline is None else deadline
+        self._done = [done]
+        self.asked = self.sent = perf_counter()
+        self.until = inf
+        self.order = self.losses = 0
+        self.place: tuple[Link, int, int] | None = None
+        self.link: Link | None = None
+        self.reply: Header | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether ``done`` was called, or is about to be."""
+        return not self._done
+
+    def end(self, error: BaseException | None, outcome: Any = None) -> None:
+        """Call ``done``, unless it was called. NOTE: nothing that it raises may end the thread that takes answers."""
+        try:
+            done = self._done.pop()
+        except IndexError:
+            return
+        try:
+            done(error, outcome)
+        except BaseException as failure:
+            if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, say
+            log_failure("the answer of another process cannot be told", failure)
+
+
+class Pool:
+    """Has each call run over the link that has least to do; at most ``ahead`` are under way over one.
+
+    What a child process has not begun is taken back where another one has nothing to do, or where it dies; ``loses``:
+    not where it dies. Of several links the first takes no large calls, and none has others behind a large one.
+    ``in_place``: arrays of answers lie where they were written, as long as somebody has them. ``read`` reads answers
+    that are not pickled.
+    """
+
+    def __init__(
+        self,
+        ahead: int = AHEAD,
+        in_place: bool = False,
+        loses: bool = False,
+        read: Callable[[Link, int, Header], Any] | None = None,
+    ) -> None:
+        self._ahead, self._in_place, self._loses, self._reader = ahead, in_place, loses, read
+        self._lock = threading.RLock()  # a collection may close a pipe anywhere
+        self.changed = threading.Condition(self._lock)
+        self._waiting: deque[Call] = deque()
+        self._large: deque[Call] = deque()
+        self._order = count()
+        self.links: list[Link] = []
+        self.is_closed = False
+
+    # -- calls, from any thread -----------------------------------------------------------------------------------
+
+    def ask(self, call: Call) -> None:
+        """Have a call run. Its error is ``PipeClosed`` where it has not begun before ``close``, ``DeadlineExceeded``
+        where not before its deadline, ``WorkerDied`` where the other process has died or none can be started, or what
+        writing it raises.
+        """
+        given: list[_Given] = []
+        with self._lock:
+            is_closed = self.is_closed
+            if not is_closed:
+                self._queue_of(call).append(call)
+                given = self._give()
+                if not self.links:
+                    call.until = call.asked + self.hold_seconds()
+                    self.changed.notify_all()
+        if is_closed:
+            call.end(PipeClosed("closed"))
+        self._write(given)
+
+    def give_up(self, call: Call) -> None:
+        """Nobody waits for it any more: it ends here at once, with ``CancelledError``. Its slot is free when it has
+        ended there too.
+        """
+        # NOTE: without the lock. The main thread comes here too, and the handler of a signal that calls the pipe there,
+        # or closes it, would wait for a thread that waits for the lock. ``_give`` looks once the call has its place.
+        call.end(CancelledError())
+        place = call.place
+        if place is not None:
+            link, slot, number = place
+            link.give_up(slot, number)
+            link.other.ring()
+        with suppress(ValueError):
+            self._queue_of(call).remove(call)  # NOTE: while no slot becomes free, these would hold more and more memory
+
+    def is_waiting(self) -> bool:
+        """Whether a call waits for a link."""
+        return bool(self._waiting or self._large)
+
+    def pending(self) -> int:
+        """Calls that wait, or have a slot; a moment's estimate."""
+        return len(self._waiting) + len(self._large) + sum([link.under_way for link in self.links])
+
+    def close(self) -> None:
+        """Fail what has not begun with ``PipeClosed``, as what comes from now on."""
+        with self._lock:
+            self.is_closed = True
+            left = self._drop_waiting()
+            for link in self.links:
+                left += [call for call in filter(None, link.calls) if self._takes_back(link, call)]
+                link.bell.wake()
+            self.changed.notify_all()
+        for call in left:
+            call.end(PipeClosed("closed"))
+
+    # -- links, each of one thread ----------------------------------------------------------------------------------
+
+    def add(self, link: Link) -> None:
+        """One more link, which takes calls from now on."""
+        with self._lock:
+            self.links.append(link)
+            given = self._share()
+        self._write(given)
+
+    def remove(self, link: Link) -> None:
+        """One less, which has no calls."""
+        with self._lock:
+            self.links.remove(link)
+
+    def take(self, link: Link, seconds: float = inf) -> bool:
+        """Tell the answers that are there, for about so long; whether that were all.
+
+        ``GarbledError`` where the other side has written what cannot be.
+        """
+        with link.taking:
+            end = perf_counter() + seconds
+            link.answered += link.take_answered()
+            while link.answered:
+                self._take(link, link.answered.popleft())
+                if perf_counter() >= end:
+                    break
+            return not link.answered
+
+    def lose(self, link: Link, error: WorkerDied, is_at_fault: bool = False) -> None:
+        """The other process has died: fail what it had begun, and have the rest run elsewhere.
+
+        ``is_at_fault``: by its first call, begun or not.
+        """
+        with self._lock:
+            if link not in self.links:
+                return
+            self.links.remove(link)
+        with suppress(GarbledError):
+            self.take(link)
+        with self._lock:
+            calls: list[Call] = []
+            lost: list[Call] = []
+            for slot, call in enumerate(link.calls):
+                is_its = call is not None and call.place is not None and call.place[:2] == (link, slot)
+                if is_its and slot not in link.reading:
+                    (lost if self._loses or link.has_begun(*call.place[1:]) else calls).append(call)
+                    self._end(call, link, slot)
+            calls.sort(key=attrgetter("order"))
+            if not lost and is_at_fault:
+                lost, calls = calls[:1], calls[1:]
+            for call in calls:
+                call.losses += 1
+            lost += [call for call in calls if call.losses >= _LOSSES]
+            rest = [call for call in calls if call.losses < _LOSSES]
+            if not self.is_closed:
+                until = perf_counter() + self.hold_seconds()
+                for call in reversed(rest):
+                    self._queue_of(call).appendleft(call)
+                for call in [*self._waiting, *self._large]:
+                    call.until = until
+            given = self._give()
+            self.changed.notify_all()
+        self._write(given)
+        for call in lost:
+            call.end(error)
+        if self.is_closed:
+            for call in rest:
+                call.end(PipeClosed("closed"))
+
+    def fail_waiting(self, error: BaseException, now: float = inf) -> None:
+        """Fail the calls that were to wait no longer than ``now``."""
+        with self._lock:
+            calls = self._drop_waiting()
+            late = [call for call in calls if call.until <= now]
+            self._waiting.extend(call for call in calls if call.until > now)
+        for call in late:
+            call.end(error)
+
+    def hold_seconds(self) -> float:
+        """How long a call waits while there is no link."""
+        return inf
+
+    def answered(self, call: Call, reply: Header) -> None:
+        """A call was answered."""
+
+    # -- which link has which call; with the lock held --------------------------------------------------------------
+
+    def _give(self) -> list[_Given]:
+        """Give the calls that wait to links, as far as there is room; they are to be written then."""
+        given: list[_Given] = []
+        for queue, links in ((self._large, self.links[1:] or self.links), (self._waiting, self.links)):
+            while queue:
+                link = min(links, key=self._load, default=None)
+                if link is None or self._load(link) >= self._ahead:
+                    break
+                try:
+                    call = queue.popleft()
+                except IndexError:  # it was given up
+                    break
+                if call.is_over:
+                    continue
+                slot, number = link.take_slot(call)
+                call.place, call.order = (link, slot, number), next(self._order)
+                if call.is_over:
+                    link.give_up(slot, number)
+                if link.under_way == 1:
+                    link.since = perf_counter()
+                link.has_large = call.is_large
+                given.append((call, link, slot, number))
+        return given
+
+    def _load(self, link: Link) -> int:
+        return self._ahead if link.has_large else link.under_way
+
+    def _queue_of(self, call: Call) -> deque[Call]:
+        return self._large if call.is_large else self._waiting
+
+    def _share(self) -> list[_Given]:
+        """``_give``; where none waits, a link that has nothing to do gets a call of another."""
+        given = self._give()
+        if given or len(self.links) < 2 or min([link.under_way for link in self.links]) > 0:
+            return given
+        for link in self.links:
+            calls = sorted(filter(None, link.calls), key=attrgetter("order")) if link.under_way > 1 else []
+            for call in calls[1:]:
+                if self._takes_back(link, call):
+                    self._queue_of(call).append(call)
+                    return self._give()
+        return []
+
+    def _takes_back(self, link: Link, call: Call) -> bool:
+        """Whether a call can go elsewhere: the other process has not begun it, and will not."""
+        place = call.place
+        if place is None or place[0] is not link or not link.is_asked(*place[1:]):
+            return False  # NOTE: what is not written yet would never be answered there
+        link.give_up(*place[1:])
+        # Either it is seen here that it has begun, or there that it was given up. Perhaps both: it says so then.
+        barrier()
+        return not link.has_begun(*place[1:]) and self._end(call, link, place[1])
+
+    def _end(self, call: Call, link: Link, slot: int) -> bool:
+        """The call is in that slot no more; whether it was."""
+        if call.place is None or call.place[0] is not link or call.place[1] != slot:
+            return False
+        call.place = None
+        if call.is_large:
+            link.has_large = False
+        return True
+
+    def _drop_waiting(self) -> list[Call]:
+        dropped = [*self._waiting, *self._large]
+        self._waiting.clear()
+        self._large.clear()
+        return dropped
+
+    # -- without it -----------------------------------------------------------------------------------------------
+
+    def _write(self, given: list[_Given]) -> None:
+        """Write calls into the slots that they were given; what cannot be written ends."""
+        for call, link, slot, number in given:
+            call.sent = perf_counter()
+            try:
+                # NOTE: if the link is lost, another one may have the call by now; nobody reads what is written here.
+                link.ask(slot, number, call.packed, call.kind, call.sent, call.deadline)
+            except Exception as error:
+                with self._lock:
+                    is_its = self._end(call, link, slot)
+                    if is_its:
+                        link.free_slot(slot)
+                    more = self._give()
+                if is_its:
+                    call.end(error)
+                self._write(more)
+            else:
+                link.other.ring()
+                if link.under_way > 1 and len(self.links) > 1:
+                    # Another one may have become idle, and could not have this call before it was written.
+                    with self._lock:
+                        more = self._share()
+                    self._write(more)
+
+    def _take(self, link: Link, slot: int) -> None:
+        """Take an answer; the other process has its next call before this one is told."""
+        call: Call = link.answered_call(slot)
+        reply = link.reply(slot)
+        outcome: Any = None
+        error, held = None, None
+        if reply.kind != NOT_RUN:
+            outcome, error, held = self._read(link, slot, reply)
+        with self._lock:
+            link.free_slot(slot)
+            is_its = self._end(call, link, slot)
+            link.since = perf_counter() if link.under_way else 0.0
+            is_to_run = is_its and reply.kind == NOT_RUN and not call.is_over and perf_counter() < call.deadline
+            if is_to_run:
+                call.losses += 1  # NOTE: or one that says this for ever would have it for ever
+                is_to_run = call.losses < _LOSSES
+            is_closed = self.is_closed
+            if is_to_run and not is_closed:
+                self._queue_of(call).appendleft(call)
+            given = self._share()
+        del held
+        self._write(given)
+        if not is_its:
+            return  # it was taken back
+        if reply.kind != NOT_RUN:
+            call.link, call.reply = link, reply
+            self.answered(call, reply)
+            call.end(error, outcome)
+        elif is_to_run and is_closed:
+            call.end(PipeClosed("closed"))
+        elif not is_to_run:
+            call.end(DeadlineExceeded("deadline passed"))
+
+    def _read(self, link: Link, slot: int, reply: Header) -> tuple[Any, BaseException | None, Any]:
+        """The outcome of a call or its error, and what keeps the slot."""
+        try:
+            if self._reader is not None:
+                return self._reader(link, slot, reply), None, None
+            if reply.kind == FAILED:
+                return None, link.read(slot, reply, copies=True).error(), None
+            if self._in_place:
+                outcome, held = link.read_in_place(slot, reply, link.room.slots - self._ahead)
+                return outcome, None, held
+            return link.read(slot, reply, copies=True), None, None
+        except GarbledError:
+            raise
+        except BaseException as failure:
+            if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
+                raise
+            error = TypeError(f"the answer of its worker process: {first_line(failure)}")
+            error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
+            return None, error, None
+
+
+class Keeper:
+    """Has a child process for a pool, and another one where that dies; on one thread, which starts them.
+
+    ``start`` starts one, ready for calls. ``max_seconds``: a call that takes longer costs the child; 0 is any time.
+    """
+
+    def __init__(self, label: str, pool: Pool, start: Callable[[], Child], max_seconds: float) -> None:
+        self._label, self.pool, self._start, self.max_seconds = label, pool, start, max_seconds
+        self.child: Child | None = None
+
+    def enter(self, child: Child) -> None:
+        """This one takes the pool's calls from now on."""
+        self.child = child
+        self.pool.add(child.link)
+
+    def move(self, pool: Pool) -> None:
+        """The child, which is at nothing, takes the calls of another pool from now on."""
+        child, self.pool = self.leave(), pool
+        if child is not None:
+            self.enter(child)
+
+    def call(self, packed: Packed, kind: int) -> Any:
+        """Have a call run by a pool that no other thread has, and wait for its outcome; its error is raised."""
+        told: list[Any] = []
+        call = Call(packed, kind, lambda *outcome: told.append(outcome))
+        self.pool.ask(call)
+        self.serve(lambda: call.is_over, waiting)
+        if told[0][0] is not None:
+            raise told.pop()[0]  # NOTE: a variable and this frame would keep each other, and the link
+        return told[0][1]
+
+    def serve(
+        self, is_over: Callable[[], bool], starting: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Take the answers of the child, and start another one, inside ``starting()``, where it dies; until then."""
+        pool = self.pool
+        while not is_over():
+            child = self.child
+            if child is None:
+                with starting():
+                    self._restart(is_over)
+                continue
+            try:
+                if child.link.has_answers():
+                    pool.take(child.link)
+                    continue
+                left, since = SLEEP_SECONDS, child.link.since
+                if self.max_seconds and since:
+                    left = since + self.max_seconds - perf_counter()
+                if left <= 0:
+                    self._lose(child.overdue(self.max_seconds), is_at_fault=True)
+                elif child.sleep(left) and not child.link.has_answers():
+                    self._lose(child.died())
+            except GarbledError as error:
+                self._lose(child.ended(f"gave {error}"), is_at_fault=True)
+
+    def is_idle(self) -> bool:
+        """Whether the pool is closed, and the child has ended its calls."""
+        return self.pool.is_closed and (self.child is None or not self.child.link.under_way)
+
+    def running_since(self) -> float:
+        """When the call was begun that the child is at; 0.0 where it has none."""
+        child = self.child
+        return 0.0 if child is None else child.link.since
+
+    def leave(self) -> Child | None:
+        """The child, which is at nothing, takes calls no more."""
+        child, self.child = self.child, None
+        if child is not None:
+            self.pool.remove(child.link)
+        return child
+
+    def _lose(self, error: WorkerDied, is_at_fault: bool = False) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            self.pool.lose(child.link, error, is_at_fault)
+
+    def _restart(self, is_over: Callable[[], bool]) -> None:
+        """A child in place of one that has died; where there is none for any call, those that wait fail."""
+        pool, reason = self.pool, None
+        for _ in range(_LOSSES):
+            try:
+                self.enter(self._start())
+                return
+            except Exception as error:
+                reason = error
+        assert reason is not None
+        died = WorkerDied(f"{self._label}: its worker process cannot be started again: {first_line(reason)}")
+        died.__cause__ = reason
+        if not pool.links:
+            pool.fail_waiting(died)
+        with pool.changed:
+            seconds = _RETRY_SECONDS if pool.links else None
+            pool.changed.wait_for(lambda: is_over() or (pool.is_waiting() and not pool.links), seconds)

@@ -1,0 +1,113 @@
+"""What a decoder that nobody trusts answers: bytes of a slot, and numbers that are checked before they are used.
+
+The decoder may have been made to run anybody's code. So nothing of its answer is unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchpipe_py import errors
+from torchpipe_py.backends.image.mat import EIGHT_BITS, as_mat
+from torchpipe_py.backends.signature import shown_dims
+from torchpipe_py.errors import DecodeError, InvalidRequest, NoResult, message_of
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.proc.codec import Packed, padded
+from torchpipe_py.proc.link import DONE, FAILURE_BYTES, GarbledError, Header, Link, Room
+
+FILTERED = "filtered"
+"""What a decoder says once it is ready, where the kernel refuses it system calls that decoding does not need."""
+
+_MAX_TEXT = 1024
+_SIZE = struct.Struct("<Q")
+_ANSWER = struct.Struct("<BBIII")  # kind, color, height, width, channels
+_IMAGE, _NO_RESULT, _RAISED = range(3)
+_COLORS = (None, "bgr", "rgb", "gray")
+_MAX_SIDE, _MAX_CHANNELS = 2**20, 512
+_KEPT = 16 * 2**20
+_NO_RESULTS: Mapping[str, type[NoResult]] = {
+    name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, NoResult)
+}
+
+
+class Refusal(NamedTuple):
+    """No image. ``name`` is the class of the error; ``raised``: the backend has raised it, which is a defect."""
+
+    name: str
+    message: str
+    raised: bool = False
+
+    def error(self) -> NoResult | None:
+        """What the dict is to hold as its error, if anything."""
+        if not self.name:
+            return None
+        cls = _NO_RESULTS.get(self.name)
+        return cls(self.message) if cls else NoResult(f"{self.name}: {self.message}")
+
+
+def room_for(capacity: int) -> Room:
+    """One slot, for an encoded and a decoded image of ``capacity`` bytes each."""
+    return Room(1, padded(2 * capacity) + 2 * FAILURE_BYTES, _KEPT)
+
+
+def pack_encoded(encoded: np.ndarray) -> Packed:
+    """A call of a decoder."""
+    return Packed(_SIZE.pack(encoded.size), b"", [encoded], 1)
+
+
+def encoded_in(link: Link, slot: int, header: Header) -> np.ndarray:
+    """The bytes of such a call, where they lie."""
+    (size,) = _SIZE.unpack(link.content(slot, header.start, _SIZE.size).tobytes())
+    return link.content(slot, header.start + padded(_SIZE.size), size)
+
+
+def pack_answer(item: Mapping[str, Any], capacity: int) -> Packed:
+    """What became of an item, whose Mat may have so many bytes."""
+    mat = item.get(TASK_RESULT_KEY)
+    if mat is None:
+        error = item.get(TASK_ERROR_KEY)
+        return _packed(_NO_RESULT) if error is None else pack_error(error, raised=False)
+    try:
+        mat = as_mat(mat, EIGHT_BITS)
+    except InvalidRequest as error:
+        return pack_error(TypeError(str(error)), raised=True)  # it is the decoder's Mat, no request's
+    if mat.nbytes > capacity:
+        size = shown_dims(mat.shape)
+        return pack_error(DecodeError(f"{size} pixels are more than max_memory has room for"), raised=False)
+    color = item.get(TASK_COLOR_KEY)
+    return _packed(_IMAGE, _COLORS.index(color) if color in _COLORS else 0, mat)
+
+
+def pack_error(error: object, raised: bool) -> Packed:
+    """An error as a text; ``raised``: it is a defect."""
+    problem = error if isinstance(error, BaseException) else NoResult(str(error))
+    text = f"{type(problem).__name__}\n{message_of(problem, _MAX_TEXT)}"
+    return _packed(_RAISED if raised else _NO_RESULT, text=text.encode("utf-8", "replace")[:_MAX_TEXT])
+
+
+def _packed(kind: int, color: int = 0, mat: np.ndarray | None = None, text: bytes = b"") -> Packed:
+    shape = (0, 0, 0) if mat is None else mat.shape
+    parts = [] if mat is None else [np.ascontiguousarray(mat)]
+    return Packed(_ANSWER.pack(kind, color, *shape), text, parts, len(parts))
+
+
+def read(link: Link, slot: int, header: Header) -> tuple[np.ndarray, str | None] | Refusal:
+    """The Mat of an answer, copied, and its color; or why there is none. ``GarbledError`` where it is no answer."""
+    size = header.head + header.pickled
+    if header.kind != DONE or header.head != _ANSWER.size or header.pickled > _MAX_TEXT:
+        raise GarbledError(f"an answer of kind {header.kind}, {size} bytes")
+    packed = link.content(slot, header.start, size).tobytes()
+    kind, color, height, width, channels = _ANSWER.unpack_from(packed)
+    if kind in (_NO_RESULT, _RAISED):
+        name, _, message = packed[_ANSWER.size :].decode("utf-8", "replace").partition("\n")
+        return Refusal(name, message, kind == _RAISED)
+    if kind != _IMAGE or color >= len(_COLORS):
+        raise GarbledError(f"an answer of kind {kind}, color {color}")
+    if not (0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE and 0 < channels <= _MAX_CHANNELS):
+        raise GarbledError(f"an image of {height}x{width}x{channels}")
+    content = link.content(slot, header.start + padded(size), height * width * channels)
+    return content.reshape(height, width, channels).copy(), _COLORS[color]

@@ -1,0 +1,141 @@
+"""A child process: answers the calls of its parent one after the other, and ends when that does."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import select
+import signal
+import sys
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py import registry
+from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.errors import ConfigError, Failure
+from torchpipe_py.malloc import keep_freed_memory
+from torchpipe_py.proc.codec import Packed, Unpickler
+from torchpipe_py.proc.confine import end_with_parent, limit_memory
+from torchpipe_py.proc.link import CLOSE, DONE, NOT_RUN, SET_UP, Bell, Header, Link, barrier
+from torchpipe_py.proc.outcome import ItemOutcome, pack_outcomes
+from torchpipe_py.proc.setup import Setup, load_main
+
+
+def main(memory: int, rings: int, sleeps: int, parent: int) -> None:
+    """Run a backend until the parent, whose process id is the last number, says ``CLOSE``; see ``Launch``."""
+    prepare(memory, rings, sleeps)
+    end_with_parent(parent)
+    _Worker(memory, rings, sleeps).run()
+
+
+def prepare(*fds: int) -> None:
+    """What a process does first that has these descriptors.
+
+    The parent says when to end: Ctrl-C, or a service manager, signals the whole group while it still has work.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # NOTE: a handler, since what is ignored would stay ignored in the programs that a backend starts.
+        signal.signal(number, lambda *_: None)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    keep_freed_memory()
+
+
+class Answerer:
+    """Answers the calls of a link, the first first."""
+
+    def __init__(self, memory: int, rings: int, sleeps: int) -> None:
+        self.link = Link(memory)
+        self.link.other = Bell(rings, self.link.asker_asleep)
+        self.link.bell = Bell(sleeps, self.link.answerer_asleep)
+        self._poller = select.poll()
+        self._poller.register(sleeps, select.POLLIN)
+        self.is_over = False
+
+    def run(self) -> None:
+        """Until a call is the last one."""
+        while not self.is_over:
+            asked, _ = self.link.take()
+            for call in asked:
+                self._run(*call)
+            if not asked:
+                self.link.bell.sleep(self._poller, self.link.has_work)
+
+    def answer(self, header: Header, slot: int) -> Packed:
+        """The answer to a call; raises what its failure is."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _run(self, header: Header, slot: int, number: int) -> None:
+        link = self.link
+        link.begin(slot, number)
+        # Either it is seen there that it has begun, or it is seen here that it was given up.
+        barrier()
+        begun = perf_counter()
+        if link.is_given_up(slot, number) or begun >= header.second:
+            link.answer(slot, number, Packed.of(None), NOT_RUN, begun)
+        else:
+            try:
+                link.answer(slot, number, self.answer(header, slot), DONE, begun)
+            except BaseException as error:
+                link.fail(slot, number, Failure.of(error), begun)
+        link.other.ring()
+
+
+class _Worker(Answerer):
+    """Runs the backend of a ``Process``."""
+
+    _backend: Backend
+
+    def answer(self, header: Header, slot: int) -> Packed:
+        if header.kind == CLOSE:
+            self.is_over = True
+            self._backend.close()
+            return Packed.of(None)
+        message = self.link.read(slot, header, copies=True)
+        if header.kind == SET_UP:
+            return Packed.of(self._set_up(message))
+        items: list[Data] = [message[0]] if header.kind == 1 else message
+        before = [dict(item) for item in items]
+        self._backend.forward(items)
+        return pack_outcomes(list(map(ItemOutcome.of, before, items)))
+
+    def _set_up(self, setup: Setup) -> Any:
+        sys.argv[:] = setup.argv
+        logging.getLogger("torchpipe_py").setLevel(setup.log_level)
+        if setup.main is not None:
+            self.link.before_main = partial(load_main, setup.main)
+        backend = make_backend(setup, self.link.before_main)
+        try:
+            backend.setup()
+            told = (backend.min(), backend.max()), backend.signature()
+            if setup.max_memory:
+                limit_memory(setup.max_memory)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                backend.close()
+            raise
+        self._backend = backend
+        return told
+
+
+def make_backend(setup: Setup, before_main: Any = None) -> Backend:
+    """The backend that a ``Setup`` describes, not set up; ``ConfigError`` where it cannot be imported."""
+    try:
+        plan, postprocessors = Unpickler(setup.pickled, [], [], before_main).load()
+    except Exception as error:
+        raise ConfigError(
+            f"a worker process cannot import what it needs: {type(error).__name__}: {error}; a class must stand at the "
+            "top level of a module that can be imported without side effects, from a folder that sys.path has by its "
+            "absolute path"
+        ) from error
+    for name, cls in postprocessors.items():
+        registry.register_postprocessor(cls, name)
+    if setup.takes_tensors:
+        importlib.import_module("torch")
+    backend: Backend = plan.create(setup.config)
+    for color in setup.colors:
+        backend.prefer_color(color)
+    return backend

@@ -1,0 +1,219 @@
+"""A process that has imported what the decoders of a node need, and that they are forked from: both sides of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchpipe_py.encryption.keys import without_keys
+from torchpipe_py.errors import Failure, WorkerDied, first_line
+from torchpipe_py.proc.child import keep_from_forks, start_interpreter
+from torchpipe_py.proc.setup import Setup
+
+logger = logging.getLogger("torchpipe_py")
+
+START_SECONDS = 120.0
+"""In which it imports what its decoders need."""
+ANSWER_SECONDS = 5.0
+"""In which it forks or ends a decoder; it is replaced where it does not."""
+
+_MAX_MESSAGE = 2**16
+
+
+class Limits(NamedTuple):
+    """Of a decoder: seconds for an image; MiB of its bytes, of its pixels, and of what decoding takes, each."""
+
+    seconds: float
+    mebibytes: int
+
+
+class Zygote:
+    """Forks decoders within milliseconds, where a new process would import for half a second; used by any thread.
+
+    It is started when the first decoder is wanted, again where it has died, and ended when its last user leaves.
+    Its decoders die with it, and it with this process.
+    """
+
+    def __init__(self, label: str, setup: Setup) -> None:
+        self._label, self._setup = label, setup
+        self._lock = threading.Lock()
+        self._users = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket
+
+    def enter(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """One user less; with the last the process ends."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._stop()
+
+    def fork(self, instance: int, limits: Limits, fds: list[int]) -> Forked:
+        """Fork a decoder that has ``fds``; ``WorkerDied`` where that cannot be done, or what starting raises."""
+        with self._lock:
+            try:
+                process = self._process or self._start()
+                return Forked(self, process, self._ask((instance, limits), fds))
+            except OSError as error:  # the next one is asked of another process
+                raise WorkerDied(f"{self._label}: no decoder can be forked: {first_line(error)}") from error
+
+    def end(self, decoder: Forked) -> int | None:
+        """Kill a decoder unless it has died; its exit status, less than 0 for a signal, as far as that can be known."""
+        with self._lock:
+            if self._process is not decoder.zygote_process:
+                return None  # and it died with that one
+            with contextlib.suppress(OSError):
+                return self._ask(decoder.pid, [])
+            return None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keep_from_forks(self._control)
+        with theirs:
+            self._process = start_interpreter(
+                "torchpipe_py.proc.zygote",
+                [theirs.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                # What decodes has no key of a model. Threads of OpenBLAS would not survive a fork.
+                env={**without_keys(os.environ), "OPENBLAS_NUM_THREADS": "1"},
+            )
+        assert self._process.stdin is not None
+        self._control.settimeout(START_SECONDS)
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            pickle.dump(self._setup, stdin)
+        self._receive()
+        self._control.settimeout(ANSWER_SECONDS)
+        return self._process
+
+    def _ask(self, order: Any, fds: list[int]) -> int:
+        """The answer of the process; ``OSError`` where there is none, and no process any more."""
+        try:
+            socket.send_fds(self._control, [pickle.dumps(order)], fds)
+        except OSError:
+            self._stop()
+            raise
+        return int(self._receive())
+
+    def _receive(self) -> Any:
+        try:
+            packed = self._control.recv(_MAX_MESSAGE)
+            if not packed:
+                raise ConnectionResetError("the process that forks decoders has died")
+        except BaseException:
+            self._stop()
+            logger.warning("%s: the process that its decoders are forked from does not answer", self._label)
+            raise
+        answer = pickle.loads(packed)
+        if isinstance(answer, Failure):
+            self._stop()
+            raise answer.error()
+        return answer
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._control.close()
+
+
+class Forked(NamedTuple):
+    """A decoder's process, as ``Running`` says, and the process that it was forked from."""
+
+    zygote: Zygote
+    zygote_process: subprocess.Popen[bytes]
+    pid: int
+
+    def kill(self) -> None:
+        """``wait`` does that: only its parent can know that it is this process still."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        return self.zygote.end(self)
+
+
+# -- the process itself -----------------------------------------------------------------------------------------------
+
+
+def main(control_fd: int) -> None:
+    """Read a pickled ``Setup`` from standard input, say whether it works, and fork decoders until the parent is gone.
+
+    ``control_fd`` is a socket that keeps messages apart.
+    """
+    from torchpipe_py.proc.worker import make_backend, prepare
+
+    prepare(control_fd)
+    control = socket.socket(fileno=control_fd)
+    try:
+        setup: Setup = pickle.load(sys.stdin.buffer)
+        trial = make_backend(setup)
+        trial.setup()  # what it imports is there before the first fork
+        trial.close()
+    except BaseException as error:
+        control.send(_failure(error))
+        return
+    cv2: Any = sys.modules.get("cv2")
+    if cv2 is not None:
+        cv2.setNumThreads(1)  # a thread would not survive the fork, and the instances are the parallelism
+    gc.collect()
+    gc.freeze()
+    control.send(pickle.dumps(None))
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 3)
+        if not message:
+            return
+        order = pickle.loads(message)
+        try:
+            answer = pickle.dumps(_end(order) if isinstance(order, int) else _fork(control, setup, order, fds))
+        except OSError as error:
+            answer = _failure(error)
+        for fd in fds:
+            os.close(fd)
+        control.send(answer)
+
+
+def _fork(control: socket.socket, setup: Setup, order: tuple[int, Limits], fds: list[int]) -> int:
+    from torchpipe_py.proc.confine import end_with_parent
+    from torchpipe_py.proc.decoder import Decoder
+
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            end_with_parent(zygote)
+            control.close()  # NOTE: before any byte of a client comes, since what this says is unpickled
+            instance, limits = order
+            Decoder(replace(setup, config=replace(setup.config, instance=instance)), fds, *limits).run()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _end(pid: int) -> int:
+    """Kill the decoder, unless it has died by itself; how it ended."""
+    try:
+        os.kill(pid, signal.SIGKILL)  # it is no other process: this one has not waited for it yet
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except (ProcessLookupError, ChildProcessError):
+        return 0
+
+
+def _failure(error: BaseException) -> bytes:
+    failure = Failure.of(error)
+    packed = pickle.dumps(failure)
+    return packed if len(packed) < _MAX_MESSAGE else pickle.dumps(replace(failure, trace="", pickled=b""))
