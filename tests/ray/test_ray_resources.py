@@ -20,36 +20,28 @@ def test_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed("configs/demo_nodes.toml") == Resources(
         num_cpus=2.0, num_gpus=0.0, max_ongoing_requests=20_000, max_queued_requests=10_000, busy_requests=20
     )
-
-
-def test_the_node_with_most_threads_says_how_many_cpus(classifier: str) -> None:
-    model = {"backend": "OnnxTensor", "model": classifier, "threads": 3, "instance_num": 2}
-    decode = {"backend": "DecodeMat", "color": "rgb", "instance_num": 4, "next": "m"}
-    assert needed({"decode": decode, "m": model}).num_cpus == 6.0
+    found = needed({"backend": "Identity", "instance_num": 100, "max_inflight": 30})
+    assert (found.busy_requests, found.max_ongoing_requests, found.max_queued_requests) == (30, 10_030, 30)
 
 
 @pytest.mark.parametrize(
-    ("backend", "gpus"),
+    ("node", "cpus", "gpus"),
     [
-        ({"backend": "DecodeTensor"}, 1.0),
-        ({"backend": "SyncTensor[DecodeTensor]", "device_id": 1}, 2.0),
-        ({"backend": "Mat2Tensor"}, 0.0),
-        ({"backend": "Mat2Tensor", "device": "cuda"}, 1.0),
-        ({"backend": "FirstAvailable[DecodeTensor,DecodeMat]"}, 0.0),
-        ({"backend": "FirstAvailable[DecodeTensor,Mat2Tensor]", "device": "cuda"}, 1.0),
+        ({"backend": "DecodeTensor", "instance_num": 8}, 1.0, 1.0),
+        ({"backend": "SyncTensor[DecodeTensor]", "device_id": 1}, 1.0, 2.0),
+        ({"backend": "Mat2Tensor"}, 1.0, 0.0),
+        ({"backend": "Mat2Tensor", "device": "cuda"}, 1.0, 1.0),
+        ({"backend": "FirstAvailable[DecodeTensor,DecodeMat]", "instance_num": 1}, 1.0, 0.0),
+        ({"backend": "FirstAvailable[DecodeTensor,Mat2Tensor]", "device": "cuda"}, 1.0, 1.0),
+        ({"backend": "OnnxTensor", "providers": "CPUExecutionProvider"}, 1.0, 0.0),
+        ({"backend": "OnnxTensor", "providers": "CUDAExecutionProvider"}, 1.0, 1.0),
+        ({"backend": "OnnxTensor", "threads": 3, "instance_num": 2}, 6.0, 0.0),
     ],
 )
-def test_gpus_are_for_what_cannot_do_without(backend: dict[str, Any], gpus: float) -> None:
-    assert needed(backend).num_gpus == gpus
-
-
-@pytest.mark.parametrize(("providers", "gpus"), [("CPUExecutionProvider", 0.0), ("CUDAExecutionProvider", 1.0)])
-def test_a_provider_may_need_one(classifier: str, providers: str, gpus: float) -> None:
-    assert needed({"backend": "OnnxTensor", "model": classifier, "providers": providers}).num_gpus == gpus
-
-
-def test_a_node_that_needs_cuda_takes_no_cpus() -> None:
-    assert needed({"backend": "DecodeTensor", "instance_num": 8}).num_cpus == 1.0
+def test_cpus_and_gpus_of_a_node(classifier: str, node: dict[str, Any], cpus: float, gpus: float) -> None:
+    model = {"model": classifier} if node["backend"] == "OnnxTensor" else {}
+    found = needed({**node, **model})
+    assert (found.num_cpus, found.num_gpus) == (cpus, gpus)
 
 
 def test_a_batch_that_only_set_up_tells_is_taken_for_large(register: Any) -> None:
@@ -60,8 +52,3 @@ def test_a_batch_that_only_set_up_tells_is_taken_for_large(register: Any) -> Non
             return 4
 
     assert needed({"backend": register(Own), "instance_num": 2}).busy_requests == 2 * 2 * UNKNOWN_BATCH
-
-
-def test_max_inflight_bounds_them() -> None:
-    found = needed({"backend": "Identity", "instance_num": 100, "max_inflight": 30})
-    assert (found.busy_requests, found.max_ongoing_requests, found.max_queued_requests) == (30, 10_030, 30)

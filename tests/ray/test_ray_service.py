@@ -97,27 +97,26 @@ def test_answers_errors(body: bytes, query: str, fields: dict[str, str], status:
     assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
 
 
-def test_refuses_requests_beyond_max_inflight(gate: tuple[Gate, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("config", "fields", "status", "headers", "code"),
+    [
+        ({"max_inflight": 1}, {}, 429, {"Retry-After": "1"}, "overloaded"),
+        ({}, {"x_deadline_ms": "1"}, 504, {}, "deadline_exceeded"),
+    ],
+)
+def test_answers_while_the_backend_runs(
+    gate: tuple[Gate, dict[str, Any]], config: Any, fields: Any, status: int, headers: Any, code: str
+) -> None:
     async def use(replica: PipeReplica) -> Answer:
         first = asyncio.create_task(replica.infer(b"1"))
         await asyncio.to_thread(gate[0].wait_entered)
-        answer = await post(replica, b"2")
+        answer = await post(replica, b"2", **fields)
         gate[0].open()
         assert await first == b"1"
         return answer
 
-    answer = served(use, {**gate[1], "max_inflight": 1})
-    assert (answer.status, answer.headers, json.loads(answer.body)["code"]) == (429, {"Retry-After": "1"}, "overloaded")
-
-
-def test_answers_at_the_deadline_while_the_backend_runs(gate: tuple[Gate, dict[str, Any]]) -> None:
-    async def use(replica: PipeReplica) -> Answer:
-        answer = await post(replica, b"1", x_deadline_ms="1")
-        gate[0].open()
-        return answer
-
-    answer = served(use, gate[1])
-    assert (answer.status, json.loads(answer.body)["code"]) == (504, "deadline_exceeded")
+    answer = served(use, {**gate[1], **config})
+    assert (answer.status, answer.headers, json.loads(answer.body)["code"]) == (status, headers, code)
 
 
 def test_hides_folders_in_answers_to_defects(register: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,8 +158,9 @@ def test_drops_a_cancelled_request_from_its_queue(gate: tuple[Gate, dict[str, An
     assert gate[0].batches == [[b"1"]]
 
 
-def test_reports_a_batch_that_does_not_end(gate: tuple[Gate, dict[str, Any]]) -> None:
+def test_reports_a_batch_that_does_not_end_and_a_dead_instance(gate: tuple[Gate, dict[str, Any]]) -> None:
     async def use(replica: PipeReplica) -> Any:
+        replica.check()
         first = asyncio.create_task(replica.infer(b"1"))
         await asyncio.to_thread(gate[0].wait_entered)
         while not (await replica.stats())["nodes"]["node"]["oldest_batch_s"] > 1e-6:
@@ -169,18 +169,11 @@ def test_reports_a_batch_that_does_not_end(gate: tuple[Gate, dict[str, Any]]) ->
             replica.check()
         gate[0].open()
         await first
-
-    served(use, gate[1], hang_seconds=1e-6)
-
-
-def test_reports_a_dead_instance() -> None:
-    async def use(replica: PipeReplica) -> None:
-        replica.check()
         await asyncio.to_thread(replica._served.pipe.close)
-        with pytest.raises(UnhealthyError, match=r"^node 'node': 2 of 2 instances are dead$"):
+        with pytest.raises(UnhealthyError, match=r"^node 'node': 1 of 1 instances are dead$"):
             replica.check()
 
-    served(use, {"backend": "Identity", "instance_num": 2})
+    served(use, gate[1], hang_seconds=1e-6)
 
 
 def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str, Any]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -59,62 +60,47 @@ def test_each_validation_sample_is_seen_once(told: list[dict[str, Any]]) -> None
     assert by_rank[0][2] == ([8], [True], [2])
 
 
-def test_a_rank_that_skips_a_whole_batch_makes_its_step(told: list[dict[str, Any]]) -> None:
-    (rank_0, *facts_0), (rank_1, *facts_1) = (rank["skip_on_one_rank"] for rank in told)
-    assert [len(rank_0), len(rank_1)] == [3, 3]
-    assert facts_0 == [3, 2]
-    assert facts_1 == [3, 1]  # it has a batch less
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [
+        ("skip_on_one_rank", ([-1], [False], [-100])),  # a whole batch is skipped: rank 0 makes its step all the same
+        ("workers_decode_and_skip_on_one_rank", ([-1], [False], [-100])),
+        ("mask_on_one_rank", ([4, 6], [False, False], [-100, -100])),
+    ],
+)
+def test_bad_samples_on_one_rank_leave_the_steps_equal(told: list[dict[str, Any]], name: str, second: Any) -> None:
+    (rank_0, batches, fillers_0), (rank_1, _, fillers_1) = (rank[name] for rank in told)
+    assert [len(rank_0), len(rank_1), batches] == [3, 3, 3]
+    assert (fillers_0, fillers_1) == ((0, 1) if name.startswith("mask") else (2, 1))  # rank 1 has a batch less
     assert sorted(seen(rank_0) + seen(rank_1)) == [0, 1, 2, 3, 5, 7]
-    assert rank_0[1] == ([-1], [False], [-100])
-
-
-def test_workers_that_decode(told: list[dict[str, Any]]) -> None:
-    for rank in told:
-        assert rank["workers_decode_and_skip_on_one_rank"] == rank["skip_on_one_rank"][0]
-
-
-def test_masks_on_one_rank(told: list[dict[str, Any]]) -> None:
-    rank_0, rank_1 = (rank["mask_on_one_rank"] for rank in told)
-    assert [len(rank_0), len(rank_1)] == [3, 3]
-    assert rank_0[1] == ([4, 6], [False, False], [-100, -100])
-    assert sorted(seen(rank_0) + seen(rank_1)) == [0, 1, 2, 3, 5, 7]
-
-
-def test_a_bad_sample_on_one_rank_stops_both_at_its_step(told: list[dict[str, Any]]) -> None:
-    (steps_0, kind_0, message_0), (steps_1, kind_1, message_1) = (rank["raise_on_one_rank"] for rank in told)
-    assert steps_0 == steps_1 == [0]
-    assert (kind_0, kind_1) == ("BadSample", "PeerFailed")
-    assert message_0.startswith("sample 6 (")
-    assert "rank 0 stopped with TrainingError: BadSample: sample 6 (" in message_1
+    assert rank_0[1] == second
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "errors"),
     [
-        ("fewer_samples_than_ranks", "the dataset has 1 sample for 2 ranks"),
-        ("no_local_rank", "needs local_rank"),
-        ("no_distributed_sampler", "gives every rank all samples"),
-        ("seeds_differ", "the ranks differ in seed: 0, 1"),
+        (
+            "raise_on_one_rank",
+            [r"^BadSample: sample 6 \(", r"^PeerFailed: rank 0 stopped with .*sample 6 \("],
+        ),
+        ("fewer_samples_than_ranks", ["^TrainingError: the dataset has 1 sample for 2 ranks"] * 2),
+        ("no_local_rank", ["^TrainingError: .*needs local_rank"] * 2),
+        ("no_distributed_sampler", ["^TrainingError: .*gives every rank all samples"] * 2),
+        ("seeds_differ", ["^TrainingError: the ranks differ in seed: 0, 1"] * 2),
+        (
+            "a_toml_is_missing_on_one_rank",
+            ["^PeerFailed: rank 1 stopped with ConfigError: missing.toml: no such file", "^ConfigError"],
+        ),
+        (
+            "a_sampler_raises_on_one_rank",
+            ["^PeerFailed: rank 1 stopped with TrainingError: ArithmeticError: no", "^ArithmeticError: no order"],
+        ),
     ],
 )
-def test_mistakes_are_told_on_every_rank(told: list[dict[str, Any]], name: str, message: str) -> None:
-    for rank in told:
-        kind, text = rank[name]
-        assert kind == "TrainingError"
-        assert message in text
-
-
-def test_a_mistake_of_one_rank_is_told_on_the_other(told: list[dict[str, Any]]) -> None:
-    rank_0, rank_1 = (rank["a_toml_is_missing_on_one_rank"] for rank in told)
-    assert rank_1[0] == "ConfigError"
-    assert rank_0[0] == "PeerFailed"
-    assert "rank 1 stopped with ConfigError: missing.toml: no such file" in rank_0[1]
-
-
-def test_what_a_sampler_raises_on_one_rank_is_told_on_the_other(told: list[dict[str, Any]]) -> None:
-    rank_0, rank_1 = (rank["a_sampler_raises_on_one_rank"] for rank in told)
-    assert rank_1 == [("ArithmeticError", "no order")] * 2
-    assert rank_0 == [("PeerFailed", "rank 1 stopped with TrainingError: ArithmeticError: no order")] * 2
+def test_an_error_on_one_rank_is_one_on_both(told: list[dict[str, Any]], name: str, errors: list[str]) -> None:
+    for rank, error in zip(told, errors, strict=True):
+        kind, message = rank[name]
+        assert re.search(error, f"{kind}: {message}")
 
 
 def test_training_deals_out_and_resumes(told: list[dict[str, Any]]) -> None:
@@ -136,16 +122,13 @@ def test_a_rank_that_dies_is_an_error_on_the_other(told: list[dict[str, Any]]) -
     assert seconds < TIMEOUT
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("count", [0, 1, 7, 20])
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+@pytest.mark.parametrize("count", [0, 7, 20])
 def test_the_eval_sampler_deals_each_sample_out_once(ranks: int, count: int) -> None:
     samplers = [DistributedEvalSampler(range(count), ranks, rank) for rank in range(ranks)]
     dealt = [list(indices) for indices in samplers]
     assert sorted(index for indices in dealt for index in indices) == list(range(count))
     assert [len(indices) for indices in samplers] == [len(indices) for indices in dealt]
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-
-
-def test_a_rank_out_of_range() -> None:
-    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
-        DistributedEvalSampler(range(3), 2, 2)
+    with pytest.raises(ValueError, match=rf"rank {ranks} is not in 0\.\.{ranks - 1}"):
+        DistributedEvalSampler(range(3), ranks, ranks)

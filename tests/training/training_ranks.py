@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,65 +72,40 @@ def steps(loader: TorchpipeLoader) -> list[tuple[list[int], list[bool], list[int
         return [(batch.indices.tolist(), batch.mask.tolist(), batch.labels.tolist()) for batch in loader]
 
 
-@scenario
-def validate(rank: int, home: Path) -> Any:
-    return steps(wrapped(rank, home, write_images(home / "images", 9)))
-
-
-@scenario
-def skip_on_one_rank(rank: int, home: Path) -> Any:
-    # Rank 0 has 0, 2, 4, 6, 8: a whole batch of it, and one sample of another, are bad.
-    dataset = write_images(home / "images", 9, corrupt=[4, 6, 8])
-    loader = wrapped(rank, home, dataset, bad_samples="skip")
+def some_bad(rank: int, home: Path, **options: Any) -> Any:
+    """Rank 0 has 0, 2, 4, 6, 8: a whole batch of it, and one sample of another, are bad."""
+    loader = wrapped(rank, home, write_images(home / "images", 9, corrupt=[4, 6, 8]), **options)
     return steps(loader), len(loader), loader.stats()["filler_batches"]
 
 
-@scenario
-def workers_decode_and_skip_on_one_rank(rank: int, home: Path) -> Any:
-    dataset = write_images(home / "images", 9, corrupt=[4, 6, 8])
-    return steps(wrapped(rank, home, dataset, workers=1, bad_samples="skip", workers_decode=True))
+def takes_all_steps(count: int = 4, **options: Any) -> Scenario:
+    """``options``, with their value for rank 0 and rank 1 where they are a list."""
+
+    def run(rank: int, home: Path) -> Any:
+        given = {name: value[rank] if isinstance(value, list) else value for name, value in options.items()}
+        return steps(wrapped(rank, home, write_images(home / "images", count), **given))
+
+    return run
 
 
-@scenario
-def mask_on_one_rank(rank: int, home: Path) -> Any:
-    return steps(wrapped(rank, home, write_images(home / "images", 9, corrupt=[4, 6, 8]), bad_samples="mask"))
+SCENARIOS |= {
+    "validate": lambda rank, home: steps(wrapped(rank, home, write_images(home / "images", 9))),
+    "skip_on_one_rank": partial(some_bad, bad_samples="skip"),
+    "workers_decode_and_skip_on_one_rank": partial(some_bad, workers=1, bad_samples="skip", workers_decode=True),
+    "mask_on_one_rank": partial(some_bad, bad_samples="mask"),
+    "fewer_samples_than_ranks": takes_all_steps(1),
+    "a_toml_is_missing_on_one_rank": takes_all_steps(toml=["", "missing.toml"]),
+    "no_local_rank": takes_all_steps(local_rank=None),
+    "no_distributed_sampler": takes_all_steps(sampler=range(4)),
+    "seeds_differ": takes_all_steps(seed=[0, 1]),
+}
 
 
 @scenario
 def raise_on_one_rank(rank: int, home: Path) -> Any:
-    made = []
     with wrapped(rank, home, write_images(home / "images", 9, corrupt=[6])) as loader:
-        try:
-            made.extend(batch.number for batch in loader)
-        except Exception as error:
-            return made, type(error).__name__, str(error)
-    return made
-
-
-@scenario
-def fewer_samples_than_ranks(rank: int, home: Path) -> Any:
-    return steps(wrapped(rank, home, write_images(home / "images", 1)))
-
-
-@scenario
-def a_toml_is_missing_on_one_rank(rank: int, home: Path) -> Any:
-    return steps(wrapped(rank, home, write_images(home / "images", 4), toml="missing.toml" if rank else ""))
-
-
-@scenario
-def no_local_rank(rank: int, home: Path) -> Any:
-    return steps(wrapped(rank, home, write_images(home / "images", 4), local_rank=None))
-
-
-@scenario
-def no_distributed_sampler(rank: int, home: Path) -> Any:
-    dataset = write_images(home / "images", 4)
-    return steps(wrapped(rank, home, dataset, sampler=range(4)))
-
-
-@scenario
-def seeds_differ(rank: int, home: Path) -> Any:
-    return steps(wrapped(rank, home, write_images(home / "images", 4), seed=rank))
+        assert next(loader).number == 0
+        next(loader)
 
 
 class BrokenOnRank1:
@@ -148,13 +124,10 @@ class BrokenOnRank1:
 def a_sampler_raises_on_one_rank(rank: int, home: Path) -> Any:
     dataset = write_images(home / "images", 4)
     with wrapped(rank, home, dataset, BrokenOnRank1(rank)) as loader:
-        told = []
-        for _ in range(2):  # the same again, until reset
-            try:
-                next(iter(loader))
-            except Exception as error:
-                told.append((type(error).__name__, str(error)))
-        return told
+        try:
+            next(iter(loader))
+        except Exception:
+            next(iter(loader))  # the same again, until reset
 
 
 @scenario

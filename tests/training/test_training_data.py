@@ -1,0 +1,151 @@
+"""Datasets, files packed into LMDB, and transforms: the pixels are those of the pipe."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import encode, picture
+from PIL import Image
+from training_data import FORKS, taken, wrapped
+
+from torchpipe_py import DecodeError, pipe
+from torchpipe_py.training import (
+    ImageFolder,
+    LmdbImages,
+    TensorToTensor,
+    TrainingError,
+    UnreadableFile,
+    cv2_loader,
+    cv2Resize,
+    pack_folder,
+)
+from torchpipe_py.training.samples import decode_rgb
+
+pytestmark = FORKS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(7):
+        place = tmp_path / "classes" / ("dog" if number % 2 else "cat") / "deeper"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.jpg").write_bytes(encode(picture(20, 20 + number, seed=number)))
+    (tmp_path / "classes" / "cat" / "notes.txt").write_text("no image", encoding="utf-8")
+    return tmp_path / "classes"
+
+
+def test_image_folder_lists_classes_and_files(folder: Path, tmp_path: Path) -> None:
+    dataset = ImageFolder(folder)
+    assert dataset.classes == ["cat", "dog"]
+    assert [label for _, label in dataset.samples] == [0, 0, 0, 0, 1, 1, 1]
+    assert dataset[4] == ((folder / "dog" / "deeper" / "1.jpg").read_bytes(), 1)
+    (folder / "bird").mkdir()
+    for place, message in (
+        (tmp_path / "nowhere", "no such folder"),
+        (folder / "cat" / "deeper", "expected one for each class"),
+        (folder, "bird: no image in it"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            ImageFolder(place)
+
+
+def test_image_folder_and_transforms_agree_with_torchvision(folder: Path, jpeg: bytes) -> None:
+    datasets = pytest.importorskip("torchvision.datasets")
+    transforms = pytest.importorskip("torchvision.transforms")
+    theirs, ours = datasets.ImageFolder(str(folder), loader=cv2_loader), ImageFolder(folder)
+    assert ([*theirs], theirs.classes) == ([ours[index] for index in range(7)], ours.classes)
+    mat = np.asarray(decode_rgb(jpeg)).copy()
+    assert torch.equal(transforms.ToTensor()(mat), TensorToTensor()(mat))
+    chain = transforms.Compose([transforms.RandomHorizontalFlip(1.0), TensorToTensor()])
+    tensor = torch.from_numpy(mat.transpose(2, 0, 1).copy())[None]
+    assert torch.equal(chain(tensor), (tensor[0].float() / 255).flip(2))
+
+
+def test_cv2_loader_names_a_file_that_it_cannot_read(tmp_path: Path, jpeg: bytes) -> None:
+    (tmp_path / "one.jpg").write_bytes(jpeg)
+    (tmp_path / "empty.jpg").touch()
+    assert cv2_loader(str(tmp_path / "one.jpg")) == jpeg
+    for name, message in (("none.jpg", "cannot be read: No such file"), ("empty.jpg", "is empty"), ("", "cannot be")):
+        with pytest.raises(UnreadableFile, match=rf"{name}: .*{message}"):
+            cv2_loader(tmp_path / name)
+
+
+def test_packed_folder_is_the_same_dataset(folder: Path, tmp_path: Path, toml: str) -> None:
+    pytest.importorskip("lmdb")
+    progress: list[tuple[int, int]] = []
+    target = tmp_path / "packed"
+    assert pack_folder(folder, target, on_progress=lambda *done: progress.append(done)) == 7
+    files, packed = ImageFolder(folder), LmdbImages(target)
+    assert progress[-1] == (7, 7)
+    assert packed.classes == files.classes
+    assert [packed[index] for index in range(len(packed))] == [files[index] for index in range(7)]
+    assert packed.name(4) == "dog/deeper/1.jpg"
+    copied = pickle.loads(pickle.dumps(packed))
+    with pytest.raises(TrainingError, match="already open"):
+        copied[3]
+    packed.close()
+    assert copied[3] == files[3]
+    copied.close()
+    with pytest.raises(IndexError, match="no sample 7, there are 7"):
+        packed[7]
+    assert packed[0]  # open here before the workers start
+    with wrapped(packed, toml, workers=2) as loader, wrapped(files, toml) as plain:
+        assert [batch[1] for batch in taken(loader)] == [batch[1] for batch in taken(plain)]
+    packed.close()
+
+
+def test_packing_refuses_bad_files_and_places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match="no LMDB database"):
+        LmdbImages(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lmdb", None)
+        with pytest.raises(TrainingError, match=r"packing needs lmdb \(pip install lmdb\)"):
+            pack_folder(folder, tmp_path / "packed")
+    pytest.importorskip("lmdb")
+    (folder / "dog" / "empty.jpg").touch()
+    with pytest.raises(UnreadableFile, match=r"empty\.jpg: the file is empty"):
+        pack_folder(folder, tmp_path / "packed")
+    assert not list(tmp_path.glob("packed*"))
+    assert pack_folder(folder, tmp_path / "packed", bad_files="skip") == 7
+    with pytest.raises(TrainingError, match="is there already"):
+        pack_folder(folder, tmp_path / "packed")
+    with pytest.raises(ValueError, match="bad_files"):
+        pack_folder(folder, tmp_path / "other", bad_files="mask")
+
+
+def test_decoded_and_resized_pixels_are_those_of_the_pipe() -> None:
+    jpeg = encode(picture(33, 47))
+    toml = {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 20, "resize_w": 31, "color": "rgb"}
+    with pipe(toml) as run:
+        run(data := {"data": jpeg})
+    decoded = decode_rgb(jpeg)
+    mat = np.asarray(decoded)
+    assert np.array_equal(np.asarray(cv2Resize(20, 31)(decoded)), data["result"])
+    assert np.array_equal(cv2Resize(h=20, w=31)(mat), data["result"])
+    assert cv2Resize(20, 31)(mat[:, :, :1]).shape == (20, 31, 1)
+    with pytest.raises(ValueError, match="at least 1 pixel"):
+        cv2Resize(0, 5)
+    with pytest.raises(DecodeError, match="8 bytes"):
+        decode_rgb(b"no image")
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5, 4), (3, 5, 4)])
+def test_tensor_to_tensor_gives_floats_in_0_to_1(shape: tuple[int, ...]) -> None:
+    values = torch.arange(60, dtype=torch.uint8).reshape(shape) * 4
+    expected = values.reshape(3, 5, 4).float() / 255
+    for dtype in (torch.uint8, torch.float64, torch.float32, torch.float16):
+        given = values.to(dtype)
+        assert torch.equal(TensorToTensor()(given), expected)
+        assert torch.equal(given, values.to(dtype))  # left as it was
+    mat = np.ascontiguousarray(values.reshape(3, 5, 4).numpy().transpose(1, 2, 0))
+    assert torch.equal(TensorToTensor()(mat), expected)
+    assert torch.equal(TensorToTensor()(Image.fromarray(mat)), expected)
+    assert TensorToTensor()(mat[:, :, 0]).shape == (1, 5, 4)
+    for value in (torch.zeros(2, 3, 4, 4), torch.zeros(4, 4), torch.zeros(3, 4, 4, dtype=torch.int64), "text"):
+        with pytest.raises(TypeError, match="expected a Tensor"):
+            TensorToTensor()(value)
