@@ -37,7 +37,8 @@ class Client:
         """Arguments of a method that ``service`` lacks are none."""
         self._service = service
         self._seqid += 1
-        self._protocol.write_message_begin(method, TMessageType.CALL, self._seqid)
+        is_oneway = getattr(getattr(service, method + "_result", None), "oneway", False)
+        self._protocol.write_message_begin(method, TMessageType.ONEWAY if is_oneway else TMessageType.CALL, self._seqid)
         self._protocol.write_struct(getattr(service, method + "_args", IDL.InferenceService.ping_args)(**args))
         self._protocol.write_message_end()
         self._transport.flush()
@@ -52,9 +53,11 @@ class Client:
         result = TApplicationException() if is_error else getattr(self._service, name + "_result")()
         self._protocol.read_struct(result)
         self._protocol.read_message_end()
-        error = result if is_error else getattr(result, "error", None)
-        if error is not None:
-            raise error
+        if is_error:
+            raise result
+        for field, value in vars(result).items():
+            if field != "success" and value is not None:
+                raise value
         return getattr(result, "success", None)
 
     def call(self, method: str, *service: Any, **args: Any) -> Any:

@@ -27,6 +27,7 @@ from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.worker.worker import usual_service
 
+from kit.steered import FILE, steering
 from kit.waits import WAIT, eventually
 from torchpipe_py import pipe
 
@@ -148,6 +149,16 @@ def serving(config: Any, **options: Any) -> Iterator[LocalServer]:
 
 
 @contextmanager
+def steered(config: Any = "Steered", **options: Any) -> Iterator[LocalServer]:
+    """``serving`` with a backend ``Steered``, which lets go at the end."""
+    with steering() as backend, serving(config, **options) as server:
+        try:
+            yield server
+        finally:
+            backend.opened.set()
+
+
+@contextmanager
 def reserved_port() -> Iterator[int]:
     """A port at which nobody listens, and which the system gives to nobody else; servers of a test may have it."""
     with socket.socket() as sock:
@@ -257,3 +268,26 @@ def told_at(address: str) -> tuple[int, str]:
 
     eventually(is_told, "the supervisor does not answer")
     return answers[-1]
+
+
+class SteeredProcess(Process):
+    """A service whose node is ``kit.steered.Steered``, with ``folder`` for its files and its configuration.
+
+    ``tables`` are other nodes than one that is called ``node``, as TOML; ``FOLDER`` in them gives the folder.
+    """
+
+    def __init__(self, folder: Path, *args: str, tables: str = "", **env: str) -> None:
+        self.folder, config = folder, folder / "steered.toml"
+        tables = tables or '[node]\nbackend = "Steered"\ninstance_num = 1\nFOLDER\n'
+        config.write_text(tables.replace("FOLDER", f'folder = "{folder}"'))
+        super().__init__("--import", FILE, *args, config=str(config), env={"PYTHONPATH": LIGHT, **env})
+
+    def wait_entered(self) -> None:
+        """Until a request, or ``setup``, blocks; then for the next one."""
+        eventually((self.folder / "entered").exists, "nothing blocks")
+        (self.folder / "entered").unlink()
+
+    def open(self) -> None:
+        """Whatever blocks goes on, in ``setup`` too."""
+        (self.folder / "hold").unlink(missing_ok=True)
+        (self.folder / "open").touch()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from torchpipe_py import Backend, DecodeError, Isolation, NoResult, Param, register_backend, registry
 
 FILE = str(Path(__file__).resolve())
@@ -28,7 +30,6 @@ class Steered(Backend):
     mark = Param(str, "", doc="what is added to the label")
     folder = Param(str, "", doc="where files say what goes on")
     most = Param(int, 1, doc="largest batch")
-    isolation = Isolation.MOVES
 
     values: ClassVar[Mapping[str, Any]] = {}
     seen: ClassVar[list[Any]] = []
@@ -39,6 +40,8 @@ class Steered(Backend):
     def setup(self) -> None:
         if self.mark == "fail":
             raise OSError("no such model")
+        if self._exists("hold"):
+            self._touch("entered")
         while self._exists("hold"):
             self._wait()
 
@@ -92,8 +95,19 @@ class Steered(Backend):
             os._exit(1)
 
 
+class SteeredDecoder(Steered):
+    """Its result is a Mat, as a decoder's has to be, which may be isolated."""
+
+    isolation = Isolation.MOVES
+
+    def _answer(self, item: dict[str, Any], text: str) -> None:
+        super()._answer(item, text)
+        item["result"] = np.frombuffer(text.encode(), np.uint8).reshape(1, -1, 1)
+
+
 if __name__ != "kit.steered":  # by --import
     register_backend(Steered)
+    register_backend(SteeredDecoder)
 
 
 @contextmanager

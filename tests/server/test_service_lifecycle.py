@@ -9,95 +9,31 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate
-from http_client import HttpClient
-from service import (
-    DEMO,
+from kit.backends import returns
+from kit.clients import (
     IDL,
-    LIGHT,
-    ROOT,
     Client,
-    FakePipe,
-    LocalServer,
-    Process,
+    HttpClient,
     connect,
-    eventually,
+    narrow,
     on_its_way,
     pack_batch,
     pack_call,
     pack_infer,
     read_all,
-    serving,
 )
+from kit.services import DEMO, ROOT, FakePipe, LocalServer, SteeredProcess, serving
+from kit.waits import WAIT, eventually
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
 
 import torchpipe_py.cores
-from torchpipe_py import Backend
-
-PLUGIN = '''
-import os, pathlib, time
-from torchpipe_py import Backend
-
-HERE = pathlib.Path(__file__).parent
-
-def wait(name):
-    (HERE / name).touch()
-    while not (HERE / "open").exists() and os.getppid() == PARENT:
-        time.sleep(0.005)
-
-PARENT = os.getppid()
-
-class Blocker(Backend):
-    """Blocks in `setup` or in `forward` until the file `open` exists."""
-
-    def setup(self):
-        if "BLOCK_SETUP" in os.environ:
-            wait("setup")
-
-    def forward(self, items):
-        wait("forward")
-        for item in items:
-            item["result"] = (item["data"].decode(), 1.0)
-
-    def max(self):
-        return 4
-'''
-
-
-class Plugin:
-    """A folder with an installed package, whose backend `Blocker` a TOML file may name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "blocker_plugin.py").write_text(PLUGIN)
-        info = folder / "blocker_plugin-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: blocker-plugin\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[torchpipe_py.backends]\nBlocker = blocker_plugin:Blocker\n")
-        (folder / "blocker.toml").write_text('[node]\nbackend = "Blocker"\n')
-
-    def process(self, *args: str, **env: str) -> Process:
-        env = {"PYTHONPATH": f"{self.folder}{os.pathsep}{LIGHT}", **env}
-        return Process(*args, config=str(self.folder / "blocker.toml"), env=env)
-
-    def wait_entered(self, name: str) -> None:
-        eventually((self.folder / name).exists, f"not in {name}")
-
-    def open(self) -> None:
-        (self.folder / "open").touch()
-
-
-@pytest.fixture
-def plugin(tmp_path: Path) -> Plugin:
-    return Plugin(tmp_path)
 
 
 def is_refused(port: int) -> bool:
@@ -110,20 +46,22 @@ def is_refused(port: int) -> bool:
 
 # -- signals --------------------------------------------------------------------------------------------------------
 
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_lets_everything_accepted_finish(plugin: Plugin, number):
-    with plugin.process() as process:
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_lets_everything_accepted_finish(tmp_path: Path, number):
+    with SteeredProcess(tmp_path) as process:
         port = process.wait_started().port
         clients: list[Any] = [Client(port, framed=index % 2 == 0, compact=index % 3 == 0) for index in range(30)]
         clients += [HttpClient(port) for _ in range(10)]
-        seqids = [client.send_batch(str(index).encode()) for index, client in enumerate(clients)]
+        seqids = [client.send_batch(b"block %d" % index) for index, client in enumerate(clients)]
         pipelined = Client(port)
-        later = [pipelined.send_batch(str(index).encode()) for index in range(10)]
+        later = [pipelined.send_batch(b"block %d" % index) for index in range(10)]
         idle, halves = connect(port), [Client(port), HttpClient(port)]
         for half in halves:
             half.sock.sendall(half.pack(b"half", 7)[:-5])
-        plugin.wait_entered("forward")
+        process.wait_entered()
         with Client(port) as settled:  # what was sent before is accepted by now
             settled.ping()
         process.signal(number)
@@ -133,13 +71,12 @@ def test_a_signal_lets_everything_accepted_finish(plugin: Plugin, number):
         assert process.process.poll() is None
         for half in halves:
             half.sock.sendall(half.pack(b"half", 7)[-5:])
-        plugin.open()
-        code = process.wait()
-        assert (code, "Traceback" in process.stderr) == (0, False), process.stderr
+        process.open()
+        assert (process.wait(), "Traceback" in process.stderr) == (0, False), process.stderr
         for index, client in enumerate(clients):
-            assert client.receive(seqids[index]).label == str(index)
+            assert client.receive(seqids[index]).label == f"block {index}"
         for index, seqid in enumerate(later):
-            assert pipelined.receive(seqid).label == str(index)
+            assert pipelined.receive(seqid).label == f"block {index}"
         for half in halves:
             assert half.receive(7).label == "half"
             assert read_all(half.sock) == b""
@@ -148,59 +85,45 @@ def test_a_signal_lets_everything_accepted_finish(plugin: Plugin, number):
         idle.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_while_loading_ends_the_process(plugin: Plugin, number):
+@pytest.mark.parametrize(("number", "is_loaded"), [(SIGNALS[0], False), (SIGNALS[1], False), (SIGNALS[0], True)])
+def test_a_signal_while_loading_ends_the_process(tmp_path: Path, number, is_loaded):
     """A model that takes minutes to load must not keep the process from ending."""
-    with plugin.process(BLOCK_SETUP="1") as process:
-        plugin.wait_entered("setup")
+    (tmp_path / "hold").touch()
+    with SteeredProcess(tmp_path) as process:
+        process.wait_entered()
         process.signal(number)
-        assert process.wait() == 0, "it goes on loading"
-        assert "Traceback" not in process.stderr
+        if is_loaded:
+            process.open()
+        assert (process.wait(), "Traceback" in process.stderr) == (0, False)
 
 
-def test_a_signal_while_loading_ends_the_process_once_loaded(plugin: Plugin):
-    with plugin.process(BLOCK_SETUP="1") as process:
-        plugin.wait_entered("setup")
-        process.signal()
-        plugin.open()
-        assert process.wait() == 0
-        assert "Traceback" not in process.stderr
-
-
-def test_a_backend_that_hangs_does_not_keep_the_process(plugin: Plugin):
+def test_a_backend_that_hangs_does_not_keep_the_process(tmp_path: Path):
     """After drain_seconds the process ends, whatever its backends do, and what they had is answered."""
-    with plugin.process("--drain-seconds", "0.2") as process, Client(process.wait_started().port) as client:
-        seqid = client.send_batch(b"x")
-        plugin.wait_entered("forward")
+    with SteeredProcess(tmp_path, "--drain-seconds", "0.2") as process, Client(process.wait_started().port) as client:
+        seqid = client.send_batch(b"block")
+        process.wait_entered()
         process.signal()
         with pytest.raises(IDL.InferenceError) as caught:
             client.receive(seqid)
-        assert caught.value.code == "worker_died"
-        assert process.wait() == 1
+        assert (caught.value.code, process.wait()) == ("worker_died", 1)
         (error,) = [line for line in process.stderr.splitlines() if " ERROR " in line]
         assert "node 'node': instance 0" in error
         assert "is still running" in error
 
 
-def test_a_signal_with_nothing_to_do():
-    with Process() as process:
-        process.wait_started()
-        process.signal()
-        assert process.wait() == 0
-        assert process.process.stdout.read() == ""
-
-
-def test_options_reach_the_server():
-    with Process("--max-connections", "1", "--max_message_bytes", "100", "--log-level", "error") as process:
-        with Client(process.wait_started().port) as client:
-            client.ping()
-            client.sock.sendall(pack_batch(b"x" * 100))
-            with pytest.raises(IDL.InferenceError) as caught:
-                client.receive()
-            assert caught.value.code == "too_large"
-        process.signal(signal.SIGINT)
-        assert process.wait() == 0
-        assert process.stderr == ""
+def test_options_reach_the_server(tmp_path: Path):
+    """And a supervisor that ends leaves nothing behind, killed or not."""
+    flags = ("--max-connections", "1", "--max_message_bytes", "100", "--log-level", "error")
+    for number, code in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        with SteeredProcess(tmp_path, *flags, TMPDIR=str(tmp_path)) as process:
+            with Client(process.wait_started().port) as client:
+                client.sock.sendall(pack_batch(b"x" * 100))
+                with pytest.raises(IDL.InferenceError, match="too_large"):
+                    client.receive()
+            assert list(tmp_path.glob("pymp-*"))
+            process.signal(number)
+            assert (process.wait(), "Traceback" in process.stderr) == (code, False)
+            eventually(lambda: not list(tmp_path.glob("pymp-*")))
 
 
 # -- command lines --------------------------------------------------------------------------------------------------
@@ -298,28 +221,9 @@ def test_connections_the_system_has_accepted_are_served_at_the_stop():
     assert lost == [], f"{len(lost)} of {len(socks)} requests lost"
 
 
-def test_a_bad_message_unread_at_the_stop_is_answered():
-    listener = socket.create_server(("127.0.0.1", 0))
-    with connect(listener.getsockname()[1]) as sock:
-        sock.sendall(pack_batch(b"x" * 600_000))
-        eventually(lambda: on_its_way(sock) < 600_000)  # the first of it has arrived, all of it has no room
-        server = LocalServer(None, listener, max_message_bytes=1000)
-        server.stop()
-        with server:
-            assert b"too_large" in read_all(sock)
-
-
-class Large(Backend):
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        for item in items:
-            item["result"] = b"r" * 2**23
-
-
 def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
-    with serving(register(Large), drain_seconds=2 * WAIT) as server, socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(WAIT)
-        sock.connect(("127.0.0.1", server.port))
+    large = register(returns(b"r" * 2**23))
+    with serving(large, drain_seconds=2 * WAIT) as server, narrow(server.port) as sock:
         sock.sendall(pack_infer(b"x"))
         eventually(lambda: any(one.is_full for one in list(server.server._connections)))
         server.stop()
@@ -365,31 +269,9 @@ def test_stop_before_serve_and_after_it(register: Register):
     assert is_refused(server.port)
 
 
-def test_stop_during_linger_ends_soon():
-    with LocalServer(None, drain_seconds=2 * WAIT) as server, connect(server.port) as sock:
-        sock.sendall(b"\0" * 100)
-        assert read_all(sock) == b""
-        server.stop()
-        server.thread.join(WAIT)
-        assert not server.thread.is_alive()
-
-
-def test_drain_seconds_end_the_wait(register: Register):
-    gate = Gate()
-    with serving(register(gate.backend), drain_seconds=0.1) as server, gate, Client(server.port) as client:
-        client.send_batch(b"x")
-        gate.wait_entered()
-        server.stop()
-        server.thread.join(WAIT)
-        assert not server.thread.is_alive()
-        assert read_all(client.sock) == b""
-
-
-def test_serving_again_and_again_leaves_no_descriptor(register: Register):
-    name = register(Large)
-
+def test_serving_again_and_again_leaves_no_descriptor():
     def once() -> None:
-        with serving(name) as server, Client(server.port) as client:
+        with serving("Identity") as server, Client(server.port) as client:
             client.ping()
 
     once()
@@ -399,60 +281,6 @@ def test_serving_again_and_again_leaves_no_descriptor(register: Register):
         once()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
-
-
-# -- one connection ---------------------------------------------------------------------------------------------------
-
-
-class Payload:
-    """Stands for a request's image."""
-
-
-class KeepingTicket:
-    deadline = None
-
-    def __init__(self, payload: Payload) -> None:
-        self.payload = payload
-
-    def cancel(self, error: BaseException | None = None) -> bool:
-        return False
-
-
-class Immediate(FakePipe):
-    """Finishes within `dispatch`, as a pipe does whose other thread is faster than the caller."""
-
-    def __init__(self) -> None:
-        self.payloads: list[weakref.ref[Payload]] = []
-
-    def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> KeepingTicket:
-        payload = Payload()
-        self.payloads.append(weakref.ref(payload))
-        data["result"] = ("now", 1.0)
-        on_done(data, None)
-        return KeepingTicket(payload)
-
-
-def test_a_silent_connection_keeps_nothing_of_its_last_request():
-    run = Immediate()
-    with LocalServer(run) as server, Client(server.port) as client, Client(server.port) as other:
-        client.infer_batch(b"x")
-        other.ping()
-        other.ping()
-
-        def is_free() -> bool:
-            gc.collect()
-            return run.payloads[0]() is None
-
-        eventually(is_free, "the ticket of a finished request is kept")
-
-
-def test_a_killed_supervisor_leaves_no_folder(tmp_path: Path) -> None:
-    with Process(config=DEMO, env={"TMPDIR": str(tmp_path)}) as process:
-        process.wait_started()
-        assert list(tmp_path.glob("pymp-*"))
-        process.signal(signal.SIGKILL)
-        process.wait()
-        eventually(lambda: not list(tmp_path.glob("pymp-*")))
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 import pytest
 from chaos.clients import Load
 from fakes import WAIT
+from kit.services import SteeredProcess
 from prometheus_client.parser import text_string_to_metric_families
 from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all, reserved_port
-from test_service_lifecycle import Plugin
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status
@@ -357,25 +357,24 @@ def port() -> Iterator[int]:
 
 
 def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path, port: int):
-    plugin = Plugin(tmp_path)
+    (tmp_path / "hold").touch()
 
     def statuses() -> list[int]:
         return [Answer(port, path).status for path in ("/live", "/ready", "/graph.svg", "/metrics")]
 
-    with plugin.process("--http-port", str(port), BLOCK_SETUP="1") as process:
-        plugin.wait_entered("setup")
+    with SteeredProcess(tmp_path, "--http-port", str(port)) as process:
+        process.wait_entered()
         assert statuses() == [200, 503, 503, 200]
         assert Answer(port, "/ready").text == "not ready\n"
         stats = json.loads(Answer(port, "/stats").body)
         assert (stats["state"], stats["ready"], stats["nodes"]) == ("starting", False, {})
         assert [one["state"] for one in stats["workers"]] == ["starting"]
-        plugin.open()
+        (tmp_path / "hold").unlink()
         process.wait_started()
         assert statuses() == [200, 200, 200, 200]
-        (tmp_path / "open").unlink()
         with Client(process.port) as client:
-            seqid = client.send_batch(b"last")
-            plugin.wait_entered("forward")
+            seqid = client.send_batch(b"block")
+            process.wait_entered()
             process.signal()
             eventually(lambda: Answer(port, "/ready").status == 503)
 
@@ -385,8 +384,8 @@ def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: 
 
             eventually(is_draining)  # a busy machine may have told the figures without those of its worker
             assert Answer(port, "/live").status == 200
-            plugin.open()
-            assert client.receive(seqid).label == "last"
+            process.open()
+            assert client.receive(seqid).label == "block"
         assert process.wait() == 0
 
 

@@ -1,34 +1,33 @@
-"""Services of one's own: any IDL, a class whose methods may await the pipe."""
+"""Custom handlers: any IDL or routes over HTTP, a class whose methods may await the pipe."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import thriftpy2
-import thriftpy2.rpc
-import torchpipe_server
-from conftest import Register
-from fakes import WAIT, Gate
-from service import FRAMINGS, LIGHT, ROOT, LocalServer, Process, eventually
-from thriftpy2.protocol import TBinaryProtocolFactory, TCompactProtocolFactory
+from kit.clients import FRAMINGS, Client
+from kit.services import LocalServer, SteeredProcess
+from kit.steered import Steered, steering
+from kit.waits import WAIT, eventually
+from test_service_http import ask, conversing
 from thriftpy2.thrift import TApplicationException
-from thriftpy2.transport import TBufferedTransportFactory, TFramedTransportFactory
 from torchpipe_server import Handler
+from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, load_handler
+from torchpipe_server.wire.http import HttpAnswer
 
-from torchpipe_py import Backend, ConfigError, NoResult, Overloaded, pipe
-from torchpipe_py.errors import DecodeError
+from torchpipe_py import ConfigError, pipe
 
 THRIFT = """
 exception Refused { 1: string reason, 2: optional string code }
@@ -39,210 +38,96 @@ service Named { string name() }
 
 service Photos extends Named {
     Found classify(1: Photo photo) throws (1: Refused refused),
-    list<Found> classify_all(1: list<Photo> photos),
     void remember(1: string name, 2: i32 days),
     oneway void forget(1: string name),
     i32 count(),
 }
 """
-
-
-@pytest.fixture(scope="module")
-def idl(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("idl") / "photos.thrift"
-    path.write_text(THRIFT)
-    return thriftpy2.load(str(path), "photos_test_thrift")
-
-
-class Reads(Backend):
-    """(label, score) of bytes: the text and its length. ``corrupt`` and ``none`` have no result, ``raise`` raises."""
-
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        for item in items:
-            text = item["data"].decode()
-            if text == "raise":
-                raise ValueError("on request")
-            if text == "corrupt":
-                item["error"] = DecodeError("no image")
-            elif text == "odd":
-                item["error"] = "a text"
-            elif text != "none":
-                item["result"] = (text, float(len(text)))
+IDL = thriftpy2.load_fp(io.StringIO(THRIFT), "photos_test_thrift")
+Method = Callable[..., Any]
 
 
 class Whole(Handler):
     """Every method, for tests to replace some."""
 
+    service = IDL.Photos
+
     def __init__(self, run: Any) -> None:
         super().__init__(run)
         self.remembered: list[Any] = []
-        self.forgotten = threading.Event()
 
     def name(self) -> str:
         return "photos"
 
     async def classify(self, photo: Any) -> Any:
         data = await self.run({"data": photo.data})
-        return self.idl.Found(label=data["result"][0], score=data["result"][1])
-
-    async def classify_all(self, photos: Any) -> Any:
-        return [await self.classify(photo) for photo in photos]
+        return IDL.Found(label=data["result"][0], score=data["result"][1])
 
     def remember(self, name: str, days: int) -> None:
         self.remembered.append((name, days))
 
     def forget(self, name: str) -> None:
         self.remembered = [one for one in self.remembered if one[0] != name]
-        self.forgotten.set()
 
     def count(self) -> int:
         return len(self.remembered)
 
 
-Call = Callable[..., Any]
+@contextmanager
+def serving(deadline_ms: float = 0, **methods: Method) -> Iterator[LocalServer]:
+    """A handler with these methods in place of ``Whole``'s, on a pipe with ``Steered``."""
+    cls = type("Mine", (Whole,), methods)
+    with (
+        steering() as backend,
+        pipe({"backend": "Steered", "instance_num": 1}) as run,
+        LocalServer(run, make_methods=lambda loop: CustomHandler(cls, run, deadline_ms).methods) as server,
+    ):
+        try:
+            yield server
+        finally:
+            backend.opened.set()
 
 
-class Served:
-    """A handler's class with these methods on a server of this process."""
-
-    def __init__(self, idl: Any, run: Any, deadline_ms: float, methods: dict[str, Call], **options: Any) -> None:
-        made: list[Whole] = []
-
-        def remember_it(self: Any, run: Any) -> None:
-            Whole.__init__(self, run)
-            made.append(self)
-
-        cls = type("Mine", (Whole,), {"service": idl.Photos, "idl": idl, "__init__": remember_it, **methods})
-        self.idl = idl
-        self.server = LocalServer(
-            run, make_methods=lambda loop: CustomHandler(cls, run, deadline_ms).methods, **options
-        )
-        self.handler = made[0]
-
-    def client(self, framed: bool = False, compact: bool = False) -> AbstractContextManager[Any]:
-        return client_of(self.idl, self.server.port, framed, compact)
-
-    def photo(self, data: bytes, name: str = "x") -> Any:
-        return self.idl.Photo(name=name, data=data)
-
-    def wait_counted(self, method: str, **outcomes: int) -> None:
-        """A reply is counted just after it is written."""
-        counters = self.server.server.counters
-        eventually(lambda: counters.summary()["by_method"].get(method) == outcomes, f"{method} is not {outcomes}")
+def photo(data: bytes = b"") -> Any:
+    return IDL.Photo(name="x", data=data)
 
 
-def client_of(idl: Any, port: int, framed: bool = False, compact: bool = False) -> AbstractContextManager[Any]:
-    return thriftpy2.rpc.client_context(
-        idl.Photos,
-        "127.0.0.1",
-        port,
-        trans_factory=TFramedTransportFactory() if framed else TBufferedTransportFactory(),
-        proto_factory=TCompactProtocolFactory() if compact else TBinaryProtocolFactory(),
-        socket_timeout=1000 * WAIT,
-    )
+def call(client: Client, method: str, **args: Any) -> Any:
+    return client.call(method, IDL.Photos, **args)
 
 
-Serve = Callable[..., AbstractContextManager[Served]]
-
-
-@pytest.fixture
-def serve(idl: Any, register: Register) -> Serve:
-    @contextmanager
-    def served(backend: Any = Reads, deadline_ms: float = 0, options: Any = None, **methods: Call) -> Any:
-        config = {"global": options or {}, "node": {"backend": register(backend)}}
-        with pipe(config) as run:
-            made = Served(idl, run, deadline_ms, methods)
-            with made.server:
-                yield made
-
-    return served
-
-
-# -- answers --------------------------------------------------------------------------------------------------------
+# -- answers and errors ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("framed", "compact"), FRAMINGS)
-def test_every_kind_of_method(serve: Serve, framed, compact):
-    with serve() as made, made.client(framed, compact) as client:
-        assert client.name() == "photos"  # of the service that it extends
-        assert client.classify(made.photo(b"abc")) == made.idl.Found(label="abc", score=3.0)
-        assert [one.label for one in client.classify_all([made.photo(b"a"), made.photo(b"b")])] == ["a", "b"]
-        assert client.classify_all([]) == []
-        assert client.remember("one", 3) is None
-        assert client.remember("two", -1) is None
-        assert client.count() == 2
-        client.forget("one")
-        assert client.count() == 1
-        assert made.handler.remembered == [("two", -1)]
-        made.wait_counted("remember", ok=2)
-        made.wait_counted("forget", ok=1)
+def test_every_kind_of_method(framed: bool, compact: bool) -> None:
+    with serving() as server, Client(server.port, framed, compact) as client:
+        assert call(client, "name") == "photos"  # of the service that it extends
+        assert call(client, "classify", photo=photo(b"abc")) == IDL.Found(label="abc", score=3.0)
+        assert [call(client, "remember", name=name, days=-1) for name in ("one", "two")] == [None, None]
+        client.send("forget", IDL.Photos, name="one")
+        assert call(client, "count") == 1
+        counters = server.server.counters
+        eventually(lambda: counters.summary()["by_method"]["remember"] == {"ok": 2})
 
 
-@pytest.mark.parametrize(("framed", "compact"), FRAMINGS)
-def test_half_a_character_is_a_question_mark(serve: Serve, idl, framed, compact, caplog):
-    found = [idl.Found(label="ü\ud800", score=1.0), idl.Found(label="b", score=2.0)]
-    error = idl.Refused(reason="\udc80", code="dark")
-    methods = {"classify_all": lambda self, photos: found, "classify": raises(error)}
-    with serve(**methods) as made, made.client(framed, compact) as client:
-        assert client.classify_all([]) == [idl.Found(label="ü?", score=1.0), found[1]]
-        with pytest.raises(idl.Refused) as caught:
-            client.classify(made.photo(b""))
-        assert (caught.value.reason, caught.value.code) == ("?", "dark")
-    assert (found[0].label, error.reason) == ("ü\ud800", "\udc80")  # what a handler may keep stays as it is
-    assert caplog.records == []
-
-
-def test_one_request_after_the_other_sees_the_ones_before(serve: Serve):
-    async def classify(self: Any, photo: Any) -> Any:
-        first = await self.run({"data": photo.data, "mine": 7})
-        assert first["mine"] == 7
-        second = await self.run({"data": first["result"][0].encode() * 2})
+def test_a_method_may_await_several_requests_and_whatever_asyncio_has() -> None:
+    async def count(self: Any) -> int:
+        first = self.run({"data": b"ab", "mine": 7})
+        await asyncio.sleep(0)
+        assert (await first)["mine"] == 7
+        with pytest.raises(TimeoutError):
+            await self.run({"data": b"late"}, timeout=0.0)
+        answers = await asyncio.gather(*(self.run({"data": data}) for data in (b"abc", b"de")))
         for _ in range(200):
-            second = await self.run(second)
-        return self.idl.Found(label=second["result"][0])
+            await self.run({"data": b"again"})
+        return sum(len(data["result"][0]) for data in answers)
 
-    with serve(classify=classify) as made, made.client() as client:
-        assert client.classify(made.photo(b"ab")) == made.idl.Found(label="abab")
-
-
-def test_a_request_may_be_started_before_it_is_awaited(serve: Serve):
-    async def classify(self: Any, photo: Any) -> Any:
-        waiting = self.run({"data": photo.data})
-        return self.idl.Found(label=(await waiting)["result"][0])
-
-    with serve(classify=classify) as made, made.client() as client:
-        assert client.classify(made.photo(b"ab")).label == "ab"
+    with serving(count=count) as server, Client(server.port) as client:
+        assert call(client, "count") == 5
 
 
-def test_many_clients_share_batches(serve: Serve):
-    gate = Gate(most=8)
-
-    async def classify(self: Any, photo: Any) -> Any:
-        return self.idl.Found(label=(await self.run({"data": photo.name}))["result"])
-
-    with serve(gate.backend, classify=classify) as made, gate:
-        answers: dict[str, str] = {}
-
-        def ask(name: str) -> None:
-            with made.client() as client:
-                answers[name] = client.classify(made.photo(b"", name)).label
-
-        threads = [threading.Thread(target=ask, args=(str(index),)) for index in range(9)]
-        for thread in threads:
-            thread.start()
-        gate.wait_entered()
-        eventually(lambda: made.server.run.stats()["inflight"] == 9)
-        gate.open()
-        for thread in threads:
-            thread.join(WAIT)
-    assert answers == {str(index): str(index) for index in range(9)}
-    assert len(gate.batches) <= 3
-
-
-# -- errors ---------------------------------------------------------------------------------------------------------
-
-
-def raises(error: BaseException) -> Call:
+def raising(error: BaseException) -> Method:
     async def classify(self: Any, photo: Any) -> Any:
         if photo.data:
             await self.run({"data": photo.data})
@@ -251,299 +136,168 @@ def raises(error: BaseException) -> Call:
     return classify
 
 
-@pytest.mark.parametrize("data", [b"", b"later"], ids=["at once", "after a request"])
-def test_a_declared_exception_reaches_the_client_as_it_is(serve: Serve, idl, data, caplog):
-    error = idl.Refused(reason="too dark", code="dark")
-    with serve(classify=raises(error)) as made, made.client() as client:
-        with pytest.raises(idl.Refused) as caught:
-            client.classify(made.photo(data))
-        assert (caught.value.reason, caught.value.code) == ("too dark", "dark")
-        made.wait_counted("classify", dark=1)
-        assert client.name() == "photos"
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("data", [b"", b"later"], ids=["at once", "after a request"])
-def test_any_other_exception_is_an_application_exception_and_logged_once(serve: Serve, data, caplog):
-    with serve(classify=raises(KeyError("lost"))) as made, made.client() as client:
-        with pytest.raises(TApplicationException, match="KeyError: 'lost'") as caught:
-            client.classify(made.photo(data))
-        assert caught.value.type == TApplicationException.INTERNAL_ERROR
-        assert client.name() == "photos"
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert record.exc_info is not None
-
-
-def test_a_plain_method_may_raise_as_well(serve: Serve, idl):
-    def classify(self: Any, photo: Any) -> Any:
-        raise self.idl.Refused(reason=photo.name)
-
-    def count(self: Any) -> int:
-        raise ZeroDivisionError
-
-    with serve(classify=classify, count=count) as made, made.client() as client:
-        with pytest.raises(idl.Refused, match="dark"):
-            client.classify(made.photo(b"", "dark"))
-        with pytest.raises(TApplicationException, match="ZeroDivisionError"):
-            client.count()
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError("gone")], ids=["exit", "cancelled"])
-def test_what_no_handler_should_raise_costs_its_own_request(serve: Serve, error):
-    def count(self: Any) -> int:
-        raise error
-
-    with serve(count=count) as made, made.client() as client:
-        with pytest.raises(TApplicationException, match=f"{type(error).__name__}: {error}"):
-            client.count()
-        assert client.name() == "photos"
-
-
-def test_an_undeclared_exception_of_a_oneway_method_is_logged_and_no_more(serve: Serve, caplog):
-    def forget(self: Any, name: str) -> None:
-        raise KeyError(name)
-
-    with serve(forget=forget) as made, made.client() as client:
-        client.forget("x")
-        assert client.count() == 0
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("how", ["at once", "after a request", "plain"])
-@pytest.mark.parametrize(
-    "value", ["text", {"label": "x"}, 5, None, object()], ids=["text", "dict", "5", "None", "object"]
-)
-def test_a_result_of_the_wrong_type_is_answered_and_logged(serve: Serve, value, how, caplog):
+def returning(value: Any) -> Method:
     async def classify(self: Any, photo: Any) -> Any:
-        if how == "after a request":
-            await self.run({"data": b"x"})
+        if photo.data:
+            await self.run({"data": photo.data})
         return value
 
-    def classify_plainly(self: Any, photo: Any) -> Any:
-        return value
+    return classify
 
-    with serve(classify=classify_plainly if how == "plain" else classify) as made, made.client() as client:
+
+REFUSED = IDL.Refused(reason="too dark \udc80", code="dark")
+
+
+@pytest.mark.parametrize("data", [b"", b"later"], ids=["at once", "after a request"])
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (raising(KeyError("lost")), "KeyError: 'lost'"),
+        (raising(SystemExit(3)), "SystemExit: 3"),
+        (raising(asyncio.CancelledError("gone")), "CancelledError"),
+        *(
+            (returning(value), "'classify_result' needs type 'Found'")
+            for value in ("text", {"label": "x"}, 5, object())
+        ),
+        (returning(None), "classify"),
+        (returning(IDL.Found(label="ü\ud800")), ""),
+        (raising(REFUSED), ""),
+        (lambda self, photo: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_what_a_method_raises_or_returns(method: Method, said: str, data: bytes, caplog: Any) -> None:
+    """What the IDL declares reaches the client, half a character as "?"; any other error is logged, once."""
+    with serving(classify=method) as server, Client(server.port) as client:
+        try:
+            found = call(client, "classify", photo=photo(data))
+        except (IDL.Refused, TApplicationException) as error:
+            found = error
+        assert call(client, "name") == "photos"
+    if said:
+        assert found.type == TApplicationException.INTERNAL_ERROR
+        assert said in found.message
+    else:
+        assert found in (IDL.Found(label="ü?"), IDL.Refused(reason="too dark ?", code="dark"))
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * bool(said)
+
+
+def test_other_methods_that_go_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    methods = {"forget": lambda self, name: 1 / 0, "remember": lambda self, name, days: name}
+    with serving(**methods) as server, Client(server.port) as client:
+        client.send("forget", IDL.Photos, name="x")  # oneway
+        with pytest.raises(TApplicationException, match="remember returned a str; in the IDL it is void"):
+            call(client, "remember", name="x", days=1)
         with pytest.raises(TApplicationException) as caught:
-            client.classify(made.photo(b""))
-        assert caught.value.type == TApplicationException.INTERNAL_ERROR
-        assert client.name() == "photos"
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_value_of_a_void_method_is_an_error(serve: Serve, is_late):
-    async def remember(self: Any, name: str, days: int) -> Any:
-        if is_late:
-            await self.run({"data": b"x"})
-        return name
-
-    wanted = pytest.raises(TApplicationException, match="remember returned a str; in the IDL it is void")
-    with serve(remember=remember) as made, made.client() as client, wanted:
-        client.remember("x", 1)
+            call(client, "classify", photo=IDL.Photo(name="no data"))
+        assert caught.value.type == TApplicationException.PROTOCOL_ERROR
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**70, "7"], ids=repr)
 @pytest.mark.parametrize("compact", [False, True])
-def test_a_number_that_does_not_fit_is_an_error_or_refused_by_the_client(serve: Serve, value, compact):
-    """Never an endless write, and never another number; the binary protocol cannot carry it, the compact one may."""
-    with serve(count=lambda self: value) as made, made.client(compact=compact) as client:
+def test_a_number_that_does_not_fit_is_never_another_one(value: Any, compact: bool) -> None:
+    """The binary protocol cannot carry it, the compact one may."""
+    with serving(count=lambda self: value) as server, Client(server.port, compact=compact) as client:
         try:
-            found = client.count()
+            assert call(client, "count") == value
         except TApplicationException:
-            found = None
-        assert found in (None, value)
-        assert client.name() == "photos"
+            pass
+        assert call(client, "name") == "photos"
 
 
-def test_a_method_may_await_what_asyncio_offers(serve: Serve):
-    async def count(self: Any) -> Any:
-        await asyncio.sleep(0)
-        answers = await asyncio.gather(*(self.run({"data": data}) for data in (b"abc", b"de")))
-        return sum(len(data["result"][0]) for data in answers)
-
-    with serve(count=count) as made, made.client() as client:
-        assert client.count() == 5
-
-
-REASONS = {b"corrupt": "DecodeError: no image", b"none": "NoResult", b"odd": "a text", b"raise": "on request"}
-
-
-@pytest.mark.parametrize("data", REASONS)
-def test_a_request_without_a_result_raises_why(serve: Serve, data):
-    async def count(self: Any) -> int:
-        try:
-            await self.run({"data": data})
-        except NoResult:
-            return -1
-        return 0
-
-    with serve(count=count) as made, made.client() as client:
-        with pytest.raises(TApplicationException, match=REASONS[data]):
-            client.classify(made.photo(data))
-        if data != b"raise":
-            assert client.count() == -1
-
-
-def test_overloaded_is_raised_by_run(serve: Serve, idl):
-    gate = Gate()
-
-    async def classify(self: Any, photo: Any) -> Any:
-        for attempt in range(1000):  # each refused at once: no deep stack of retries
-            try:
-                await self.run({"data": photo.data})
-            except Overloaded as error:
-                if attempt == 999:
-                    raise self.idl.Refused(reason="full", code=error.code) from error
-        return self.idl.Found(label="through")
-
-    with serve(gate.backend, options={"max_inflight": 1}, classify=classify) as made, gate:
-        held = threading.Event()
-        made.server.run.dispatch({"data": b"held"}, lambda data, error: held.set())
-        gate.wait_entered()
-        with made.client() as client:
-            with pytest.raises(idl.Refused) as caught:
-                client.classify(made.photo(b"x"))
-            assert (caught.value.reason, caught.value.code) == ("full", "overloaded")
-        gate.open()
-        assert held.wait(WAIT)
-
-
-def test_what_the_pipe_cannot_take_is_raised(serve: Serve):
-    async def classify(self: Any, photo: Any) -> Any:
-        await self.run({"image": photo.data})
-
-    wanted = pytest.raises(TApplicationException, match="InvalidRequest: a request needs the key 'data'")
-    with serve(classify=classify) as made, made.client() as client, wanted:
-        client.classify(made.photo(b""))
-
-
-def test_an_unknown_method_and_missing_arguments(serve: Serve, idl):
-    with serve() as made, made.client() as client:
-        with pytest.raises(TApplicationException) as caught:
-            client.classify(idl.Photo(name="no data"))
-        assert caught.value.type == TApplicationException.PROTOCOL_ERROR
-        made.wait_counted("classify", bad_arguments=1)
-        client._send("name")  # what comes next goes on from there
-        assert client._recv("name") == "photos"
-
-
-# -- deadlines and disconnects --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["the first request", "the second request"])
-def test_the_deadline_is_of_the_whole_method(serve: Serve, first):
-    gate = Gate(blocks=lambda data: data == b"block")
-    seen: list[str] = []
+@pytest.mark.parametrize("ends", ["by its deadline", "with its client"])
+def test_a_method_ends(ends: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With the request that it waits for, whichever that is."""
+    ended: list[str] = []
 
     async def classify(self: Any, photo: Any) -> Any:
         try:
-            if not first:
-                await self.run({"data": b"pass"})
+            await self.run({"data": b"pass"})
             await self.run({"data": b"block"})
         finally:
-            seen.append("cleaned up")
+            ended.append(ends)
 
-    with serve(gate.backend, deadline_ms=500, classify=classify) as made, gate, made.client() as client:
-        with pytest.raises(TApplicationException, match="DeadlineExceeded: not finished by its deadline"):
-            client.classify(made.photo(b""))
-        assert not gate.opened.is_set()
-        eventually(lambda: seen == ["cleaned up"])
-
-
-def test_a_timeout_of_one_request_is_for_the_method_to_handle(serve: Serve):
-    gate = Gate(blocks=lambda data: data == b"block")
-
-    async def classify(self: Any, photo: Any) -> Any:
-        try:
-            await self.run({"data": photo.data}, timeout=0.0)
-        except TimeoutError:
-            return self.idl.Found(label="late")
-
-    with serve(gate.backend, classify=classify) as made, gate, made.client() as client:
-        assert client.classify(made.photo(b"x")).label == "late"
-
-
-def test_a_client_that_is_gone_ends_its_method(serve: Serve, caplog):
-    gate = Gate(blocks=lambda data: data == b"block")
-    ended = threading.Event()
-
-    async def classify(self: Any, photo: Any) -> Any:
-        try:
-            await self.run({"data": photo.data})
-            raise AssertionError("its client was gone")
-        finally:
-            ended.set()
-
-    with serve(gate.backend, classify=classify) as made, gate:
-        made.server.run.dispatch({"data": b"block"}, lambda data, error: None)
-        gate.wait_entered()
-        with made.client() as client:
-            client._send("classify", photo=made.photo(b"abandoned"))
-            eventually(lambda: made.server.run.stats()["inflight"] == 2)
-        assert ended.wait(WAIT)
-        assert made.server.run.stats()["inflight"] == 1
-        gate.open()
-        eventually(lambda: made.server.run.stats()["inflight"] == 0)
-    assert gate.batches == [[b"block"]]
+    deadline_ms = 300 if ends == "by its deadline" else 0
+    with serving(deadline_ms, classify=classify) as server, Client(server.port) as client:
+        seqid = client.send("classify", IDL.Photos, photo=photo())
+        if deadline_ms:
+            with pytest.raises(TApplicationException, match="DeadlineExceeded: not finished by its deadline"):
+                client.receive(seqid)
+        else:
+            assert Steered.entered.acquire(timeout=WAIT)
+            client.close()
+        eventually(lambda: ended == [ends])
     assert caplog.records == []
 
 
-def test_the_end_of_a_client_reaches_a_request_that_is_not_the_first(serve: Serve):
-    """Each next request is started by another thread than the one that holds the ticket of the one before."""
-    gate = Gate(blocks=lambda data: data == b"block")
+# -- routes over HTTP -----------------------------------------------------------------------------------------------
 
-    async def classify(self: Any, photo: Any) -> Any:
-        for _ in range(20):
-            await self.run({"data": b"pass"})
-        await self.run({"data": b"wait"})
 
-    with serve(gate.backend, classify=classify) as made, gate:
-        for _ in range(20):
-            with made.client() as client:
-                client._send("classify", photo=made.photo(b""))
-                eventually(lambda: sum(batch == [b"pass"] for batch in gate.batches) >= 20)
-            eventually(lambda: made.server.run.stats()["inflight"] == 0)
-            gate.batches.clear()
+def elsewhere(self: Any, request: Any) -> None:
+    error = OSError("not there")
+    error.code = 404  # type: ignore[attr-defined]  # as those of urllib have it: no fault of this client
+    raise error
+
+
+class Routed(Handler):
+    routes: ClassVar[dict[str, str]] = {"GET /photos/{name}": "show"} | {
+        f"GET /{name}": name for name in ("raw", "half", "wrong", "split", "elsewhere")
+    }
+    elsewhere = elsewhere
+
+    def show(self, request: Any) -> str:
+        return str(request.parameters["name"] + request.query)
+
+    def raw(self, request: Any) -> bytes:
+        return b"\x00"
+
+    def half(self, request: Any) -> str:
+        return "ü\ud800"
+
+    def wrong(self, request: Any) -> set[int]:
+        return {1, 2}
+
+    def split(self, request: Any) -> HttpAnswer:
+        return HttpAnswer(200, "text/plain", b"", {"A": f"b{request.query}\r\nC: d"})
+
+
+def test_routes() -> None:
+    with pipe({"backend": "Identity"}) as run:
+        handler = CustomHandler(Routed, run)
+        with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
+            with conversing(server.port) as connection:
+                for path, body in (("/photos/me?a=b", b"mea=b"), ("/raw", b"\x00"), ("/half", "ü?".encode())):
+                    connection.request("GET", path)
+                    assert connection.getresponse().read() == body
+            for path in ("/wrong", "/split", "/elsewhere"):
+                status, answer = ask(server.port, b"", path, "GET")
+                assert (status, answer["code"]) == (500, "internal")
 
 
 # -- what does not fit ----------------------------------------------------------------------------------------------
 
 
-def fails(idl: Any, **methods: Any) -> str:
-    cls = type("Mine", (Whole,), {"service": idl.Photos, "idl": idl, **methods})
-    with pytest.raises(ConfigError) as caught:
-        CustomHandler(cls, None)
-    return str(caught.value)
-
-
-def test_a_missing_method_names_the_nearest(idl):
-    class Misspelt(Handler):
-        service = idl.Named
-
-        def nmae(self) -> str:
-            return ""
-
-    with pytest.raises(ConfigError, match="Misspelt: no method 'name' of its service; did you mean 'nmae'"):
-        CustomHandler(Misspelt, None)
-
-
 @pytest.mark.parametrize(
-    "method", [lambda self: 0, lambda self, photo, more: 0, lambda self, *, photo: 0], ids=["none", "two", "keyword"]
+    ("members", "said"),
+    [
+        ({"service": IDL.Named, "nmae": lambda self: ""}, "no method 'name' of its service; did you mean 'nmae'"),
+        ({"service": None}, "'service' must be a service made by thriftpy2.load"),
+        ({"service": "photos.thrift"}, "'service' must be a service made by thriftpy2.load"),
+        ({"routes": {"/photos": "show"}}, "expected a method and a path"),
+        ({"routes": {"POST photos": "show"}}, "expected a method and a path"),
+        ({"routes": {"GET /": "shw"}, "show": lambda self: 0}, "no method 'shw' for 'GET /'; did you mean 'show'?"),
+    ],
 )
-def test_a_signature_that_does_not_fit_is_told(idl, method):
-    text = fails(idl, classify=method)
-    assert "classify(photo): " in text
+def test_a_class_that_does_not_fit(members: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CustomHandler(type("Mine", (Handler,), members), SimpleNamespace())  # type: ignore[arg-type]
+    assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("service", [None, "photos.thrift", Whole])
-def test_a_service_that_is_none_is_told(service):
-    with pytest.raises(ConfigError, match=r"'service' must be a service made by thriftpy2\.load"):
-        CustomHandler(type("Mine", (Handler,), {"service": service} if service else {}), None)
-
-
-def test_defaults_and_star_arguments_fit(idl):
-    CustomHandler(type("Mine", (Whole,), {"service": idl.Photos, "classify": lambda self, *args: 0}), None)
+@pytest.mark.parametrize("method", [lambda self: 0, lambda self, photo, more: 0, lambda self, *, photo: 0])
+def test_a_signature_that_does_not_fit(method: Method) -> None:
+    with pytest.raises(ConfigError, match=r"classify\(photo\): "):
+        CustomHandler(type("Mine", (Whole,), {"classify": method}), SimpleNamespace())  # type: ignore[arg-type]
 
 
 HANDLER = """
@@ -556,133 +310,69 @@ class Mine(Handler):
 
     async def read(self, data):
         return (await self.run({"data": data}))["result"][0]
-
-    def name(self):
-        return "mine"
-"""
-BACKEND = """
-import os, pathlib, time
-from torchpipe_py import Backend, register_backend
-
-HERE = pathlib.Path(__file__).parent
-PARENT = os.getppid()
-
-class Blocks(Backend):
-    def forward(self, items):
-        if any(item["data"] == b"block" for item in items):
-            (HERE / "entered").touch()
-            while not (HERE / "open").exists() and os.getppid() == PARENT:
-                time.sleep(0.005)
-        for item in items:
-            item["result"] = (item["data"].decode(), 1.0)
-
-register_backend(Blocks, "Blocks")
 """
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_service.py").write_text(HANDLER)
-    (tmp_path / "mine.thrift").write_text("service Mine { string read(1: binary data), string name() }")
-    (tmp_path / "blocks.py").write_text(BACKEND)
-    (tmp_path / "mine.toml").write_text('[node]\nbackend = "Blocks"\n')
+    (tmp_path / "mine.thrift").write_text("service Mine { string read(1: binary data) }")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    monkeypatch.delitem(sys.modules, "my_service", raising=False)
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("reference", "text"),
     [
+        ("my_service:Mine", ""),
+        ("{folder}/my_service.py:Mine", ""),
         ("my_service", "expected package.module:Class"),
         (":Mine", "expected package.module:Class"),
         ("my_service:Mein", "no such class; did you mean 'Mine'?"),
+        ("{folder}/my_service.py:Mein", "no such class; did you mean 'Mine'?"),
         ("my_service:Path.cwd", "no such class"),
         ("my_service:thriftpy2", "no such class"),
         ("my_servise:Mine", "No module named 'my_servise'"),
         ("my.service:Mine", "No module named 'my"),
     ],
 )
-def test_a_reference_that_leads_nowhere_is_told(folder, monkeypatch, reference, text):
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "my_service", raising=False)
+def test_references(folder: Path, reference: str, text: str) -> None:
+    reference = reference.format(folder=folder)
+    if not text:
+        assert load_handler(reference).__name__ == "Mine"
+        return
     with pytest.raises(ConfigError) as caught:
         load_handler(reference)
     assert str(caught.value).startswith(f"--handler {reference}: {text}")
 
 
-def test_a_module_in_the_working_directory_is_found(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
-    monkeypatch.delitem(sys.modules, "my_service", raising=False)
-    assert load_handler("my_service:Mine").__name__ == "Mine"
-
-
-def test_a_file_is_taken_as_it_is_for_other_code(folder, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "my_service", raising=False)
-    assert load_handler(f"{folder}/my_service.py:Mine").__name__ == "Mine"
-    with pytest.raises(ConfigError, match=r"my_service\.py:Mein: no such class; did you mean 'Mine'"):
-        load_handler(f"{folder}/my_service.py:Mein")
-
-
-def test_the_package_gives_handler_without_heavy_imports():
-    code = (
-        "import sys, torchpipe_server; light = len(sys.modules); from torchpipe_server import Handler;"
-        "print(Handler.__name__, [name for name in ('torch', 'cv2', 'onnxruntime') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.stdout, done.stderr) == ("Handler []\n", "")
-    with pytest.raises(AttributeError, match="no attribute 'Handlers'"):
-        torchpipe_server.Handlers  # noqa: B018
-
-
-# -- processes ------------------------------------------------------------------------------------------------------
-
-
-def process_of(folder: Path, reference: str, *args: str) -> Process:
-    options = ("--handler", reference, "--import-code", str(folder / "blocks.py"), *args)
-    return Process(*options, config=str(folder / "mine.toml"), env={"PYTHONPATH": f"{folder}{os.pathsep}{LIGHT}"})
-
-
-def test_a_handler_that_does_not_fit_ends_the_start(folder):
-    with process_of(folder, "my_service:Mein") as process:
-        assert process.process.stdout.read() == ""  # until it ends, however long the imports of a worker take
+def test_a_handler_in_a_service(folder: Path) -> None:
+    """One that does not fit ends the start; its worker's death is an error like others; a stop waits for it."""
+    with SteeredProcess(folder, "--handler", f"{folder}/my_service.py:Mein") as process:
+        assert process.process.stdout.read() == ""
         assert process.wait() == 1
-    assert process.stderr == "torchpipe-serve: --handler my_service:Mein: no such class; did you mean 'Mine'?\n"
-
-
-def test_a_worker_that_dies_with_a_request_and_one_that_drains(folder):
-    idl = thriftpy2.load(str(folder / "mine.thrift"), "mine_test_thrift")
-
-    def client() -> Any:
-        return thriftpy2.rpc.client_context(idl.Mine, "127.0.0.1", process.port, socket_timeout=1000 * WAIT)
-
-    with process_of(folder, "my_service:Mine") as process:
-        process.wait_started()
-        with client() as held, client() as idle:
-            assert idle.read(b"fine") == "fine"
-            held._send("read", data=b"block")
-            eventually((folder / "entered").exists)
-            (folder / "entered").unlink()
-            (worker,) = process.workers
-            os.kill(worker, signal.SIGKILL)
+    assert process.stderr.endswith("my_service.py:Mein: no such class; did you mean 'Mine'?\n")
+    service = thriftpy2.load(str(folder / "mine.thrift"), "mine_test_thrift").Mine
+    with SteeredProcess(folder, "--handler", f"{folder}/my_service.py:Mine") as process:
+        with Client(process.wait_started().port) as client, Client(process.port) as idle:
+            client.send("read", service, data=b"block")
+            process.wait_entered()
+            os.kill(process.workers[0], signal.SIGKILL)
             with pytest.raises(TApplicationException, match="WorkerDied"):
-                held._recv("read")
+                client.receive()
 
             def is_back() -> bool:
                 try:
-                    return held.read(b"again") == "again"
+                    return bool(idle.call("read", service, data=b"again") == "again")
                 except TApplicationException as error:
-                    if "Unavailable" not in str(error):
-                        raise
-                    return False
+                    return "Unavailable" not in error.message
 
             eventually(is_back)
-            assert idle.name() == "mine"  # on the same connection as before
-            held._send("read", data=b"block")
-            eventually((folder / "entered").exists)
+            seqid = client.send("read", service, data=b"block")
+            process.wait_entered()
             process.signal()
-            (folder / "open").touch()
-            assert held._recv("read") == "block"
+            process.open()
+            assert client.receive(seqid) == "block"
         assert process.wait() == 0

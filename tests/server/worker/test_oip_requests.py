@@ -17,10 +17,10 @@ from torchpipe_server.methods.oip.requests import (
     read_head,
     read_infer,
 )
-from torchpipe_server.methods.oip.tensors import DATATYPES, NUMBERS
+from torchpipe_server.methods.oip.tensors import NUMBERS
 
 from torchpipe_py import InvalidRequest, TensorSpec
-from torchpipe_py.wire.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
+from torchpipe_py.wire.errors import Bound
 
 LIMITS = InferLimits(Bound(2**16, "--max-text-bytes"), 32)
 TEXT: dict[str, Any] = {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x"]}
@@ -245,35 +245,3 @@ def test_requests_that_are_wrong(name: str):
     assert said in str(raised.value)
     assert len(str(raised.value)) < 400
     assert type(raised.value) is InvalidRequest
-
-
-def test_bodies_that_are_not_read():
-    with pytest.raises(RequestTooLargeError, match="--max-text-bytes"):
-        read({"id": "x" * 2**16, "inputs": [TEXT]})
-    with pytest.raises(UnsupportedEncodingError, match="'gzip'"):
-        read({"inputs": [TEXT]}, **{"content-encoding": "gzip"})
-
-
-def test_binary_data_is_no_part_of_the_bound_of_json():
-    image = bytes(2**17)
-    form = {"name": "data", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 2**17 + 4}}
-    assert value_of(form, elements(image)) == image
-
-
-def test_mutants_are_read_or_refused():
-    rng = np.random.default_rng(18)
-    text = json.dumps(binary_of(8) | {"id": "a", "outputs": [{"name": "y"}]}).encode()
-    for _ in range(300):
-        data = bytearray(text + bytes(8))
-        for _ in range(rng.integers(1, 4)):
-            at = rng.integers(len(data))
-            data[at : at + rng.integers(0, 3)] = rng.bytes(rng.integers(0, 3))
-        try:
-            items = read_infer(bytes(data), read_head({HEADER_LENGTH.lower(): str(len(text))}), LIMITS).items([X])
-        except InvalidRequest:
-            continue
-        assert 1 <= len(items) <= 32
-
-
-def test_a_type_there_is_has_a_name():
-    assert len(set(DATATYPES)) == 14

@@ -154,24 +154,6 @@ def test_what_json_has_not_can_be_had_as_binary(output: Output):
     assert output.to_binary().endswith((b"\xc0\x7f", b"\xff"))
 
 
-def test_texts_are_utf_8_and_half_a_character_is_escaped():
-    request = asking()._replace(id="…\ud800")
-    outputs = outputs_of([{"result": ["größe", "\ud83d"]}], request, ())
-    body = answer("m", request, outputs, Bound(100, ""), Bound(100, "")).body
-    assert '"id": "…\\ud800"'.encode() in body
-    assert json.loads(json.loads(body)["outputs"][0]["data"][0]) == ["größe", "\ud83d"]
-
-
-@pytest.mark.parametrize("value", ["ü\ud800", ("ü\ud800", 0.5), [("ü\ud800", 0.5)]], ids=["text", "label", "ranking"])
-def test_half_a_character_of_an_element_is_a_question_mark_in_both_forms(value: Any):
-    request = asking()
-    outputs = [(output, True) for output, _ in outputs_of([{"result": value}], request, ())]
-    element = "ü?".encode()
-    assert outputs[0][0].to_list() == ["ü?"]
-    body = answer("m", request, outputs[:1], Bound(100, ""), Bound(100, "")).body
-    assert body.endswith(b"\3\0\0\0" + element)
-
-
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e300])
 def test_a_score_that_is_none_is_no_result(score: float) -> None:
     for value in (("ring", score), [("ring", score), ("disc", 0.5)]):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import http.client
 import json
-import os
-import random
 import re
-import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,19 +16,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from fakes import WAIT, Gate, in_threads
-from service import IDL, LIGHT, ROOT, Client, LocalServer, Process, connect, eventually, serving
-from torchpipe_server.front.services import Routes, Served
-from torchpipe_server.methods.custom import CustomHandler, Handler
+from kit.clients import Client, connect, read_all
+from kit.services import ROOT, LocalServer, serving
+from kit.waits import WAIT, eventually
 from torchpipe_server.methods.oip.requests import HEADER_LENGTH
 from torchpipe_server.methods.oip.tensors import DATATYPES
 from torchpipe_server.options import Options
-from torchpipe_server.wire.http import HttpAnswer
 from torchpipe_server.worker.worker import usual_service
 
 import torchpipe_py
-from torchpipe_py import Backend, NoResult, pipe
-from torchpipe_py.errors import ConfigError
+from torchpipe_py import Backend, NoResult
 from torchpipe_py.wire.answers import STATUSES
 
 IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
@@ -69,14 +63,6 @@ def hear(connection: http.client.HTTPConnection) -> tuple[int, Any]:
     response = connection.getresponse()
     assert response.headers["Content-Type"] == "application/json"
     return response.status, json.loads(response.read())
-
-
-def hear_all(sock: socket.socket) -> bytes:
-    """Everything until the server closes."""
-    received = b""
-    while piece := sock.recv(65536):
-        received += piece
-    return received
 
 
 class Values(Backend):
@@ -139,14 +125,6 @@ def form(*parts: tuple[str, str | None, bytes]) -> tuple[bytes, str]:
     return body + b"--xyz--\r\n", "multipart/form-data; boundary=xyz"
 
 
-def test_a_form(values: LocalServer):
-    body, kind = form(("file", "a.jpg", b"some bytes"), ("outputs", None, b"kind,result"))
-    assert ask(values.port, body, Content_Type=kind) == (
-        200,
-        {"kind": "bytes", "result": {"b64": base64.b64encode(b"some bytes").decode()}},
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -205,18 +183,14 @@ def test_a_box_in_a_form_and_in_json():
         ((("a", "1", b"x"), ("outputs", None, b"x" * 5000)), "'outputs' has more than 4096 bytes"),
         ((("a", "1", b"x"), ("outputs", None, b"\xff")), "not UTF-8"),
         ((("a", "1", b"x"),) * 40, "form"),
+        ("multipart/form-data", "form"),
     ],
 )
 def test_forms_that_are_wrong(values: LocalServer, parts: Any, said: str):
-    body, kind = form(*parts)
+    body, kind = (b"", parts) if isinstance(parts, str) else form(*parts)
     status, answer = ask(values.port, body, Content_Type=kind)
     assert (status, answer["code"]) == (400, "invalid_request")
     assert said in answer["error"]
-
-
-def test_a_form_without_boundary(values: LocalServer):
-    status, answer = ask(values.port, b"", Content_Type="multipart/form-data")
-    assert (status, answer["code"]) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize("name", Values.values)
@@ -254,46 +228,22 @@ def test_results(values: LocalServer, name: str):
         assert (status, answer) == (200, expected)
 
 
+JSON = {"Content_Type": "application/json"}
 ARRAY = {"dtype": "uint8", "shape": [1, 2], "data": [1, 2]}
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "back"),
+    ("value", "kind"),
     [
-        ({"b64": "AP8="}, "bytes", {"b64": "AP8="}),
-        (3, "int", 3),
-        (2.5, "float", 2.5),
-        (ARRAY, "Tensor", ARRAY),
-        ([{"b64": "AA=="}], "list", [{"b64": "AA=="}]),
+        *(({"b64": "AP8="}, "bytes"), (3, "int"), (2.5, "float"), (-(2**70), "int"), (True, "bool"), (ARRAY, "Tensor")),
+        *((value, "list") for value in ([], [1, 2.5, True, "größe"], [[[1]], [], [["a"], 2]], ["a"], [0] * 4096)),
     ],
 )
-def test_values(values: LocalServer, value: Any, kind: str, back: Any):
-    status, answer = ask_json(values.port, {"inputs": {"data": value}, "outputs": ["kind", "result"]})
-    assert status == 200, answer
-    assert answer["kind"] == kind
-    if kind != "list":
-        assert answer["result"] == back
-
-
-@pytest.mark.parametrize(
-    "value", [[], [1, 1, 3, 3], [1, 2.5, True, "größe"], [[[1]], [], [["a"], 2]], ["a"], [0] * 4096, True, -(2**70)]
-)
-def test_plain_lists(values: LocalServer, value: Any):
-    status, answer = ask_json(values.port, {"inputs": {"data": "text", "x": value}, "outputs": ["x"]})
-    assert (status, answer) == (200, {"x": value})
-
-
-@pytest.mark.parametrize(
-    "key", ["node_name", "result", "error", "context", "color", "box", "resize_h", "score", "inverse_trans", ""]
-)
-def test_a_list_under_any_key_is_no_defect(key: str):
-    config = {"backend": "S[DecodeMat,DynamicResizeMat,CropMat,cvtColorMat]", "color": "rgb"}
-    image = {"b64": base64.b64encode(IMAGE).decode()}
-    with serving(config) as server:
-        for value in ([], [1], [[1, 2], [3]], ["a"], [True] * 4, json.loads("[" * 32 + "]" * 32)):
-            inputs = {"data": image, "box": [0, 0, 4, 4], "resize_h": 8, "resize_w": 8, key: value}
-            status, answer = ask_json(server.port, {"inputs": inputs})
-            assert status in (200, 400, 404, 422), answer
+def test_values(values: LocalServer, value: Any, kind: str):
+    asked = {"inputs": {"data": "text", "x": value}, "outputs": ["x"]}
+    assert ask_json(values.port, asked) == (200, {"x": value})
+    status, answer = ask_json(values.port, {"inputs": {"data": value}, "outputs": ["kind"]})
+    assert (status, answer) == (200, {"kind": kind})
 
 
 def test_texts_are_utf_8_and_half_a_character_is_escaped(values: LocalServer):
@@ -304,17 +254,6 @@ def test_texts_are_utf_8_and_half_a_character_is_escaped(values: LocalServer):
             answer = connection.getresponse().read()
         assert answer == f'{{"result": "{written}"}}\n'.encode()
         assert json.loads(answer) == {"result": text}
-
-
-def test_an_error_is_told_in_utf_8(register: Register):
-    class Fails(Backend):
-        def forward(self, items: list[dict[str, Any]]) -> None:
-            for item in items:
-                item["error"] = NoResult("keine Größe … \ud800")
-
-    with serving(register(Fails)) as server, conversing(server.port) as connection:
-        connection.request("POST", "/infer", b"x")
-        assert connection.getresponse().read() == '{"error": "keine Größe … ?", "code": "no_result"}\n'.encode()
 
 
 WRONG_JSON = {
@@ -386,68 +325,28 @@ def test_json_that_is_wrong(values: LocalServer, name: str):
     assert said in answer["error"]
 
 
-def test_a_compressed_body(values: LocalServer):
-    status, answer = ask(values.port, b"x", Content_Encoding="gzip")
-    assert (status, answer["code"]) == (415, "unsupported_encoding")
-    assert answer["error"] == "Content-Encoding 'gzip': send the body as it is; images do not shrink"
-
-
-def test_a_query_of_many_parameters(values: LocalServer):
-    status, answer = ask(values.port, b"x", "/infer?" + "a=1&" * 17)
-    assert (status, answer["code"]) == (400, "invalid_request")
-    assert answer["error"] == "the query has more than 16 parameters"
-
-
-def test_json_of_many_lists(values: LocalServer):
-    """They take the I/O thread half a second, where as many bytes of numbers take 30 ms."""
-    body = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data": [' + b"[1]," * 99_999 + b"[1]]}}}"
-    status, answer = ask(values.port, body, Content_Type="application/json")
-    assert (status, answer["code"]) == (413, "too_large")
-    assert answer["error"] == "JSON of more than 65536 lists and objects: write arrays flat"
-
-
-def test_json_beyond_its_limit(register: Register):
-    with serving(register(Values), max_text_bytes=100) as server:
-        status, answer = ask_json(server.port, {"inputs": {"data": "x" * 100}})
-    assert (status, answer["code"]) == (413, "too_large")
-    assert "--max-text-bytes" in answer["error"]
-
-
-def test_roots_and_keys(register: Register):
-    with serving({"one": {"backend": register(Values)}, "other": {"backend": "Identity"}}) as server:
-        path = "/infer?node_name=one&outputs=kind"
-        assert ask(server.port, b"x", path) == (200, {"kind": "bytes"})
-        status, answer = ask(server.port, b"x", "/infer?node_name=on")
-        assert (status, answer["code"]) == (404, "unknown_node")
-        assert ask(server.port, b"x", "/infer?node=one")[1]["error"].startswith("unknown parameter 'node'")
-        error = "the request has no 'kindx'; did you mean 'kind'?"
-        assert ask(server.port, b"x", path + "x") == (422, {"error": error, "code": "no_result"})
-
-
-def test_deadlines(register: Register):
-    gate = Gate()
-    with gate, serving(register(gate.backend)) as server:
-        for headers, path in (({"X_Deadline_Ms": "20"}, "/infer"), ({}, "/infer?deadline_ms=20")):
-            status, answer = ask(server.port, b"x", path, **headers)
-            assert (status, answer["code"]) == (504, "deadline_exceeded")
-        gate.opened.set()
-        status, answer = ask(server.port, b"x", X_Deadline_Ms="soon")
-        assert (status, answer["error"]) == (400, "a deadline of 'soon'; expected milliseconds, more than 0")
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
-
-def test_errors_of_the_pipeline(values: LocalServer):
-    assert ask(values.port, b"none") == (422, {"error": "nothing found", "code": "no_result"})
-    status, answer = ask_json(values.port, {"inputs": {"data": "raises"}})
-    assert (status, answer["code"]) == (500, "backend_error")
-    assert "ZeroDivisionError: of secret.py" in answer["error"], "without folders of the server"
+MANY_LISTS = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data": [' + b"[1]," * 99_999 + b"[1]]}}}"
 
 
-def test_an_image_that_is_none(demo: LocalServer):
-    status, answer = ask(demo.port, b"no image")
-    assert (status, answer["code"]) == (400, "decode_error")
+@pytest.mark.parametrize(
+    ("body", "path", "fields", "status", "code", "said"),
+    [
+        (b"x", "/infer", {"Content_Encoding": "gzip"}, 415, "unsupported_encoding", "'gzip': send the body as it is"),
+        (b"x", "/infer?" + "a=1&" * 17, {}, 400, "invalid_request", "the query has more than 16 parameters"),
+        (b"x", "/infer?node=one", {}, 400, "invalid_request", "unknown parameter 'node'"),
+        (b"x", "/infer", {"X_Deadline_Ms": "soon"}, 400, "invalid_request", "a deadline of 'soon'; expected milli"),
+        (MANY_LISTS, "/infer", JSON, 413, "too_large", "JSON of more than 65536 lists and objects: write arrays flat"),
+        (b'"' + bytes(2**20), "/infer", JSON, 413, "too_large", "--max-text-bytes"),
+        (b"", "/infr", {}, 404, "not_found", "no /infr; did you mean '/infer'?"),
+        (b"", "/metrics", {}, 404, "not_found", "--http-port opens a port for monitoring"),
+    ],
+)
+def test_errors(values: LocalServer, body: bytes, path: str, fields: Any, status: int, code: str, said: str):
+    answer = ask(values.port, body, path, **fields)
+    assert (answer[0], answer[1]["code"]) == (status, code)
+    assert said in answer[1]["error"]
 
 
 def test_what_curl_leaves_out_is_told(demo: LocalServer):
@@ -465,11 +364,7 @@ def test_what_curl_leaves_out_is_told(demo: LocalServer):
         assert (status, hint in answer["error"]) == (400, False)
 
 
-def test_paths_and_methods(demo: LocalServer):
-    status, answer = ask(demo.port, b"", "/infr")
-    assert (status, answer) == (404, {"error": "no /infr; did you mean '/infer'?", "code": "not_found"})
-    status, answer = ask(demo.port, b"", "/metrics", "GET")
-    assert (status, answer["error"].split("; ")[1]) == (404, "--http-port opens a port for monitoring")
+def test_methods(demo: LocalServer):
     with conversing(demo.port) as connection:
         connection.request("GET", "/infer")
         response = connection.getresponse()
@@ -507,31 +402,10 @@ def test_the_document_holds_to_the_code(demo: LocalServer):
             assert set(operation["responses"]) == statuses, path
     schemas = document["components"]["schemas"]
     assert tuple(schemas["Tensor"]["properties"]["datatype"]["enum"]) == tuple(DATATYPES)
+    for reference in set(re.findall(r'"\$ref": "#/([^"]*)"', json.dumps(document))):
+        assert isinstance(functools.reduce(dict.__getitem__, reference.split("/"), document), dict)
     (infer,) = document["paths"]["/v2/models/{model}/infer"].values()
     assert HEADER_LENGTH in [one["name"] for one in infer["parameters"]]
-
-
-def test_every_reference_of_the_document_leads_somewhere(demo: LocalServer):
-    document = ask(demo.port, b"", "/openapi.json", "GET")[1]
-    found = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(document)))
-    assert len(found) > 10
-    for reference in found:
-        part = document
-        for key in reference.removeprefix("#/").split("/"):
-            part = part[key]
-        assert isinstance(part, dict)
-
-
-def test_the_document_has_fields_and_lists_beside_the_image(demo: LocalServer):
-    content = ask(demo.port, b"", "/openapi.json", "GET")[1]["paths"]["/infer"]["post"]["requestBody"]["content"]
-    assert content["multipart/form-data"]["schema"]["additionalProperties"]["type"] == "string"
-    kinds = content["application/json"]["schema"]["properties"]["inputs"]["additionalProperties"]["anyOf"]
-    assert {"type": "array", "items": {}} in [{key: kind.get(key) for key in ("type", "items")} for kind in kinds]
-
-
-def test_the_document_is_one_of_openapi(demo: LocalServer):
-    validator = pytest.importorskip("openapi_spec_validator")
-    validator.validate(ask(demo.port, b"", "/openapi.json", "GET")[1])
 
 
 def test_statistics_know_the_route(values: LocalServer):
@@ -545,14 +419,6 @@ def test_statistics_know_the_route(values: LocalServer):
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-def test_one_connection_for_many(demo: LocalServer):
-    with conversing(demo.port) as connection:
-        for _ in range(3):
-            connection.request("POST", "/infer", IMAGE)
-            assert hear(connection)[1]["label"] == "ring"
-            assert connection.sock is not None, "it is kept"
-
-
 def test_pipelined_requests_are_answered_in_their_order(values: LocalServer):
     requests = b""
     for index in range(50):
@@ -561,7 +427,7 @@ def test_pipelined_requests_are_answered_in_their_order(values: LocalServer):
         requests += head.encode() + (b"Connection: close\r\n" if index == 49 else b"") + b"\r\n" + body
     with connect(values.port) as sock:
         sock.sendall(requests + OK)
-        answers = hear_all(sock).split(b"HTTP/1.1 200 OK")[1:]
+        answers = read_all(sock).split(b"HTTP/1.1 200 OK")[1:]
     assert [json.loads(answer.rpartition(b"\r\n\r\n")[2])["result"] for answer in answers] == list(range(50))
 
 
@@ -574,197 +440,7 @@ def test_a_client_that_waits_to_be_asked_for_the_body(values: LocalServer):
             received += sock.recv(4096)
         assert received.count(b"HTTP/1.1 200 OK") == 1, "not before the answer to the request before it"
         sock.sendall(b"ok")
-        assert hear_all(sock).count(b"HTTP/1.1 200 OK") == 1
-
-
-def test_many_clients_of_both_protocols(demo: LocalServer):
-    images = sorted((ROOT / "configs/demo/images").glob("*.jpg"))[:12]
-
-    def run(index: int) -> None:
-        for path in images[index % 3 :: 3]:
-            if index % 2:
-                assert ask(demo.port, path.read_bytes())[1]["label"] == path.stem.rpartition("_")[0]
-            else:
-                with Client(demo.port) as client:
-                    assert client.infer_batch(path.read_bytes())[0] == path.stem.rpartition("_")[0]
-
-    in_threads(8, run)
-
-
-SMUGGLED = {
-    "two lengths": b"Content-Length: 2\r\nContent-Length: 3\r\n",
-    "a list of lengths": b"Content-Length: 2, 3\r\n",
-    "length and chunks": b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n",
-    "chunks twice": b"Transfer-Encoding: chunked, chunked\r\n",
-    "another coding": b"Transfer-Encoding: gzip, chunked\r\n",
-    "a negative length": b"Content-Length: -2\r\n",
-    "a long length": b"Content-Length: " + b"9" * 100 + b"\r\n",
-    "a blank before the colon": b"Content-Length : 2\r\n",
-    "a folded field": b"X: a\r\n b\r\n",
-    "many fields": b"X: y\r\n" * 100,
-    "a large field": b"X: " + b"y" * 9000 + b"\r\n",
-    "no host": b"",
-}
-
-
-@pytest.mark.parametrize("name", SMUGGLED)
-def test_a_head_that_two_programs_may_read_differently(values: LocalServer, name: str):
-    host = b"" if name == "no host" else b"Host: a\r\n"
-    with connect(values.port) as sock:
-        sock.sendall(b"POST /infer HTTP/1.1\r\n" + host + SMUGGLED[name] + b"\r\nok" + OK)
-        received = hear_all(sock)
-    assert received.count(b"HTTP/1.1 ") == 1, "nothing behind it is read"
-    assert received.split()[1] in (b"400", b"413", b"431", b"501")
-    assert b"Connection: close" in received
-
-
-def test_a_body_beyond_the_limit_and_of_it(register: Register):
-    with serving("Identity", max_message_bytes=1000) as server:
-        assert ask(server.port, b"x" * 1000)[0] == 200
-        status, answer = ask(server.port, b"x" * 1001)
-        assert (status, answer["code"]) == (413, "too_large")
-        assert "--max-message-bytes" in answer["error"]
-
-
-def test_a_body_that_never_comes():
-    with serving("Identity", message_seconds=0.2) as server, connect(server.port) as sock:
-        sock.sendall(OK[:-1])
-        received = hear_all(sock)
-    assert received.startswith(b"HTTP/1.1 408 ")
-    assert b"Connection: close" in received
-
-
-def test_a_client_that_ends_its_side_is_answered(values: LocalServer):
-    with connect(values.port) as sock:
-        sock.sendall(OK)
-        sock.shutdown(socket.SHUT_WR)
-        assert hear_all(sock).startswith(b"HTTP/1.1 200 OK")
-
-
-def test_what_was_accepted_is_answered_by_a_server_that_ends(register: Register):
-    gate = Gate()
-    with gate, serving(register(gate.backend)) as server, connect(server.port) as sock:
-        sock.sendall(OK)
-        gate.wait_entered()
-        server.stop()
-        gate.opened.set()
-        assert hear_all(sock).startswith(b"HTTP/1.1 200 OK")
-
-
-def test_mutants_of_requests_end_in_an_answer_or_an_end(values: LocalServer):
-    rng = random.Random(18)
-    for _ in range(200):
-        data = bytearray(OK * 2)
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
-        with connect(values.port) as sock:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            received = hear_all(sock)
-        assert not received or received[:9] == b"HTTP/1.1 " or received[0] in (0x80, 0x82, 0), data
-    assert ask(values.port, b"x")[0] == 200
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 1
 
 
 # -- the whole service ------------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_dies_with_a_request(tmp_path):
-    (tmp_path / "hangs.py").write_text(
-        "import time\nfrom pathlib import Path\nfrom torchpipe_py import Backend, register_backend\n\n\n"
-        "@register_backend\nclass Hangs(Backend):\n    def forward(self, items):\n"
-        "        if items[0]['data'] == b'hang':\n"
-        "            Path(__file__).with_name('entered').touch()\n            time.sleep(600)\n"
-        "        items[0]['result'] = 1\n"
-    )
-    config = tmp_path / "hangs.toml"
-    config.write_text('[node]\nbackend = "Hangs"\n')
-    args, light = ("--import", str(tmp_path / "hangs.py"), "--workers", "1"), {"PYTHONPATH": LIGHT}
-    with Process(*args, config=str(config), env=light) as process:
-        process.wait_started()
-        assert ask(process.port, b"x") == (200, {"result": 1})
-        with connect(process.port) as sock:
-            sock.sendall(b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nhang")
-            eventually((tmp_path / "entered").exists)  # a request that no worker has read yet is one for the next
-            (worker,) = process.workers
-            os.kill(worker, signal.SIGKILL)
-            received = sock.recv(4096)
-            sock.sendall(OK)  # behind the last answer: it is nobody's
-            received += hear_all(sock)
-        assert received.startswith(b"HTTP/1.1 503 ")
-        assert b"Connection: close" in received
-        assert b"worker_died" in received or b"unavailable" in received
-        assert received.count(b"HTTP/1.1 ") == 1
-        eventually(lambda: ask(process.port, b"x") == (200, {"result": 1}))
-
-
-class Photos(Handler):
-    routes: ClassVar[dict[str, str]] = {
-        "POST /photos": "upload",
-        "GET /photos/{name}": "show",
-        "GET /raw": "raw",
-        "GET /half": "half",
-        "GET /wrong": "wrong",
-        "GET /split": "split",
-        "GET /elsewhere": "elsewhere",
-    }
-
-    async def upload(self, request):
-        return {"result": (await self.run({"data": request.body}))["result"].decode()}
-
-    def show(self, request):
-        return request.parameters["name"] + request.query
-
-    def raw(self, request):
-        return b"\x00"
-
-    def half(self, request):
-        return "ü\ud800"
-
-    def wrong(self, request):
-        return {1, 2}
-
-    def split(self, request):
-        return HttpAnswer(200, "text/plain", b"", {"A": f"b{request.query}\r\nC: d"})
-
-    def elsewhere(self, request):
-        error = OSError("not there")
-        error.code = 404  # as those of urllib have it: what went wrong elsewhere is no fault of this client
-        raise error
-
-
-def test_a_handler_of_ones_own():
-    with pipe({"backend": "Identity"}) as run:
-        handler = CustomHandler(Photos, run)
-        with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
-            assert ask(server.port, b"abc", "/photos") == (200, {"result": "abc"})
-            with conversing(server.port) as connection:
-                connection.request("GET", "/photos/me?a=b")
-                assert connection.getresponse().read() == b"mea=b"
-                connection.request("GET", "/raw")
-                assert connection.getresponse().read() == b"\x00"
-                connection.request("GET", "/half")
-                assert connection.getresponse().read() == "ü?".encode()
-            for path in ("/wrong", "/split", "/elsewhere"):
-                status, answer = ask(server.port, b"", path, "GET")
-                assert (status, answer["code"]) == (500, "internal")
-
-
-@pytest.mark.parametrize(
-    ("routes", "said"),
-    [
-        ({"/photos": "upload"}, "expected a method and a path"),
-        ({"POST photos": "upload"}, "expected a method and a path"),
-        ({"POST /photos": "uplod"}, "no method 'uplod' for 'POST /photos'; did you mean 'upload'?"),
-    ],
-)
-def test_routes_that_are_wrong(routes: dict[str, str], said: str):
-    with pipe({"backend": "Identity"}) as run, pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        CustomHandler(type("Own", (Photos,), {"routes": routes}), run)
-
-
-def test_thrift_is_as_it_was(demo: LocalServer):
-    with Client(demo.port) as client:
-        client.ping()
-        result = client.call("infer_batch", params=IDL.InferenceParams(uuid="x", data=IMAGE))
-    assert result.label == "ring"

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from fakes import Gate
-from service import ROOT, LocalServer, eventually, serving
-from test_service_http import ask, conversing
+from kit.backends import Gate
+from kit.services import ROOT, LocalServer, serving, steered
+from kit.steered import Steered
+from test_service_http import ask
 
-from torchpipe_py import Backend, Overloaded, Signature, TensorSpec, pipe
+from torchpipe_py import Overloaded, Signature, TensorSpec, pipe
+from torchpipe_py.backends.control.basic import Identity
 from torchpipe_py.backends.signature import LABEL_AND_SCORE
 
 IMAGES = [(ROOT / f"configs/demo/images/{name}_00.jpg").read_bytes() for name in ("ring", "checker", "circle")]
@@ -48,28 +50,6 @@ def ask_binary(port: int, path: str, *elements: bytes, **members: Any) -> tuple[
     given = {"name": "data", "datatype": "BYTES", "shape": [len(elements), 1]}
     head = json.dumps({"inputs": [{**given, "parameters": {"binary_data_size": len(binary)}}], **members}).encode()
     return ask(port, head + binary, path, Inference_Header_Content_Length=str(len(head)))
-
-
-class Told(Backend):
-    """The result is the text; some texts end in an error."""
-
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        for item in items:
-            if item["data"] == b"raises":
-                raise ZeroDivisionError("of /home/someone/secret.py")
-            if item["data"] == b"none":
-                item["error"] = Overloaded("later", 70)
-            else:
-                item["result"] = item["data"]
-
-    def max(self) -> int:
-        return 4
-
-
-@pytest.fixture
-def told(register: Register) -> Iterator[LocalServer]:
-    with serving(register(Told), max_batch=8) as server:
-        yield server
 
 
 # -- what is known --------------------------------------------------------------------------------------------------
@@ -140,18 +120,6 @@ def test_what_there_is_not(demo: LocalServer, verb: str, path: str, said: str):
     assert ask(demo.port, b"", path, verb) == (404, {"error": said, "code": "not_found"})
 
 
-def test_figures(told: LocalServer):
-    ask(told.port, texts("a", "b"), TEST)
-    ask(told.port, texts("none"), TEST)
-    for path in ("/v2/models/test/stats", "/v2/models/stats", "/v2/models/test/versions/1/stats"):
-        status, said = get(told, path)
-        (stats,) = said["model_stats"]
-        assert (status, stats["name"], stats["inference_count"]) == (200, "test", 2)
-        found = {kind: count["count"] for kind, count in stats["inference_stats"].items()}
-        assert (found["success"], found["fail"], found["queue"]) == (1, 1, 3)
-        assert found["compute_input"] == found["compute_infer"] == found["compute_output"]
-
-
 # -- inference ------------------------------------------------------------------------------------------------------
 
 
@@ -169,13 +137,6 @@ def test_images(demo: LocalServer):
     }
     assert score["data"] == pytest.approx([request["result"][1] for request in requests], abs=1e-5)
     assert ask_binary(demo.port, f"{DEMO}/versions/1/infer", IMAGES[0])[1]["outputs"][0]["data"] == ["ring"]
-
-
-def test_one_image_that_is_none(demo: LocalServer):
-    said = "8 bytes are no image of formats jpeg, png, webp, bmp"
-    assert ask_binary(demo.port, f"{DEMO}/infer", b"no image") == (400, {"error": said, "code": "decode_error"})
-    status, answer = ask_binary(demo.port, f"{DEMO}/infer", *IMAGES, b"no image", b"none either")
-    assert (status, answer) == (400, {"error": f"item 3 of 5: {said}", "code": "decode_error"})
 
 
 def test_a_batch_is_one_of_the_pipe(register: Register):
@@ -204,18 +165,6 @@ def test_tensors(classifier: str):
         assert answer["error"].startswith("item 0 of 9: input 'x' takes 1x3x?x?")
 
 
-def test_several_inputs_and_outputs(sum_and_difference: str):
-    with serving({"backend": "OnnxTensor", "model": sum_and_difference, "max": 4}) as server:
-        a, b = ({"name": name, "datatype": "FP32", "shape": [1, 2], "data": [3, 4]} for name in "ab")
-        status, answer = ask(server.port, {"inputs": [b, a]}, TEST)
-        assert (status, [output["name"] for output in answer["outputs"]]) == (200, ["sum", "difference"])
-        asked = {"inputs": [a, b], "outputs": [{"name": "difference"}]}
-        assert ask(server.port, asked, TEST)[1]["outputs"][0]["data"] == [0, 0]
-        status, answer = ask(server.port, {"inputs": [a]}, TEST)
-        assert (status, answer["code"]) == (400, "invalid_request")
-        assert "b" in answer["error"]
-
-
 def test_a_box_and_a_size_beside_each_image():
     boxes = {"name": "box", "datatype": "INT32", "shape": [2, 4], "data": [1, 1, 3, 4, 0, 0, 5, 5]}
     with serving("S[DecodeMat,CropMat]") as server:
@@ -230,87 +179,44 @@ def test_a_box_and_a_size_beside_each_image():
         assert (status, answer["outputs"][0]["shape"]) == (200, [5, 5, 3])
 
 
-def test_roots(register: Register):
-    with serving({"one": {"backend": register(Told)}, "other": {"backend": "Identity"}}) as server:
-        assert ask(server.port, texts("x", parameters={"node_name": "one"}), TEST)[0] == 200
-        for parameters in ({}, {"node_name": "on"}):
-            status, answer = ask(server.port, texts("x", parameters=parameters), TEST)
-            assert (status, answer["code"]) == (404, "unknown_node")
+def test_errors_of_items_and_figures():
+    """Of an item that failed the number is told; a request that failed counts as a failure."""
+    with steered({"node": {"backend": "Steered", "most": 4}}, max_batch=8) as server:
+        Steered.values = {"later": Overloaded("later", 70)}
+        status, answer = ask(server.port, texts("a", "raise"), TEST)
+        assert (status, answer["code"]) == (500, "backend_error")
+        assert answer["error"].startswith("item 1 of 2: ")
+        status, answer = ask(server.port, texts("a", "error later", "none"), TEST)
+        expected = {"error": "item 1 of 3: later", "code": "overloaded", "retry_after_ms": 70}
+        assert (status, answer) == (429, expected)
+        status, answer = ask(server.port, texts(*"abcdefghi"), TEST)
+        assert (status, answer["error"]) == (400, "input 'data': a batch of 9; the limit is 8 (--max-batch)")
+        assert ask(server.port, texts("x"), TEST, Content_Encoding="gzip")[0] == 415
+        assert ask(server.port, texts("a", "b"), TEST)[0] == 200
+        for path in ("/v2/models/test/stats", "/v2/models/stats", "/v2/models/test/versions/1/stats"):
+            status, said = get(server, path)
+            (stats,) = said["model_stats"]
+            assert (status, stats["name"], stats["inference_count"]) == (200, "test", 2)
+            found = {kind: count["count"] for kind, count in stats["inference_stats"].items()}
+            assert (found["success"], found["fail"]) == (1, 2)
+            assert found["compute_input"] == found["compute_infer"] == found["compute_output"]
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------
-
-
-def test_errors_of_the_pipeline(told: LocalServer):
-    status, answer = ask(told.port, texts("a", "raises"), TEST)
-    assert (status, answer["code"]) == (500, "backend_error")
-    assert answer["error"].startswith("item 1 of 2: ")
-    assert "ZeroDivisionError: of secret.py" in answer["error"], "without folders of the server"
-    status, answer = ask(told.port, texts("a", "none", "none"), TEST)
-    assert (status, answer) == (429, {"error": "item 1 of 3: later", "code": "overloaded", "retry_after_ms": 70})
-
-
-def test_a_batch_beyond_the_limit(told: LocalServer):
-    status, answer = ask(told.port, texts(*"abcdefghi"), TEST)
-    assert (status, answer["error"]) == (400, "input 'data': a batch of 9; the limit is 8 (--max-batch)")
-
-
-def test_deadlines(register: Register):
-    gate = Gate()
-    with gate, serving(register(gate.backend)) as server:
+@pytest.mark.parametrize(("parameters", "fields"), [({"timeout": 20_000}, {}), ({}, {"X_Deadline_Ms": "20"})])
+def test_other_names_of_a_deadline(parameters: dict[str, Any], fields: dict[str, str]):
+    with steered() as server:
         for count in (1, 2):
-            for parameters in ({"deadline_ms": 20}, {"timeout": 20_000}):
-                status, answer = ask(server.port, texts(*["x"] * count, parameters=parameters), TEST)
-                assert (status, answer["code"]) == (504, "deadline_exceeded")
-            assert ask(server.port, texts(*["x"] * count), TEST, X_Deadline_Ms="20")[0] == 504
-        gate.open()
+            assert ask(server.port, texts(*["block"] * count, parameters=parameters), TEST, **fields)[0] in (504, 429)
 
 
-def test_overload_is_a_failure_among_the_figures(register: Register):
-    gate = Gate()
-    config = {"global": {"max_inflight": 1}, "node": {"backend": register(gate.backend)}}
-    with gate, serving(config) as server, conversing(server.port) as first:
-        first.request("POST", TEST, json.dumps(texts("x")))
-        gate.wait_entered()
-        status, answer = ask(server.port, texts("x"), TEST)
-        assert (status, answer["code"]) == (429, "overloaded")
-        stats = get(server, "/v2/models/stats")[1]["model_stats"][0]["inference_stats"]
-        assert (stats["success"]["count"], stats["fail"]["count"]) == (0, 1)
-        gate.open()
-        assert first.getresponse().status == 200
-
-
-def test_a_client_that_leaves_takes_its_batch_along(register: Register):
-    gate = Gate()
-    with gate, serving(register(gate.backend)) as server:
-        with conversing(server.port) as connection:
-            connection.request("POST", TEST, json.dumps(texts(*"abcdefgh")))
-            gate.wait_entered()
-        eventually(lambda: server.run.stats()["inflight"] == 0)
-        gate.open()
-    assert len(gate.batches) == 1
-
-
-def test_a_compressed_body(told: LocalServer):
-    status, answer = ask(told.port, texts("x"), TEST, Content_Encoding="gzip")
-    assert (status, answer["code"]) == (415, "unsupported_encoding")
-
-
-def test_a_result_beyond_the_limit(register: Register):
-    with serving("Identity", max_reply_bytes=4096) as server:
-        status, answer = ask(server.port, texts("x" * 4097), TEST)
-        assert (status, answer["code"]) == (500, "too_large")
-        assert "--max-reply-bytes" in answer["error"]
-
-
-def test_a_dead_instance_is_not_ready(told: LocalServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_dead_instance_is_not_ready(demo: LocalServer, monkeypatch: pytest.MonkeyPatch):
     dead = {"nodes": {"node": {"alive": 0}}}
     monkeypatch.setattr(pipe, "stats", lambda self: dead)
-    assert get(told, "/v2/health/ready") == (503, {"ready": False})
+    assert get(demo, "/v2/health/ready") == (503, {"ready": False})
 
 
 def test_a_backend_of_ones_own_says_what_it_takes(register: Register):
-    class Says(Told):
+    class Says(Identity):
         def signature(self) -> Signature:
             return Signature((TensorSpec("pixels", (None, 4), "uint8"),), LABEL_AND_SCORE)
 
