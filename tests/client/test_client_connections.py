@@ -11,13 +11,10 @@ import ssl
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
-import torchpipe_client
 from fakes import WAIT, in_threads
 from flaky import (
     CLIENTS,
@@ -30,10 +27,9 @@ from flaky import (
     pauses,
     reply,
     sends,
-    sends_twice,
     stall,
 )
-from service import eventually, on_its_way, reserved_port
+from service import eventually, on_its_way
 from torchpipe_client import (
     AsyncClient,
     BadReply,
@@ -80,14 +76,6 @@ def test_what_is_no_answer_is_told_and_the_connection_used_no_more(make, step, t
             label(client)
         assert label(client, "b") == "b"
         assert [call.connection for call in server.calls] == [1, 2]
-
-
-def test_an_answer_that_nobody_asked_for_ends_the_connection(make):
-    with FlakyServer(sends_twice) as server, make(server.address) as client:
-        with pytest.raises(BadReply):
-            client.ping()
-        client.ping()
-        assert server.connections == 2
 
 
 def test_an_answer_that_comes_twice_ends_the_connection(make):
@@ -169,36 +157,6 @@ def test_nobody_listens(make, monkeypatch):
             assert isinstance(raised.value, ConnectionError)
 
 
-def test_a_service_that_comes_meanwhile_is_found(make, monkeypatch):
-    with reserved_port() as port, ExitStack() as stack:
-
-        def start() -> None:
-            stack.enter_context(FlakyServer(port=port))
-
-        with pauses(monkeypatch, start) as delays, make(f"127.0.0.1:{port}") as client:
-            assert label(client) == "a"
-            assert len(delays) == 1
-
-
-def test_a_host_without_an_address(make):
-    with make("no-such-host.invalid:8888", retries=0) as client, pytest.raises(NotConnected, match="no-such-host"):
-        client.ping()
-
-
-@pytest.mark.parametrize(
-    "address", ["localhost", "localhost:", ":8888", "localhost:http", "::1:8888", "a:0", "a:70000"]
-)
-def test_addresses_that_are_none(address):
-    for cls in (Client, AsyncClient):
-        with pytest.raises(ValueError, match=r"expected host:port, as 127.0.0.1:8888"):
-            cls(address)
-
-
-def test_a_client_says_where_its_service_is(make):
-    with make("[::1]:8888") as client:
-        assert repr(client).endswith("Client('[::1]:8888')")
-
-
 def test_after_the_end_there_are_no_calls(make):
     with FlakyServer() as server, make(server.address) as client:
         client.ping()
@@ -245,73 +203,6 @@ def test_an_interrupted_call_gives_its_connection_up():
             label(client)
         assert label(client, "b") == "b"
         assert [call.connection for call in server.calls] == [1, 2]
-
-
-@pytest.mark.parametrize("moment", ["append", "pop"])
-def test_a_handler_of_a_signal_may_close_the_client_while_a_connection_changes_hands(moment: str):
-    closed = []
-
-    class Idle(list[Any]):
-        """Where a handler comes when a connection is put in, or taken out."""
-
-    def change(idle: Idle, *connection: Any) -> Any:
-        if not closed:
-            closed.append(client)
-            client.close()
-        return getattr(list, moment)(idle, *connection)
-
-    setattr(Idle, moment, change)
-    with FlakyServer() as server, Client(server.address) as client:
-        client.ping()
-        client._pool._idle = Idle(client._pool._idle)
-        call = threading.Thread(target=client.ping, daemon=True)
-        call.start()
-        call.join(WAIT)
-        assert not call.is_alive(), "it waits for itself"
-        assert closed
-        assert not client._pool._idle
-        with pytest.raises(ClientClosed):
-            client.ping()
-
-
-def test_a_handler_of_a_signal_may_call_the_client_anywhere_in_a_call():
-    answers: list[str] = []
-    in_python = str(Path(torchpipe_client.__file__).parent), threading.__file__
-
-    def call_at(place: int) -> None:
-        """Call again at a line of the client or of ``threading`` that a call comes to, as a handler would there."""
-        left = place
-
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            nonlocal left
-            if event == "line" and frame.f_code.co_filename.startswith(in_python):
-                left -= 1
-                if left < 0:
-                    sys.settrace(None)
-                    answers.append(label(client, str(place)))
-            return trace
-
-        sys.settrace(trace)
-        try:
-            label(client)
-        finally:
-            sys.settrace(None)
-
-    def call_at_each() -> None:
-        while True:
-            place = len(answers)
-            call_at(place)
-            if len(answers) == place:
-                return
-
-    with FlakyServer() as server, Client(server.address) as client:
-        label(client)
-        thread = threading.Thread(target=call_at_each, daemon=True)
-        thread.start()
-        thread.join(WAIT)
-        assert not thread.is_alive(), "it waits for itself"
-    assert answers == [str(place) for place in range(len(answers))]
-    assert len(answers) > 20
 
 
 def test_a_call_is_cancelled_at_every_turn():

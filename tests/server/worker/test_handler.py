@@ -177,7 +177,7 @@ def test_what_a_method_raises_or_returns(method: Method, said: str, data: bytes,
         assert found.type == TApplicationException.INTERNAL_ERROR
         assert said in found.message
     else:
-        assert found in (IDL.Found(label="ü?"), IDL.Refused(reason="too dark ?", code="dark"))
+        assert vars(found) in (vars(IDL.Found(label="ü?")), {"reason": "too dark ?", "code": "dark"})
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * bool(said)
 
 
