@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import bench
-import bench_gpu
 import pytest
 from benchmarks import io_cost
 from benchmarks.bare import measure_nodes
 from benchmarks.common import Load, Report, Subject, run
-from benchmarks.gpu import mosec, sharing
-from benchmarks.gpu.engines import Engines
-from benchmarks.gpu.sharing import CPU, GPU
-from benchmarks.peers import serving_module
-from benchmarks.sharing import Service
-
-from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.plan.sharing import sections
 
 
 def report_of(**loads: list[float]) -> Report:
@@ -106,49 +96,4 @@ def test_nodes_run_alone_in_processes_and_in_batches_that_they_take() -> None:
     assert report.median("limit", 2).qps > 0
 
 
-def test_a_peer_that_does_not_start_says_why() -> None:
-    reason = r"(?s)timeit did not start: .*--address not recognized"
-    with pytest.raises(RuntimeError, match=reason), serving_module("mosec", "timeit", {}):
-        pass
-
-
 # -- services -------------------------------------------------------------------------------------------------------
-
-
-def gpu_args() -> Any:
-    return bench_gpu.make_parser().parse_args(["shared", "--engines", "1,3", "--clients", "7"])
-
-
-def test_the_best_shared_service_is_held_against_the_best_separate_one() -> None:
-    report, services_ = Report("judged"), []
-    for what, workers, is_shared, qps, gpu_mib in (
-        (CPU, 4, False, 4000, 0), (CPU, 8, False, 5000, 0), (CPU, 8, True, 6000, 0),
-        (GPU, 1, False, 2000, 1000), (GPU, 8, False, 6000, 8000), (GPU, 8, True, 12000, 1250),
-    ):  # fmt: skip
-        service = Service(what, {}, workers, is_shared, gpu_mib=[gpu_mib])
-        services_.append(service)
-        for clients in (20, 100):
-            report.add(service.name, clients, Load(qps, 5, 9))
-    sharing.judge(report, [*services_, Service(CPU, {}, 12, True)])
-    assert [(round(target.measured, 3), target.met) for target in report.targets] == [
-        (1.2, False), (1.2, True), (2.0, True), (12000, True), (9, True), (1.25, True)
-    ]  # fmt: skip
-    mosec.judge(report, services_, {20: mosec.Setting(12, 1, 8, 1)})
-    assert len(report.targets) == 6
-    report.add("mosec, 12 decode, 1 with batches of 8 in 1 ms", 20, Load(4000, 5, 9))
-    mosec.judge(report, services_[2:3], {20: mosec.Setting(12, 1, 8, 1)})
-    assert report.targets[-1][1:] == (1.5, ">= 1.5", True)
-
-
-@pytest.mark.parametrize(("what", "shared"), [(CPU, [("model",)]), (GPU, [("model",)])])
-def test_gpu_services_can_be_planned_and_share_what_they_should(
-    what: str, shared: list[tuple[str, ...]], tmp_path: Path
-) -> None:
-    (tmp_path / "resnet50.onnx").write_bytes(b"\x08")  # so that none is made
-    for is_shared, nodes in ((False, []), (True, shared)):
-        services_ = sharing.services_of(Engines(str(tmp_path), version_compatible=True), gpu_args(), what, 2, is_shared)
-        assert [service.engines for service in services_] == ([1, 3] if is_shared else [1])
-        for service in services_:
-            assert service.config["model"]["model::cache"].endswith("resnet50_8_compatible.trt")
-            plan = plan_pipeline(service.config)
-            assert [section.nodes for section in sections(plan)] == nodes

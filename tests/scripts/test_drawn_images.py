@@ -7,7 +7,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from examples import demo, textures
+from examples import demo
 from examples.textures import write_set
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,16 +28,6 @@ def test_layout_and_size(tmp_path: Path) -> None:
         assert 35_000 < len(jpeg) < 90_000
     assert len(set(files.values())) == len(files)
     assert not list(tmp_path.rglob("*.unfinished"))
-
-
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--out", str(tmp_path), "--train", "1", "--val", "1"]
-    assert textures.main([*options, "--classes", "2", "--subsampling", "444"]) == 0
-    (first, *others) = contents(tmp_path).values()
-    assert len(others) == 3
-    assert first[first.index(b"\xff\xc0") + 11] == 0x11  # the luminance's factors: chroma is not halved
-    with pytest.raises(SystemExit, match="2"):
-        textures.main([*options, "--classes", "1"])
 
 
 def test_the_demo_images_are_those_that_demo_draws(tmp_path: Path) -> None:

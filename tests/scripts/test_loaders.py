@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import encode, picture
-from recipes.data import FlipAndNormalise
 from recipes.loaders import main
 from training_data import FORKS
 
@@ -35,17 +34,6 @@ def test_each_loader_is_a_row_or_a_remark(folder: Path, tmp_path: Path) -> None:
     (remark,) = report["remarks"]
     assert remark.startswith("ours-gpu, batches of 4: not measured: ")
     assert main([*options, "--only", "ours-gpu"]) == 1
-
-
-def test_flips_are_of_whole_images() -> None:
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (64, 3, 4, 6), dtype=torch.uint8)
-    found = FlipAndNormalise()(images)
-    wanted = FlipAndNormalise.__bases__[0]()(images)
-    straight = torch.isclose(found, wanted).flatten(1).all(1)
-    turned = torch.isclose(found, wanted.flip(-1)).flatten(1).all(1)
-    assert bool((straight ^ turned).all())
-    assert 16 <= int(turned.sum()) <= 48
 
 
 @pytest.mark.parametrize("options", [["--only", "fast"], ["--workers", "0"], ["--workers", "x"], []])

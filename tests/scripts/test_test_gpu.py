@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import test_gpu
 import torch
-from recipes.data import Normalise
 from recipes.serving import load_model, serving_config
 from train import main as train
 from training_data import write_classes
@@ -75,20 +74,6 @@ def test_both_solutions_agree(
     assert by_pipe == by_torch
     assert report["agreement"]["share"] == 1.0
     assert report["agreement"]["largest"] < (1e-5 if precision == "fp32" else 1e-2)
-
-
-def test_logits_of_the_served_model_are_those_of_pytorch(trained: Path, tmp_path: Path) -> None:
-    config = config_in(tmp_path, trained)
-    for key in ("postprocessor", "labels"):
-        del config["model"][key]
-    model = load_model(trained / "last.pt", "small", CLASSES)
-    with pipe(config) as served, pipe(trained / "cpu.toml") as preprocessing:
-        for path in images(trained):
-            served(request := {"data": path.read_bytes()})
-            preprocessing(other := {"data": path.read_bytes()})
-            with torch.inference_mode():
-                expected = model(Normalise()(other["result"]))
-            torch.testing.assert_close(request["result"], expected, atol=1e-3, rtol=0)
 
 
 def test_the_pipe_that_was_tested_can_be_moved_and_served(

@@ -230,16 +230,6 @@ def test_the_legend_has_the_kinds_that_occur() -> None:
     assert "next: the" not in svg(Picture("", boxes, ()))
 
 
-@pytest.mark.parametrize("size", [0, 1, 60])
-def test_few_and_many_boxes(size: int) -> None:
-    names = [f"node{index}" for index in range(size)]
-    arrows = [Arrow(names[index // 2], name, "next") for index, name in enumerate(names) if index]
-    arrows += [Arrow(names[index // 3], name, "map", "result:data") for index, name in enumerate(names) if index]
-    picture = Picture("many", tuple(Box(name, "Identity", "1", "1..1") for name in names), tuple(arrows))
-    assert len(lay_out(picture).boxes) == size
-    ElementTree.fromstring(svg(picture))
-
-
 @given(st.text())
 def test_wrapping_loses_nothing(text: str) -> None:
     lines = wrap(text)

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_servers import CLIENT_QPS, Images, Serve, ToyServer, command, http_server, load, refused, running
+from fake_servers import Images, Serve, ToyServer, command, http_server, load, refused, running
 from fakes import WAIT, eventually, is_alive
 
 from torchpipe_py.tools.load.measure import find_server
@@ -306,16 +306,6 @@ def test_sweep_of_clients(serve: Serve, images: Images, tmp_path: Path) -> None:
     assert all(point in done.stdout for point in points)
 
 
-def test_sweep_of_rates_has_the_worst_status(serve: Serve, images: Images) -> None:
-    options = ("--sweep", "rate=2,4", "--total_number", 1, "--slo-p99", 0.0001)
-    done, report = load(images(a="ok:a"), serve().port, *options)
-    assert done.returncode == 3
-    assert [(run["settings"]["rate"], run["settings"]["arrivals"]) for run in report["runs"]] == [
-        (2, "constant"),
-        (4, "constant"),
-    ]
-
-
 def test_search_reports_every_probe(serve: Serve, images: Images) -> None:
     done, report = load(images(a="ok:a"), serve().port, "--search", "--slo-p99", 0.0001, "--duration", 0.5)
     assert (done.returncode, report["search"]["best_rate"], report["runs"][0]["point"]) == (3, None, "closed loop")
@@ -346,20 +336,19 @@ def test_page_of_a_run_without_a_single_answer(serve: Serve, images: Images, tmp
     assert "Latency by percentile" not in text
 
 
-def test_compare(serve: Serve, images: Images, tmp_path: Path) -> None:
+def test_compare(serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]) -> None:
     directory, server = images(a="ok:a"), serve()
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    paths = [directory.parent / name for name in ("a.json", "b.json")]
     for path, clients in zip(paths, (1, 2), strict=True):
-        options = ("--total_number", 10, "--request_client", clients, "--json", path)
-        assert run(command(directory, server.port, *options)).returncode == 0
-    compare = [sys.executable, CLIENT_QPS, "compare", *map(str, paths)]
-    done = run(compare)
-    assert done.returncode == 0, done.stderr
-    assert "DIFFERENT settings: request_client is 1 in A, 2 in B" in done.stdout
-    slower = json.loads(paths[0].read_text())
-    slower["latency_ms"]["p99"] *= 3
-    paths[1].write_text(json.dumps(slower))
-    assert [run([*compare, "--max-regression", percent]).returncode for percent in ("100", "300")] == [2, 0]
+        _, report = load(directory, server.port, "--total_number", 10, "--request_client", clients)
+        path.write_text(json.dumps(report))
+    compare = ["compare", *map(str, paths)]
+    assert main(compare) == 0
+    assert "DIFFERENT settings: request_client is 1 in A, 2 in B" in capsys.readouterr().out
+    report["latency_ms"]["p99"] = 3 * json.loads(paths[0].read_text())["latency_ms"]["p99"]
+    report["qps"] = report["goodput"] = 1e9
+    paths[1].write_text(json.dumps(report))
+    assert [main([*compare, "--max-regression", percent]) for percent in ("100", "300")] == [2, 0]
 
 
 # --- the service: its processes, nodes and GPUs

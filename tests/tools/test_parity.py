@@ -376,19 +376,6 @@ def test_disagreeing_images_are_listed(parity: Parity, write: Write, tmp_path: P
     assert "--min-agreement 0.6: 0.5000 over 2 images, missed" in run.out
 
 
-def test_models_without_a_class(parity: Parity, write: Write, images: Path) -> None:
-    config, model = write("a", RGB_TENSOR), write("model", 'backend = "Identity"')
-    run = parity(config, config, images, "--model", model)
-    assert run.status == 1
-    assert f"torchpipe: {model}: its result cannot be read as a class" in run.err
-    config, model = write("a", BILINEAR), write("model", AS_DECODED)  # takes encoded bytes, and gets a Mat
-    run = parity(config, config, images, "--model", model)
-    assert run.status == 1
-    assert run.json["counts"] == {"found": 5, "compared": 5, "refused": 0, "shapes_differ": 0, "unclassified": 5}
-    assert run.json["agreement"] is None
-    assert "no image has a class on both sides" in run.err
-
-
 # -- status and errors ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from small_zoo import saved
 
-from torchpipe_py.cli import main
 from torchpipe_py.tools.export.models import torchvision_models
 from torchpipe_py.tools.report import ToolError
 
@@ -62,14 +59,3 @@ def test_a_broken_one_is_told_with_what_to_install(package: Path) -> None:
         "torchvision cannot be imported (OSError: libcudart.so.99: no such file): "
         f"pip install torchvision 'torch=={version}'; a model of yours is file.py:function"
     )
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
-def test_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    saved(tmp_path / "mine.pt", torchvision_models().get_model("squeezenet1_1", num_classes=5).state_dict())
-    assert main(["export", "squeezenet1_1", "--weights", "mine.pt"]) == 0
-    printed = capsys.readouterr().out
-    assert "squeezenet1_1, 5 classes, weights of mine.pt" in printed
-    assert "Resize(256, bilinear), CenterCrop(224)" in printed
-    assert "(SqueezeNet1_1_Weights.IMAGENET1K_V1)" in printed

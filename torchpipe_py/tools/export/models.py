@@ -133,21 +133,18 @@ def load_into(model: Any, weights: Weights, name: str, hint: str = "") -> None:
     """Give ``model``, which messages call ``name``, the weights; ``ToolError`` that says what does not fit."""
     wanted = model.state_dict()
     tensors = named_as(weights.tensors, wanted)
-    problems = []
-    missing, odd = [key for key in wanted if key not in tensors], [key for key in tensors if key not in wanted]
-    if missing:
-        problems.append(f"missing in the file: {_some(missing)}")
-    if odd:
-        problems.append(f"unexpected in it: {_some(odd)}")
     shapes = [
         f"{key} is {shown_dims(tensors[key].shape)} in the file and {shown_dims(wanted[key].shape)} in the model"
         for key in wanted
         if key in tensors and tensors[key].shape != wanted[key].shape
     ]
-    if shapes:
-        problems.append(_some(shapes))
-    if problems:
-        raise ToolError("\n".join(filter(None, [f"{weights}: does not fit {name}: {'; '.join(problems)}", hint])))
+    found = {
+        "missing in the file: ": [key for key in wanted if key not in tensors],
+        "unexpected in it: ": [key for key in tensors if key not in wanted],
+        "": shapes,
+    }
+    if problems := "; ".join(what + _some(names) for what, names in found.items() if names):
+        raise ToolError("\n".join(filter(None, [f"{weights}: does not fit {name}: {problems}", hint])))
     model.load_state_dict(tensors)
 
 
@@ -221,25 +218,24 @@ def find_classifier(name: str, weights: str | None, transforms: str | None) -> S
     if name not in names:
         raise ToolError(f"torchvision has no classifier {name!r}; {nearest(name, names)}; yours is module:function")
     known = {entry.name: entry for entry in models.get_model_weights(name)}
+    best = models.get_model_weights(name).DEFAULT
     labels: tuple[str, ...] = ()
     of = None
     if weights == UNTRAINED:
         model, words = _untrained(models, name), "random weights"
     elif weights in (PRETRAINED, "DEFAULT", *known):
-        of = known.get(weights) or models.get_model_weights(name).DEFAULT
-        model, labels, words = _pretrained(models, name, of), tuple(of.meta["categories"]), f"weights {of.name}"
-    else:
-        if not os.path.isfile(weights):
-            raise ToolError(
-                f"--weights {weights}: no such file; {name} has {', '.join([PRETRAINED, UNTRAINED, *known])}"
-            )
+        of = known.get(weights, best)
+        model, words = _pretrained(models, name, of), f"weights {of.name}"
+    elif os.path.isfile(weights):
         loaded = read_weights(Path(weights))
         of = next((entry for entry in known.values() if os.path.basename(entry.url) == loaded.path.name), None)
-        model, words = _from_file(models, name, loaded), f"weights of {loaded}"
-        labels = loaded.classes or (tuple(of.meta["categories"]) if of else ())
+        model, words, labels = _from_file(models, name, loaded), f"weights of {loaded}", loaded.classes
+    else:
+        valid = ", ".join([PRETRAINED, UNTRAINED, *known])
+        raise ToolError(f"--weights {weights}: no such file; {name} has {valid}")
+    labels = labels or (tuple(of.meta["categories"]) if of else ())
     if transforms is None:
-        of = of or models.get_model_weights(name).DEFAULT
-        return Source(name, model, words, Transform.of(of.transforms()), str(of), labels)
+        return Source(name, model, words, Transform.of((of or best).transforms()), str(of or best), labels)
     return Source(name, model, words, *transform_of(transforms, name), labels)
 
 
@@ -278,13 +274,10 @@ def torchvision_models() -> Any:
     except Exception as error:
         import torch
 
-        why = (
-            "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({one_line(error)})"
-        )
-        version = torch.__version__.partition("+")[0]
-        raise ToolError(
-            f"torchvision {why}: pip install torchvision 'torch=={version}'; a model of yours is file.py:function"
-        ) from error
+        missing = isinstance(error, ModuleNotFoundError)
+        why = "is not installed" if missing else f"cannot be imported ({one_line(error)})"
+        install = f"pip install torchvision 'torch=={torch.__version__.partition('+')[0]}'"
+        raise ToolError(f"torchvision {why}: {install}; a model of yours is file.py:function") from error
 
 
 @contextmanager
@@ -316,18 +309,14 @@ def _pretrained(models: Any, name: str, weights: Any) -> Any:
         with quiet(), _socket_timeout(DOWNLOAD_TIMEOUT):
             return models.get_model(name, weights=weights).eval()
     except (OSError, RuntimeError) as error:
-        raise ToolError(
-            f"the weights {weights} cannot be downloaded ({one_line(error)}); "
-            f"download {weights.url} elsewhere, and name the file: --weights {os.path.basename(weights.url)}"
-        ) from error
+        hint = f"download {weights.url} elsewhere, and name the file: --weights {os.path.basename(weights.url)}"
+        raise ToolError(f"the weights {weights} cannot be downloaded ({one_line(error)}); {hint}") from error
 
 
 def _from_file(models: Any, name: str, weights: Weights) -> Any:
     if name in NOT_IN_A_FILE:
-        raise ToolError(
-            f"--weights {weights.path}: a file does not hold all of {name} (transform_input, aux_logits); "
-            f"write a function that builds yours: torchpipe export my_model.py:build --weights {weights.path}"
-        )
+        hint = f"write a function that builds yours: torchpipe export my_model.py:build --weights {weights.path}"
+        raise ToolError(f"--weights {weights.path}: a file does not hold all of {name}; {hint}")
     import torch
 
     with torch.device("meta"):

@@ -114,17 +114,11 @@ def compare_outputs(model: Callable[[Any], Any], session: Any, inputs: Iterable[
         served = session.run(None, {"input": images.numpy()})
         for expected, actual in zip(outputs_of(model, images), served, strict=True):
             if tuple(expected.shape) != actual.shape:
-                raise ToolError(
-                    f"an output is {shown_dims(expected.shape)} in PyTorch, {shown_dims(actual.shape)} in ONNX"
-                )
+                shapes = f"{shown_dims(expected.shape)} in PyTorch, {shown_dims(actual.shape)} in ONNX"
+                raise ToolError(f"an output is {shapes}")
             difference, largest = _apart(expected.double().numpy(), actual)
             worst, scale = float(np.maximum(worst, difference)), max(scale, largest)  # NOTE: NaN is kept
     return worst, scale
-
-
-def max_difference(model: Any, path: Path, size: Size, batches: Sequence[int]) -> tuple[float, float]:
-    """As ``compare_outputs``, over ``noise`` of these batch sizes."""
-    return compare_outputs(model.eval(), open_session(path), noise(size, batches))
 
 
 def export_checked(
@@ -144,15 +138,13 @@ def export_checked(
     """
     save_onnx(model, path, size, opset, axes)
     try:
-        difference, scale = max_difference(model, path, size, batches)
+        difference, scale = compare_outputs(model.eval(), open_session(path), noise(size, batches))
     except ToolError:
         raise
     except Exception as error:
-        sizes = ", ".join(map(str, batches))
-        raise ToolError(
-            f"{path.name} does not run at batches of {sizes}: {one_line(error)}; "
-            "forward may hold a batch size: x.flatten(1) is free, x.view(4, -1) is not"
-        ) from error
+        why = f"does not run at batches of {', '.join(map(str, batches))}: {one_line(error)}"
+        hint = "forward may hold a batch size: x.flatten(1) is free, x.view(4, -1) is not"
+        raise ToolError(f"{path.name} {why}; {hint}") from error
     if not difference <= tolerance * scale:  # NOTE: written so that NaN is refused
         raise ToolError(f"{path.name} differs from PyTorch by {difference:.2g}, of {scale:.2g} at most")
     return difference
@@ -167,10 +159,9 @@ def check_batch(model: Any, size: Size) -> list[Any]:
     except ToolError:
         raise
     except Exception as error:
-        raise ToolError(
-            f"the model does not take images of {shown_dims(images.shape[1:])}: {one_line(error)}; "
-            "--resize HxW says what it takes, and --color gray that it takes one channel"
-        ) from error
+        why = f"the model does not take images of {shown_dims(images.shape[1:])}: {one_line(error)}"
+        hint = "--resize HxW says what it takes, and --color gray that it takes one channel"
+        raise ToolError(f"{why}; {hint}") from error
     for index, output in enumerate(outputs):
         if not output.ndim or len(output) != 3:
             raise ToolError(f"output {index} is {shown_dims(output.shape)} for a batch of 3; it must begin with 3")
@@ -185,9 +176,9 @@ def check_batch(model: Any, size: Size) -> list[Any]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporter's deprecation, tracing and operator notes, which say nothing about the result."""
-    logger = logging.getLogger("torch.onnx")
+def quiet(name: str = "torch.onnx") -> Iterator[None]:
+    """Silence an exporter's deprecation, tracing and operator notes, which say nothing about the result."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

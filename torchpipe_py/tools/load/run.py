@@ -114,11 +114,11 @@ def time_outside(logs: Sequence[CallLog]) -> float:
 def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load") -> int:
     """The command; returns its exit status. Messages begin with ``program``."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does
     try:
         if arguments[:1] == ["compare"]:
             return compare_main(arguments[1:], program)
         options = parse_load(arguments, program)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does
         report = _load(options)
         print_report(report)
         if options.json is not None:

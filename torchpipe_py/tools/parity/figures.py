@@ -151,22 +151,26 @@ def _share(hits: int, total: int) -> Share:
     return Share(hits, total, hits / total, *wilson(hits, total))
 
 
+def _classes(compared: Sequence[Compared]) -> list[tuple[Compared, Prediction, Prediction]]:
+    """The images that have a class on both sides, and the two."""
+    return [(image, image.a, image.b) for image in compared if image.a is not None and image.b is not None]
+
+
 def agreement(compared: Sequence[Compared]) -> Agreement | None:
     """Over the images that have a class on both sides; ``None`` without one."""
-    pairs = [(image.a, image.b) for image in compared if image.a is not None and image.b is not None]
+    pairs = _classes(compared)
     if not pairs:
         return None
-    same = [(a, b) for a, b in pairs if a.label == b.label]
+    same = [(a, b) for _, a, b in pairs if a.label == b.label]
     gaps = [abs(a.score - b.score) for a, b in same if a.score is not None and b.score is not None]
-    share = _share(len(same), len(pairs))
     mean = sum(gaps) / len(gaps) if gaps else None
+    share = _share(len(same), len(pairs))
     return Agreement(share.hits, share.total, share.share, share.low, share.high, mean, max(gaps, default=None))
 
 
 def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
     """Name and both predictions of each image the sides disagree about."""
-    pairs = [(image.name, image.a, image.b) for image in compared]
-    return [(name, a, b) for name, a, b in pairs if a is not None and b is not None and a.label != b.label]
+    return [(image.name, a, b) for image, a, b in _classes(compared) if a.label != b.label]
 
 
 def labelled(compared: Sequence[Compared]) -> list[Compared]:
@@ -185,11 +189,8 @@ def labelled(compared: Sequence[Compared]) -> list[Compared]:
 
 def accuracy(compared: Sequence[Compared]) -> Accuracy | None:
     """Over the labelled images that have a class on both sides; ``None`` without one."""
-    right = [
-        (str(image.a.label) == image.truth, str(image.b.label) == image.truth)
-        for image in compared
-        if image.a is not None and image.b is not None and image.truth is not None
-    ]
+    known = [(str(a.label), str(b.label), image.truth) for image, a, b in _classes(compared) if image.truth is not None]
+    right = [(a == truth, b == truth) for a, b, truth in known]
     if not right:
         return None
     both, only_a, only_b = (right.count(pair) for pair in ((True, True), (True, False), (False, True)))

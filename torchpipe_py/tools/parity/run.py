@@ -16,16 +16,8 @@ from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import TorchpipeError, UnknownNode, counted
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.tools.parity.figures import (
-    Compared,
-    Prediction,
-    accuracy,
-    agreement,
-    difference,
-    labelled,
-    pictures,
-    spreads,
-)
+from torchpipe_py.tools.parity import figures
+from torchpipe_py.tools.parity.figures import Compared, Prediction
 from torchpipe_py.tools.parity.results import Pixels, Unusable, is_class, read_pixels, read_prediction, refusal
 from torchpipe_py.tools.report import ToolError
 
@@ -103,8 +95,9 @@ class Parity:
         self, max_mean: float | None = None, min_agreement: float | None = None, max_drop: float | None = None
     ) -> None:
         """Set the bars that were asked for; one without anything to hold against it is missed."""
-        figures, agreed, right = spreads(self.compared), agreement(self.compared), accuracy(self.compared)
-        mean = figures["mean"].mean if figures else None
+        spreads = figures.spreads(self.compared)
+        agreed, right = figures.agreement(self.compared), figures.accuracy(self.compared)
+        mean = spreads["mean"].mean if spreads else None
         share, classified = (agreed.share, agreed.total) if agreed else (None, 0)
         drop, with_truth = (right.drop, right.a.total) if right else (None, 0)
         for option, limit, value, images, sign in (
@@ -257,7 +250,7 @@ class _Comparison:
     def finish(self) -> Parity:
         """The outcome, with what can only be said at the end: notes and the worst images."""
         parity = self._parity
-        parity.compared = labelled(parity.compared)
+        parity.compared = figures.labelled(parity.compared)
         parity.notes += self._notes()
         differing = [(each.difference.mean, each) for each in parity.compared if each.difference is not None]
         by_mean = sorted(differing, key=lambda pair: -pair[0])
@@ -277,21 +270,20 @@ class _Comparison:
         if a.values.shape != b.values.shape:
             self._parity.shapes_differ.append(Unlike(name, a.values.shape, b.values.shape))
             return None
-        image = Compared(name, difference(a.values, b.values))
+        image = Compared(name, figures.difference(a.values, b.values))
         if self._settings.with_views:
             self._keep_view(image, a.values, b.values)
         return image
 
     def _keep_view(self, image: Compared, a: np.ndarray, b: np.ndarray) -> None:
         """Keep this pair's pictures if it is among the worst so far; of equals the first."""
-        assert image.difference is not None
-        worst = [*self._parity.worst, image] if image.difference.mean else self._parity.worst
-        worst = sorted(worst, key=lambda each: -each.difference.mean if each.difference else 0.0)
+        found = [*self._parity.worst, image] if image.difference and image.difference.mean else self._parity.worst
+        worst = sorted(found, key=lambda each: -each.difference.mean if each.difference else 0.0)
         self._parity.worst = worst[: self._settings.worst]
-        views = self._parity.views
-        self._parity.views = {each.name: views[each.name] for each in self._parity.worst if each is not image}
-        if any(each is image for each in self._parity.worst):
-            self._parity.views[image.name] = pictures(a, b)
+        if image in self._parity.worst:
+            self._parity.views[image.name] = figures.pictures(a, b)
+        kept = {each.name for each in self._parity.worst}
+        self._parity.views = {name: view for name, view in self._parity.views.items() if name in kept}
 
     def _notes(self) -> Iterator[str]:
         limit, compared = self._settings.limit, self._parity.compared
@@ -336,8 +328,7 @@ def _predict(model: PipeRunner, items: Sequence[Data]) -> list[Prediction | str]
 
 def lists(parity: Parity) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Title and rows of each list of images that are unlike; name, A and B."""
-    classes = [image for image in parity.compared if image.a and image.b and image.a.label != image.b.label]
-    yield "different classes", [(image.name, str(image.a), str(image.b)) for image in classes]
+    yield "different classes", [(name, str(a), str(b)) for name, a, b in figures.disagreeing(parity.compared)]
     for title, images in (("refused", parity.refused), ("without a class", parity.unclassified)):
         yield title, [(image.name, image.a or "gives a result", image.b or "gives a result") for image in images]
     shapes = [(image.name, shown_dims(image.a), shown_dims(image.b)) for image in parity.shapes_differ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, model_byt
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import describe, nearest
 from torchpipe_py.files import file_kind
-from torchpipe_py.tools.export.onnx_file import open_session
+from torchpipe_py.tools.export.onnx_file import open_session, quiet
 from torchpipe_py.tools.report import ToolError
 
 Arrays = list[np.ndarray]
@@ -92,12 +91,13 @@ class Quantiser:
         kept: dict[str, Any] = {}
         if "calibration_cache_path" in inspect.signature(quantize_static).parameters:
             kept["calibration_cache_path"] = self._folder / "ranges.json"
+        rows = (dict(zip(self.input_names, arrays, strict=True)) for arrays in self.inputs)
         try:
-            with _quiet():
+            with quiet(""):  # its advice goes to the root logger
                 quantize_static(
                     str(self.model),
                     str(out),
-                    _Reader(self.input_names, self.inputs),
+                    SimpleNamespace(get_next=lambda: next(rows, None)),
                     quant_format=QuantFormat.QDQ,
                     calibrate_method=CalibrationMethod.MinMax,
                     activation_type=QuantType.QInt8,
@@ -116,16 +116,6 @@ class Quantiser:
         for opset in [opset for opset in model.opset_import if opset.domain not in used]:
             model.opset_import.remove(opset)  # those of ONNX Runtime's own, which it lists though nothing is of them
         onnx.save(model, str(out))
-
-
-class _Reader:
-    """What the quantiser reads its data from; a ``CalibrationDataReader`` without its base class."""
-
-    def __init__(self, names: Sequence[str], inputs: Sequence[Arrays]) -> None:
-        self._rows = iter([dict(zip(names, arrays, strict=True)) for arrays in inputs])
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self._rows, None)
 
 
 def _prepared(path: str, named: Path, out: Path) -> Any:
@@ -149,7 +139,7 @@ def _prepared(path: str, named: Path, out: Path) -> Any:
         if opset < OPSET:
             model = onnx.version_converter.convert_version(model, OPSET)
         onnx.save(model, str(named))
-        with _quiet():
+        with quiet(""):  # its advice goes to the root logger
             from onnxruntime.quantization.shape_inference import quant_pre_process
 
             quant_pre_process(str(named), str(out), skip_symbolic_shape=True)
@@ -166,18 +156,6 @@ def weights(model: Any) -> Iterator[Any]:
 def _failure(path: str, verb: str, error: Exception) -> ToolError:
     why = " ".join(describe(error, 300).split())
     return ToolError(f"model {path}: ONNX Runtime cannot {verb} it: {why}")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the quantiser's advice, which goes to the root logger."""
-    logger = logging.getLogger()
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def search(quantiser: Quantiser, fp32: Sequence[str], most: int, max_drop: float) -> list[str]:

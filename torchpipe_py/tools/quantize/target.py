@@ -60,13 +60,9 @@ class Target:
             if after:
                 tables[name]["next"] = ",".join(after)
         node = tables[self.node]
-        for key in (
-            *_AFTER,
-            *self._of_postprocessor(),
-            *OnnxTensor.ignored_keys,
-            *(key for key in node if key.endswith("::backend")),
-        ):
-            node.pop(key, None)
+        ignored = {*_AFTER, *self._of_postprocessor(), *OnnxTensor.ignored_keys}
+        for key in [key for key in node if key in ignored or key.endswith("::backend")]:
+            del node[key]
         for key in [key for key in node if key.startswith("TensorrtTensor::")]:
             node[key.replace("Tensorrt", "Onnx", 1)] = node.pop(key)
         (call,) = spec.nodes[self.node].calls
@@ -122,46 +118,35 @@ def find_target(config: str, node: str | None) -> Target:
         what = "runs no model" if node in pipeline.plans else "is not in the file"
         raise ToolError(f"--node {node}: it {what}; {nearest(node, models)}")
     name = next(iter(models)) if node is None else node
+    plan, graph = pipeline.plans[name], pipeline.graph
     part = next((each for each in models[name] if each.cls.__name__ in TAKES_ONNX), None)
+    key = next((key for key in ("key_file", "key_env") if part is not None and part.params[key]), None)
+    why = ""
     if part is None:
-        raise ToolError(
-            f"{config}: node {name!r} runs {models[name][0].label}, not an ONNX model: torchpipe export writes one, "
-            "for OnnxTensor"
-        )
-    if len(pipeline.plans[name].backends) > 1:
-        raise ToolError(f"{config}: node {name!r} is composed of several by '&'; quantise each in a node of its own")
-    key = next((key for key in ("key_file", "key_env") if part.params[key]), None)
-    if key is not None:
-        raise ToolError(
-            f"{config}: node {name!r} has {key}: its model is encrypted; quantise the plain one, and torchpipe encrypt "
-            "the int8 model"
-        )
-    graph = pipeline.graph
-    if not graph.reached_from[name] - graph.jumped_to:
-        raise ToolError(
-            f"{config}: node {name!r} is reached by a jump only; quantise it in a file whose root leads to it"
-        )
-    kept = to_strings(pipeline.plans[name].spec.params.get("precision::fp32", ()))
+        why = f"runs {models[name][0].label}, not an ONNX model: torchpipe export writes one, for OnnxTensor"
+    elif len(plan.backends) > 1:
+        why = "is composed of several by '&'; quantise each in a node of its own"
+    elif key is not None:
+        why = f"has {key}: its model is encrypted; quantise the plain one, and torchpipe encrypt the int8 model"
+    elif not graph.reached_from[name] - graph.jumped_to:
+        why = "is reached by a jump only; quantise it in a file whose root leads to it"
+    if why or part is None:
+        raise ToolError(f"{config}: node {name!r} {why}")
+    kept = to_strings(plan.spec.params.get("precision::fp32", ()))
     return Target(pipeline, parse_toml(config), name, str(part.params["model"]), kept)
 
 
 def _models(plan: NodePlan) -> Iterator[BackendPlan]:
-    for backend in plan.backends:
-        yield from (part for part in backend.parts() if part.cls.__name__ in MODELS)
+    return (part for backend in plan.backends for part in backend.parts() if part.cls.__name__ in MODELS)
 
 
 def _up_to_model(call: Call) -> Call:
     """The expression with OnnxTensor for its model, and without what a sequence runs after it."""
     if canonical(call.name) in TAKES_ONNX:
         return Call("OnnxTensor", (), call.filter)
-    place = next((index for index, arg in enumerate(call.args) if _has_model(arg)), None)
-    if place is None:
-        return call
-    inner = _up_to_model(call.args[place])
-    if canonical(call.name) == "FirstAvailable":
-        return inner
-    return Call(call.name, (*call.args[:place], inner), call.filter)
-
-
-def _has_model(call: Call) -> bool:
-    return any(canonical(each.name) in TAKES_ONNX for each in call.walk())
+    for index, arg in enumerate(call.args):
+        if any(canonical(each.name) in TAKES_ONNX for each in arg.walk()):
+            inner = _up_to_model(arg)
+            is_first = canonical(call.name) == "FirstAvailable"
+            return inner if is_first else Call(call.name, (*call.args[:index], inner), call.filter)
+    return call
