@@ -148,10 +148,6 @@ RED = np.full((2, 3, 3), (0, 0, 255), np.uint8)
 """A red Mat in BGR."""
 
 
-def values(item: dict[str, Any]) -> np.ndarray:
-    return read_pixels(item, "x.toml").values
-
-
 def test_pixels_are_rgb_whatever_they_came_as() -> None:
     red = np.full((2, 3, 3), (255, 0, 0), np.float32)
     planes = torch.from_numpy(red.transpose(2, 0, 1).copy())[None]
@@ -165,7 +161,7 @@ def test_pixels_are_rgb_whatever_they_came_as() -> None:
         {"result": planes.flip(1).to(torch.bfloat16), "color": "bgr"},
         {"result": planes.to(torch.float16)},
     ):
-        pixels = values(item)
+        pixels = read_pixels(item, "x.toml").values
         assert pixels.dtype == np.float32
         assert np.array_equal(pixels, red)
 
@@ -197,7 +193,7 @@ def test_reads_classes(result: Any, wanted: Prediction | None) -> None:
 def test_an_image_without_usable_values() -> None:
     for tensor in (torch.zeros(1, 3, 0, 4), torch.full((1, 3, 2, 2), math.nan), torch.full((1, 3, 2, 2), math.inf)):
         with pytest.raises(Unusable):
-            values({"result": tensor})
+            read_pixels({"result": tensor}, "x.toml")
     for result in (torch.tensor([[1.0, math.nan]]), ("ring", math.nan)):
         with pytest.raises(Unusable):
             read_prediction(result, "m.toml")
@@ -492,16 +488,11 @@ def test_a_name_cannot_break_the_page(parity: Parity, write: Write, tmp_path: Pa
 # -- the images to compare with ---------------------------------------------------------------------------------------
 
 
-def make_images(folder: Path, *options: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "run.py"), "parity_images", "--out", str(folder), *options]
-    subprocess.run(command, capture_output=True, timeout=100, check=True)
-
-
 def test_made_images_go_through(parity: Parity, write: Write, tmp_path: Path) -> None:
-    make_images(tmp_path / "made", "--count", "17", "--odd")
+    script = [sys.executable, str(ROOT / "scripts" / "run.py"), "parity_images", "--out", str(tmp_path / "made")]
+    subprocess.run([*script, "--count", "17", "--odd"], capture_output=True, timeout=100, check=True)
     run = parity(write("a", BILINEAR), write("b", PILLOW), tmp_path / "made")
-    assert run.status == 0
-    assert run.json["counts"]["found"] == 17 + 7
+    assert (run.status, run.json["counts"]["found"]) == (0, 17 + 7)
     assert {image["name"] for image in run.json["refused"]} >= {"odd_empty.jpg", "odd_no_image.jpg"}
     assert all(image["name"].startswith("odd_") for image in run.json["refused"])
     assert any(image["name"] == "odd_cmyk.jpg" for image in run.json["images"])

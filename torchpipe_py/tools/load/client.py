@@ -34,29 +34,33 @@ READY = "ready"
 _BROKEN_CALLS_IN_A_ROW = 10
 _LOOK_S = 0.25
 _GRACE_S = 1.0
-_ROUNDING_S = 0.002  # more than epoll may add to a timeout
+_NAP_S = 0.001
 _HEAD_START_NS = NS_PER_S // 10  # for all client processes to be awake when an open loop starts
 
 
 class LagMeter:
-    """Measures how much of a late send is the client's own fault, or what an earlier delay has left."""
+    """Measures how much of a late send is the client's own fault, or what an earlier delay has left.
+
+    All times are in ns. ``starved`` is how long the client's process has been without a CPU so far, if that is known.
+    """
 
     def __init__(self) -> None:
-        self._free = self._lag = 0
+        self._free = self._lag = self._starved = 0
 
-    def sent(self, due: int, sent: int) -> tuple[int, int]:
-        """How late a send was, and by how much a client that always gets CPU at once would have been earlier; in ns.
+    def sent(self, due: int, sent: int, starved: int = 0) -> tuple[int, int]:
+        """How late a send was, and by how much a client that always gets CPU at once would have been earlier.
 
         The delay after the time when the client was free and the call due is added to what is left of earlier ones: a
         client cannot be further behind the ideal one than it is behind its schedule.
         """
         late = sent - due
-        self._lag = min(late, self._lag + sent - max(due, self._free))
+        self._lag, self._starved = min(late, self._lag + sent - max(due, self._free)), starved
         return late, self._lag
 
-    def free(self, now: int) -> None:
-        """The client is done with a call; ``now`` in ns of ``perf_counter_ns``."""
+    def free(self, now: int, starved: int = 0) -> None:
+        """The client is done with a call, whose reply may have waited for it; ``now`` is of ``perf_counter_ns``."""
         self._free = now
+        self._lag += starved - self._starved
 
 
 class Client:
@@ -184,16 +188,27 @@ def _label(result: Any) -> str | None:
 # --- clients of a service
 
 
-class _Selector(selectors.EpollSelector):
-    """Wakes within microseconds of the time that asyncio asks for: epoll itself rounds it up to milliseconds."""
+class _Selector(selectors.DefaultSelector):
+    """Wakes within microseconds of the time that asyncio asks for: epoll itself rounds it up to milliseconds.
+
+    ``starved`` is how long the process has been without a CPU, in ns: preempted, or asleep beyond its time. It sleeps
+    in naps, to learn of the latter whatever else wakes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starved = 0
+        self._woke, self._ran = time.perf_counter_ns(), time.process_time_ns()
 
     def select(self, timeout: float | None = None) -> Any:
-        if timeout is not None and timeout > 0:
-            if timeout > 2 * _ROUNDING_S:
-                return super().select(timeout - _ROUNDING_S)
-            select.select([self], (), (), timeout)  # as a process's first selector it is below FD_SETSIZE
-            timeout = 0
-        return super().select(timeout)
+        now, nap = time.perf_counter_ns(), _NAP_S if timeout is None else min(max(0.0, timeout), _NAP_S)
+        self.starved += max(0, now - self._woke - (time.process_time_ns() - self._ran))
+        if nap:
+            select.select([self], (), (), nap)  # as a process's first selector it is below FD_SETSIZE
+        events = super().select(0)
+        self._woke, self._ran = time.perf_counter_ns(), time.process_time_ns()
+        self.starved += max(0, self._woke - now - round(nap * NS_PER_S)) if nap else 0
+        return events
 
 
 class _ServiceClient(Client):
@@ -202,9 +217,10 @@ class _ServiceClient(Client):
     It gives up after ``_BROKEN_CALLS_IN_A_ROW`` calls without a reply, or when no new connection can be had.
     """
 
-    def __init__(self, endpoint: Endpoint, plan: Plan, payload: Payload, log: CallLog, tally: Tally) -> None:
-        super().__init__(plan, payload, log, tally)
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, selector: _Selector, *shared: Any) -> None:
+        """``shared`` is what every client takes."""
+        super().__init__(*shared)
+        self._endpoint, self._selector = endpoint, selector
         self._connection: Any = None
 
     async def warm_up(self) -> None:
@@ -234,7 +250,7 @@ class _ServiceClient(Client):
                     sent = max(due, time.perf_counter_ns())
             if until is not None and sent >= until:
                 break
-            delay = (0, 0) if times is None else lag.sent(due, sent)
+            delay = (0, 0) if times is None else lag.sent(due, sent, self._selector.starved)
             sequence, bodies = self.next_counted()
             try:
                 outcome: list[Any] | Exception = await self._call(sequence, bodies)
@@ -250,7 +266,7 @@ class _ServiceClient(Client):
                     await self._connect()
                 except OSError:
                     return self.left
-            lag.free(time.perf_counter_ns())
+            lag.free(time.perf_counter_ns(), self._selector.starved)
         return 0
 
     def close(self) -> None:
@@ -376,13 +392,14 @@ class ClientProcesses:
         parents.close()  # these copies would keep channels open when the parent is dead
         for child in self._children:
             child.channel.close()
-        loop = asyncio.SelectorEventLoop(_Selector())
+        selector = _Selector()
+        loop = asyncio.SelectorEventLoop(selector)
         with suppress(EOFError, OSError):  # the parent is gone
-            loop.run_until_complete(self._run(plans, log, channel))
+            loop.run_until_complete(self._run(plans, log, channel, selector))
 
-    async def _run(self, plans: Sequence[Plan], log: CallLog, channel: Channel) -> None:
+    async def _run(self, plans: Sequence[Plan], log: CallLog, channel: Channel, selector: _Selector) -> None:
         tally, loop = Tally(), asyncio.get_running_loop()
-        clients = [_ServiceClient(self._endpoint, plan, self._payload, log, tally) for plan in plans]
+        clients = [_ServiceClient(self._endpoint, selector, plan, self._payload, log, tally) for plan in plans]
         try:
             await asyncio.gather(*(client.warm_up() for client in clients))
         except OSError as error:
