@@ -324,7 +324,7 @@ CONFIGURATION = [
     ),
     Rule("§3 batching_timeout: milliseconds", mark("1", batching_timeout="0.5"), {"result": "x1"}).refuses(
         mark("1", batching_timeout=-1),
-        "node 'node': key 'batching_timeout': expected milliseconds, at least 0, got -1",
+        "node 'node': key 'batching_timeout': expected at least 0, got -1",
     ),
     Rule(
         "§3 max, min: where the backend lets the config set it",

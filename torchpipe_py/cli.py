@@ -43,21 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_imports(backends)
     backends.add_argument("--markdown", action="store_true", help="as the table in docs/backends.md")
     backends.set_defaults(run=lambda args: _backends(args.name, args.markdown))
-    export = commands.add_parser("export", help="write a PyTorch model as ONNX, with the TOML that serves it")
-    options.add_export_options(export)
-    _add_imports(export)
-    export.set_defaults(run=_tool("tools.export.command", "run_export"))
-    encrypt = commands.add_parser("encrypt", help="encrypt a model, or make a key")
-    options.add_encrypt_options(encrypt)
-    encrypt.set_defaults(run=_tool("encryption.command", "run_encrypt"))
-    parity = commands.add_parser("parity", help="compare two configurations on a directory of images")
-    options.add_parity_options(parity)
-    _add_imports(parity)
-    parity.set_defaults(run=_tool("tools.parity.command", "run_parity"))
-    quantize = commands.add_parser("quantize", help="write an int8 copy of a configuration's model, if it is as good")
-    options.add_quantize_options(quantize)
-    _add_imports(quantize)
-    quantize.set_defaults(run=_tool("tools.quantize.command", "run_quantize"))
+    for name, folder, text in (
+        ("export", "tools.export", "write a PyTorch model as ONNX, with the TOML that serves it"),
+        ("encrypt", "encryption", "encrypt a model, or make a key"),
+        ("parity", "tools.parity", "compare two configurations on a directory of images"),
+        ("quantize", "tools.quantize", "write an int8 copy of a configuration's model, if it is as good"),
+    ):
+        command = commands.add_parser(name, help=text)
+        getattr(options, f"add_{name}_options")(command)
+        if name != "encrypt":
+            _add_imports(command)
+        command.set_defaults(run=_tool(f"{folder}.command", f"run_{name}"))
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
     options.add_load_options(bench, clients="client threads")

@@ -140,49 +140,41 @@ def test_the_result_of_the_node_before_is_not_this_ones(register: Register, back
     assert "node 'b'" in str(data["error"])
 
 
-def test_a_defect_names_node_and_backend(register: Register) -> None:
-    name = register(Double)
-    config = {"first": {"next": "second"}, "second": {"backend": f"S[Identity,{name}]"}}
-    with pipe(config) as p:
-        for call in (p, lambda data: outcome(p.submit(data)), lambda data: asyncio.run(p.acall(data))):
-            with pytest.raises(BackendError) as caught:
-                call({"data": "x"})
-            assert str(caught.value) == f"node 'second': S[Identity,{name}]: TypeError: no number: 'x'"
-            assert isinstance(caught.value.__cause__, TypeError)
-            assert isinstance(caught.value, RuntimeError)
-
-
 # -- futures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_a_cancelled_future_drops_what_is_queued(register: Register, several: bool) -> None:
+async def cancelled_task(p: pipe) -> None:
+    task = asyncio.create_task(p.acall({"data": "cancelled"}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def cancelled_ticket(p: pipe, error: Exception | None) -> None:
+    calls: list[tuple[Data, BaseException | None]] = []
+    ticket = p.dispatch({"data": "dropped"}, lambda *call: calls.append(call))
+    assert [ticket.cancel(error), ticket.cancel(error)] == [True, False]
+    ((data, raised),) = calls
+    assert "result" not in data
+    assert raised is error if error else isinstance(raised, CancelledError)
+
+
+CANCELS: dict[str, Callable[[pipe], object]] = {
+    "a future": lambda p: p.submit({"data": "a"}).cancel(),
+    "a future of several": lambda p: p.submit([{"data": "a"}, {"data": "b"}]).cancel(),
+    "a task": lambda p: asyncio.run(cancelled_task(p)),
+    "a ticket": lambda p: cancelled_ticket(p, None),
+    "a ticket, with an error": lambda p: cancelled_ticket(p, ValueError("gone away")),
+}
+
+
+@pytest.mark.parametrize("cancel", CANCELS.values(), ids=CANCELS)
+def test_what_is_queued_and_cancelled_is_dropped(register: Register, cancel: Callable[[pipe], object]) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend)}) as p, gate:
         running = gate.hold(p, {"data": "running"})
-        queued = p.submit([{"data": "a"}, {"data": "b"}] if several else {"data": "a"})
-        assert queued.cancel()
-        assert p.stats()["inflight"] == 1
-        gate.open()
-        outcome(running)
-        p({"data": "last"})
-        assert queued.cancelled()
-    assert gate.batches == [["running"], ["last"]]
-
-
-def test_a_cancelled_task_drops_what_is_queued(register: Register) -> None:
-    gate = Gate()
-
-    async def work() -> None:
-        task = asyncio.create_task(p.acall({"data": "cancelled"}))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": "running"})
-        asyncio.run(work())
+        cancel(p)
         assert p.stats()["inflight"] == 1
         gate.open()
         outcome(running)
@@ -240,24 +232,6 @@ def test_dispatch_calls_back(register: Register) -> None:
         assert data["result"] == 1
         assert not ticket.cancel()
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("error", [None, ValueError("gone away")])
-def test_a_cancelled_ticket_drops_what_is_queued(register: Register, error: Exception | None) -> None:
-    gate = Gate()
-    calls: list[tuple[Data, BaseException | None]] = []
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": "running"})
-        ticket = p.dispatch({"data": "dropped"}, lambda *call: calls.append(call))
-        assert ticket.cancel(error)
-        assert not ticket.cancel(error)
-        gate.open()
-        outcome(running)
-        p({"data": "last"})
-    assert gate.batches == [["running"], ["last"]]
-    ((data, raised),) = calls
-    assert "result" not in data
-    assert raised is error if error else isinstance(raised, CancelledError)
 
 
 def test_a_callback_that_raises_harms_nobody(register: Register, caplog: pytest.LogCaptureFixture) -> None:

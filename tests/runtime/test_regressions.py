@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import WAIT, Gate, outcome
 
-from torchpipe_py import ItemBackend, MapReduce, PipeClosed, pipe
+from torchpipe_py import MapReduce, PipeClosed, pipe
 
 
 def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Callable[..., str]) -> None:
@@ -28,29 +28,6 @@ def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Cal
     with pytest.raises(PipeClosed):
         outcome(held)
     assert p.close()
-
-
-def test_a_map_without_data_keeps_the_reason(register: Callable[..., str]) -> None:
-    class Reason(ItemBackend):
-        """No result, and says why."""
-
-        def forward_item(self, item: dict[str, Any]) -> None:
-            item["error"] = ValueError("the reason")
-
-    nodes = {
-        "a": {"next": "b,c"},
-        "b": {"backend": register(Reason), "next": "d"},
-        "c": {"filter": "skip", "next": "d"},
-        "d": {"map": "b[result:data],c[reslt:data]"},
-    }
-    with pipe(nodes) as p:
-        p(data := {"data": 1})
-    assert str(data["error"]) == "the reason"
-    nodes["b"]["backend"] = "Identity"
-    nodes["d"]["map"] = "b[reslt:data]"
-    with pipe(nodes) as p:
-        p(data := {"data": 1})
-    assert str(data["error"]) == "node 'd': its map gives no 'data': 'b' has no 'reslt'"
 
 
 class GivesUpBetween(set):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
 import pytest
 import torch
 from conftest import Register
-from fakes import WAIT, Gate, error_of, outcome
+from fakes import WAIT, Gate, all_idle, error_of, outcome
 
-from torchpipe_py import Backend, BackendError, ItemBackend, pipe
+from torchpipe_py import ItemBackend, pipe
 
 Data = dict[str, Any]
 
@@ -46,77 +45,52 @@ def test_a_lone_request_waits_for_nobody(register: Register, nodes: int, instanc
         outcome(p.submit(items))
 
 
-class Company:
-    """Node a blocks on "slow"; node b batches up to four and would wait a minute for company."""
+class Ends(Four):
+    """Gives ``none`` no result, and raises for ``defect``."""
 
-    def __init__(self, register: Register, first: str = "{0}") -> None:
-        self.gate = Gate(blocks=lambda data: data == "slow")
-        self.second = Gate(most=4, blocks=lambda data: False)
-        self.config: dict[str, Any] = {
-            "a": {"backend": first.format(register(self.gate.backend)), "instance_num": 2, "next": "b"},
-            "b": {"backend": register(self.second.backend), "batching_timeout": HANGS},
-        }
-
-    @property
-    def batches(self) -> list[list[Any]]:
-        """Those of node b."""
-        return self.second.batches
-
-    def waits(self, future: Future[Any]) -> bool:
-        """Whether b holds the request and does not go on with it."""
-        assert self.second.arrived.wait(WAIT)
-        return not wait_for([future], timeout=0.1).done
+    def forward_item(self, item: Data) -> None:
+        if item["data"] == "defect":
+            raise ValueError("a defect")
+        if item["data"] != "none":
+            item["result"] = item["data"]
 
 
-def test_the_leader_waits_for_a_request_on_its_way(register: Register) -> None:
-    company = Company(register)
-    with pipe(company.config) as p, company.gate:
-        slow = company.gate.hold(p, {"data": "slow"})
+@pytest.mark.parametrize(
+    ("slow", "timeout", "batches"),
+    [
+        ("slow", HANGS, [["quick", "slow"]]),
+        ("none", HANGS, [["quick"]]),
+        ("defect", HANGS, [["quick"]]),
+        ("cancelled", HANGS, [["quick"]]),
+        ("slow", 20, [["quick"], ["slow"]]),
+        ("slow", 0, [["quick"], ["slow"]]),
+    ],
+)
+def test_the_leader_waits_for_a_request_on_its_way(
+    register: Register, slow: str, timeout: int, batches: list[list[Any]]
+) -> None:
+    """Until that has come, has ended elsewhere, or the time is over."""
+    gate, second = Gate(blocks=lambda data: data == slow), Gate(most=4, blocks=lambda data: False)
+    first = f"S[{register(gate.backend)},{register(type('Single', (Ends,), {'max': lambda self: 1}))}]"
+    nodes = {
+        "a": {"backend": first, "instance_num": 2, "next": "b"},
+        "b": {"backend": register(second.backend), "batching_timeout": timeout},
+    }
+    with pipe(nodes) as p, gate:
+        held = gate.hold(p, {"data": slow})
         quick = p.submit({"data": "quick"})
-        assert company.waits(quick)
-        company.gate.open()
-        outcome(slow)
-        outcome(quick)
-    assert company.batches == [["quick", "slow"]]
-
-
-@pytest.mark.parametrize("ending", ["no result", "defect"])
-def test_the_leader_is_released_when_that_request_ends_elsewhere(register: Register, ending: str) -> None:
-    class Ends(Backend):
-        """Gives the slow one no result, or raises."""
-
-        def forward(self, items: list[Data]) -> None:
-            for item in items:
-                if item["data"] != "slow":
-                    item["result"] = item["data"]
-                elif ending == "defect":
-                    raise ValueError("a defect")
-
-    company = Company(register, first=f"S[{{0}},{register(Ends)}]")
-    with pipe(company.config) as p, company.gate:
-        slow = company.gate.hold(p, {"data": "slow"})
-        quick = p.submit({"data": "quick"})
-        assert company.waits(quick)
-        company.gate.open()
+        assert second.arrived.wait(WAIT)
+        if timeout < HANGS:
+            outcome(quick)
+            assert not held.done()
+        else:
+            assert not wait_for([quick], timeout=0.1).done
+        if slow == "cancelled":
+            held.cancel()
+        gate.open()
         assert outcome(quick)["result"] == "quick"
-        error = error_of(slow)
-        assert isinstance(error, BackendError) if ending == "defect" else "error" in outcome(slow)
-    assert company.batches == [["quick"]]
-
-
-def test_the_leader_is_released_when_what_is_queued_before_it_was_given_up(register: Register) -> None:
-    company = Company(register)
-    company.config["a"]["instance_num"] = 1
-    with pipe(company.config) as p, company.gate:
-        quick = p.submit({"data": "quick"})
-        slow = company.gate.hold(p, {"data": "slow"})
-        cancelled, late = p.submit({"data": "cancelled"}), p.submit({"data": "late"}, timeout=0.0)
-        cancelled.cancel()
-        slow.cancel()
-        company.gate.open()
-        assert outcome(quick)["result"] == "quick"
-        assert error_of(late) is not None
-    assert [data for batch in company.batches for data in batch] == ["quick"]
+        wait_for([held], WAIT)
+    assert second.batches == batches
 
 
 def test_two_nodes_do_not_wait_for_each_other(register: Register) -> None:
@@ -151,18 +125,6 @@ def test_two_nodes_of_a_graph_that_is_run_twice_do_not_wait_for_each_other(regis
     with pipe(config) as p:
         for number in range(50):
             assert outcome(p.submit({"data": [number] * 3}))["result"] == [number] * 3
-
-
-def test_the_timeout_ends_the_wait(register: Register) -> None:
-    company = Company(register)
-    company.config["b"]["batching_timeout"] = 20
-    with pipe(company.config) as p, company.gate:
-        slow = company.gate.hold(p, {"data": "slow"})
-        outcome(p.submit({"data": "quick"}))
-        assert not slow.done()
-        company.gate.open()
-        outcome(slow)
-    assert company.batches == [["quick"], ["slow"]]
 
 
 # -- instances ----------------------------------------------------------------------------------------------------
@@ -250,21 +212,11 @@ def test_stats(register: Register) -> None:
         gate.open()
         for future in [first, *futures[:-1]]:
             outcome(future)
-    stats = p.stats()
-    assert list(stats["nodes"]) == ["a", "b"]
-    a, b = stats["nodes"]["a"], stats["nodes"]["b"]
-    assert (stats["inflight"], stats["max_inflight"], stats["admitted"], stats["rejected"]) == (0, 7, 7, 0)
-    assert {key: a[key] for key in ("instances", "min", "max", "busy", "requests", "batches", "failed", "expired")} == {
-        "instances": 1,
-        "min": 1,
-        "max": 1,
-        "busy": 0,
-        "requests": 6,
-        "batches": 6,
-        "failed": 0,
-        "expired": 1,
-    }
-    assert a["batch_sizes"] == {1: 6}
+        stats = all_idle(p).stats()
+    a, b = stats.pop("nodes").values()
+    assert stats == {"inflight": 0, "max_inflight": 7, "admitted": 7, "rejected": 0}
+    counts = {"instances": 1, "alive": 1, "min": 1, "max": 1, "queued": 0, "busy": 0, "requests": 6, "batches": 6}
+    assert {**a, **counts, "failed": 0, "expired": 1, "batch_sizes": {1: 6}, "oldest_batch_s": 0.0} == a
     assert (b["requests"], b["max"], sum(size * count for size, count in b["batch_sizes"].items())) == (6, 4, 6)
     assert b["batches"] == sum(b["batch_sizes"].values()) >= 3
     assert all(node[key] >= 0 for node in (a, b) for key in ("queue_ms", "batch_wait_ms", "compute_ms"))

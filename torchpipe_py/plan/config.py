@@ -316,8 +316,8 @@ def _node(
         map=read("map", _map, ()),
         filter=read("filter", to_str, None),
         instance_num=read("instance_num", lambda value: _instance_num(value, variants), ()),
-        batching_timeout=read("batching_timeout", _not_negative, 0.0),
-        device_id=read("device_id", _device, 0),
+        batching_timeout=read("batching_timeout", _at_least(0, to_float), 0.0),
+        device_id=read("device_id", _at_least(0, to_int), 0),
         decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),
         shared=read("shared", to_bool, False),
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
@@ -403,6 +403,19 @@ def split_variants(value: Value, count: int) -> list[Value]:
     return parts
 
 
+def _at_least(low: int, convert: Callable[[Value], float]) -> Callable[[Value], Any]:
+    def read(value: Value) -> float:
+        number = convert(value)
+        if number < low:
+            raise ValueError(f"expected at least {low}, got {quoted(number)}")
+        return number
+
+    return read
+
+
+_positive = _at_least(1, to_int)
+
+
 def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
     numbers = tuple(_positive(part) for part in split_variants(value, variants))
     if max(numbers) > MAX_INSTANCES:
@@ -413,32 +426,11 @@ def _instance_num(value: Value, variants: int) -> tuple[int, ...]:
     return numbers
 
 
-def _positive(value: Value) -> int:
-    number = to_int(value)
-    if number < 1:
-        raise ValueError(f"expected at least 1, got {quoted(number)}")
-    return number
-
-
-def _device(value: Value) -> int:
-    number = to_int(value)
-    if number < 0:
-        raise ValueError(f"expected a CUDA device number from 0, got {quoted(number)}")
-    return number
-
-
 def _isolation(value: Value) -> str:
     name = to_str(value).lower()
     if name not in ISOLATIONS:
         raise ValueError(f"expected one of {', '.join(ISOLATIONS)}, got {quoted(value)}")
     return name
-
-
-def _not_negative(value: Value) -> float:
-    number = to_float(value)
-    if number < 0:
-        raise ValueError(f"expected milliseconds, at least 0, got {number}")
-    return number
 
 
 def _names(value: Value) -> tuple[str, ...]:
