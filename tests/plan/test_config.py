@@ -16,7 +16,6 @@ import pytest
 from conftest import Register
 
 from torchpipe_py import Backend, ConfigError, parse_toml, pipe
-from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, load_config
 from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE, ELSEWHERE, SERVICE_FLAGS
@@ -528,58 +527,6 @@ def test_default_schedulers_are_ignored_with_one_line(
     assert [record.getMessage().split(": ")[-1] for record in caplog.records] == [
         "ignored, this is how every pipe is scheduled"
     ]
-
-
-# -- files written for the C++ library ----------------------------------------------------------------------------
-
-SEED = """
-# Schedule'parameter
-batching_timeout = 5
-instance_num = 8
-precision = "fp16"
-[cpu_decoder]
-backend = "DecodeMat"
-next = "cpu_posdecoder"
-[cpu_posdecoder]
-backend = "Sequential[ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]"
-### Parameters for the resize operation
-resize_h = 224
-resize_w = 224
-### Parameters for the cvtColorMat operation:
-color = "rgb"
-next = "resnet50"
-[resnet50]
-backend = "SyncTensor[TensorrtTensor]"
-min = 1
-max = 4
-instance_num = 4
-model = "MODEL.onnx"
-mean="123.675, 116.28, 103.53" # 255*"0.485, 0.456, 0.406"
-std="58.395, 57.120, 57.375" # 255*"0.229, 0.224, 0.225"
-"model::cache"="MODEL.trt" # or resnet50.trt.encrypted
-"""
-
-
-def test_the_file_of_the_tutorial_plans(write: Write, classifier: str) -> None:
-    nodes = plans(write(SEED.replace("MODEL.onnx", classifier)))
-    assert list(nodes) == ["cpu_decoder", "cpu_posdecoder", "resnet50"]
-    model = nodes["resnet50"].backends[0].children[0].params
-    assert (model["precision"], model["cache"], model["max_batch"]) == ("fp16", "MODEL.trt", to_bounds(4))
-    assert model["mean"] == (123.675, 116.28, 103.53)
-
-
-def test_the_file_of_the_tutorial_runs_with_a_choice(write: Write, classifier: str, jpeg: bytes) -> None:
-    text = SEED.replace("MODEL.onnx", classifier).replace(
-        "TensorrtTensor]", "FirstAvailable[TensorrtTensor,OnnxTensor]]"
-    )
-    data: dict[str, Any] = {"data": jpeg, "node_name": "cpu_decoder"}
-    bad: dict[str, Any] = {"data": b"no image", "node_name": "cpu_decoder"}
-    with pipe(write(text)) as p:
-        p(data)
-        p(bad)
-        assert (p.max(), p.min()) == (4, 1)
-    assert data["result"].shape == (1, 5)
-    assert "result" not in bad
 
 
 def test_errors_of_an_edited_file_name_the_file(tmp_path):

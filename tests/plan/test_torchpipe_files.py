@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchpipe_py import parse_toml
+from torchpipe_py import parse_toml, pipe
+from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.filters import or_
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 
@@ -118,4 +119,16 @@ def test_a_file_of_the_cpp_library_plans_as_it_is(plan: object, text: str) -> No
         assert [pipeline.plans[name].spec.instance_num for name in ("jpg_decoder", "cpu_decoder")] == [(6,), (8,)]
     if "resnet50" in pipeline.plans:
         assert pipeline.plans["resnet50"].batch_range() == (1, 4)
-        assert pipeline.plans["resnet50"].backends[0].children[0].params["precision"] == "fp16"
+        params = pipeline.plans["resnet50"].backends[0].children[0].params
+        assert (params["precision"], params["max_batch"]) == ("fp16", to_bounds(4))
+
+
+def test_the_file_of_the_tutorial_runs_with_a_choice(classifier: str, jpeg: bytes, tmp_path: Path) -> None:
+    path, choice = tmp_path / "tutorial.toml", "FirstAvailable[TensorrtTensor,OnnxTensor]]"
+    path.write_text(SERVICE.replace("MODEL", classifier).replace("TensorrtTensor]", choice), encoding="utf-8")
+    good, bad = [{"data": data, "node_name": "cpu_decoder"} for data in (jpeg, b"no image")]
+    with pipe(path) as run:
+        run([good, bad])
+        assert (run.max(), run.min()) == (4, 1)
+    assert good["result"].shape == (1, 5)  # type: ignore[attr-defined]
+    assert "result" not in bad

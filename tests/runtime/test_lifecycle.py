@@ -9,23 +9,27 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, in_threads, outcome
+from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, eventually, in_threads, outcome
 
 from torchpipe_py import (
     BackendError,
     BackendUnavailable,
     ConfigError,
     ItemBackend,
+    MapReduce,
     PipeClosed,
     SetupError,
     pipe,
 )
+from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 
 Data = dict[str, Any]
 Threads = Callable[[], list[threading.Thread]]
@@ -334,3 +338,92 @@ def test_an_impossible_range(register: Register, low: Any, high: Any) -> None:
 
     with pytest.raises((BackendError, ConfigError), match=rf"Range\d+ has no valid range: .* not {low} and {high}"):
         pipe({"backend": register(Range)})
+
+
+# -- defects that were found once, each by the smallest thing that showed it ------------------------------------------
+
+
+def test_close_from_a_callback_loses_no_request_of_an_earlier_node(register: Callable[..., str]) -> None:
+    gate, closed = Gate(blocks=lambda data: data == "held"), threading.Event()
+
+    def close(data: dict[str, Any], error: BaseException | None) -> None:
+        p.close()
+        closed.set()
+
+    p = pipe({"a": {"backend": register(gate.backend), "instance_num": 2, "next": "b"}, "b": {"backend": "Identity"}})
+    with gate:
+        held = gate.hold(p, {"data": "held"})
+        p.dispatch({"data": "free"}, close)
+        assert closed.wait(WAIT)
+    with pytest.raises(PipeClosed):
+        outcome(held)
+    assert p.close()
+
+
+class GivesUpBetween(set):
+    """Requests in flight; once, what is done to the first that is removed comes before its removal."""
+
+    before: Callable[[], None] | None = None
+
+    def remove(self, request: Any) -> None:
+        before, self.before = self.before, None
+        if before is not None and request in self:
+            before()
+        super().remove(request)
+
+
+def test_a_jump_that_starts_while_its_request_is_given_up_leaves_nothing_running(register: Callable[..., str]) -> None:
+    """``complete`` had looked for what the request's jumps had started before they did."""
+    gate = Gate()
+    entered, given_up = threading.Event(), threading.Event()
+
+    class Late(MapReduce):
+        def split(self, data: Any) -> Any:
+            entered.set()
+            assert given_up.wait(WAIT)
+            return super().split(data)
+
+    each = {"backend": register(gate.backend)}
+    with pipe({"root": {"backend": register(Late), "jump": "each"}, "each": each}) as p, gate:
+        inflight = p._runtime.inflight._requests = GivesUpBetween()
+        outcome: Future[Any] = Future()
+        ticket = p.dispatch({"data": [1, 2, 3], "node_name": "root"}, lambda data, error: outcome.set_result(error))
+        assert entered.wait(WAIT)
+
+        def start_children() -> None:
+            given_up.set()
+            gate.wait_entered()  # the first of the children runs
+
+        inflight.before = start_children
+        assert ticket.cancel()
+        assert isinstance(outcome.result(WAIT), CancelledError)
+        assert not p._runtime.inflight._inner
+        gate.open()
+
+
+# -- requests whose work is done elsewhere ----------------------------------------------------------------------------
+
+
+def test_a_thread_that_has_told_an_answer_is_in_no_callback_any_more(register: Register) -> None:
+    """Though another one began to tell its own meanwhile, and ended later: the first may close the pipe."""
+    answers: list[Callable[[], object]] = []
+
+    class Elsewhere(HandOverBackend):
+        """Leaves the answers to the test."""
+
+        def start(self, item: Data, done: HandedOver, request: Any) -> None:
+            item["result"] = item["data"]
+            answers.append(partial(done, None))
+
+    entered, is_told = threading.Event(), threading.Event()
+    run = pipe({"backend": register(Elsewhere)})
+    first, second = (run.submit({"data": number}) for number in range(2))
+    eventually(lambda: len(answers) == 2, "they are not handed over")
+    other = threading.Thread(target=answers[1])
+    first.add_done_callback(lambda _: (other.start(), entered.wait(WAIT)))
+    second.add_done_callback(lambda _: (entered.set(), is_told.wait(WAIT)))
+    answers[0]()
+    is_told.set()
+    other.join(WAIT)
+    assert second.done()
+    assert run.close()

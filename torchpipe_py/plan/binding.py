@@ -85,6 +85,12 @@ class BackendPlan:
         return self.cls(replace(config, params=self.params, children=children, filters=self.filters, label=self.label))
 
 
+_Position = tuple[tuple[str, ...], int]
+"""Where a call stands: the names of all calls in its list, and its place among them."""
+
+_ALONE: _Position = (("",), 0)
+
+
 def expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
     """``A`` with a key ``"A::backend" = "B"`` is ``A[B]``; everything else stays as it is."""
     name = canonical(call.name)
@@ -117,19 +123,18 @@ class Binder:
         self._folder = os.path.dirname(source) if source.endswith(".toml") else None
         self._reads_beside = False
 
-    def bind(self, call: Call, positions: Mapping[int, _Position]) -> BackendPlan:
-        """``positions`` holds the positions of calls in their list, by identity."""
-        position = positions.get(id(call), _ALONE)
+    def bind(self, call: Call, position: _Position = _ALONE) -> BackendPlan:
+        """The plan of a call, which stands at ``position`` in its list."""
         call = self._hoisted(call)
         cls = self._find(call)
         self._check_children(call, cls)
         params, keys = self._params(canonical(call.name), cls, position)
-        inner = _positions(call)
+        names = tuple(canonical(arg.name) for arg in call.args)
         return BackendPlan(
             cls=cls,
             label=str(Call(call.name, call.args)),
             params=params,
-            children=tuple(self.bind(arg, inner) for arg in call.args),
+            children=tuple(self.bind(arg, (names, place)) for place, arg in enumerate(call.args)),
             filters=tuple(self._filter(arg, cls) for arg in call.args),
             keys=keys,
         )
@@ -354,37 +359,18 @@ def _scoped(scope: str, name: str) -> list[str]:
     return [f"{prefix}::{name}" for prefix in (scope, *aliases)]
 
 
-@dataclass(frozen=True)
-class _Position:
-    """Where a call stands in its list: which of those of its name, of how many; which of all, of how many."""
-
-    index: int
-    count: int
-    place: int
-    length: int
-
-
-_ALONE = _Position(0, 1, 0, 1)
-
-
-def _positions(call: Call) -> dict[int, _Position]:
-    names = [canonical(arg.name) for arg in call.args]
-    return {
-        id(arg): _Position(names[:place].count(name), names.count(name), place, len(names))
-        for place, (arg, name) in enumerate(zip(call.args, names, strict=True))
-    }
-
-
 def _at_position(value: Value, position: _Position, scope: str) -> Value:
     """One of the values separated by ``|``, where the backend occurs several times in one list.
 
     There is one for each of its occurrences, or one for each backend of the list, of which the others are ignored.
     """
-    if position.count == 1 or not isinstance(value, str) or "|" not in value:
+    names, place = position
+    count = names.count(names[place])
+    if count == 1 or not isinstance(value, str) or "|" not in value:
         return value
     parts = [part.strip() for part in value.split("|")]
-    if len(parts) == position.count:
-        return parts[position.index]
-    if len(parts) == position.length:
-        return parts[position.place]
-    raise ValueError(f"{quoted(value)} has {len(parts)} values, {scope} occurs {position.count} times")
+    if len(parts) == count:
+        return parts[names[:place].count(names[place])]
+    if len(parts) == len(names):
+        return parts[place]
+    raise ValueError(f"{quoted(value)} has {len(parts)} values, {scope} occurs {count} times")

@@ -164,7 +164,7 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
         if node.owner == node.name:
             expanded = expand(call, binder.node)
             binder.check_names(expanded)
-            backends.append(isolated(binder.bind(expanded, {}), binder))
+            backends.append(isolated(binder.bind(expanded), binder))
     used = set().union(*(binder.used for binder in binders))
     unused = [key for key in node.params if key in node.own and key not in used]
     ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}

@@ -37,7 +37,7 @@ class Spans:
         self._tracer, self._labels = provider.get_tracer("torchpipe_py"), labels
         self._finished: SimpleQueue[Timeline | None] = SimpleQueue()
         self._dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._since_1970 = 0  # nanoseconds, where perf_counter is 0
         self._thread = threading.Thread(target=self._main, name="torchpipe-spans", daemon=True)
         self._thread.start()
@@ -89,10 +89,10 @@ class Spans:
         if not traced:
             return run()
         (node, first), *others = traced
-        links = [trace.Link(self._opened(other, started).get_span_context()) for _, other in others]
-        span = self._compute(first, node, self._opened(first, started), started, links)
+        first.links[node] = [trace.Link(self._opened(other, started).get_span_context()) for _, other in others]
+        span = self._compute(first, node, self._opened(first, started), started)
         for name, other in others:
-            other.links[name] = trace.Link(span.get_span_context())
+            other.links[name] = [trace.Link(span.get_span_context())]
         token = contexts.attach(trace.set_span_in_context(span))
         try:
             return run()
@@ -102,20 +102,16 @@ class Spans:
     def _opened(self, timeline: Timeline, started: float) -> trace.Span:
         """The span of a request, or of an element, which begins when it is first asked for."""
         with self._lock:
-            return self._open(timeline, started)
+            if timeline.span is None:
+                assert timeline.parent is not None
+                above = timeline.parent.begun.get(timeline.node) or self._opened(timeline.parent, started)
+                start = min([started, *[visit.arrived for visit in timeline.visits]])
+                element = {"torchpipe.element": timeline.index}
+                timeline.span = self._start(timeline.root, above, start, attributes=element)
+            return timeline.span  # type: ignore[no-any-return]
 
-    def _open(self, timeline: Timeline, started: float) -> trace.Span:
-        if timeline.span is None:
-            assert timeline.parent is not None
-            above = timeline.parent.begun.get(timeline.node) or self._open(timeline.parent, started)
-            start = min([started, *[visit.arrived for visit in timeline.visits]])
-            element = {"torchpipe.element": timeline.index}
-            timeline.span = self._start(timeline.root, above, start, attributes=element)
-        return timeline.span  # type: ignore[no-any-return]
-
-    def _compute(
-        self, timeline: Timeline, node: str, parent: trace.Span, started: float, links: Sequence[trace.Link]
-    ) -> trace.Span:
+    def _compute(self, timeline: Timeline, node: str, parent: trace.Span, started: float) -> trace.Span:
+        links = timeline.links.get(node)
         span = timeline.begun[node] = self._start(f"{node}: compute", parent, started, links=links)
         return span
 
@@ -145,11 +141,9 @@ class Spans:
     def _make(self, timeline: Timeline) -> None:
         """End the span of a request, or of an element, when it has its children."""
         span = self._opened(timeline, timeline.ended)
-        left = list(timeline.elements)
         for visit in list(timeline.visits):
-            self._make_visit(timeline, visit, span, [element for element in left if element.node == visit.node])
-            left = [element for element in left if element.node != visit.node]
-        for element in left:  # of a node that was given up before it was through
+            self._make_visit(timeline, visit, span)
+        for element in list(timeline.elements):
             self._make(element)
         for begun in timeline.begun.values():
             if begun.is_recording():
@@ -157,13 +151,12 @@ class Spans:
         _set_outcome(span, timeline.error)
         span.end(self._ns(timeline.last_end()))
 
-    def _make_visit(self, timeline: Timeline, visit: Visit, parent: trace.Span, elements: Sequence[Timeline]) -> None:
+    def _make_visit(self, timeline: Timeline, visit: Visit, parent: trace.Span) -> None:
         node = visit.node
         for phase, start, end in visit.phases():
             if phase != "compute":
                 self._start(f"{node}: {phase}", parent, start).end(self._ns(end))
-        links = [timeline.links[node]] if node in timeline.links else []
-        span = timeline.begun.get(node) or self._compute(timeline, node, parent, visit.started, links)
+        span = timeline.begun.get(node) or self._compute(timeline, node, parent, visit.started)
         span.set_attributes(
             {
                 "torchpipe.node": node,
@@ -173,8 +166,6 @@ class Spans:
             }
         )
         _set_outcome(span, visit.error)
-        for element in elements:
-            self._make(element)
         span.end(self._ns(visit.ended))
 
     def _ns(self, seconds: float) -> int:
