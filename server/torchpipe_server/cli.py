@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.errors import counted
+from torchpipe_py.errors import ConfigError, TorchpipeError, counted
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
 from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
@@ -41,12 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     set_up_logging(options)
     take_over_stderr()
-    # NOTE: imported only now, under the signal handler: it takes a moment.
-    from torchpipe_py.errors import TorchpipeError
-
     try:
         return _serve(options)
-    except (CannotServeError, TorchpipeError) as error:
+    except TorchpipeError as error:
         logging.shutdown()
         print_line(2, f"torchpipe-serve: {error}").join(FLUSH_SECONDS)
         return 1
@@ -55,16 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _on_signals(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class CannotServeError(Exception):
-    """Why the service cannot start: a missing library, a port that is taken."""
-
-
 def _serve(options: Options) -> int:
-    for library in ("thriftpy2", "httptools", "multipart"):
-        if find_spec(library) is None:
-            raise CannotServeError(f"{library} is not installed (pip install 'torchpipe_py[server]')")
-    if options.trace_ratio >= 0 and not (find_spec("opentelemetry") and find_spec("opentelemetry.sdk")):
-        raise CannotServeError("--trace-ratio: opentelemetry-sdk is not installed (pip install 'torchpipe_py[otel]')")
+    _require_libraries(options)
+    # NOTE: imported only now, under the signal handler: it takes a moment.
     from torchpipe_py import parse_toml
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
@@ -74,13 +64,17 @@ def _serve(options: Options) -> int:
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
-        http = stack.enter_context(_listen_http(options)) if options.http_port >= 0 else None
+        http = stack.enter_context(_listen(options.http_host, options.http_port)) if options.http_port >= 0 else None
         if http is not None:
             options = replace(options, http_port=http.getsockname()[1])
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
         if http is not None:
-            _monitor(http, listener, files, supervisor, options)
+            from torchpipe_server.supervisor.slots import http_connections
+            from torchpipe_server.supervisor.status import StatusServer
+
+            images_port, most = listener.getsockname()[1], http_connections(files)
+            supervisor.monitoring = StatusServer(supervisor.loop, http, supervisor, images_port, options, most)
         _prepare(tables)
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
@@ -94,6 +88,21 @@ def _serve(options: Options) -> int:
             return 1
         logger.info("stopped; every accepted request is answered")
         return 0
+
+
+def _require_libraries(options: Options) -> None:
+    """``ConfigError`` where one is missing that the options need."""
+    for is_needed, flag, library, extra in (
+        (True, "", "thriftpy2", "server"),
+        (True, "", "httptools", "server"),
+        (True, "", "multipart", "server"),
+        (options.http_port >= 0, "--http-port: ", "prometheus_client", "server"),
+        (options.trace_ratio >= 0, "--trace-ratio: ", "opentelemetry", "otel"),
+        (options.trace_ratio >= 0, "--trace-ratio: ", "opentelemetry.sdk", "otel"),
+    ):
+        if is_needed and find_spec(library) is None:
+            name = "opentelemetry-sdk" if extra == "otel" else library
+            raise ConfigError(f"{flag}{name} is not installed (pip install 'torchpipe_py[{extra}]')")
 
 
 def _start_lines(options: Options, listener: socket.socket, http: socket.socket | None) -> list[str]:
@@ -121,29 +130,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
-        raise CannotServeError(f"cannot listen on {host or repr(host)}:{port}: {_reason(error)}") from None
-
-
-def _reason(error: OSError) -> str:
-    """Without the address, which Python's own text may repeat."""
-    if error.errno is not None and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error.strerror or error)
-
-
-def _listen_http(options: Options) -> socket.socket:
-    if find_spec("prometheus_client") is None:
-        problem = "prometheus_client is not installed (pip install 'torchpipe_py[server]')"
-        raise CannotServeError(f"--http-port: {problem}")
-    return _listen(options.http_host, options.http_port)
-
-
-def _monitor(http: socket.socket, listener: socket.socket, files: int, supervisor: Any, options: Options) -> None:
-    from torchpipe_server.supervisor.slots import http_connections
-    from torchpipe_server.supervisor.status import StatusServer
-
-    port = listener.getsockname()[1]
-    supervisor.monitoring = StatusServer(supervisor.loop, http, supervisor, port, options, http_connections(files))
+        # Without the address, which Python's own text may repeat.
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
+        raise ConfigError(f"cannot listen on {host or repr(host)}:{port}: {reason}") from None
 
 
 def _raise_file_limit() -> int:
@@ -163,7 +152,7 @@ def _fit(options: Options, files: int) -> Options:
         return options
     if not most:
         workers = counted(options.workers, "worker")
-        raise CannotServeError(f"only {files} files may be open (ulimit -n), too few for {workers}")
+        raise ConfigError(f"only {files} files may be open (ulimit -n), too few for {workers}")
     logger.warning(
         "--max-connections is %d instead of %d: only %d files may be open (ulimit -n)",
         most, options.max_connections, files,

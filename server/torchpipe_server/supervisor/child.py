@@ -26,9 +26,10 @@ RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as one t
 RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish what does not
 
 State = Literal["starting", "ready", "draining", "gone"]
-Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved"]
+Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved", "dismissed"]
 """Why a worker ended, or is to be ended: by itself or by somebody else; no sign of life; its I/O loop at one thing for
-too long; a batch that runs for too long; an instance whose thread has ended; a message that no worker sends."""
+too long; a batch that runs for too long; an instance whose thread has ended; a message that no worker sends; it is not
+needed, and has nothing to answer yet."""
 
 _PROBLEMS: dict[Reason, str] = {
     "silent": "gives no sign of life",
@@ -67,7 +68,6 @@ class Child:
         self.reason: Reason = "died"
         self.has_served = False  # whether it was given a connection, or a client
         self.is_asked = False  # for its figures
-        self.is_dismissed = False  # ended on purpose, before it had anything to answer
         self.started_at = monotonic()
         self.ready_at = 0.0
         self.process = forked.process
@@ -199,14 +199,9 @@ class Child:
     def drain(self) -> None:
         """Have it answer what was accepted, and end; at once, where it has not begun to serve."""
         if self.state == "starting":
-            self.dismiss()
+            self.kill("dismissed")
         else:
             self._finish("drain")
-
-    def dismiss(self) -> None:
-        """End it now, since it is not needed."""
-        self.is_dismissed = True
-        self.kill()
 
     def kill(self, reason: Reason = "died") -> None:
         """End it now."""

@@ -6,20 +6,21 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.errors import TorchpipeError, counted
+from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import NOTHING, Closed, Message, Ready, Released, add_past
-from torchpipe_server.supervisor.forker import Forked, Forker
-from torchpipe_server.supervisor.generation import Generation, WorkerSlot
-from torchpipe_server.worker.worker import HUNG
+from torchpipe_server.supervisor.forker import Forked, Forker, Role
+from torchpipe_server.worker.worker import HUNG, engine_processes, has_engine
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -31,11 +32,99 @@ RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
 EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to tell how one has ended
 
 
+@dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
+class WorkerSlot:
+    """One worker or engine process of a generation, whichever process it is now, and its configuration.
+
+    ``child`` is none while it is being forked, and during the pause before the next attempt.
+    """
+
+    index: int
+    tables: Any
+    role: Role = "worker"
+    child: Child | None = None
+    restarts: int = 0
+    pauses: int = 0  # since it last worked for a while
+    failures: int = 0  # starts that failed, since the last one that did not
+    is_given_up: bool = False
+    died_at: float = 0.0  # when its last process died with connections; 0 once the next one is ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its process takes connections, or links."""
+        child = self.child  # asked by other threads as well
+        return child is not None and child.is_ready
+
+    @property
+    def name(self) -> str:
+        """For a line in the log."""
+        return f"{self.role} {self.index}"
+
+
+class Generation:
+    """``workers``, and where nodes are shared by several of them, ``engines``: as many for each device.
+
+    Engine processes of the generation ``before`` go on where the shared nodes are the same: then their models are not
+    loaded again. Where code of the user's own is imported it may have changed, and they do not.
+    """
+
+    def __init__(self, tables: Any, options: Options, before: Generation | None = None) -> None:
+        self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
+        self.engines: list[WorkerSlot] = []
+        self.has_started_workers = False
+        self._tables, self._files = tables, {}
+        if has_engine(options, tables):
+            # NOTE: looked at before anybody reads the files: what changes meanwhile is different at the next reload.
+            self._files = shared_files(tables)
+            if before is not None and not options.import_code and self._shares_with(before):
+                self.engines = before.engines
+            else:
+                most, count = options.engines * max(1, len(options.device_numbers)), engine_processes(options, tables)
+                if options.engines > 1 and count < most:
+                    logger.warning(
+                        "--engines %d: %d engine processes instead of %d, one for each worker (--workers)",
+                        options.engines, count, most,
+                    )  # fmt: skip
+                self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
+        elif options.engines > 1:
+            reason = "no node has shared = true" if options.workers > 1 else "it takes --workers of 2 or more"
+            logger.warning("--engines %d does nothing: %s", options.engines, reason)
+
+    def tell_engines(self, options: Options, before: Generation | None = None) -> None:
+        """Log which engine processes run its shared nodes, and whether they are those of the generation ``before``."""
+        if not self.engines:
+            return
+        devices = [options.device_of(engine.index) for engine in self.engines]
+        named = [
+            f"{engine.name} on CUDA device {device}" if device else engine.name
+            for engine, device in zip(self.engines, devices, strict=True)
+        ]
+        logger.info(
+            "shared nodes (%s) run in %s for %d workers: %s%s",
+            ", ".join(shared_nodes(self._tables)), counted(len(named), "engine process"), options.workers,
+            ", ".join(named), ", as before" if before is not None and before.engines is self.engines else "",
+        )  # fmt: skip
+
+    def _shares_with(self, before: Generation) -> bool:
+        """Whether the engine processes of the generation before run what those of this one would."""
+        are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
+        return are_ready and self._files == before._files and same_shared(before._tables, self._tables)
+
+    @property
+    def slots(self) -> list[WorkerSlot]:
+        """All of them."""
+        return [*self.engines, *self.workers]
+
+    def engine_of(self, worker: WorkerSlot) -> WorkerSlot | None:
+        """One on the worker's device."""
+        return self.engines[worker.index % len(self.engines)] if self.engines else None
+
+
 class Fleet:
     """``options.workers`` workers. ``tables`` is the configuration, ``load`` gives that of a reload, or ConfigError.
 
     A slot of a generation is filled by one process after the other. A reload builds the ``_next`` generation beside the
-    one that serves, ``_now``, and swaps them once all its workers are ready. Processes of neither are ``_leaving``.
+    one that serves, ``now``, and swaps them once all its workers are ready. Processes of neither are ``_leaving``.
     ``on_failure(problem)`` is called where no worker can be started.
     """
 
@@ -48,7 +137,7 @@ class Fleet:
         load: Callable[[], Any],
         on_failure: Callable[[str], object],
     ) -> None:
-        self._now = Generation(tables, options)
+        self.now = Generation(tables, options)
         self._next: Generation | None = None  # while a reload is under way
         self.past = NOTHING  # figures of workers that have ended
         self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
@@ -62,36 +151,26 @@ class Fleet:
         every(loop, LOOK_SECONDS, self._look)
 
     @property
-    def workers(self) -> list[WorkerSlot]:
-        """Those that serve now."""
-        return self._now.workers
-
-    @property
-    def engines(self) -> list[WorkerSlot]:
-        """The engine processes that serve them."""
-        return self._now.engines
-
-    @property
     def _slots(self) -> list[WorkerSlot]:
         """Of the generation that serves, and of the next one."""
-        return [*dict.fromkeys([*self._now.slots, *(self._next.slots if self._next else ())])]
+        return [*dict.fromkeys([*self.now.slots, *(self._next.slots if self._next else ())])]
 
     @property
     def ready(self) -> list[Child]:
         """Those that take connections; where some respond, only they."""
-        ready = [worker.child for worker in self.workers if worker.child is not None and worker.child.is_ready]
+        ready = [worker.child for worker in self.now.workers if worker.child is not None and worker.child.is_ready]
         return [child for child in ready if child.responds] or ready
 
     @property
     def is_recovering(self) -> bool:
         """Whether a worker that served connections died a moment ago, and the next one is not ready."""
         since = monotonic() - RECOVER_SECONDS
-        return any(worker.died_at > since for worker in self.workers)
+        return any(worker.died_at > since for worker in self.now.workers)
 
     @property
     def is_responding(self) -> bool:
         """Whether a worker is there that would answer, with what it needs for that."""
-        return all(engine.is_ready for engine in self.engines) and any(child.responds for child in self.ready)
+        return all(engine.is_ready for engine in self.now.engines) and any(child.responds for child in self.ready)
 
     @property
     def children(self) -> list[Child]:
@@ -103,7 +182,7 @@ class Fleet:
     def start(self, on_begun: Callable[[], object]) -> None:
         """Start them all; ``on_begun`` is called once they are ready, but for those that were given up."""
         self._on_begun = on_begun
-        self._begin(self._now)
+        self._begin(self.now)
 
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
@@ -165,7 +244,6 @@ class Fleet:
     def _look(self) -> None:
         for child in self.children:
             child.look(self._options.hang_seconds)
-        self._forker.look(LOOK_SECONDS)
         for slot in self._slots:
             if slot.child is not None and slot.child.needs_link and not self._is_ending:
                 self._link(slot)
@@ -186,7 +264,7 @@ class Fleet:
 
     def _is_successor(self, slot: WorkerSlot) -> bool:
         """Whether it belongs to the next generation alone."""
-        return self._next is not None and slot in self._next.slots and slot not in self._now.slots
+        return self._next is not None and slot in self._next.slots and slot not in self.now.slots
 
     def _became_ready(self, child: Child) -> None:
         slot = self._slot_of(child)
@@ -207,7 +285,7 @@ class Fleet:
                 self._begin_if_complete()
 
     def _engine_became_ready(self, engine: WorkerSlot) -> None:
-        for generation in filter(None, (self._now, self._next)):
+        for generation in filter(None, (self.now, self._next)):
             if engine not in generation.engines:
                 continue
             if generation.has_started_workers:
@@ -221,7 +299,7 @@ class Fleet:
 
     def _link(self, worker: WorkerSlot) -> None:
         """Give a worker and its engine process the two ends of a way to each other, where both are there."""
-        generation = self._next if self._next is not None and self._is_successor(worker) else self._now
+        generation = self._next if self._next is not None and self._is_successor(worker) else self.now
         engine = generation.engine_of(worker) if worker.role == "worker" else None
         if engine is None or worker.child is None or engine.child is None or not engine.is_ready:
             return
@@ -236,9 +314,13 @@ class Fleet:
 
     def _begin_if_complete(self) -> None:
         """The first generation is there, but for what was given up."""
-        if not self._has_begun and self.ready and all(worker.is_ready or worker.is_given_up for worker in self.workers):
+        if (
+            not self._has_begun
+            and self.ready
+            and all(worker.is_ready or worker.is_given_up for worker in self.now.workers)
+        ):
             self._has_begun = True
-            self._now.tell_engines(self._options)
+            self.now.tell_engines(self._options)
             self._on_begun()
             if self._wants_reload:
                 self._loop.call_soon(self.reload)
@@ -262,7 +344,7 @@ class Fleet:
             self._replace(slot, child)
 
     def _log_death(self, child: Child, lost: int) -> None:
-        if child.answered or not child.ready_at or child.is_dismissed:
+        if child.answered or not child.ready_at or child.reason == "dismissed":
             return
         if self._is_ending:
             child.process.join(EXIT_CODE_SECONDS)
@@ -328,12 +410,12 @@ class Fleet:
     def _end_if_hopeless(self) -> None:
         if self._next is not None:
             return
-        for slots in (self.workers, self.engines):
+        for slots in (self.now.workers, self.now.engines):
             if slots and all(slot.is_given_up for slot in slots):
                 self._on_failure(f"no {slots[0].role} can be started, after {START_ATTEMPTS} attempts each")
                 return
-        missing = [engine.name for engine in self.engines if engine.is_given_up]
-        if missing and not self._now.has_started_workers:  # which wait for all of them
+        missing = [engine.name for engine in self.now.engines if engine.is_given_up]
+        if missing and not self.now.has_started_workers:  # which wait for all of them
             self._on_failure(f"{missing[0]} cannot be started, after {START_ATTEMPTS} attempts")
 
     # -- reload -------------------------------------------------------------------------------------------------
@@ -352,22 +434,22 @@ class Fleet:
         except TorchpipeError as error:
             self._give_up_reload(str(error))
             return
-        self._next = Generation(tables, self._options, self._now)
+        self._next = Generation(tables, self._options, self.now)
         self._begin(self._next)
 
     def _swap(self, last: Child) -> None:
         """The successors serve from now on; those before them hand over their connections and end."""
         assert self._next is not None
-        before, self._now, self._next = self._now, self._next, None
-        for old, new in zip(before.workers, self.workers, strict=True):
+        before, self.now, self._next = self.now, self._next, None
+        for old, new in zip(before.workers, self.now.workers, strict=True):
             new.restarts = old.restarts
         for child in self._leave(before.slots):
             if not child.is_ready:
-                child.dismiss()
+                child.kill("dismissed")
             elif not child.clients:
                 child.release()
         logger.info("reloaded %s", self._options.config)
-        self._now.tell_engines(self._options, before)
+        self.now.tell_engines(self._options, before)
         self._connections.became_ready(last)
 
     def _give_up_reload(self, problem: str) -> None:
@@ -378,10 +460,10 @@ class Fleet:
     def _dismiss_successors(self) -> None:
         slots, self._next = self._next.slots if self._next else [], None
         for child in self._leave(slots):
-            child.dismiss()
+            child.kill("dismissed")
 
     def _leave(self, slots: list[WorkerSlot]) -> list[Child]:
         """The processes of a generation that serves no more, or never will, but for engines that go on."""
-        children = [slot.child for slot in slots if slot.child is not None and slot not in self.engines]
+        children = [slot.child for slot in slots if slot.child is not None and slot not in self.now.engines]
         self._leaving.update(children)
         return children

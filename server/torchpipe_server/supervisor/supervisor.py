@@ -23,8 +23,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add, service_figures
-from torchpipe_server.supervisor.fleet import Fleet
-from torchpipe_server.supervisor.generation import WorkerSlot
+from torchpipe_server.supervisor.fleet import Fleet, WorkerSlot
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -131,7 +130,9 @@ class Supervisor:
     @property
     def graph(self) -> str:
         """The pipeline as SVG; empty as long as no worker is ready."""
-        return next((worker.child.graph for worker in self._fleet.workers if worker.child and worker.child.graph), "")
+        return next(
+            (worker.child.graph for worker in self._fleet.now.workers if worker.child and worker.child.graph), ""
+        )
 
     def ask(self, answer: Callable[[Figures], object]) -> None:
         """Call ``answer(figures)`` with what ``/stats`` shows: all who ask at a time get the same."""
@@ -168,10 +169,10 @@ class Supervisor:
             "time": time(),
             "graph_id": sha256(self.graph.encode()).hexdigest()[:16],
             "connections": connections,
-            "restarts": sum(slot.restarts for slot in [*fleet.workers, *fleet.engines]),
+            "restarts": sum(slot.restarts for slot in [*fleet.now.workers, *fleet.now.engines]),
             "restarts_by_reason": dict(fleet.restarts),
-            "workers": [_slot_figures(worker, silent) for worker in fleet.workers],
-            "engines": [_slot_figures(engine, silent) for engine in fleet.engines],
+            "workers": [_slot_figures(worker, silent) for worker in fleet.now.workers],
+            "engines": [_slot_figures(engine, silent) for engine in fleet.now.engines],
             "bounds_ms": BOUNDS_MS,
             **service,
         }

@@ -1,4 +1,5 @@
-"""A worker process: one pipe, one I/O thread, the connections that the supervisor hands over."""
+"""A worker: one pipe, one I/O thread, the connections that the supervisor hands over. An engine process: the pipe of
+the shared nodes, for the workers whose ways to it the supervisor hands over."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Server
@@ -63,6 +65,11 @@ class Start:
 def worker_main(start: Start) -> None:
     """The main function of a worker. It ends when the supervisor says so, or is gone."""
     run_process(start, lambda: Worker(start).serve)
+
+
+def engine_main(start: Start) -> None:
+    """The main function of an engine process. It ends when the supervisor says so, or with the last worker."""
+    run_process(start, lambda: EngineProcess(start).serve)
 
 
 def run_process(start: Start, build: Callable[[], Callable[[], object]]) -> None:
@@ -234,6 +241,44 @@ class Worker:
             stats["nodes"] = {name: node for name, node in stats["nodes"].items() if name not in self._engine.sections}
             stats["hand_over"] = self._engine.figures.as_dict()
         return stats
+
+
+class EngineProcess:
+    """Serves the workers that the supervisor links to it until it says that there are none any more."""
+
+    def __init__(self, start: Start) -> None:
+        from torchpipe_py.proc.engine import EngineServer
+
+        set_up_process(start.options)
+        plan = make_plan(start.options, start.tables, engine_processes(start.options, start.tables))
+        self._server = EngineServer(plan)
+        self._loop = new_loop(is_fast=False)
+        hear: dict[str, Callable[[dict[str, Any], int], object]] = {
+            "link": self._attach,
+            "drain": lambda *_: self._loop.stop(),
+            "release": lambda *_: self._loop.stop(),
+        }
+        self._requests = RequestCounters("").summary()  # those of clients are the workers'
+        self._post = Post(start, self._loop, hear, self._figures, self._server.pipe.stats, self._orphaned)
+
+    def serve(self) -> NoReturn:
+        """Until told to end, and the process with it."""
+        self._post.run("")
+        self._post.end(True)
+        end_process(self._server.pipe, self._server.close(CLOSE_SECONDS), 0)
+
+    def _attach(self, message: dict[str, Any], descriptor: int) -> None:
+        if descriptor < 0:
+            logger.error("a worker cannot be linked: no descriptor is left for it")
+        else:
+            self._server.attach(socket.socket(fileno=descriptor))
+
+    def _orphaned(self) -> None:
+        logger.error("the supervisor is gone: serving the workers until they end")
+        every(self._loop, END_SECONDS, lambda: self._server.workers or self._loop.stop())
+
+    def _figures(self) -> dict[str, Any]:
+        return {**self._server.pipe.stats(), "inflight": 0, "requests": self._requests}
 
 
 def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:

@@ -19,10 +19,8 @@ from service import turn
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.supervisor import forker
-from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet
+from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet, Generation, WorkerSlot
 from torchpipe_server.supervisor.forker import Forker
-from torchpipe_server.supervisor.generation import Generation, WorkerSlot
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
 
@@ -60,16 +58,16 @@ def test_a_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: 
     fleet = fleets.make(workers=2)
     fleet._has_begun = True
     for _ in range(50):
-        fleets.die(fleet, fleet.workers[0], has_served=True, ready_at=time.monotonic())
+        fleets.die(fleet, fleet.now.workers[0], has_served=True, ready_at=time.monotonic())
     assert fleets.started == [0] * 50
     assert fleet.is_recovering
-    assert (fleet.workers[0].restarts, fleet.restarts) == (50, {"died": 50})
+    assert (fleet.now.workers[0].restarts, fleet.restarts) == (50, {"died": 50})
 
 
 def test_a_worker_that_dies_without_a_connection_is_replaced_later(fleets: Fleets) -> None:
     fleet = fleets.make(workers=2)
     fleet._has_begun = True
-    fleets.die(fleet, fleet.workers[0], ready_at=time.monotonic())
+    fleets.die(fleet, fleet.now.workers[0], ready_at=time.monotonic())
     assert (fleets.started, fleet.is_recovering) == ([], False)
     turn(fleets.loop, 2 * FIRST_DELAY)
     assert fleets.started == [0]
@@ -80,10 +78,10 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(fleets: 
     """However often: a worker is given up for what is wrong with it."""
     fleet = fleets.make(workers=1)
     for _ in range(2 * START_ATTEMPTS):
-        fleet._forked(fleet.workers[0], OSError(number, os.strerror(number)))
-    assert (fleet.workers[0].failures, fleets.failed) == (0, [])
-    fleet._forked(fleet.workers[0], OSError(errno.ESRCH, "it is gone"))
-    assert fleet.workers[0].failures == 1
+        fleet._forked(fleet.now.workers[0], OSError(number, os.strerror(number)))
+    assert (fleet.now.workers[0].failures, fleets.failed) == (0, [])
+    fleet._forked(fleet.now.workers[0], OSError(errno.ESRCH, "it is gone"))
+    assert fleet.now.workers[0].failures == 1
 
 
 def test_a_thread_that_cannot_be_started_is_one_of_those(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +94,7 @@ def test_a_thread_that_cannot_be_started_is_one_of_those(fleets: Fleets, monkeyp
 def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(fleets: Fleets) -> None:
     """One of two is killed whenever it starts; workers are started when both are ready."""
     fleet = fleets.make(workers=2, engines=2)
-    ready, dying = fleet.engines
+    ready, dying = fleet.now.engines
     ready.child = mock.Mock(is_ready=True, clients=set())
     for _ in range(START_ATTEMPTS):
         assert fleets.failed == []
@@ -112,17 +110,17 @@ def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(fleets: 
     fleet._has_begun = True
     fleet.reload()
     assert fleet._next is not None
-    assert fleet._next.engines == fleet.engines
+    assert fleet._next.engines == fleet.now.engines
     for _ in range(START_ATTEMPTS):
         assert (fleets.failed, fleet._next is None) == ([], False)
-        fleets.die(fleet, fleet.engines[0])
+        fleets.die(fleet, fleet.now.engines[0])
     assert fleet._next is None
     assert fleets.failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
 
 
 def test_a_link_for_which_the_supervisor_has_no_descriptor_is_made_later(fleets: Fleets, monkeypatch: Any) -> None:
     fleet = fleets.make(workers=2)
-    (engine,), (worker, _) = fleet.engines, fleet.workers
+    (engine,), (worker, _) = fleet.now.engines, fleet.now.workers
     engine.child, worker.child = mock.Mock(is_ready=True, needs_link=False), mock.Mock(needs_link=True)
     with monkeypatch.context() as patch:
         patch.setattr("socket.socketpair", mock.Mock(side_effect=OSError(errno.EMFILE, "none is left")))
@@ -201,22 +199,6 @@ def test_the_log_names_the_engine_processes(args: str, line: str, caplog: pytest
 
 
 # -- forks ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_fork_that_takes_too_long_is_given_up(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that workers are forked from may be stopped."""
-    killed: list[int] = []
-    monkeypatch.setattr(forker, "_kill_fork_server", lambda: killed.append(1))
-    subject = Forker(fleets.loop, Options("test", hang_seconds=2.0), fleets.journal)
-    subject.look(1.0)
-    with subject._lock:
-        for _ in range(100):
-            subject.look(1.0)
-        assert not killed, "it may have to import everything first"
-        subject._looks, subject._has_forked = 0, True
-        for _ in range(3):
-            subject.look(1.0)
-    assert killed == [1]
 
 
 def none_is_left(pid: int) -> int:
