@@ -11,21 +11,17 @@ from torchpipe_py import Backend, Param, register_backend
 
 @register_backend
 class ChaosEcho(Backend):
-    """``(data, its length)``, ``service_ms`` after each batch began, and once there is a file called ``gate``, if that
-    is given; keeps ``leak_bytes`` of each request."""
+    """``(data, its length)``, ``service_ms`` after each batch began; keeps ``leak_bytes`` of each request."""
 
     most = Param(int, 8, doc="largest batch")
     service_ms = Param(float, 0.0, doc="time of a batch")
     leak_bytes = Param(int, 0, doc="a planted leak")
-    gate = Param(str, "", doc="path of a file")
 
     def setup(self) -> None:
         self._kept: list[bytes] = []
 
     def forward(self, items: list[dict[str, Any]]) -> None:
         time.sleep(self.service_ms / 1000)
-        while self.gate and not os.path.exists(self.gate):
-            time.sleep(0.005)
         for item in items:
             if self.leak_bytes:
                 self._kept.append(os.urandom(self.leak_bytes))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -16,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit.clients import connect, pack_batch
+from kit.waits import WAIT
 from torchpipe_client import Client, ClientError, ConnectionLost, InferenceError, TimedOut
 
-ANSWER_WITHIN = 60.0  # seconds after which an answer counts as lost
 TYPED = ("ok", "overloaded", "unavailable", "worker_died")
 _OWN_END = ("abandoned", "connection_lost")  # of a request that has no answer, and may have none
 
@@ -33,44 +32,8 @@ def echo(client: int, number: int) -> tuple[bytes, Answer]:
     return data.encode(), (data, float(len(data)))
 
 
-# -- messages -------------------------------------------------------------------------------------------------------
-
-
-def pack_call(name: str, body: bytes = b"\0") -> bytes:
-    """The unframed binary protocol; ``body`` is the struct of the arguments."""
-    return struct.pack(">HHI", 0x8001, 1, len(name)) + name.encode() + struct.pack(">i", 1) + body
-
-
-def pack_batch(data: bytes) -> bytes:
-    image = struct.pack(">bhI", 11, 1, 5) + b"chaos" + struct.pack(">bhI", 11, 2, len(data)) + data
-    return pack_call("infer_batch", struct.pack(">bh", 12, 1) + image + b"\0\0")
-
-
 def pack_post(data: bytes) -> bytes:
     return b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(data) + data
-
-
-def connect(port: int) -> socket.socket:
-    """A full accept queue resets connections: try again for a while."""
-    until = time.monotonic() + ANSWER_WITHIN
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), ANSWER_WITHIN)
-        except (ConnectionError, TimeoutError):
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.01)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes; ``TimeoutError`` where it never does."""
-    received = b""
-    try:
-        while piece := sock.recv(2**16):
-            received += piece
-    except ConnectionError:
-        pass
-    return received
 
 
 class HttpClient:
@@ -82,7 +45,7 @@ class HttpClient:
     def infer_batch(self, data: bytes) -> Answer:
         try:
             if self._connection.sock is None:
-                self._connection.sock = connect(self._connection.port)
+                self._connection.sock = connect(self._connection.port, self._connection.timeout)
             self._connection.request("POST", "/infer", data)
             answer = json.load(self._connection.getresponse())
         except TimeoutError as error:
@@ -191,7 +154,7 @@ class Load:
         total: int = 0,
         rate: float = 0.0,
         abandon_every: int = 0,
-        answer_within: float = ANSWER_WITHIN,
+        answer_within: float = WAIT,
         judge: Callable[[Answer, Answer], str] = lambda answer, expected: "ok" if answer == expected else "crossed",
     ) -> None:
         self._port, self._ask, self._rate, self._judge = port, ask, rate, judge

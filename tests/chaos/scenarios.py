@@ -12,32 +12,19 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchpipe_client import Client
+from kit.clients import connect, pack_batch, pack_call, read_all
+from kit.services import reserved_port
+from kit.waits import WAIT
 
-from chaos.clients import (
-    TYPED,
-    Answer,
-    Load,
-    above,
-    answered,
-    closed_by_kills,
-    connect,
-    differs,
-    grew,
-    pack_batch,
-    pack_call,
-    pack_post,
-    read_all,
-)  # fmt: skip
-from chaos.service import DEMO, MEBIBYTE, ROOT, WAIT, Service, eventually
+from chaos.clients import TYPED, Load, above, answered, closed_by_kills, differs, grew, pack_post
+from chaos.service import MEBIBYTE, Service, eventually
 
 
 @dataclass
@@ -61,7 +48,7 @@ def overload(
     ``more_seconds``: for how many more the overload may last until that is reached, where the machine is busy.
     """
     with Service("--max-inflight", "4", backend="ChaosEcho", most=1, service_ms=service_ms) as it:
-        it.ready()
+        it.wait_started()
         began = time.monotonic()
         with Load(it.port, 3) as load:
             time.sleep(seconds / 2)
@@ -99,18 +86,18 @@ def overload(
 def worker_killed(workers: int = 1, kills: int = 1, every: float = 1.5, within: float = WAIT) -> Report:
     """``kill -9`` again and again under load."""
     with Service("--workers", str(workers), instance_num=2, service_ms=2) as it:
-        it.ready()
+        it.wait_started()
         times: list[tuple[float, float]] = []
         with Load(it.port, 8) as load:
             for _ in range(kills):
                 served = load.ok
                 time.sleep(every)
                 eventually(lambda before=served: load.ok > before)  # type: ignore[misc]
-                victim = random.choice(it.workers)
+                victim = random.choice(it.pids())
                 killed = time.monotonic()
                 os.kill(victim, signal.SIGKILL)
-                eventually(lambda pid=victim: pid not in it.workers)  # type: ignore[misc]
-                eventually(lambda: len(it.workers) == workers)
+                eventually(lambda pid=victim: pid not in it.pids())  # type: ignore[misc]
+                eventually(lambda: len(it.pids()) == workers)
                 times.append((killed, time.monotonic()))
         with Load(it.port, 4, total=40) as last:
             last.join()
@@ -129,7 +116,7 @@ def worker_killed(workers: int = 1, kills: int = 1, every: float = 1.5, within: 
 def clients_gone(requests: int = 600) -> Report:
     """Half of the requests are abandoned: some in the middle of the message, the others before the answer."""
     with Service(service_ms=2) as it:
-        it.ready()
+        it.wait_started()
         with Load(it.port, 8, total=80) as warm:
             warm.join()
         eventually(lambda: it.open_connections == 0)
@@ -148,88 +135,13 @@ def clients_gone(requests: int = 600) -> Report:
         return Report("clients gone", load.tally.figures(), problems)
 
 
-def oversize(limit: int = MEBIBYTE) -> Report:
-    """A message of as many bytes as are allowed, and one more."""
-    with Service("--max-message-bytes", str(limit)) as it:
-        it.ready()
-        answers = []
-        for size in (limit, limit + 1):
-            with connect(it.port) as sock:
-                sock.sendall(pack_batch(b"x" * (size - len(pack_batch(b"")))))
-                answers.append(b"too_large" in sock.recv(2**16))
-        return Report("oversize", {"limit": limit}, differs("whether it was too large", answers, [False, True]))
-
-
-def stopped(requests: int = 100, idle: int = 50, within: float = WAIT) -> Report:
-    """SIGTERM with so many in flight and idle clients beside them. None is answered before an idle client is gone: then
-    all were in flight when the worker heard of the stop, however long that took."""
-    with (
-        TemporaryDirectory() as folder,
-        Service(most=1, service_ms=20, instance_num=4, gate=str(gate := Path(folder) / "gate")) as it,
-        ExitStack() as stack,
-    ):
-        it.ready()
-        quiet, *socks = [stack.enter_context(connect(it.port)) for _ in range(idle + requests)][idle - 1 :]
-        for number, sock in enumerate(socks):
-            sock.sendall((pack_post if number % 2 else pack_batch)(b"answer %d." % number))
-        are_in_flight = eventually(lambda: it.inflight == requests)
-        it.signal()
-        began = time.monotonic()
-        read_all(quiet)
-        gate.touch()
-        lost = [number for number, sock in enumerate(socks) if b"answer %d." % number not in read_all(sock)]
-        code, spent = it.wait(within), time.monotonic() - began
-        problems = [
-            *differs("whether all were in flight", are_in_flight, True),
-            *differs("requests without their answer", lost, []),
-            *differs("the exit code", code, 0),
-            *above("seconds to the end", spent, within),
-        ]
-        return Report("SIGTERM", {"exit": code, "seconds": round(spent, 2)}, problems)
-
-
-def corrupt_item(size: int = 32) -> Report:
-    """One item of a list is no image; the others get what they get without it, to the last bit."""
-    images = [path.read_bytes() for path in sorted((ROOT / "configs/demo/images").glob("*.jpg"))][:size]
-    wrong = []
-    with Service(config=DEMO) as it, Client(f"127.0.0.1:{it.ready().port}") as client:
-        clean = client.infer_many(images)
-        for position in range(size):
-            bad, *others = [images[position][:40], *images[:position], *images[position + 1 :]]
-            answers = client.infer_many([*others[:position], bad, *others[position:]])
-            failed = answers.pop(position)
-            if getattr(failed, "code", "") != "decode_error" or answers != clean[:position] + clean[position + 1 :]:
-                wrong.append(position)
-    return Report("corrupt item", {"positions": size}, differs("positions that change what others get", wrong, []))
-
-
-def concurrency(threads: int = 64, calls: int = 10, workers: int = 1) -> Report:
-    """The demo, an image of each thread's own in turn with others, against answers that were got one by one."""
-    images = [path.read_bytes() for path in sorted((ROOT / "configs/demo/images").glob("*.jpg"))]
-    with Service("--workers", str(workers), config=DEMO) as it, Client(f"127.0.0.1:{it.ready().port}") as client:
-        stored = [tuple(client.infer_batch(image)) for image in images]
-
-        def ask(client: int, number: int) -> tuple[bytes, Answer]:
-            index = (7 * client + number) % len(images)
-            return images[index], stored[index]
-
-        with Load(it.port, threads, ask, total=threads * calls) as load:
-            load.join()
-        distinct = len(set(stored))
-        problems = [
-            *answered(load.tally, WAIT),
-            *above("images whose answer another one has", len(images) - distinct, 2),
-        ]
-        return Report("concurrency", {"distinct": distinct, **load.tally.figures()}, problems)
-
-
 def soak(seconds: float = 4.0, most: float = 4 * MEBIBYTE, leak_bytes: int = 0, share: float = 0.8) -> Report:
     """At that share of its capacity; ``leak_bytes`` of each request is the planted fault.
 
     Longer than ``seconds``, where the machine is too busy for a thousand requests and 40 samples in that time.
     """
     with Service(service_ms=2, most=4, leak_bytes=leak_bytes) as it:
-        it.ready()
+        it.wait_started()
         began = time.monotonic()
         with Load(it.port, 8) as load:
             time.sleep(min(5.0, seconds / 4))
@@ -241,7 +153,7 @@ def soak(seconds: float = 4.0, most: float = 4 * MEBIBYTE, leak_bytes: int = 0, 
             while time.monotonic() < began + seconds or load.tally.sent < 1000 or len(resident) < 40:
                 time.sleep(max(0.05, seconds / 400))
                 resident.append(it.sum("rss"))
-                devices.append(sum(gpu["used_bytes"] for gpu in it.stats()["gpus"]))
+                devices.append(sum(gpu["used_bytes"] for gpu in it.stats["gpus"]))
         problems = [
             *answered(load.tally, WAIT),
             *grew(resident, int(most), "resident memory"),
@@ -265,7 +177,7 @@ def mixed(
     kills: list[tuple[float, float]] = []
     reloads = 0
     with Service("--workers", str(workers), instance_num=2) as it:
-        it.ready()
+        it.wait_started()
         began = last_said = time.monotonic()
         next_kill, next_reload = began + every / 2, began + 0.6 * every
         load = Load(it.port, clients, total=requests, rate=requests / seconds / clients, abandon_every=97)
@@ -275,12 +187,12 @@ def mixed(
                 now = time.monotonic()
                 if now >= next_kill:
                     # A worker that has only just started counts as one that cannot, if it dies.
-                    able = [row for row in it.stats()["workers"] if row["state"] == "ready" and row["uptime_s"] > 1.5]
+                    able = [row for row in it.stats["workers"] if row["state"] == "ready" and row["uptime_s"] > 1.5]
                     if able:
                         victim = random.choice(able)["pid"]
                         with suppress(ProcessLookupError):
                             os.kill(victim, signal.SIGKILL)
-                            eventually(lambda pid=victim: pid not in [one["pid"] for one in it.stats()["workers"]])  # type: ignore[misc]
+                            eventually(lambda pid=victim: pid not in [one["pid"] for one in it.stats["workers"]])  # type: ignore[misc]
                             kills.append((now, time.monotonic()))
                         next_kill = now + every
                 if now >= next_reload:
@@ -293,7 +205,7 @@ def mixed(
         tally = load.tally
         is_idle = eventually(lambda: it.inflight == it.open_connections == 0)
         it.signal()
-        code = it.wait()
+        code = it.exit_code()
         problems = [
             *answered(tally, within, TYPED),
             *closed_by_kills(tally.closed, kills),
@@ -306,13 +218,13 @@ def mixed(
 def hanging(hang_seconds: float = 3.0) -> Report:
     """A stopped worker is killed and replaced, and its connections go on."""
     with Service("--hang-seconds", str(hang_seconds), "--workers", "2") as it:
-        it.ready()
+        it.wait_started()
         with Load(it.port, 8) as load:
             eventually(lambda: load.ok > 100)
-            victim = it.workers[0]
+            victim = it.pids()[0]
             os.kill(victim, signal.SIGSTOP)
             stopped_at = time.monotonic()
-            is_replaced = eventually(lambda: victim not in it.workers and len(it.workers) == 2)
+            is_replaced = eventually(lambda: victim not in it.pids() and len(it.pids()) == 2)
             back_at = time.monotonic()
         problems = [
             *answered(load.tally, WAIT, TYPED),
@@ -325,7 +237,7 @@ def hanging(hang_seconds: float = 3.0) -> Report:
 def cannot_start(backend: str = "ChaosRaise", word: str = "") -> Report:
     """The service ends, and says why."""
     with Service(backend=backend) as it:
-        code = it.wait(3 * WAIT)
+        code = it.exit_code(3 * WAIT)
         it.processes()
     problems = [
         *differs("the exit code", code, 1),
@@ -347,7 +259,7 @@ def crash_loop(seconds: float = 6.0) -> Report:
         is_over, attempts = it.process.poll() is not None, tried()
         goes_on = eventually(lambda: tried() >= 3)
         it.signal()
-        code = it.wait()
+        code = it.exit_code()
         it.processes()
     problems = [
         *differs("whether it has ended by itself", is_over, False),
@@ -367,8 +279,8 @@ def bad_reload() -> Report:
         "crashes": lambda it: it.write(backend="ChaosCrash"),
     }
     with Service() as it:
-        it.ready()
-        before = it.workers
+        it.wait_started()
+        before = it.pids()
         problems: list[str] = []
         with Load(it.port, 2, rate=100) as load:
             for index, (name, break_it) in enumerate(broken.items()):
@@ -376,10 +288,10 @@ def bad_reload() -> Report:
                 it.signal(signal.SIGHUP)
                 if not eventually(lambda count=index + 1: it.stderr.count("not reloaded") == count):  # type: ignore[misc]
                     problems.append(f"{name}: nothing says that it was not reloaded")
-            problems += differs("the workers", it.workers, before)
+            problems += differs("the workers", it.pids(), before)
             it.write()
             it.signal(signal.SIGHUP)
-            is_new = eventually(lambda: before[0] not in (now := it.workers) and len(now) == 1)
+            is_new = eventually(lambda: before[0] not in (now := it.pids()) and len(now) == 1)
             problems += differs("whether a good one is taken after that", is_new, True)
         problems += answered(load.tally, WAIT)
         problems += closed_by_kills(load.tally.closed, [])
@@ -389,9 +301,9 @@ def bad_reload() -> Report:
 def supervisor_killed() -> Report:
     """Nothing is left of the service, and what was in work is answered."""
     with ExitStack() as stack:
-        port = stack.enter_context(_reserved_port())
+        port = stack.enter_context(reserved_port())
         it = stack.enter_context(Service("--port", str(port), "--workers", "2", service_ms=1000))
-        sock = stack.enter_context(connect(it.ready().port))
+        sock = stack.enter_context(connect(it.wait_started().port))
         sock.sendall(pack_batch(b"in work"))
         eventually(lambda: it.inflight == 1)
         shared = it.shared_files()
@@ -413,10 +325,10 @@ def supervisor_killed() -> Report:
 def malformed(messages: int = 2000, seed: int = 1) -> Report:
     """Mutated messages, one a connection, while another client is served."""
     with Service("--message-seconds", "1") as it:
-        it.ready()
+        it.wait_started()
         with Load(it.port, 1, total=100) as warm:
             warm.join()
-        started, before = it.workers, it.sum("rss")
+        started, before = it.pids(), it.sum("rss")
         with Load(it.port, 1, rate=200) as load, connect(it.port) as slow:
             trickle = threading.Thread(target=_trickle, args=(slow,), daemon=True)
             trickle.start()
@@ -429,7 +341,7 @@ def malformed(messages: int = 2000, seed: int = 1) -> Report:
         problems = [
             *answered(load.tally, WAIT),
             *differs("connections closed on the client that did nothing wrong", len(load.tally.closed), 0),
-            *differs("the workers", it.workers, started),
+            *differs("the workers", it.pids(), started),
             *differs("whether the slow client was closed", not trickle.is_alive(), True),
             *differs("broken connections that were not closed or answered", hung, 0),
             *above("memory, MiB", growth, 16),
@@ -515,15 +427,6 @@ def _trickle(sock: socket.socket) -> None:
             continue
         except OSError:
             return
-
-
-@contextmanager
-def _reserved_port() -> Iterator[int]:
-    """One that a service may have, and that the system gives to nobody else, also when the service is gone."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
-        yield sock.getsockname()[1]
 
 
 def _is_free(port: int) -> bool:

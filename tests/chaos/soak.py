@@ -31,10 +31,6 @@ def runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Report]]]:
         "killed": [partial(scenarios.worker_killed, count, kills=12, every=5.0, within=1.0) for count in (1, 2)],
         "gone": [partial(scenarios.clients_gone, 10_000)],
         "malformed": [partial(scenarios.malformed, 100_000)],
-        "oversize": [partial(scenarios.oversize, 16 * MEBIBYTE)],
-        "stopped": [partial(scenarios.stopped, idle=idle, within=30.0) for idle in (50, 900)],
-        "corrupt": [scenarios.corrupt_item],
-        "concurrency": [partial(scenarios.concurrency, 64, args.calls)],
         "mixed": [partial(scenarios.mixed, args.requests, args.requests / 1000, within=5.0, say=say)],
         "hang": [scenarios.hanging],
         "start": [
@@ -51,10 +47,9 @@ def runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Report]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    names = list(runs(argparse.Namespace(requests=0, calls=0, minutes=0)))
+    names = list(runs(argparse.Namespace(requests=0, minutes=0)))
     parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--requests", type=int, default=200_000, help="of mixed (default: 200000)")
-    parser.add_argument("--calls", type=int, default=10_000, help="of each thread of concurrency (default: 10000)")
     parser.add_argument("--minutes", type=float, default=30.0, help="of soak (default: 30)")
     args = parser.parse_args(argv)
     is_well = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,8 @@ import psutil
 import pytest
 from chaos.clients import Answer, Load
 from fakes import is_alive
-from service import IDL, LIGHT, Client, Process, eventually, told_at
+from kit.monitored import Monitored
+from service import IDL, LIGHT, Client, eventually
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import meet
 
@@ -97,46 +97,22 @@ mark = "{mark}"
 TOLD = "shared nodes (model) run in 1 engine process for 2 workers: engine process 0"
 
 
-class Service:
+class Service(Monitored):
     """Two workers and, where a node is shared, an engine process."""
 
     def __init__(self, folder: Path, *args: str) -> None:
-        self.folder, self.config = folder, folder / "marked.toml"
+        self.folder, self.toml = folder, folder / "marked.toml"
         (folder / "marked.py").write_text(BACKENDS)
-        self.process = Process(
-            *("--import", str(folder / "marked.py"), "--workers", "2", "--http-port", "0", *args),
-            config=str(self.config),
-            env={"PYTHONPATH": LIGHT},
-        )
-
-    def wait_started(self) -> Service:
-        self.port = self.process.wait_started().port
-        self.address = self.process.process.stdout.readline().split()[0]
-        return self
+        flags = ("--import", str(folder / "marked.py"), "--workers", "2", *args)
+        super().__init__(*flags, config=str(self.toml), env={"PYTHONPATH": LIGHT})
 
     def write(self, mark: str = "", shared: str = "shared = true") -> None:
-        write(self.config, mark, shared)
-
-    def get(self, path: str) -> tuple[int, str]:
-        return told_at(self.address + path)
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.get("stats")[1])
-        return found
-
-    def pids(self, kind: str) -> list[int]:
-        """Of the workers, or engines, that are ready."""
-        return [one["pid"] for one in self.stats[kind] if one["state"] == "ready"]
+        write(self.toml, mark, shared)
 
     @property
     def engine(self) -> int:
         (pid,) = self.pids("engines")
         return pid
-
-    @property
-    def is_ready(self) -> bool:
-        return self.get("ready")[0] == 200
 
     def is_waiting(self, pid: int) -> bool:
         """Whether something in that process waits for a file."""
@@ -169,8 +145,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("engine")
     write(folder / "marked.toml")
     service = Service(folder)
-    with service.process:
-        yield service.wait_started()
+    with service.wait_started():
+        yield service
 
 
 @pytest.fixture
@@ -179,17 +155,6 @@ def service(one: Service) -> Service:
     one.clear()
     eventually(lambda: one.is_ready and len(one.pids("workers")) == 2)
     return one
-
-
-def test_labels_are_those_of_the_pipe(service: Service) -> None:
-    with Client(service.port) as client:
-        assert client.infer_batch(b"x") == ("x", 1.0)
-        assert service.code_of(client, b"raise") == "backend_error"
-        many = client.infer_many([b"a", b"raise", b"b"])
-        assert [item.result.label if item.result else item.error.code for item in many] == ["a", "backend_error", "b"]
-    assert set(service.stats["nodes"]) == {"own", "model"}
-    eventually(lambda: service.stats["nodes"]["model"]["requests"] >= 5)  # figures may be those of a moment before
-    assert service.engine not in service.pids("workers")
 
 
 def test_an_engine_process_is_killed_under_load(service: Service) -> None:
@@ -234,7 +199,7 @@ def test_links_for_which_descriptors_were_missing_are_made_when_they_are_there(s
     line = f"there is no link to the engine process: OSError: [Errno 24] {os.strerror(24)}"
 
     def both_say_so() -> bool:
-        return all(f"[{worker['pid']}]: {line}" in service.process.stderr for worker in service.stats["workers"])
+        return all(f"[{worker['pid']}]: {line}" in service.stderr for worker in service.stats["workers"])
 
     (service.folder / "none-left").touch()
     os.kill(before, signal.SIGKILL)
@@ -266,7 +231,7 @@ def test_a_worker_is_killed(service: Service) -> None:
 
 def test_reloads_lose_nothing(service: Service) -> None:
     """Another shared node, none, and one again."""
-    told = service.process.stderr.count(TOLD)
+    told = service.stderr.count(TOLD)
     with load(service) as clients:
         for mark, shared in (
             ("-two", "shared = true"),
@@ -276,77 +241,74 @@ def test_reloads_lose_nothing(service: Service) -> None:
         ):
             engines = service.pids("engines")
             service.write(mark, shared)
-            service.process.signal(signal.SIGHUP)
+            service.signal(signal.SIGHUP)
             eventually(clients.served("ok" + mark), f"nothing of {mark!r}")
             assert bool(service.pids("engines")) == bool(shared)
             assert not {*service.pids("engines")} & {*engines}
             told += bool(shared)
-            eventually(lambda count=told: service.process.stderr.count(TOLD) == count)
+            eventually(lambda count=told: service.stderr.count(TOLD) == count)
             eventually(lambda old=engines: not any(map(psutil.pid_exists, old)), "an engine process stays")
     assert set(clients.tally.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
 
 
 def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Service) -> None:
-    told = service.process.stderr.count(TOLD)
+    told = service.stderr.count(TOLD)
     engine, workers = service.engine, service.pids("workers")
     service.write("fail")
     with load(service) as clients:
-        service.process.signal(signal.SIGHUP)
-        eventually(lambda: "not reloaded, everything stays as it is" in service.process.stderr)
+        service.signal(signal.SIGHUP)
+        eventually(lambda: "not reloaded, everything stays as it is" in service.stderr)
         eventually(clients.served())
     assert set(clients.tally.ends) == {"ok"}
-    assert "node 'model': Marked: OSError: no such model" in service.process.stderr
+    assert "node 'model': Marked: OSError: no such model" in service.stderr
     assert (service.engine, service.pids("workers")) == (engine, workers)
-    assert service.process.stderr.count(TOLD) == told >= 1
+    assert service.stderr.count(TOLD) == told >= 1
     service.write()
 
 
 def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
     service = Service(tmp_path, "--log-level", "debug")
-    with service.process:
-        service.wait_started()
+    with service.wait_started():
         clients = [Client(service.port) for _ in range(20)]
         seqids = [client.send_batch(f"block-{index}".encode()) for index, client in enumerate(clients)]
         eventually(lambda: service.stats["requests"]["inflight"] == 20)
         processes = [psutil.Process(pid) for pid in (service.engine, *service.pids("workers"))]
-        service.process.signal()
-        eventually(lambda: "stopping: answering what was accepted" in service.process.stderr)
+        service.signal()
+        eventually(lambda: "stopping: answering what was accepted" in service.stderr)
         (service.folder / "open").touch()
         for index, (client, seqid) in enumerate(zip(clients, seqids, strict=True)):
             assert client.receive(seqid).label == f"block-{index}"
             client.close()
-        assert service.process.wait() == 0, service.process.stderr
+        assert service.wait() == 0, service.stderr
         assert not any(map(is_alive, processes))
-        assert "Traceback" not in service.process.stderr
+        assert "Traceback" not in service.stderr
 
 
 def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
     service = Service(tmp_path, "--drain-seconds", "0.1")
-    with service.process:
-        service.wait_started()
+    with service.wait_started():
         engine = psutil.Process(service.engine)
         engine.suspend()
-        service.process.signal()
-        service.process.wait()
-        assert "killing what did not end: engine process" in service.process.stderr
+        service.signal()
+        service.wait()
+        assert "killing what did not end: engine process" in service.stderr
         assert not is_alive(engine)
 
 
 def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
     service = Service(tmp_path, "--hang-seconds", "3")
-    with service.process:
-        service.wait_started()
+    with service.wait_started():
         with Client(service.port) as client:
             before = service.engine
             assert service.code_of(client, b"block") == "worker_died"
             eventually(lambda: service.pids("engines") not in ([], [before]))
             eventually(lambda: service.is_ready)
-            eventually(lambda: "has a batch that does not end: replacing it" in service.process.stderr)
+            eventually(lambda: "has a batch that does not end: replacing it" in service.stderr)
             assert client.infer_batch(b"x") == ("x", 1.0)
-            supervisor = psutil.Process(service.process.pid)
+            supervisor = psutil.Process(service.pid)
             processes = supervisor.children(recursive=True)
             assert len(processes) >= 4
         supervisor.kill()
@@ -382,7 +344,7 @@ def test_a_worker_that_starts_waits_on_where_no_descriptor_is_left_for_its_link(
 
 def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml", "fail")
-    with Service(tmp_path).process as process:
+    with Service(tmp_path) as process:
         assert process.wait() == 1
         assert process.process.stdout.read() == ""
         error = f"{tmp_path}/marked.toml: node 'model': Marked: OSError: no such model"
@@ -394,8 +356,7 @@ def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> N
 def test_several_engine_processes_have_some_of_the_workers_each(tmp_path: Path) -> None:
     write(tmp_path / "marked.toml")
     service = Service(tmp_path, "--workers", "3", "--engines", "2")
-    with service.process:
-        service.wait_started()
+    with service.wait_started():
         first, second = service.pids("engines")
         with load(service) as clients:
             eventually(clients.served())

@@ -222,7 +222,6 @@ class End:
     def __init__(self, loop: Any, sock: socket.socket) -> None:
         self.heard: list[tuple[Any, str | None]] = []
         self.ends = 0
-        self.on_message: Callable[[Any], object] = lambda message: None
         self.channel = Channel(loop, sock, self._hear, self._end)
 
     def send(self, number: int, text: str | None = None, padding: int = 0) -> None:
@@ -241,7 +240,6 @@ class End:
             text = os.pread(descriptor, 100, 0).decode()
             os.close(descriptor)
         self.heard.append((json.loads(line)["number"], text))
-        self.on_message(self.heard[-1][0])
 
     def _end(self) -> None:
         self.ends += 1
@@ -283,14 +281,6 @@ def test_each_descriptor_comes_with_its_message_in_both_directions(pair: Pair) -
     assert (pair.theirs.heard, pair.ours.heard) == (wanted[pair.ours], wanted[pair.theirs])
 
 
-def test_an_answer_sent_while_hearing(pair: Pair) -> None:
-    pair.theirs.on_message = lambda number: pair.theirs.send(number, "x")
-    for index in range(50):
-        pair.ours.send(index)
-    pair.run(lambda: len(pair.ours.heard) == 50)
-    assert pair.ours.heard == [(index, "x") for index in range(50)]
-
-
 def test_what_was_said_before_the_end_is_heard_however_it_is_noticed(pair: Pair) -> None:
     """Its own close is not told. A worker that has ended well has said so, whatever is still sent to it."""
     pair.theirs.send(1)
@@ -313,13 +303,6 @@ def test_what_is_unsent_at_the_end_is_given_back(pair: Pair) -> None:
     assert pair.ours.channel._unsent
     pair.theirs.channel.close()
     pair.run(lambda: pair.ours.ends)
-
-
-def test_a_channel_closed_by_its_own_handler(pair: Pair) -> None:
-    pair.theirs.on_message = lambda message: pair.theirs.channel.close()
-    pair.ours.send(1, "x")
-    pair.run(lambda: pair.ours.ends)
-    assert len(pair.theirs.heard) == 1
 
 
 def test_its_owner_needs_no_garbage_collection(pair: Pair) -> None:

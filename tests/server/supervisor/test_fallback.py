@@ -6,11 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import thriftpy2
-import thriftpy2.rpc
-from fakes import WAIT
 from http_client import HttpClient
-from service import FRAMINGS, IDL, Client, LocalServer, eventually, pack_batch, pack_call, read_all
+from service import FRAMINGS, IDL, Client, LocalServer, pack_batch, pack_call, read_all
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback
@@ -67,13 +64,6 @@ def test_what_declares_none_gets_an_application_exception_and_keeps_its_connecti
         assert client.error_of("infer", request=INFER).code == "unavailable"
 
 
-def test_a_name_that_a_client_makes_up_is_not_counted_under_it(server):
-    with Client(server.port) as client, pytest.raises(TApplicationException):
-        client.call("made_up")
-    eventually(lambda: server.server.counters.summary()["by_method"].get("unknown"))
-    assert "made_up" not in server.server.counters.summary()["by_method"]
-
-
 def test_answers_are_not_at_once_and_keep_their_order(server):
     """A client that repeats in a loop must not keep the processor; others need not wait for it."""
     began = time.monotonic()
@@ -99,19 +89,6 @@ def test_arguments_are_not_looked_at_but_the_message_is(server):
             client.receive()
         assert caught.value.code == "bad_type"
         assert read_all(client.sock) == b""
-
-
-def test_methods_of_an_idl_it_does_not_know(tmp_path):
-    path = tmp_path / "other.thrift"
-    path.write_text("service Other { string name(1: string of), oneway void tell(1: string of) }")
-    idl = thriftpy2.load(str(path), "other_test_thrift")
-    with (
-        refusing(None) as made,
-        thriftpy2.rpc.client_context(idl.Other, "127.0.0.1", made.port, socket_timeout=1000 * WAIT) as client,
-    ):
-        client.tell("x")
-        with pytest.raises(thriftpy2.thrift.TApplicationException, match="Unavailable"):
-            client.name("x")
 
 
 REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]

@@ -31,11 +31,10 @@ class Supervisor:
 
     def __init__(self, figures: Any = None, hold: bool = False) -> None:
         self.figures = {"text": "x"} if figures is None else figures
-        self.asked, self.is_held = 0, hold
+        self.is_held = hold
         self.waiting: list[Callable[[dict[str, Any]], object]] = []
 
     def ask(self, answer: Callable[[dict[str, Any]], object]) -> None:
-        self.asked += 1
         if self.is_held:
             self.waiting.append(answer)
         else:
@@ -159,33 +158,6 @@ def test_closes_newcomers_while_all_wait_for_an_answer_which_comes():
         server.call(supervisor.release)
         assert all(b'"text"' in read_all(sock) for sock in waiting)
         assert server.is_live()
-
-
-def test_pipelined_requests_are_answered_in_their_order():
-    with serving() as server, connect(server.port) as sock:
-        names = [b"/ready", b"/nowhere", b"/live", b"/stats"] * 20
-        sock.sendall(b"".join(b"GET " + name + b" HTTP/1.1\r\nHost: a\r\n\r\n" for name in names[:-1]))
-        sock.sendall(b"HEAD " + names[-1] + b" HTTP/1.0\r\n\r\n")
-        sock.shutdown(socket.SHUT_WR)
-        answers = read_all(sock).split(b"HTTP/1.1 ")[1:]
-        assert [answer[:3] for answer in answers] == [b"200", b"404", b"200", b"200"] * 20
-        assert b"Connection: close" in answers[-1]
-        assert answers[-1].endswith(b"\r\n\r\n")
-
-
-@pytest.mark.parametrize(
-    ("data", "code"),
-    [(b"\x16\x03\x01\0\0", b"400"), (b"POST /live HTTP/1.1\r\nHost: a\r\n\r\n" + b"x" * 10**6, b"501")],
-    ids=["TLS", "POST"],
-)
-def test_what_is_no_request_is_told_so_and_the_connection_closed(data, code):
-    with serving() as server, connect(server.port) as sock:
-        thread = threading.Thread(target=send_what_goes, args=(sock, data), daemon=True)
-        thread.start()
-        answer = read_all(sock)
-        thread.join(WAIT)
-        assert answer.startswith(b"HTTP/1.1 " + code)
-        assert b"Connection: close" in answer
 
 
 @pytest.mark.parametrize(

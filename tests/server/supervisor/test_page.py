@@ -312,13 +312,6 @@ def test_it_recovers(browser: Browser, detector: str) -> None:
     assert page.totals["QPS"][0] == "96"
 
 
-def test_a_service_that_was_never_there(browser: Browser) -> None:
-    with Service([None]) as service:
-        page = browser.run(service.url, 3)
-    assert page.banner.startswith("no answer since ")
-    assert page.text("graph") == "The picture is not there yet."
-
-
 def restarted(after: dict[str, Any], seconds: float, **changes: Any) -> dict[str, Any]:
     """A snapshot whose decode counters began again."""
     new = copy.deepcopy(after)
@@ -354,20 +347,6 @@ def test_a_worker_with_another_pid_begins_anew(browser: Browser, detector: str) 
     with Service([old, new, after], detector) as service:
         page = browser.run(service.url, 6)
     assert text_of(page.table("nodes")["decode"]["rate /s"]) == "70"
-
-
-def test_the_picture_comes_again_with_another_id(browser: Browser, detector: str) -> None:
-    old, new = two_snapshots()
-    with Service([old, new, {**new, "graph_id": "c3"}], detector) as service:
-        browser.run(service.url, 6)
-    assert service.pictures == 2
-
-
-def test_figures_come_without_a_picture(browser: Browser) -> None:
-    with Service([*two_snapshots()]) as service:
-        page = browser.run(service.url, 5)
-    assert page.totals["QPS"][0] == "96"
-    assert service.pictures > 1, "it is asked for again"
 
 
 # -- the functions --------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from xml.etree import ElementTree
 import pytest
 from chaos.clients import Load
 from fakes import WAIT
+from kit.monitored import Monitored
 from kit.services import SteeredProcess
 from prometheus_client.parser import text_string_to_metric_families
-from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, read_all, reserved_port
+from service import DEMO, IDL, ROOT, Client, connect, eventually, read_all, reserved_port
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status
@@ -51,45 +52,31 @@ class Answer:
         return self.body.decode()
 
 
-class Served:
+class Served(Monitored):
     """A process, and its HTTP port."""
 
-    def __init__(self, process: Process) -> None:
-        self.process, self.port = process.wait_started(), process.port
-        line = process.process.stdout.readline()
-        assert line.startswith("http://127.0.0.1:"), line
-        self.http_port = int(line.partition("127.0.0.1:")[2].partition("/")[0])
+    @property
+    def http_port(self) -> int:
+        return int(self.address.split(":")[2].strip("/"))
 
-    def get(self, path: str, method: str = "GET") -> Answer:
+    def ask(self, path: str, method: str = "GET") -> Answer:
         return Answer(self.http_port, path, method)
 
-    def told(self, path: str) -> Answer:
-        """Asked again while the supervisor takes too long to say: the machine is busy, or stood still."""
-        answers: list[Answer] = []
-        eventually(lambda: (answers.append(self.get(path)), answers[-1].status != 503)[1])
-        return answers[-1]
-
-    def stats(self) -> dict[str, Any]:
-        answer = self.told("/stats")
-        assert (answer.status, answer.kind) == (200, "application/json")
-        found: dict[str, Any] = json.loads(answer.body)
-        return found
-
     def families(self) -> dict[str, Any]:
-        answer = self.told("/metrics")
+        answer = self.ask("/metrics")
         assert (answer.status, answer.kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
         return {family.name: family for family in text_string_to_metric_families(answer.text)}
 
     def is_settled(self) -> bool:
         """No connection of an earlier test is left."""
-        stats = self.stats()
-        return stats["connections"]["open"] == 0 and stats["requests"]["inflight"] == 0
+        return self.open_connections == self.inflight == 0
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    with Process("--http-port", "0", "--workers", "2") as process:
-        yield Served(process)
+    with Served("--workers", "2") as served:
+        served.wait_started()
+        yield served
 
 
 @pytest.fixture
@@ -123,14 +110,14 @@ def test_paths_and_what_they_answer(served: Served):
         ("/v2/health/ready", 404, TEXT, f"no /v2/health/ready; {elsewhere}"),
         ("/" + "x" * 5000, 404, TEXT, None),
     ):
-        answer, head = served.get(path), served.get(path, "HEAD")
+        answer, head = served.ask(path), served.ask(path, "HEAD")
         assert (answer.status, answer.kind, answer.text) == (code, kind, answer.text if text is None else text)
         assert (head.status, head.kind, head.length, head.body) == (code, kind, len(answer.body), b"")
     for method in ("POST", "PUT", "DELETE"):
-        answer = served.get("/infer", method)
+        answer = served.ask("/infer", method)
         assert (answer.status, answer.text) == (501, f"{method} is not served, only GET, HEAD; {elsewhere}")
     for path in MONITORING_PATHS:
-        assert served.told(path).status == 200
+        assert served.ask(path).status == 200
         answer = Answer(served.port, path)
         said = json.loads(answer.body)["error"]
         assert answer.status == 404
@@ -138,12 +125,12 @@ def test_paths_and_what_they_answer(served: Served):
 
 
 def test_the_picture(served: Served):
-    answer = served.get("/graph.svg")
+    answer = served.ask("/graph.svg")
     root = ElementTree.fromstring(answer.body)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     nodes = [element.get("data-node") for element in root.iter() if element.get("data-node")]
     assert sorted(nodes) == ["decode", "model"]
-    assert served.stats()["graph_id"] == hashlib.sha256(answer.body).hexdigest()[:16]
+    assert served.stats["graph_id"] == hashlib.sha256(answer.body).hexdigest()[:16]
 
 
 def test_garbage_harms_nobody(served: Served):
@@ -153,8 +140,8 @@ def test_garbage_harms_nobody(served: Served):
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             read_all(sock)
-    assert served.get("/live").status == 200
-    assert "Traceback" not in served.process.stderr
+    assert served.ask("/live").status == 200
+    assert "Traceback" not in served.stderr
 
 
 # -- figures --------------------------------------------------------------------------------------------------------
@@ -178,7 +165,7 @@ def assert_keys(found: dict[str, Any], kind: str) -> None:
 
 
 def test_every_key_of_the_figures(served: Served):
-    stats = served.stats()
+    stats = served.stats
     assert_keys(stats, "")
     for kind in ("connections", "requests", "hand_over"):
         assert_keys(stats[kind], kind)
@@ -189,13 +176,13 @@ def test_every_key_of_the_figures(served: Served):
         assert_keys(node, "node")
         assert_keys(node["histograms"], "histograms")
     assert (stats["state"], stats["ready"], stats["config"], stats["restarts"]) == ("ready", True, DEMO, 0)
-    assert stats["pid"] == served.process.pid
+    assert stats["pid"] == served.pid
     assert stats["uptime_s"] > 0
     assert abs(stats["time"] - time.time()) < 60
     assert stats["bounds_ms"] == BOUNDS_MS
     assert stats["gpus"] == []
     assert [worker["index"] for worker in stats["workers"]] == [0, 1]
-    assert sorted(worker["pid"] for worker in stats["workers"]) == served.process.workers
+    assert sorted(worker["pid"] for worker in stats["workers"]) == served.workers
     for worker in stats["workers"]:
         assert (worker["state"], worker["responding"], worker["restarts"]) == ("ready", True, 0)
         assert worker["rss_bytes"] > 2**20
@@ -225,14 +212,14 @@ def send_some(client: Client) -> None:
 
 def test_figures_are_those_of_what_was_sent():
     """And the metrics are the figures."""
-    with Process("--http-port", "0", "--workers", "2") as process, ExitStack() as stack:
-        served = Served(process)
+    with Served("--workers", "2") as served, ExitStack() as stack:
+        served.wait_started()
         for _ in range(4):
             send_some(stack.enter_context(Client(served.port)))
-        eventually(lambda: served.stats()["requests"]["by_method"] == SENT)
+        eventually(lambda: served.stats["requests"]["by_method"] == SENT)
         # The last request is answered a moment before its instance is idle.
-        eventually(lambda: not any(node["busy"] for node in served.stats()["nodes"].values()))
-        stats, families = served.stats(), served.families()
+        eventually(lambda: not any(node["busy"] for node in served.stats["nodes"].values()))
+        stats, families = served.stats, served.families()
         assert sum(stats["requests"]["latency"]["counts"]) == 36
         assert 0 < stats["requests"]["latency"]["sum_ms"] < 1000 * WAIT * 36
         assert (stats["connections"]["open"], stats["connections"]["accepted"]) == (4, 4)
@@ -254,15 +241,15 @@ def test_figures_are_those_of_what_was_sent():
 
 
 def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(served: Served):
-    worker = served.stats()["workers"][0]["pid"]
+    worker = served.stats["workers"][0]["pid"]
     os.kill(worker, signal.SIGSTOP)
     try:
-        assert served.get("/live").status == 200
-        eventually(lambda: [one["responding"] for one in served.stats()["workers"]] == [False, True])
-        assert served.get("/ready").status == 200
+        assert served.ask("/live").status == 200
+        eventually(lambda: [one["responding"] for one in served.stats["workers"]] == [False, True])
+        assert served.ask("/ready").status == 200
     finally:
         os.kill(worker, signal.SIGCONT)
-    eventually(lambda: all(one["responding"] for one in served.stats()["workers"]))
+    eventually(lambda: all(one["responding"] for one in served.stats["workers"]))
 
 
 # -- what must not fall ---------------------------------------------------------------------------------------------
@@ -288,8 +275,8 @@ def assert_no_fall(old: Series, new: Series) -> None:
 def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
     """What a killed worker did since it was last asked, a second ago at most, is in no figure; nothing that was told is
     taken back."""
-    with Process("--http-port", "0", "--workers", "2") as process:
-        served = Served(process)
+    with Served("--workers", "2") as served:
+        served.wait_started()
         with Client(served.port) as client:
             answer = client.infer_batch(JPEG)[:2]
         with Load(served.port, 4, lambda client, number: (JPEG, answer)) as load:
@@ -306,45 +293,45 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
 
             eventually(load.served())
             look()
-            first = process.workers
+            first = served.workers
             os.kill(first[0], signal.SIGKILL)
-            look_until(lambda: served.stats()["restarts"] == 1)
-            look_until(lambda: [one["state"] for one in served.stats()["workers"]] == ["ready", "ready"])
+            look_until(lambda: served.stats["restarts"] == 1)
+            look_until(lambda: [one["state"] for one in served.stats["workers"]] == ["ready", "ready"])
             eventually(load.served())
             look()
-            before, closed = process.workers, load.tally.ends["connection_lost"]
+            before, closed = served.workers, load.tally.ends["connection_lost"]
             assert closed <= 4, "those whose reply was being written, nobody knows how far"
-            process.signal(signal.SIGHUP)
-            look_until(lambda: not set(before) & set(process.workers) and len(process.workers) == 2)
+            served.signal(signal.SIGHUP)
+            look_until(lambda: not set(before) & set(served.workers) and len(served.workers) == 2)
             eventually(load.served())
             look()
         eventually(served.is_settled)
         look()
         ends, told = load.tally.ends, Counter[str]()
         for method in ("infer_batch", "POST /infer"):
-            told.update(served.stats()["requests"]["by_method"][method])
+            told.update(served.stats["requests"]["by_method"][method])
         assert set(ends) <= {"ok", "worker_died", "unavailable", "connection_lost"}
         assert ends["connection_lost"] == closed, "a reload closes none"
         assert sum(told.values()) <= ends.total() + 1
         assert told["worker_died"] == ends["worker_died"] <= 4
-        assert served.stats()["restarts"] == 1
-        process.signal()
-        assert process.wait() == 0
+        assert served.stats["restarts"] == 1
+        served.signal()
+        assert served.wait() == 0
 
 
 def test_figures_of_a_worker_that_ended_in_order_are_complete():
     """A reload loses no count: each worker says its figures once more at its end."""
-    with Process("--http-port", "0") as process:
-        served = Served(process)
+    with Served() as served:
+        served.wait_started()
         with Client(served.port) as client:
             for _ in range(25):
                 client.infer_batch(JPEG)
-            (before,) = process.workers
-            process.signal(signal.SIGHUP)
-            eventually(lambda: len(process.workers) == 1 and process.workers != [before])
+            (before,) = served.workers
+            served.signal(signal.SIGHUP)
+            eventually(lambda: len(served.workers) == 1 and served.workers != [before])
             client.infer_batch(JPEG)
-            eventually(lambda: served.stats()["requests"]["by_method"]["infer_batch"] == {"ok": 26})
-            assert served.stats()["nodes"]["model"]["requests"] == 26
+            eventually(lambda: served.stats["requests"]["by_method"]["infer_batch"] == {"ok": 26})
+            assert served.stats["nodes"]["model"]["requests"] == 26
 
 
 # -- before and after -----------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import time
 from contextlib import ExitStack
@@ -12,8 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes import WAIT, in_threads
-from service import IDL, LIGHT, Client, Process, connect, eventually, on_its_way, told_at
+from service import IDL, LIGHT, Client, Process, eventually, on_its_way, told_at
 from thriftpy2.thrift import TApplicationException
 
 BACKENDS = '''
@@ -28,11 +25,6 @@ HERE = pathlib.Path(__file__).parent
 @register_backend
 class Steered(Backend):
     """The data comes back as label; `block` waits for ever, `keep` leaves a process that holds all descriptors."""
-
-    def setup(self):
-        if "BLOCK_SETUP" in os.environ and self.config.instance == 0:
-            (HERE / "in-setup").touch()
-            time.sleep(60)
 
     def forward(self, items):
         for item in items:
@@ -83,46 +75,6 @@ def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(fol
         os.kill(second, signal.SIGKILL)
         eventually(lambda: is_pinged(client), "its connection is not served any more")
         client.ping()
-
-
-def test_questions_over_http_do_not_make_a_silent_worker_a_hanging_one(folder):
-    with serve(folder, "--http-port", "0", "--hang-seconds", "30") as process:
-        process.wait_started()
-        address = process.process.stdout.readline().split()[0]
-        (worker,) = process.workers
-        os.kill(worker, signal.SIGSTOP)
-        try:
-            in_threads(40, lambda index: told_at(address + "live"))
-        finally:
-            os.kill(worker, signal.SIGCONT)
-        with Client(process.port) as client:
-            client.ping()
-        assert process.workers == [worker]
-
-
-def test_the_figures_are_told_before_any_worker_has_told_its_own(folder):
-    """A probe of a service whose model takes minutes to load."""
-    with serve(folder, "--http-port", "0", BLOCK_SETUP="1") as process:
-        eventually((folder / "in-setup").exists)
-        port = http_port(process)
-        figures = json.loads(told_at(f"http://127.0.0.1:{port}/stats")[1])
-        assert (figures["state"], figures["workers"][0]["state"]) == ("starting", "starting")
-        assert sum(figures["requests"]["latency"]["counts"]) == 0
-        process.signal()
-        assert process.wait() == 0
-
-
-def http_port(process: Process) -> int:
-    """The one of its two ports at which HTTP is answered, before it has said so. Nobody answers at the other yet."""
-    listening = [each.laddr.port for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"]
-    with ExitStack() as stack:
-        ports = {stack.enter_context(connect(port)): port for port in listening}
-        for sock in ports:
-            sock.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
-        answered, _, _ = select.select(list(ports), [], [], WAIT)
-        (sock,) = answered
-        assert sock.recv(4) == b"HTTP"
-        return ports[sock]
 
 
 def test_a_worker_whose_child_holds_its_descriptors_is_replaced(folder):
