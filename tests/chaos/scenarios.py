@@ -83,36 +83,6 @@ def overload(
         return Report("overload", {**figures, "memory_mib": round(growth, 1), **tally.figures()}, problems)
 
 
-def worker_killed(workers: int = 1, kills: int = 1, every: float = 1.5, within: float = WAIT) -> Report:
-    """``kill -9`` again and again under load."""
-    with Service("--workers", str(workers), instance_num=2, service_ms=2) as it:
-        it.wait_started()
-        times: list[tuple[float, float]] = []
-        with Load(it.port, 8) as load:
-            for _ in range(kills):
-                served = load.ok
-                time.sleep(every)
-                eventually(lambda before=served: load.ok > before)  # type: ignore[misc]
-                victim = random.choice(it.pids())
-                killed = time.monotonic()
-                os.kill(victim, signal.SIGKILL)
-                eventually(lambda pid=victim: pid not in it.pids())  # type: ignore[misc]
-                eventually(lambda: len(it.pids()) == workers)
-                times.append((killed, time.monotonic()))
-        with Load(it.port, 4, total=40) as last:
-            last.join()
-        longest = max(back - killed for killed, back in times)
-        problems = [
-            *answered(load.tally, within, TYPED),
-            *closed_by_kills(load.tally.closed, times),
-            *above("seconds until a worker is back", longest, within),
-            *answered(last.tally, within),
-        ]
-        return Report(
-            "worker killed", {"workers": workers, "back_s": round(longest, 2), **load.tally.figures()}, problems
-        )
-
-
 def clients_gone(requests: int = 600) -> Report:
     """Half of the requests are abandoned: some in the middle of the message, the others before the answer."""
     with Service(service_ms=2) as it:

@@ -28,7 +28,6 @@ def runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Report]]]:
     minute = 60.0
     return {
         "overload": [partial(scenarios.overload, minute, p99=0.01, share=0.9, more_seconds=0.0)],
-        "killed": [partial(scenarios.worker_killed, count, kills=12, every=5.0, within=1.0) for count in (1, 2)],
         "gone": [partial(scenarios.clients_gone, 10_000)],
         "malformed": [partial(scenarios.malformed, 100_000)],
         "mixed": [partial(scenarios.mixed, args.requests, args.requests / 1000, within=5.0, say=say)],

@@ -19,8 +19,6 @@ AT_ONCE = 4
 
 ROWS: dict[str, Callable[[], Report]] = {
     "overload": scenarios.overload,
-    "worker killed, one of one": scenarios.worker_killed,
-    "worker killed, one of two": lambda: scenarios.worker_killed(2, kills=2, every=1.2),
     "clients gone": scenarios.clients_gone,
     "malformed bytes": scenarios.malformed,
     "soak": scenarios.soak,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -64,7 +65,10 @@ class Repeats(logging.Filter):
                 return True
             place.held += 1
             if place.summary is None:
-                place.summary = _without_arguments(record)
+                place.summary = copy(record)
+                # Not what it keeps alive: arguments and frames.
+                place.summary.msg, place.summary.args = message_of(record)[:_SUMMARY_CHARACTERS], None
+                place.summary.exc_info = None
             return False
 
     def summaries(self) -> list[logging.LogRecord]:
@@ -89,11 +93,3 @@ def _kinds(record: logging.LogRecord) -> tuple[type, ...]:
         kinds.append(type(error))
         error = error.__cause__
     return tuple(kinds)
-
-
-def _without_arguments(record: logging.LogRecord) -> logging.LogRecord:
-    """The record's message, without what it keeps alive: arguments and frames."""
-    text = message_of(record)[:_SUMMARY_CHARACTERS]
-    made = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
-    made.process = record.process
-    return made

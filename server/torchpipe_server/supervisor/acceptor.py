@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from errno import EAGAIN, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from ipaddress import ip_address
-from typing import Any
 
 from torchpipe_py.errors import nearest
 from torchpipe_server.front.loop import Loop
@@ -31,14 +30,10 @@ Take = Callable[[socket.socket, str], object]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; of a name's addresses an IPv4 one is preferred, ``::`` is IPv4 too. ``OSError``."""
-    family, address = _resolve(host, port)
-    is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
+    """A socket that listens at a full IP address, or that of a name: an IPv4 one, if it has any. ``::`` is IPv4 too.
 
-
-def _resolve(host: str, port: int) -> tuple[int, Any]:
-    """Family and address of a full IP address, or of a name. ``OSError`` says what would be one."""
+    ``OSError`` says what would be an address.
+    """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else []
     except (UnicodeError, socket.gaierror):
@@ -48,20 +43,20 @@ def _resolve(host: str, port: int) -> tuple[int, Any]:
     family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
     if _is_short(host):
         raise OSError(f"no full address; did you mean {address[0]!r}?")
-    return family, address
+    is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
 
 
 def _is_short(host: str) -> bool:
     """Whether the system makes an address of what is none: of 0 it makes 0.0.0.0, which is every interface."""
     try:
+        socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
         ip_address(host)
-        return False
-    except ValueError:
-        pass
-    try:
-        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
     except socket.gaierror:
-        return False
+        return False  # it is a name
+    except ValueError:
+        return True
+    return False
 
 
 class Acceptor:

@@ -80,7 +80,7 @@ class Child:
         self._unlinked_looks = self._overdue_looks = 0
         self._pidfd = forked.pidfd
         self._channel = Channel(loop, forked.sock, self._hear, self.kill, is_trusted=False)
-        self._stderr = StderrPipe(loop, forked.stderr, self.pid)
+        self.stderr = StderrPipe(loop, forked.stderr, self.pid)
         loop.add_reader(self._pidfd, self._ended)
 
     @property
@@ -106,11 +106,6 @@ class Child:
     @property
     def _makes_progress(self) -> bool:
         return max(self._silent_s, self._signs.loop_s) < RESPONDS_SECONDS
-
-    @property
-    def last_words(self) -> str:
-        """What was written on its stderr in the last moments, on one line."""
-        return self._stderr.last_words()
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
@@ -219,7 +214,7 @@ class Child:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._channel.close()
-            self._stderr.close()
+            self.stderr.close()
 
     def _finish(self, how: str) -> None:
         if self.state != "gone":

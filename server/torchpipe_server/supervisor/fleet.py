@@ -350,7 +350,7 @@ class Fleet:
             child.process.join(EXIT_CODE_SECONDS)
             self.has_lost = self.has_lost or lost > 0 or bool(child.clients) or child.answered is False
         how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
-        words = f"; it said: {child.last_words}" if child.last_words else ""
+        words = f"; it said: {said}" if (said := child.stderr.last_words()) else ""
         what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
         # A process that ends so has logged, as an error, which backend does not return.
         is_told = self._is_ending and child.process.exitcode == HUNG

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -42,9 +42,7 @@ _Row = tuple[Any, str, str, str, dict[Any, Any]]
 
 def render(figures: dict[str, Any]) -> bytes:
     """What ``/metrics`` answers, of what ``/stats`` does."""
-    registry = CollectorRegistry()
-    registry.register(_FiguresCollector(figures))
-    return generate_latest(registry)
+    return generate_latest(_FiguresCollector(figures))
 
 
 class _FiguresCollector(Collector):

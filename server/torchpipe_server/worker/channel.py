@@ -10,6 +10,7 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from torchpipe_server.front.loop import Loop
@@ -18,7 +19,7 @@ logger = logging.getLogger("torchpipe_server")
 
 _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
 _RECEIVE_BYTES = 2**18
-_DESCRIPTORS = 64  # at most in one receive
+_DESCRIPTORS = 64  # at most in one receive, of a side that is trusted
 _LAST_RECEIVES = 16  # more than the system keeps of a process that has ended
 LINE_BYTES = 8 * 2**20  # of a message of the side that is not trusted
 WITH_DESCRIPTOR = b"+"  # before a message that a descriptor belongs to
@@ -40,7 +41,9 @@ class Channel:
         on_end: Callable[[], object],
         is_trusted: bool = True,
     ) -> None:
-        self._loop, self._sock, self._is_trusted = loop, sock, is_trusted
+        self._loop, self._sock = loop, sock
+        self._most_descriptors = _DESCRIPTORS if is_trusted else 0
+        self._most_bytes: float = inf if is_trusted else LINE_BYTES
         self._on_message, self._on_end = on_message, on_end
         self._received = b""  # of a line that is not whole
         self._descriptors: deque[int] = deque()
@@ -122,28 +125,25 @@ class Channel:
         """Whether there was anything."""
         if self._is_closed:
             return False
-        descriptors: list[int] = []
-        flags = 0
         try:
-            if self._is_trusted:
-                data, descriptors, flags, _ = socket.recv_fds(
-                    self._sock, _RECEIVE_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-            else:
-                data = self._sock.recv(_RECEIVE_BYTES)  # the system closes any descriptors
+            # The system closes descriptors that there is no room for.
+            data, descriptors, flags, _ = socket.recv_fds(
+                self._sock, _RECEIVE_BYTES, self._most_descriptors, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         except OSError:
-            data = b""
-        # NOTE: a receive brings one message's descriptor at most, and ends with it.
-        self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
+            data, descriptors, flags = b"", [], 0
+        if self._most_descriptors:
+            # NOTE: a receive brings one message's descriptor at most, and ends with it.
+            self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             has_descriptor = line.startswith(WITH_DESCRIPTOR) and self._descriptors
             self._on_message(line.removeprefix(WITH_DESCRIPTOR), self._descriptors.popleft() if has_descriptor else -1)
         if not data:
             self._end()
-        elif not self._is_trusted and len(self._received) > LINE_BYTES:
+        elif len(self._received) > self._most_bytes:
             logger.error("a process has sent more than %d bytes without a line end", LINE_BYTES)
             self._end()
         return bool(data)
