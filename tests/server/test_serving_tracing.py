@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import httpx
 import pytest
-from conftest import Register
-from fakes import WAIT, Gate
 from kept_spans import KeptSpans
+from kit.services import LocalServer
+from kit.steered import steering
+from kit.waits import WAIT
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from service import LocalServer
 from torchpipe_client import AsyncClient, Client, InferenceError
 from torchpipe_server import tracing
 from torchpipe_server.front.services import Routes, Served
@@ -44,14 +45,12 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def span_of(parent: Any, state: str | None = None) -> trace.SpanContext:
+def of(parent: Any, state: str | None = None) -> trace.SpanContext:
     context = tracing.context_of(parent, state)
     return trace.INVALID_SPAN_CONTEXT if context is None else trace.get_current_span(context).get_span_context()
 
 
 def test_what_the_standard_allows() -> None:
-    of = span_of
-
     span = of(PARENT, "vendor=x , other@me=y=z")
     assert (span.trace_id, span.span_id, span.is_remote, span.trace_flags) == (TRACE, 0x00F067AA0BA902B7, True, 1)
     assert not of(PARENT, "vendor=x , other@me=y=z").trace_state  # '=' in a value
@@ -95,7 +94,7 @@ def test_what_is_no_traceparent_is_ignored(parent: str, caplog: pytest.LogCaptur
 )
 def test_a_tracestate_that_is_wrong_is_left_out(state: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
-        span = span_of(PARENT, state)
+        span = of(PARENT, state)
     assert (span.trace_id, len(span.trace_state)) == (TRACE, 0)
     assert not caplog.records
 
@@ -113,54 +112,63 @@ def kept() -> Iterator[KeptSpans]:
     kept.provider.shutdown()
 
 
-def serving(run: pipe, provider: TracerProvider, ratio: float = 0.0) -> LocalServer:
-    run.instrument(provider, starts_traces=False)
-    served = usual_service(Options("test"), run)
-    return LocalServer(run, make_served=lambda loop: tracing.traced(served, provider, ratio))
+class Own(Handler):
+    routes: ClassVar[Mapping[str, str]] = {"POST /twice": "twice"}
+
+    async def twice(self, request: Any) -> str:
+        for _ in range(2):
+            await self.run({"data": request.body})
+        return f"{trace.get_current_span().get_span_context().trace_id:x}"
 
 
-def post(port: int, path: str, body: bytes, **fields: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request("POST", path, body, fields)
-        return connection.getresponse().status
-    finally:
-        connection.close()
+@contextmanager
+def serving(provider: TracerProvider, ratio: float = 0.0, config: Any = "Identity", own: Any = None) -> Iterator[Any]:
+    """A traced service of the usual methods, or of a handler's routes."""
+    with pipe({"backend": config} if isinstance(config, str) else config) as run:
+        run.instrument(provider, starts_traces=False)
+        served = Served({}, Routes(CustomHandler(own, run).routes)) if own else usual_service(Options("test"), run)
+        with LocalServer(run, make_served=lambda loop: tracing.traced(served, provider, ratio)) as server:
+            yield server
 
 
-def test_http(kept: KeptSpans) -> None:
-    with pipe({"backend": "DecodeMat"}) as run, serving(run, kept.provider) as server:
+def post(server: LocalServer, path: str, body: Any, **fields: str) -> int:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{server.port}{path}"
+    return httpx.post(url, content=content, headers=fields, timeout=WAIT, trust_env=False).status_code
+
+
+TENSOR = {"inputs": [{"name": "data", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
+OIP = "POST /v2/models/{model}/infer"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "options", "status", "tree"),
+    [
+        ("/infer", b"no image", {"config": "DecodeMat"}, 400, ["remote > POST /infer", "POST /infer > pipe node"]),
+        ("/v2/models/test/infer", TENSOR, {}, 200, [f"remote > {OIP}", *2 * [f"{OIP} > pipe node"]]),
+        ("/twice", b"x", {"own": Own}, 200, ["remote > POST /twice", *2 * ["POST /twice > pipe node"]]),
+    ],
+)
+def test_http(kept: KeptSpans, path: str, body: Any, options: Any, status: int, tree: list[str]) -> None:
+    with serving(kept.provider, **options) as server:
         for parent in ("hostile", UNSAMPLED, f"ff{PARENT[2:]}"):
-            assert post(server.port, "/infer", b"no image", traceparent=parent) == 400
+            assert post(server, path, body, traceparent=parent) == status
         fields = {"traceparent": PARENT, "tracestate": "a=b", "X-Request-Id": "mine"}
-        assert post(server.port, "/infer", b"no image", **fields) == 400
+        assert post(server, path, body, **fields) == status
     assert kept.traces == {TRACE}
-    (root,) = kept.named("POST /infer")
+    assert [line for line in kept.tree() if "compute" not in line] == sorted(tree)
+    (root,) = (span for span in kept.spans if span.name.startswith("POST "))
     assert root.kind is trace.SpanKind.SERVER
-    assert dict(root.attributes or {}) == {"torchpipe.request_id": "mine", "error.type": "decode_error"}
+    failed = {} if status == 200 else {"error.type": "decode_error"}
+    assert dict(root.attributes or {}) == {"torchpipe.request_id": "mine", **failed}
     assert root.context is not None
     assert root.context.trace_state.to_header() == "a=b"
-    assert [line.partition(" > ")[0] for line in kept.tree()] == ["POST /infer", "pipe node", "remote"]
-
-
-def test_the_open_inference_protocol(kept: KeptSpans) -> None:
-    tensor = {"name": "data", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}
-    with pipe({"backend": "Identity"}) as run, serving(run, kept.provider) as server:
-        body = json.dumps({"inputs": [tensor]}).encode()
-        assert post(server.port, "/v2/models/test/infer", body, traceparent=PARENT) == 200
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        connection.request("GET", "/v2/health/ready", headers={"traceparent": PARENT})
-        assert connection.getresponse().status == 200
-        connection.close()
-    name = "POST /v2/models/{model}/infer"
-    parts = 2 * [f"{name} > pipe node"] + 2 * ["pipe node > node: compute"]
-    assert kept.tree() == sorted([f"remote > {name}", *parts])
 
 
 def test_the_clients_send_the_current_span_or_what_is_named(kept: KeptSpans) -> None:
     caller = KeptSpans()
     nodes = {"global": {"max_inflight": 64}, "only": {"backend": "Identity"}}
-    with pipe(nodes) as run, serving(run, kept.provider) as server, Client(f"127.0.0.1:{server.port}") as client:
+    with serving(kept.provider, config=nodes) as server, Client(f"127.0.0.1:{server.port}") as client:
         client.infer({"data": 1})
         with caller.tracer.start_as_current_span("caller") as span:
             assert client.infer({"data": 1}) == {"result": 1}
@@ -194,45 +202,12 @@ def test_the_clients_send_the_current_span_or_what_is_named(kept: KeptSpans) -> 
 def test_the_ratio_is_of_requests_without_a_parent(monkeypatch: pytest.MonkeyPatch, kept: KeptSpans) -> None:
     shares = iter((0.5, 0.1, 0.3, 0.2))
     monkeypatch.setattr(tracing, "random", lambda: next(shares))
-    with pipe({"backend": "Identity"}) as run, serving(run, kept.provider, 0.3) as server:
+    with serving(kept.provider, 0.3) as server:
         for _ in range(4):
-            assert post(server.port, "/infer?outputs=data", b"x") == 200
-        assert post(server.port, "/infer?outputs=data", b"x", traceparent=UNSAMPLED) == 200
+            assert post(server, "/infer?outputs=data", b"x") == 200
+        assert post(server, "/infer?outputs=data", b"x", traceparent=UNSAMPLED) == 200
     lines = ("POST /infer > pipe node", "pipe node > node: compute", "root > POST /infer")
     assert kept.tree() == [line for line in lines for _ in range(2)]
-
-
-class Twice(Handler):
-    routes: ClassVar[Mapping[str, str]] = {"POST /twice": "twice", "GET /seen": "seen"}
-
-    async def twice(self, request: Any) -> dict[str, Any]:
-        with trace.get_tracer("own", tracer_provider=request_spans.provider).start_as_current_span("own"):
-            first = await self.run({"data": request.body})
-            await self.run({"data": first["result"]})
-        return {"parent": request.fields["traceparent"]}
-
-    def seen(self, request: Any) -> str:
-        return f"{trace.get_current_span().get_span_context().trace_id:x}"
-
-
-request_spans = KeptSpans()
-
-
-def test_a_handler_of_ones_own() -> None:
-    with pipe({"backend": "Identity"}) as run:
-        provider = request_spans.provider
-        run.instrument(provider, starts_traces=False)
-        served = tracing.traced(Served({}, Routes(CustomHandler(Twice, run).routes)), provider, 0.0)
-        with LocalServer(run, make_served=lambda loop: served) as server:
-            assert post(server.port, "/twice", b"x", traceparent=PARENT) == 200
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-            connection.request("GET", "/seen", headers={"traceparent": PARENT})
-            assert int(connection.getresponse().read(), 16) == TRACE
-            connection.close()
-    names = [line for line in request_spans.tree() if "compute" not in line]
-    assert names == sorted(
-        ["remote > GET /seen", "remote > POST /twice", "POST /twice > own", *2 * ["own > pipe node"]]
-    )
 
 
 class Stalled(SpanExporter):
@@ -257,9 +232,9 @@ def test_a_stalled_exporter_blocks_nobody_and_keeps_so_many_spans() -> None:
     provider.add_span_processor(
         BatchSpanProcessor(exporter, max_queue_size=8, schedule_delay_millis=1, max_export_batch_size=4)
     )
-    with pipe({"backend": "Identity"}) as run, serving(run, provider, 1.0) as server:
+    with serving(provider, 1.0) as server:
         for _ in range(20):
-            assert post(server.port, "/infer?outputs=data", b"x") == 200
+            assert post(server, "/infer?outputs=data", b"x") == 200
             assert exporter.entered.wait(30)
     assert not tracing.shut_down(provider, 0.01)
     exporter.released.set()
@@ -269,13 +244,12 @@ def test_a_stalled_exporter_blocks_nobody_and_keeps_so_many_spans() -> None:
     assert 0 < exporter.exported <= 4 + 8  # of 80
 
 
-def test_a_request_that_is_cancelled(register: Register, kept: KeptSpans) -> None:
-    gate = Gate()
-    with pipe({"backend": register(gate.backend)}) as run, gate, serving(run, kept.provider) as server:
-        body = json.dumps({"inputs": {"data": 1}, "deadline_ms": 1}).encode()
+def test_a_request_that_is_cancelled(kept: KeptSpans) -> None:
+    with steering() as backend, serving(kept.provider, config="Steered") as server:
+        body = {"inputs": {"data": "block"}, "deadline_ms": 1}
         fields = {"traceparent": PARENT, "Content-Type": "application/json"}
-        assert post(server.port, "/infer", body, **fields) == 504
-        gate.open()
+        assert post(server, "/infer", body, **fields) == 504
+        backend.opened.set()
     assert kept.errors("POST /infer") == ["deadline_exceeded"]
     assert kept.errors("pipe node") == ["deadline_exceeded"]
 

@@ -33,23 +33,6 @@ def test_what_others_send_does_not_wait_for_all_images_of_a_call(register: Regis
     assert gate.batches.index([b"single"]) == ROUNDS
 
 
-def test_calls_take_turns(register: Register):
-    gate = Gate()
-    with serving(register(gate.backend)) as server, gate, Client(server.port) as client, Client(server.port) as other:
-        first = client.send("infer_many", params=images(b"first", 256))
-        gate.wait_entered()
-        second = other.send("infer_many", params=images(b"second", 20))
-        other.send_batch(b"behind it")
-        eventually(lambda: all(one.call is not None for one in server.server._connections))
-        with Client(server.port) as third:
-            third.ping()  # the loop was at the second call, and has put it in line by now
-        gate.open()
-        assert len(other.receive(second)) == 20
-        assert len(client.receive(first)) == 256
-    last = max(index for index, batch in enumerate(gate.batches) if batch == [b"second"])
-    assert last < ROUNDS + 2 * 20 + 2
-
-
 def test_what_waits_ends_with_its_call(register: Register):
     gate = Gate()
     with serving(register(gate.backend)) as server, gate, Client(server.port) as client, Client(server.port) as leaving:
@@ -74,16 +57,6 @@ class Answers:
     def _finish(self, data: dict[str, Any], error: BaseException | None) -> None:
         assert data["data"] not in self.all, "answered twice"
         self.all[data["data"]] = error or data["data"]
-
-
-class Immediate(FakePipe):
-    def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
-        on_done(data, None)
-
-
-def test_images_that_are_finished_at_once_take_no_stack():
-    answers = Answers(Turns(Immediate()), 1030)  # type: ignore[arg-type]
-    assert answers.all == {index: index for index in range(1030)}
 
 
 class Ticket:

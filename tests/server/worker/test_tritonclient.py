@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +11,6 @@ import pytest
 from fakes import in_threads
 from service import ROOT, LocalServer, serving
 from test_docs import blocks
-
-from torchpipe_py import import_code
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 utils = pytest.importorskip("tritonclient.utils")
@@ -86,18 +80,6 @@ def test_many_at_once(demo: LocalServer, client: Any):
     in_threads(4, run)
 
 
-def test_asyncio(demo: LocalServer):
-    from tritonclient.http import aio
-
-    async def run() -> list[list[str]]:
-        async with aio.InferenceServerClient(f"127.0.0.1:{demo.port}") as client:
-            assert await client.is_model_ready("demo")
-            results = await asyncio.gather(*(client.infer("demo", [images(image)]) for image in IMAGES))
-            return list(map(labels, results))
-
-    assert asyncio.run(run()) == [[name] for name in NAMES]
-
-
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
@@ -118,11 +100,6 @@ def test_errors(client: Any, options: dict[str, Any], status: str, said: str):
     assert said in raised.value.message()
 
 
-def test_an_answer_is_never_compressed(client: Any):
-    result = client.infer("demo", [images(IMAGES[0])], response_compression_algorithm="gzip")
-    assert labels(result) == NAMES[:1]
-
-
 @pytest.mark.parametrize(
     ("dtype", "is_binary"),
     [("float32", False), ("float32", True), ("uint8", False), ("uint8", True), ("float16", True)],
@@ -136,21 +113,6 @@ def test_tensors(classifier: str, dtype: str, is_binary: bool):
             given.set_data_from_numpy(pixels, binary_data=is_binary)
             asked = triton.InferRequestedOutput("y", binary_data=is_binary)
             assert client.infer("test", [given], outputs=[asked]).as_numpy("y") == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_detector(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [str(ROOT / "configs/examples"), *sys.path])
-    import_code("configs/examples/backends.py")
-    scenes = [path.read_bytes() for path in sorted(Path("configs/examples/scenes").iterdir())[:2]]
-    with serving("configs/detector.toml") as server:
-        expected = [server.run({"data": scene})["result"] for scene in scenes]
-        with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
-            found = client.infer("detector", [images(*scenes)]).as_numpy("result")
-            assert [[box["label"] for box in json.loads(boxes)] for boxes in found] == [
-                [box["label"] for box in boxes] for boxes in expected
-            ]
-            assert json.loads(found[0])[0]["box"] == pytest.approx(expected[0][0]["box"])
 
 
 def test_the_example_of_the_page(
