@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
 from torchpipe_py.plan.expression import Call, parse_expression
@@ -58,6 +58,8 @@ T = TypeVar("T")
 class Place:
     """Where in the configuration something stands; the beginning of every error message."""
 
+    kind: ClassVar[str] = "node"
+
     source: str
     node: str | None = None
     key: str | None = None
@@ -65,7 +67,7 @@ class Place:
     def __str__(self) -> str:
         parts = [self.source]
         if self.node is not None:
-            parts.append("global" if self.node == GLOBAL else f"node {quoted(self.node)}")
+            parts.append("global" if self.node == GLOBAL else f"{self.kind} {quoted(self.node)}")
         if self.key is not None:
             parts.append(f"key {quoted(self.key)}")
         return ": ".join(parts)

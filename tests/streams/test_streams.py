@@ -1,0 +1,291 @@
+"""Streams: which frames come, in what order, and what becomes of sources that fail."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
+from torchpipe_py.streams import Streams
+
+av = pytest.importorskip("av")
+
+FRAMES = 50
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory):
+    """Two seconds, 25 frames each; a frame's brightness is its number."""
+    path = tmp_path_factory.mktemp("video") / "a.ts"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(FRAMES):
+            image = np.full((48, 64, 3), 4 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="bgr24")))
+        container.mux(stream.encode())
+    return path
+
+
+class Bright(ItemBackend):
+    """The mean brightness of an image, after a pause."""
+
+    pause = 0.0
+
+    def forward_item(self, item):
+        time.sleep(self.pause)
+        if item["stream"] == "bad":
+            raise ValueError("a bad frame")
+        item["result"] = float(item["data"].mean())
+
+
+class Slow(Bright):
+    pause = 0.1
+
+
+@contextmanager
+def bright(backend="Bright", **keys):
+    registry = Registry()
+    registry.register_backend(Bright)
+    registry.register_backend(Slow)
+    with pipe({"backend": backend, "instance_num": 2, **keys}, registry=registry) as run:
+        yield run
+
+
+@contextmanager
+def web_server(respond):
+    """Answers each GET by ``respond(handler, number)``; yields its port."""
+    numbers = iter(range(1000))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            respond(self, next(numbers))
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def wait_for(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("decoder", ["pyav", "opencv"])
+def test_gives_every_frame_in_order(video, decoder):
+    with bright() as run, Streams(run, {"a": {"source": str(video), "keep": "all", "decoder": decoder}}) as streams:
+        frames = list(streams)
+    assert [frame.number for frame in frames] == list(range(FRAMES))
+    assert [frame.dropped_before for frame in frames] == [0] * FRAMES
+    assert [frame.result for frame in frames] == pytest.approx([4 * number for number in range(FRAMES)], abs=7)
+    assert frames[25].pts == pytest.approx(1.0, abs=0.05)
+    assert frames[0].image.shape == (48, 64, 3)
+
+
+def test_drops_older_frames_where_the_pipe_is_too_slow(video):
+    with bright("Slow") as run, Streams(run, {"a": {"source": str(video)}}) as streams:
+        frames = list(streams)
+        counts = streams.stats()["a"]
+    assert len(frames) < FRAMES
+    before = -1
+    for frame in frames:
+        assert frame.number == before + 1 + frame.dropped_before
+        before = frame.number
+    assert counts["decoded"] == FRAMES
+    assert counts["results"] == len(frames)
+    assert counts["decoded"] == counts["results"] + counts["dropped"]
+
+
+def test_takes_no_more_frames_than_asked_for(video):
+    options = {"source": str(video), "keep": "all", "fps": 5}
+    with bright() as run, Streams(run, {"a": options}) as streams:
+        assert [frame.number for frame in streams] == list(range(0, FRAMES, 5))
+        assert streams.stats()["a"]["skipped"] == FRAMES - 10
+
+
+def test_serves_streams_by_their_weight(video):
+    tables = {name: {"source": str(video), "keep": "all", "repeat": True} for name in "abc"}
+    tables["a"]["weight"] = 2
+    with bright("Slow") as run, Streams(run, {**tables}, in_flight=2) as streams:
+        taken = Counter(next(streams).stream for _ in range(40))
+    assert taken["a"] == pytest.approx(20, abs=2)
+    assert taken["b"] == pytest.approx(10, abs=2)
+
+
+def test_a_frame_that_fails_has_an_error(video):
+    tables = {"bad": {"source": str(video), "keep": "all"}, "good": {"source": str(video), "keep": "all"}}
+    with bright() as run, Streams(run, tables) as streams:
+        frames = list(streams)
+    assert Counter(frame.stream for frame in frames if frame.error is None) == {"good": FRAMES}
+    failed = [frame for frame in frames if frame.stream == "bad"]
+    assert len(failed) == FRAMES
+    assert all("a bad frame" in str(frame.error) and frame.result is None for frame in failed)
+
+
+def test_drops_stale_frames(video):
+    options = {"source": str(video), "keep": "all", "live": True, "stale_ms": 50}
+    with bright("Slow") as run, Streams(run, {"a": options}, in_flight=1) as streams:
+        frames = list(streams)
+        counts = streams.stats()["a"]
+    assert counts["stale"] > 0
+    assert counts["stale"] + len(frames) == FRAMES
+
+
+def test_adds_and_removes_streams(video):
+    forever = {"source": str(video), "keep": "all", "repeat": True}
+    with bright() as run, Streams(run, {"a": forever}) as streams:
+        assert next(streams).stream == "a"
+        streams.add("b", **forever)
+        with pytest.raises(ConfigError, match="'b'"):
+            streams.add("b", **forever)
+        wait_for(lambda: next(streams).stream == "b")
+        streams.remove("a")
+        streams.remove("b")
+        list(streams)  # what is in the pipe comes, and then it ends
+        assert streams.stats() == {}
+        with pytest.raises(KeyError):
+            streams.remove("a")
+
+
+def test_close_ends_the_iteration(video):
+    with bright() as run:
+        streams = Streams(run, {"a": {"source": str(video), "keep": "all", "repeat": True}})
+        next(streams)
+        streams.close()
+        streams.close()
+        assert not list(streams)
+    assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe-streams"]
+
+
+def test_a_closed_pipe_ends_the_iteration(video):
+    with bright() as run:
+        streams = Streams(run, {"a": {"source": str(video), "keep": "all", "repeat": True}})
+        next(streams)
+    wait_for(lambda: next(streams, None) is None)
+    streams.close()
+
+
+def test_opens_a_network_stream_again(video, caplog):
+    def respond(handler, number):
+        if number == 1:
+            handler.send_error(503)
+            return
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(video.read_bytes() if number != 2 else b"no video at all" * 100)
+
+    caplog.set_level(logging.INFO, "torchpipe_py")
+    with web_server(respond) as port, bright() as run:
+        source = f"http://user:secret@127.0.0.1:{port}/a.ts?token=hidden"
+        with Streams(run, {"a": {"source": source, "keep": "all"}}) as streams:
+            numbers = [next(streams).number for _ in range(2 * FRAMES)]
+            shown = str(streams.stats())
+    assert numbers == list(range(2 * FRAMES))
+    for secret in ("secret", "hidden", "user"):
+        assert secret not in shown
+        assert secret not in caplog.text
+    assert "5XX" in caplog.text
+
+
+def test_a_source_that_says_nothing_is_given_up(video):
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, bright() as run:
+        tables = {
+            "silent": {"source": f"http://127.0.0.1:{silent.getsockname()[1]}/", "reconnect": False, "timeout": 0.2},
+            "good": {"source": str(video), "keep": "all"},
+        }
+        with Streams(run, tables) as streams:
+            assert len([next(streams) for _ in range(FRAMES)]) == FRAMES
+            assert streams.stats()["silent"]["results"] == 0
+
+
+def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
+    from torchpipe_py.streams import stream as module
+
+    stuck = threading.Event()
+    read = module.read_pictures
+
+    def read_or_hang(options):
+        if options.name == "stuck":
+            stuck.wait()
+            return
+        yield from read(options)
+
+    monkeypatch.setattr(module, "read_pictures", read_or_hang)
+    monkeypatch.setattr(module, "_GRACE", 0.1)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, bright() as run:
+        stuck_source = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        tables = {
+            "stuck": {"source": stuck_source, "timeout": 0.1},
+            "good": {"source": str(video), "keep": "all", "repeat": True},
+        }
+        with Streams(run, tables) as streams:
+            while streams.stats()["stuck"]["reconnects"] < module.MOST_BLOCKED - 1:
+                assert next(streams).error is None
+            time.sleep(0.5)
+            assert streams.stats()["stuck"]["reconnects"] == module.MOST_BLOCKED - 1
+            stuck.set()
+
+
+def test_broken_bytes_end_their_own_stream(video, tmp_path):
+    whole = video.read_bytes()
+    rng = np.random.default_rng(0)
+    tables = {"good": {"source": str(video), "keep": "all"}}
+    for index in range(10):
+        broken = bytearray(whole[: rng.integers(100, len(whole))])
+        for _ in range(30):
+            broken[rng.integers(len(broken))] = rng.integers(256)
+        path = tmp_path / f"{index}.ts"
+        path.write_bytes(broken)
+        tables[f"broken{index}"] = {"source": str(path), "keep": "all"}
+    with bright() as run, Streams(run, tables) as streams:
+        taken = Counter(frame.stream for frame in streams)
+    assert taken["good"] == FRAMES
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"a": {}}, "streams: stream 'a': needs the key 'source'"),
+        ({"a": {"source": "/no/such.mp4"}}, "key 'source': no such file: '/no/such.mp4'"),
+        ({"a": {"source": "rtsp://x:${NO_SUCH_VARIABLE}@h/"}}, "no variable NO_SUCH_VARIABLE"),
+        ({"a": {"source": "rtsp://h/", "keep": "newest"}}, "key 'keep': expected 'latest', 'all' or a number"),
+        ({"a": {"source": "rtsp://h/", "wieght": 2}}, "key 'wieght': unknown; did you mean 'weight'"),
+        ({"a": {"source": "rtsp://h/", "fps": -1}}, "key 'fps': expected at least 0"),
+        ({"a": {"source": "rtsp://h/", "decoder": "ffmpeg"}}, "key 'decoder': expected one of auto, pyav, opencv"),
+        ({"a": 3}, "stream 'a': expected a table"),
+        ({"global": {"fps": 3}}, "no stream in it"),
+    ],
+)
+def test_refuses_mistakes(tables, message):
+    with bright() as run, pytest.raises(ConfigError) as refused:
+        Streams(run, tables)
+    assert message in str(refused.value)
+
+
+def test_reads_a_file_with_defaults_and_variables(video, tmp_path, monkeypatch):
+    monkeypatch.setenv("VIDEO_FOLDER", str(video.parent))
+    config = tmp_path / "cameras.toml"
+    config.write_text('keep = "all"\n[a]\nsource = "${VIDEO_FOLDER}/a.ts"\n[b]\nsource = "copy.ts"\nfps = 1\n')
+    (tmp_path / "copy.ts").write_bytes(video.read_bytes())
+    with bright() as run, Streams(run, config) as streams:
+        assert Counter(frame.stream for frame in streams) == {"a": FRAMES, "b": 2}

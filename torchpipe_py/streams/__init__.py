@@ -1,0 +1,5 @@
+"""Video: frames of files, cameras and network streams through a pipe, newest first where that is asked for."""
+
+from torchpipe_py.streams.streams import Frame, Streams
+
+__all__ = ["Frame", "Streams"]

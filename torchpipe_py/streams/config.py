@@ -1,0 +1,161 @@
+"""The table of a stream: where its frames come from and which of them are wanted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchpipe_py.backends.params import REQUIRED, Param
+from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
+from torchpipe_py.plan.config import GLOBAL, Place, parse_toml
+from torchpipe_py.registry import default as registry
+from torchpipe_py.values import Value, to_bool, to_float, to_int, to_str
+
+LATEST, ALL = "latest", "all"
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_SECRET = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
+"""What a URL may hide: user and password, and the query, which may be a token."""
+
+
+def to_keep(value: Value) -> str | int:
+    """``latest``, ``all``, or how many of the newest frames may wait."""
+    if value in (LATEST, ALL):
+        return str(value)
+    try:
+        count = to_int(value)
+    except ValueError:
+        count = 0
+    if not 1 <= count <= 1000:
+        raise ValueError(f"expected 'latest', 'all' or a number of frames from 1 to 1000, got {quoted(value)}")
+    return count
+
+
+class StreamOptions:
+    """What is said of one stream; each attribute is a key of its table, or of the top level for every stream."""
+
+    source = Param(
+        to_str, doc="a file, `rtsp://…`, `http://…` or `/dev/video0`; `${NAME}` is read from the environment"
+    )
+    keep = Param(to_keep, LATEST, doc="frames that wait: `latest`, `all`, or a number of the newest")
+    fps = Param(to_float, 0.0, low=0.0, high=1000.0, doc="take no more frames than that in a second; 0: all of them")
+    live = Param(to_bool, None, doc="play a file as fast as its clock goes; default: unless all frames are kept")
+    repeat = Param(to_bool, False, doc="play a file again when it ends")
+    in_flight = Param(
+        to_int, 0, low=0, high=1000, doc="frames in the pipe at once; 0: one, or as many as fit with `all`"
+    )
+    stale_ms = Param(to_float, 0.0, low=0.0, high=1e6, doc="drop a frame that waited longer; 0: never")
+    weight = Param(to_float, 1.0, low=0.01, high=100.0, doc="share of the pipe beside other streams")
+    reconnect = Param(to_bool, True, doc="open a network stream or device again when it ends or fails")
+    timeout = Param(
+        to_float,
+        10.0,
+        low=0.1,
+        high=3600.0,
+        doc="seconds to open it, and without a frame, after which it is opened again",
+    )
+    decoder = Param(to_str, "auto", choices=("auto", "pyav", "opencv"), doc="`auto` is PyAV, or OpenCV without it")
+    hwaccel = Param(to_str, "", doc="PyAV's device for decoding, as `cuda` or `vaapi`; empty: the CPU")
+    node_name = Param(to_str, "", doc="the root that its frames enter, where the configuration has several")
+
+    def __init__(self, name: str, values: Mapping[str, Any], source: str) -> None:
+        """``values`` are typed; ``source`` has its variables filled in."""
+        self.name = name
+        self.shown = values["source"]
+        vars(self).update(values)
+        self.source = source
+        self.is_file = "://" not in source and not source.startswith("/dev/")
+        if self.live is None:
+            self.live = self.keep != ALL
+        self._secrets = [secret for secret in _secrets(source) if secret]
+
+    def masked(self, text: str) -> str:
+        """``text`` without passwords, tokens and what the environment holds."""
+        text = text.replace(self.source, self.shown)
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return _SECRET.sub(lambda found: "***@" if found[0].endswith("@") else "?***", text)
+
+
+def _secrets(source: str) -> list[str]:
+    if "://" not in source:
+        return []
+    parts = urlsplit(source)
+    return [parts.netloc.rpartition("@")[0], parts.query, *(value for value in (_password(source),) if value)]
+
+
+def _password(source: str) -> str | None:
+    try:
+        return urlsplit(source).password
+    except ValueError:
+        return None
+
+
+PARAMS: dict[str, Param] = {name: param for name, param in vars(StreamOptions).items() if isinstance(param, Param)}
+
+
+def read_streams(config: str | os.PathLike[str] | Mapping[str, Any]) -> list[StreamOptions]:
+    """The streams of a TOML file or a dict of dicts; ``ConfigError`` that names every mistake with its place."""
+    if isinstance(config, Mapping):
+        tables, place = dict(config), Place("streams")
+    else:
+        tables, place = dict(parse_toml(config)), Place(os.fspath(config))
+    defaults = tables.pop(GLOBAL, {})
+    problems = Problems()
+    streams = []
+    for name, table in tables.items():
+        with problems.gathered():
+            streams.append(read_stream(str(name), {**defaults, **_table(table, place, name)}, place))
+    problems.raise_all()
+    if not streams:
+        raise place.error("no stream in it: each is a table with a source")
+    return streams
+
+
+def _table(table: Any, place: Place, name: Any) -> Mapping[str, Any]:
+    if not isinstance(table, Mapping):
+        raise _StreamPlace(place.source, str(name)).error(f"expected a table, got {quoted(table)}")
+    return table
+
+
+def read_stream(name: str, table: Mapping[str, Any], place: Place) -> StreamOptions:
+    """One stream; ``ConfigError`` with the first mistake."""
+    for key in table:
+        if key not in PARAMS:
+            raise _StreamPlace(place.source, name, key).error(f"unknown; {nearest(str(key), PARAMS)}")
+    values = {}
+    for key, param in PARAMS.items():
+        if key not in table:
+            if param.default is REQUIRED:
+                raise _StreamPlace(place.source, name).error(f"needs the key {key!r}: {param.doc}")
+            values[key] = param.default
+            continue
+        try:
+            values[key] = param.read(table[key], registry)
+        except (ValueError, ConfigError) as error:
+            raise _StreamPlace(place.source, name, key).error(error) from None
+    where = _StreamPlace(place.source, name, "source")
+    source = _VARIABLE.sub(lambda found: _variable(found[1], where), values["source"])
+    if "://" not in source and not os.path.exists(source):
+        beside = Path(place.source).parent / source
+        if not beside.exists():
+            raise where.error(f"no such file: {quoted(values['source'])}, here or beside the configuration")
+        source = str(beside)
+    return StreamOptions(name, values, source)
+
+
+def _variable(name: str, where: Place) -> str:
+    try:
+        return os.environ[name]
+    except KeyError:
+        raise where.error(f"the environment has no variable {name}") from None
+
+
+class _StreamPlace(Place):
+    """Where a stream's table stands."""
+
+    kind = "stream"

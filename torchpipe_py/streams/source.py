@@ -1,0 +1,86 @@
+"""Frames out of files, network streams and devices, by PyAV or OpenCV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from torchpipe_py.errors import BackendUnavailable, first_line
+from torchpipe_py.streams.config import StreamOptions
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class SourceError(Exception):
+    """A stream that cannot be opened or read; what it says may hold a password."""
+
+
+class Picture(NamedTuple):
+    """A decoded frame, still in the decoder's format: ``pts`` in seconds of the stream, if it has a clock."""
+
+    pts: float | None
+    to_mat: Callable[[], NDArray[np.uint8]]
+    """H×W×3 ``uint8`` BGR."""
+
+
+def read_pictures(options: StreamOptions) -> Iterator[Picture]:
+    """Every frame, as fast as they can be read, until the stream ends; ``SourceError`` where it cannot be read.
+
+    ``BackendUnavailable`` where PyAV is asked for and missing.
+    """
+    if options.decoder != "opencv":
+        try:
+            import av
+        except ImportError:
+            if options.decoder == "pyav":
+                raise BackendUnavailable("decoder = 'pyav' needs PyAV (pip install 'torchpipe_py[video]')") from None
+        else:
+            return _by_pyav(av, options)
+    return _by_opencv(options)
+
+
+def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
+    settings: dict[str, Any] = {}
+    if options.source.startswith("rtsp"):
+        settings["options"] = {"rtsp_transport": "tcp"}
+    if options.source.startswith("/dev/"):
+        settings["format"] = "v4l2"
+    if options.hwaccel:
+        settings["hwaccel"] = av.codec.hwaccel.HWAccel(options.hwaccel, allow_software_fallback=True)
+    try:
+        container = av.open(options.source, timeout=options.timeout, **settings)
+    except (OSError, ValueError) as error:  # av.FFmpegError is one of both
+        raise SourceError(first_line(error)) from error
+    with closing(container):
+        if not container.streams.video:
+            raise SourceError("no video in it")
+        stream = container.streams.video[0]
+        # Several threads read ahead, which makes a live frame old; several streams share the cores anyway.
+        stream.thread_type = "NONE" if options.live else "AUTO"
+        try:
+            for frame in container.decode(stream):
+                yield Picture(frame.time, partial(frame.to_ndarray, format="bgr24"))
+        except (OSError, ValueError) as error:
+            raise SourceError(first_line(error)) from error
+
+
+def _by_opencv(options: StreamOptions) -> Iterator[Picture]:
+    import cv2
+
+    capture = cv2.VideoCapture(options.source)
+    try:
+        if not capture.isOpened():
+            raise SourceError("cannot be opened by OpenCV")
+        while True:
+            is_read, mat = capture.read()
+            if not is_read:
+                return
+            pts = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
+            yield Picture(pts, partial(np.asarray, mat))
+    finally:
+        capture.release()

@@ -1,0 +1,230 @@
+"""One stream: a thread that reads it, the frames that wait, and what became of the others."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import deque
+from contextlib import closing, suppress
+from time import monotonic
+from typing import Any, NamedTuple
+
+from torchpipe_py.errors import TorchpipeError, describe
+from torchpipe_py.streams.config import ALL, LATEST, StreamOptions
+from torchpipe_py.streams.source import Picture, SourceError, read_pictures
+
+logger = logging.getLogger("torchpipe_py")
+
+AHEAD = 8
+"""Frames that wait at most where all of them are wanted."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds until a stream is opened again: doubled each time, with jitter."""
+
+MOST_BLOCKED = 3
+"""Threads of a stream that its source may keep for good."""
+
+_GRACE = 2.0  # seconds beyond its time limits after which a read is taken for blocked
+
+
+class Waiting(NamedTuple):
+    """A frame that waits for the pipe."""
+
+    picture: Picture
+    number: int
+    seen: float
+    """Seconds of ``time.monotonic``: when it came, or was due."""
+    dropped_before: int
+
+
+class Stream:
+    """Reads a stream on a thread of its own and keeps the frames that are wanted.
+
+    ``changed`` is the condition of all streams of a ``Streams``: its lock guards what is read outside this thread, and
+    it is notified when a frame comes or the stream ends.
+    """
+
+    def __init__(self, options: StreamOptions, changed: threading.Condition) -> None:
+        self.options = options
+        self.state = "connecting"
+        """``connecting``, ``playing``, ``waiting`` (for the next attempt), ``blocked``, ``ended`` or ``failed``."""
+        self.waiting: deque[Waiting] = deque()
+        self.in_flight = 0
+        self.used = 0.0
+        """Its share of the pipe so far, divided by its weight."""
+        self.counts = dict.fromkeys(("decoded", "skipped", "dropped", "stale", "results", "errors", "reconnects"), 0)
+        self.last_error = ""
+        self._changed = changed
+        self._dropped_before = 0
+        self._next_pts: float | None = None
+        self._pause = FIRST_PAUSE
+        self._blocked: list[threading.Thread] = []
+        self._overdue_at = float("inf")
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to read, on a new thread."""
+        self._overdue_at = monotonic() + self.options.timeout + _GRACE
+        name = f"torchpipe-stream {self.options.name}"
+        self._thread = threading.Thread(target=self._read, args=(self._stop,), name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no further; under the lock."""
+        self._stop.set()
+        self.waiting.clear()
+        self.state = "ended"
+        self._changed.notify_all()
+
+    def join(self, until: float) -> None:
+        """Wait for its thread, no longer than ``until`` in seconds of ``time.monotonic``."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - monotonic()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no frame will come any more."""
+        return self.state in ("ended", "failed") and not self.waiting
+
+    def take(self) -> Waiting:
+        """The oldest frame that waits; under the lock."""
+        waiting = self.waiting.popleft()
+        self._changed.notify_all()  # a thread may wait for room
+        return waiting
+
+    def drop(self, waiting: Waiting, why: str) -> None:
+        """Count a frame that nobody gets; under the lock."""
+        self.counts[why] += 1
+        self._dropped_before += 1 + waiting.dropped_before
+
+    def look_after(self, now: float) -> None:
+        """Give up a thread that its source does not let go, and read on another one; under the lock."""
+        if now < self._overdue_at or self._thread is None or self._stop.is_set():
+            return
+        self._stop.set()
+        self._stop = threading.Event()
+        self._blocked = [thread for thread in (*self._blocked, self._thread) if thread.is_alive()]
+        self._overdue_at = float("inf")
+        self._note("blocked", f"nothing came for {self.options.timeout:g} s, and the read does not end")
+        if self.options.reconnect and len(self._blocked) < MOST_BLOCKED:
+            self.counts["reconnects"] += 1
+            self.start()
+        elif not self.options.reconnect:
+            self.state = "failed"
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start; under the lock."""
+        return {
+            "source": self.options.masked(self.options.shown),
+            "state": self.state,
+            "waiting": len(self.waiting),
+            "in_flight": self.in_flight,
+            **self.counts,
+            **({"last_error": self.last_error} if self.last_error else {}),
+        }
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _read(self, stop: threading.Event) -> None:
+        """Read until the stream ends or is stopped; open it again where that is wanted."""
+        while not stop.is_set():
+            error = self._read_once(stop)
+            with self._changed:
+                if stop.is_set():
+                    return
+                self._overdue_at = float("inf")
+                if error is None and self.options.is_file:
+                    if self.options.repeat:
+                        continue
+                    self._note("ended")
+                    return
+                text = "the stream ended" if error is None else error
+                if self.options.is_file or not self.options.reconnect:
+                    self._note("ended" if error is None else "failed", text)
+                    return
+                pause = self._pause * random.uniform(0.75, 1.25)
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+                self._note("waiting", f"{text}; opening it again in {pause:.1f} s")
+            if stop.wait(pause):
+                return
+            with self._changed:
+                self.counts["reconnects"] += 1
+                self._overdue_at = monotonic() + self.options.timeout + _GRACE
+
+    def _read_once(self, stop: threading.Event) -> str | None:
+        """Read to the end; what went wrong, if something did."""
+        began: float | None = None
+        self._next_pts = None
+        try:
+            with closing(read_pictures(self.options)) as pictures:  # type: ignore[type-var]
+                for picture in pictures:
+                    now = seen = monotonic()
+                    if self.options.is_file and self.options.live and picture.pts is not None:
+                        began = now - picture.pts if began is None else began
+                        seen = began + picture.pts
+                        if seen > now:
+                            self._overdue_at = float("inf")
+                            stop.wait(seen - now)
+                    if stop.is_set():
+                        return None
+                    self._offer(picture, seen, stop)
+        except SourceError as error:
+            return self.options.masked(str(error))
+        except TorchpipeError as error:
+            return str(error)
+        except Exception as error:  # of a library that reads what strangers send
+            return self.options.masked(describe(error))
+        return None
+
+    def _offer(self, picture: Picture, seen: float, stop: threading.Event) -> None:
+        """Let a frame wait, in the place of an older one or until there is room."""
+        keep = self.options.keep
+        with self._changed:
+            if stop.is_set():
+                return
+            self._pause = FIRST_PAUSE
+            self._note("playing")
+            number = self.counts["decoded"]
+            self.counts["decoded"] += 1
+            if not self._is_due(picture.pts):
+                self.counts["skipped"] += 1
+                return
+            if keep == ALL:
+                self._overdue_at = float("inf")
+                while len(self.waiting) >= AHEAD and not stop.is_set():
+                    self._changed.wait()
+            else:
+                while len(self.waiting) >= (1 if keep == LATEST else int(keep)):
+                    self.drop(self.waiting.popleft(), "dropped")
+            if stop.is_set():
+                return
+            self.waiting.append(Waiting(picture, number, seen, self._dropped_before))
+            self._dropped_before = 0
+            self._overdue_at = monotonic() + self.options.timeout + _GRACE
+            self._changed.notify_all()
+
+    def _is_due(self, pts: float | None) -> bool:
+        """Whether ``fps`` lets a frame of that time through."""
+        if not self.options.fps or pts is None:
+            return True
+        step = 1 / self.options.fps
+        if self._next_pts is None or not -1 < self._next_pts - pts < step + 1:  # the first, or the clock has jumped
+            self._next_pts = pts
+        if pts < self._next_pts - 0.001:
+            return False
+        self._next_pts += step
+        return True
+
+    def _note(self, state: str, problem: str = "") -> None:
+        """Another state, and the line in the log that it is worth; under the lock."""
+        if problem:
+            self.last_error = problem
+        if state != self.state or problem:
+            with suppress(Exception):
+                log = logger.warning if problem else logger.info
+                log("stream %r: %s%s", self.options.name, state, problem and f": {problem}")
+        self.state = state
+        if state in ("ended", "failed"):
+            self._changed.notify_all()

@@ -1,0 +1,225 @@
+"""Many streams through one pipe: frames are fetched when the pipe has room, in turn and by weight."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchpipe_py.errors import ConfigError, PipeClosed
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.config import Place
+from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.streams.config import ALL, read_stream, read_streams
+from torchpipe_py.streams.stream import Stream, Waiting
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STREAM_KEY = "stream"
+"""Of a request: the name of the stream that its frame is of."""
+
+CLOSE_SECONDS = 2.0
+"""How long ``close`` waits for a read to return; a thread that is in one then ends by itself later."""
+
+_LOOK_SECONDS = 0.25  # between two looks at streams that may be blocked
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """A frame that went through the pipe."""
+
+    stream: str
+    number: int
+    """Counts the frames that were decoded, from 0."""
+    pts: float | None
+    """Seconds of the stream's clock."""
+    dropped_before: int
+    """Frames since the one before that are not given: newer ones came, or they were stale."""
+    image: NDArray[np.uint8] | None = field(default=None, repr=False)
+    """H×W×3 ``uint8`` BGR, as it was decoded."""
+    data: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The request's dict as the pipe left it."""
+    result: Any = None
+    error: BaseException | None = None
+    age: float = 0.0
+    """Seconds from when it came, or a file's clock had it due, until its result was there."""
+    seen: float = field(default=0.0, repr=False)
+    is_done: bool = field(default=False, repr=False)
+
+
+class Streams:
+    """Runs the frames of streams through a pipe, and yields them with their results.
+
+    ``streams`` is a TOML file or a dict of dicts, each a table with a ``source``; see ``StreamOptions`` for the keys.
+    Iterate over it: frames of one stream come in order, those of several as they are finished. The iteration ends with
+    the last stream. A frame is fetched and converted when the pipe has room for it: ``in_flight`` frames at once,
+    by default one more than the instances of its widest node hold, and no more while as many results wait to be taken.
+    Streams take turns by ``weight``.
+    A frame whose request fails has ``error`` in place of ``result``. ``ConfigError`` for streams that cannot be read.
+    A request is ``{"data": image, "color": "bgr", "stream": name}``.
+    """
+
+    def __init__(
+        self,
+        run: pipe,
+        streams: str | os.PathLike[str] | Mapping[str, Any] = {},  # noqa: B006 - never changed
+        *,
+        in_flight: int | None = None,
+    ) -> None:
+        self._run = run
+        self._changed = threading.Condition()
+        self._streams: dict[str, Stream] = {}
+        self._removed: set[Stream] = set()
+        self._order: dict[Stream, deque[Frame]] = {}
+        self._finished: deque[Frame] = deque()
+        self._under_way = 0
+        self._used = 0.0
+        self._is_closing = False
+        self._most = in_flight or 1 + max(node["instances"] * node["max"] for node in run.stats()["nodes"].values())
+        with self._changed:
+            for options in read_streams(streams) if streams else ():
+                self._start(Stream(options, self._changed))
+        self._feeder = threading.Thread(target=self._feed, name="torchpipe-streams", daemon=True)
+        self._feeder.start()
+
+    def add(self, name: str, **options: Any) -> None:
+        """Read one more stream; ``options`` are the keys of its table. ``ConfigError`` where the name is taken."""
+        read = read_stream(name, options, Place("streams"))
+        with self._changed:
+            if name in self._streams:
+                raise ConfigError(f"there is a stream {name!r} already")
+            self._start(Stream(read, self._changed))
+
+    def remove(self, name: str) -> None:
+        """Read a stream no further; results of what is in the pipe still come. ``KeyError`` if there is none."""
+        with self._changed:
+            stream = self._streams.pop(name)
+            stream.stop()
+            if stream.in_flight:
+                self._removed.add(stream)
+
+    def stats(self) -> dict[str, Any]:
+        """Of each stream: its state, frames by what became of them, attempts to connect, the last error."""
+        with self._changed:
+            return {name: stream.stats() for name, stream in self._streams.items()}
+
+    def close(self) -> None:
+        """Stop every stream; what is in the pipe is finished, and not yielded. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            streams = [*self._streams.values(), *self._removed]
+            for stream in streams:
+                stream.stop()
+            self._changed.notify_all()
+        self._feeder.join()
+        until = monotonic() + CLOSE_SECONDS
+        for stream in streams:
+            stream.join(until)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Frame]:
+        return self
+
+    def __next__(self) -> Frame:
+        """The next frame that is finished; waits for it."""
+        with self._changed:
+            while self._is_closing or not self._finished:
+                if self._is_closing or (not self._under_way and all(each.is_over for each in self._streams.values())):
+                    raise StopIteration
+                self._changed.wait()
+            frame = self._finished.popleft()
+            self._changed.notify_all()
+            return frame
+
+    # -- the way of a frame ---------------------------------------------------------------------------------------
+
+    def _start(self, stream: Stream) -> None:
+        stream.used = self._used
+        self._streams[stream.options.name] = stream
+        stream.start()
+
+    def _feed(self) -> None:
+        """Take the next frame whenever there is room; the loop of the feeder's thread."""
+        while True:
+            with self._changed:
+                while (stream := self._next()) is None and not self._is_closing:
+                    self._changed.wait(_LOOK_SECONDS)
+                    now = monotonic()
+                    for each in self._streams.values():
+                        each.look_after(now)
+                if stream is None:
+                    return
+                waiting = stream.take()
+                stale_ms = stream.options.stale_ms
+                if stale_ms and 1000 * (monotonic() - waiting.seen) > stale_ms:
+                    stream.drop(waiting, "stale")
+                    continue
+                self._used = max(self._used, stream.used)
+                stream.used = max(stream.used, self._used) + 1 / stream.options.weight
+                stream.in_flight += 1
+                self._under_way += 1
+                name = stream.options.name
+                frame = Frame(name, waiting.number, waiting.picture.pts, waiting.dropped_before, seen=waiting.seen)
+                self._order.setdefault(stream, deque()).append(frame)
+            self._enter(stream, waiting, frame)
+
+    def _next(self) -> Stream | None:
+        """The stream whose turn it is, if one has a frame and the pipe has room for it."""
+        if self._is_closing or self._under_way >= self._most or len(self._finished) >= self._most:
+            return None
+        ready = [
+            stream for stream in self._streams.values() if stream.waiting and stream.in_flight < self._room(stream)
+        ]
+        return min(ready, key=lambda stream: max(stream.used, self._used), default=None)
+
+    def _room(self, stream: Stream) -> int:
+        return stream.options.in_flight or (self._most if stream.options.keep == ALL else 1)
+
+    def _enter(self, stream: Stream, waiting: Waiting, frame: Frame) -> None:
+        """Bring a frame to the pipe."""
+        on_done: Callable[[Any, BaseException | None], None] = lambda _, error: self._leave(stream, frame, error)  # noqa: E731
+        try:
+            frame.image = waiting.picture.to_mat()
+            frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: "bgr", STREAM_KEY: frame.stream}
+            if stream.options.node_name:
+                frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
+            self._run.dispatch(frame.data, on_done)
+        except PipeClosed as error:
+            with self._changed:
+                self._is_closing = True
+            self._leave(stream, frame, error)
+        except Exception as error:
+            self._leave(stream, frame, error)
+
+    def _leave(self, stream: Stream, frame: Frame, error: BaseException | None) -> None:
+        """A frame is finished: let those go on that waited for it to be in order."""
+        frame.error = error if error is not None else frame.data.get(TASK_ERROR_KEY)
+        frame.result = None if frame.error is not None else frame.data.get(TASK_RESULT_KEY)
+        frame.age = monotonic() - frame.seen
+        with self._changed:
+            frame.is_done = True
+            stream.in_flight -= 1
+            self._under_way -= 1
+            stream.counts["results" if frame.error is None else "errors"] += 1
+            order = self._order[stream]
+            while order and order[0].is_done:
+                self._finished.append(order.popleft())
+            if not order and stream in self._removed:
+                self._removed.discard(stream)
+                del self._order[stream]
+            self._changed.notify_all()
