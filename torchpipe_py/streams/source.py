@@ -47,14 +47,14 @@ def read_pictures(options: StreamOptions) -> Iterator[Picture]:
 def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
     settings: dict[str, Any] = {}
     if options.source.startswith("rtsp"):
-        settings["options"] = {"rtsp_transport": "tcp"}
+        settings["options"] = {"rtsp_flags": "prefer_tcp"}
     if options.source.startswith("/dev/"):
         settings["format"] = "v4l2"
     if options.hwaccel:
         settings["hwaccel"] = av.codec.hwaccel.HWAccel(options.hwaccel, allow_software_fallback=True)
     try:
         container = av.open(options.source, timeout=options.timeout, **settings)
-    except (OSError, ValueError) as error:  # av.FFmpegError is one of both
+    except (av.FFmpegError, OSError, ValueError) as error:
         raise SourceError(first_line(error)) from error
     with closing(container):
         if not container.streams.video:
@@ -65,7 +65,7 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
         try:
             for frame in container.decode(stream):
                 yield Picture(frame.time, partial(frame.to_ndarray, format="bgr24"))
-        except (OSError, ValueError) as error:
+        except (av.FFmpegError, OSError, ValueError) as error:
             raise SourceError(first_line(error)) from error
 
 

@@ -183,6 +183,17 @@ def add_encrypt_options(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace it if it is there")
 
 
+def add_watch_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe watch``."""
+    add = parser.add_argument
+    add("--streams", required=True, metavar="FILE.toml", help="a table for each stream, with its source")
+    add("--out", type=output_file, metavar="FILE", help="write a line of JSON for each frame; default: print them")
+    add("--show", action="store_true", help="show frames and boxes in a window of each stream")
+    in_flight = "frames in the pipe at once (default: one more than its widest node takes)"
+    add("--in-flight", type=at_least(1, 10_000), metavar="N", help=in_flight)
+    add("--seconds", type=above_zero("seconds"), metavar="S", help="stop after that time")
+
+
 # --- torchpipe bench and torchpipe load
 
 DEFAULT_TOTAL = 10_000

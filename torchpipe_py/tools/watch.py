@@ -1,0 +1,105 @@
+"""``torchpipe watch``: run the frames of streams through a configuration, and write what comes out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from threading import Timer
+from time import monotonic
+from typing import IO
+
+from torchpipe_py.errors import NoResult, describe
+from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.streams import Frame, Streams
+from torchpipe_py.streams.boxes import draw_boxes
+from torchpipe_py.tools.report import ToolError
+from torchpipe_py.wire.json_values import json_line, to_json
+
+REPORT_SECONDS = 5.0
+
+
+def run_watch(options: argparse.Namespace) -> int:
+    """0 when every stream has ended or the time is over, 1 where no frame had a result, 130 interrupted."""
+    show = _window() if options.show else None
+    results = 0
+    with ExitStack() as stack:
+        out = stack.enter_context(open(options.out, "wb")) if options.out else None
+        run = stack.enter_context(pipe(options.config))
+        streams = stack.enter_context(Streams(run, options.streams, in_flight=options.in_flight))
+        began = seen_at = monotonic()
+        if options.seconds:
+            timer = Timer(options.seconds, streams.close)
+            timer.start()
+            stack.callback(timer.cancel)
+        try:
+            for frame in streams:
+                results += frame.error is None
+                write(frame, out or sys.stdout.buffer)
+                if show is not None:
+                    show(frame)
+                now = monotonic()
+                if out is not None and now - seen_at >= REPORT_SECONDS:
+                    seen_at = now
+                    print(summary(streams, now - began), file=sys.stderr)
+            status = 0 if results else 1
+        except KeyboardInterrupt:
+            status = 130
+        print(summary(streams, monotonic() - began), file=sys.stderr)
+    return status
+
+
+def write(frame: Frame, out: IO[bytes]) -> None:
+    """A frame as a line of JSON; times are in seconds."""
+    members = {
+        "stream": json.dumps(frame.stream),
+        "number": str(frame.number),
+        "pts": "null" if frame.pts is None else f"{frame.pts:.4f}",
+        "age": f"{frame.age:.4f}",
+        "dropped_before": str(frame.dropped_before),
+    }
+    error = frame.error
+    if error is None:
+        try:
+            members.update(to_json("result", frame.result))
+        except NoResult as problem:
+            error = problem
+    if error is not None:
+        members["error"] = json.dumps(describe(error))
+    out.write(json_line(members))
+    out.flush()
+
+
+def summary(streams: Streams, seconds: float) -> str:
+    """A table with a line for each stream."""
+    columns = ("state", "decoded", "results", "dropped", "stale", "errors", "reconnects")
+    stats = streams.stats()
+    width = max((len(name) for name in stats), default=6)
+    lines = [f"{'stream':{width}}  fps    {'  '.join(f'{name:>10}' for name in columns)}"]
+    for name, counts in stats.items():
+        rate = counts["results"] / seconds if seconds else 0.0
+        lines.append(f"{name:{width}}  {rate:5.1f}  {'  '.join(f'{counts[key]:>10}' for key in columns)}")
+    return "\n".join(lines)
+
+
+def _window() -> Callable[[Frame], None]:
+    """Shows a frame in a window of its stream."""
+    import cv2
+
+    try:
+        cv2.namedWindow("torchpipe watch")
+        cv2.destroyAllWindows()
+    except cv2.error:
+        raise ToolError(
+            "--show: this OpenCV has no windows, or there is no display; install opencv-python in place of "
+            "opencv-python-headless"
+        ) from None
+
+    def show(frame: Frame) -> None:
+        if frame.image is not None:
+            cv2.imshow(frame.stream, draw_boxes(frame.image, frame.result))
+            cv2.waitKey(1)
+
+    return show
