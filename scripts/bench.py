@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import common, in_process
+from benchmarks.goodput import goodput
 from benchmarks.io_cost import io_cost
 from benchmarks.over_http import over_http
 from benchmarks.sharing import shared
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "over_http": over_http,
     "io_cost": io_cost,
     "shared": shared,
+    "goodput": goodput,
 }
 
 
@@ -33,6 +35,9 @@ def make_parser() -> ArgumentParser:
     group = parser.add_argument_group("over_http")
     group.add_argument("--model", choices=("demo", "resnet18"), default="demo", help="(default: %(default)s)")
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
+    group = parser.add_argument_group("goodput")
+    group.add_argument("--serve", action="append", metavar="OPTIONS", help="measure torchpipe-serve with these as well")
+    group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton with a model 'sleep'")
     return parser
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.common import Load, Report, in_threads, load_of, picture, python
@@ -164,6 +165,21 @@ class Classifier:
         logits = self._session.run(None, {self._input: stack})[0]
         exp = np.exp(logits - logits.max(1, keepdims=True))
         return exp / exp.sum(1, keepdims=True)
+
+
+def work() -> Callable[[Sequence[bytes]], Any]:
+    """What a service of another library does with a batch, as the environment has it: the classifier, or a pause."""
+    pause = float(os.environ.get("BENCH_SLEEP_MS", "0")) / 1000
+    if not pause:
+        return Classifier(os.environ["BENCH_MODEL"], int(os.environ["BENCH_SIZE"]))
+
+    import numpy as np
+
+    def wait(batch: Sequence[bytes]) -> Any:
+        sleep(pause)
+        return np.ones((len(batch), 1))
+
+    return wait
 
 
 def classifier(model: str, size: str) -> tuple[Measure, str]:

@@ -10,7 +10,7 @@ import cv2
 import litserve
 from fastapi import Depends, Request
 
-from benchmarks.bare import Classifier
+from benchmarks.bare import work
 
 
 async def raw_body(request: Request) -> bytes:
@@ -23,7 +23,7 @@ class Classify(litserve.LitAPI):
 
     def setup(self, device: Any) -> None:
         cv2.setNumThreads(1)
-        self.classify = Classifier(os.environ["BENCH_MODEL"], int(os.environ["BENCH_SIZE"]))
+        self.classify = work()
 
     def decode_request(self, request: Annotated[bytes, Depends(raw_body)]) -> bytes:
         return request

@@ -8,7 +8,7 @@ from typing import Any
 import cv2
 from mosec import Server, Worker
 
-from benchmarks.bare import Classifier
+from benchmarks.bare import work
 
 
 class Classify(Worker):
@@ -17,7 +17,7 @@ class Classify(Worker):
     def __init__(self) -> None:
         super().__init__()
         cv2.setNumThreads(1)
-        self.classify = Classifier(os.environ["BENCH_MODEL"], int(os.environ["BENCH_SIZE"]))
+        self.classify = work()
 
     def deserialize(self, data: bytes) -> bytes:
         return data
