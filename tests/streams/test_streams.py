@@ -289,3 +289,11 @@ def test_reads_a_file_with_defaults_and_variables(video, tmp_path, monkeypatch):
     (tmp_path / "copy.ts").write_bytes(video.read_bytes())
     with bright() as run, Streams(run, config) as streams:
         assert Counter(frame.stream for frame in streams) == {"a": FRAMES, "b": 2}
+
+
+def test_a_decoder_of_images_lets_frames_through(video):
+    nodes = {"backend": "S[DecodeMat,ResizeMat]", "color": "rgb", "resize_h": 4, "resize_w": 4}
+    with pipe(nodes) as run, Streams(run, {"a": {"source": str(video), "keep": "all"}}) as streams:
+        frames = list(streams)
+    assert len(frames) == FRAMES
+    assert all(frame.result.shape == (4, 4, 3) and frame.data["color"] == "rgb" for frame in frames)

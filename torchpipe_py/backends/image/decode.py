@@ -16,7 +16,7 @@ from torchpipe_py.backends.image import formats
 from torchpipe_py.backends.image.formats import Bytes, ImageHeader
 from torchpipe_py.backends.image.geometry import MAX_PIXELS, max_pixels
 from torchpipe_py.backends.image.jpeg import JpegHeader
-from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, encoded_bytes, to_color
+from torchpipe_py.backends.image.mat import MAT_COLORS, UINT8, Recolor, encoded_bytes, to_color
 from torchpipe_py.backends.image.memory import DECODING, SMALL
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, MAT, Signature
@@ -174,6 +174,7 @@ class DecodeMat(ItemBackend):
     what takes up to twelve bytes for each of ``max_pixels``; the next image waits. One of more than a quarter of
     ``max_pixels`` keeps no smaller one waiting, where its node takes one request at a time and has two instances or
     more.
+    An image that is decoded already, H×W×3 ``uint8`` in the order of its ``color`` (a frame of a video), goes through.
     """
 
     takes, gives = ENCODED, MAT
@@ -192,6 +193,7 @@ class DecodeMat(ItemBackend):
 
     def setup(self) -> None:
         self._decode = MatDecoder(self.color, self.formats, self.max_pixels)
+        self._recolor = Recolor(self.color)
 
     def signature(self) -> Signature:
         return ENCODED_IMAGE
@@ -201,8 +203,12 @@ class DecodeMat(ItemBackend):
         return header is not None and is_large(header.width * header.height, self.max_pixels)
 
     def forward_item(self, item: Data) -> None:
+        data = item[TASK_DATA_KEY]
         try:
-            item[TASK_RESULT_KEY] = self._decode(item[TASK_DATA_KEY])
+            if isinstance(data, np.ndarray) and data.ndim == 3:
+                item[TASK_RESULT_KEY] = self._recolor(item)
+            else:
+                item[TASK_RESULT_KEY] = self._decode(data)
         except DecodeError as error:
             item[TASK_ERROR_KEY] = error
         else:

@@ -71,6 +71,30 @@ def as_mat(value: Any, dtypes: tuple[np.dtype, ...] = (UINT8, FLOAT32)) -> np.nd
     raise InvalidRequest(f"expected a Mat ({' or '.join(map(str, dtypes))} array, HxWxC), got {kind}")
 
 
+class Recolor:
+    """The Mat under ``data`` in the channel order ``wanted``; ``InvalidRequest`` where it has none of its own."""
+
+    def __init__(self, wanted: str) -> None:
+        import cv2
+
+        self._wanted = wanted
+        self._convert: Callable[..., Any] = cv2.cvtColor
+        self._codes = {
+            color: getattr(cv2, f"COLOR_{color.upper()}2{wanted.upper()}") for color in MAT_COLORS if color != wanted
+        }
+        self._codes[wanted] = cv2.COLOR_BGRA2BGR  # of either order
+
+    def __call__(self, item: Data) -> np.ndarray:
+        mat = as_mat(item[TASK_DATA_KEY])
+        channels = mat.shape[2]
+        if channels not in (1, 3, 4):
+            raise InvalidRequest(f"color {self._wanted} needs a Mat of 1, 3 or 4 channels, got {channels}")
+        color = color_of(item, channels, OF_MATS)
+        if color != self._wanted or channels == 4:
+            mat = as_mat(self._convert(mat, self._codes[color]))
+        return mat
+
+
 def encoded_bytes(value: Any) -> np.ndarray:
     """Encoded image bytes as a contiguous 1-D ``uint8`` array, mostly no copy; ``InvalidRequest`` for others."""
     if isinstance(value, np.ndarray):
@@ -170,23 +194,10 @@ class cvtColorMat(ItemBackend):
         return None if self.color == "gray" else str(self.color)
 
     def setup(self) -> None:
-        import cv2
-
-        self._convert: Callable[..., Any] = cv2.cvtColor
-        wanted = self.color.upper()
-        self._codes = {
-            color: getattr(cv2, f"COLOR_{color.upper()}2{wanted}") for color in MAT_COLORS if color != self.color
-        }
-        self._codes[self.color] = cv2.COLOR_BGRA2BGR  # of either order
+        self._recolor = Recolor(self.color)
 
     def forward_item(self, item: Data) -> None:
-        mat = as_mat(item[TASK_DATA_KEY])
-        channels = mat.shape[2]
-        if channels not in (1, 3, 4):
-            raise InvalidRequest(f"color {self.color} needs a Mat of 1, 3 or 4 channels, got {channels}")
-        color = color_of(item, channels, OF_MATS)
-        if color != self.color or channels == 4:
-            mat = as_mat(self._convert(mat, self._codes[color]))
+        mat = self._recolor(item)
         item[TASK_COLOR_KEY] = self.color
         item[TASK_RESULT_KEY] = mat
 
