@@ -28,6 +28,7 @@ from torchpipe_py.keys import (
     TASK_DATA_KEY,
     TASK_ERROR_KEY,
     TASK_NODE_NAME_KEY,
+    TASK_PRIORITY_KEY,
     TASK_RESULT_KEY,
 )
 from torchpipe_py.plan.config import parse_toml
@@ -43,6 +44,7 @@ __all__ = [
     "TASK_DATA_KEY",
     "TASK_ERROR_KEY",
     "TASK_NODE_NAME_KEY",
+    "TASK_PRIORITY_KEY",
     "TASK_RESULT_KEY",
     "Backend",
     "BackendError",

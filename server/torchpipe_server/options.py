@@ -76,9 +76,10 @@ class Options:
         choices=("config", "none", "process"),
     )
     queue_target_ms: float = _option(
-        0.0,
+        -1.0,
         "milliseconds: where the oldest request of a node has waited longer for 100 ms, those without a deadline that "
-        "waited twice as long are 'overloaded'; 0: never; -1: 50, or the time of 4 batches",
+        "waited twice as long are 'overloaded'; 0: never; -1: 50, or the time of 4 batches, and ten times that while "
+        "no clients leave before they are answered",
         -1,
     )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")

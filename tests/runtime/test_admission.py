@@ -21,7 +21,6 @@ from torchpipe_py.runtime.admission import (
     ControlledDelay,
     Path,
     Patience,
-    longest,
 )
 
 
@@ -58,9 +57,22 @@ def test_a_queue_that_stands_is_shed_until_nothing_is_refused_for_a_while() -> N
     delay = ControlledDelay(None)
     assert waits(delay, 0.5, 1.0, 2.0)[-1]
     assert delay.is_shedding(2.0)
-    assert not any(waits(delay, longest(0.02) - 0.021, 2.0, 2.5)), "what is in time is not shed"
+    assert not any(waits(delay, delay.longest(0.02) - 0.021, 2.0, 2.5)), "what is in time is not shed"
     assert not delay.is_shedding(2.0 + CALM)
     assert not any(waits(delay, 0.1, 4.0, 5.0)), "less than twice the target"
+
+
+def test_queues_may_be_longer_while_nobody_leaves() -> None:
+    patience = Patience()
+    delay, configured = ControlledDelay(None, patience), ControlledDelay(0.05, patience)
+    assert not any(waits(delay, 0.5, 1.0, 2.0))
+    assert any(waits(delay, 1.7, 3.0, 4.0))
+    assert any(waits(configured, 0.5, 1.0, 2.0)), "what is configured holds whatever clients do"
+    for now in (0.0, 1.0):
+        patience.left(0.05)
+        patience.bound(1, now)
+    assert not patience.is_endless
+    assert any(waits(delay, 0.5, 9.0, 10.0))
 
 
 def test_patience_is_what_clients_show_by_leaving() -> None:
@@ -71,11 +83,14 @@ def test_patience_is_what_clients_show_by_leaving() -> None:
     assert patience.bound(100, 2.0) == math.inf, "3 of 100"
     for seconds in (0.05, 0.06, 0.07):
         patience.left(seconds)
-    assert patience.bound(110, 4.0) == 0.06
-    assert patience.bound(200, 6.0) == pytest.approx(0.066)
+    assert patience.bound(110, 4.0) == math.inf, "they may have been closed at once"
+    for seconds in (0.05, 0.06, 0.07):
+        patience.left(seconds)
+    assert patience.bound(120, 5.0) == 0.06
+    assert patience.bound(200, 6.0) == pytest.approx(0.0615)
     now = 6.0
     while patience.bound(200, now) < math.inf:
-        now += 2.0
+        now += Patience.WINDOW
     assert now < 200
 
 
@@ -83,7 +98,7 @@ class Lane:
     def __init__(self, wait: float, compute: float) -> None:
         self._wait, self._compute = wait, compute
 
-    def expected_wait(self, now: float) -> float:
+    def expected_wait(self, now: float, priority: int = 0) -> float:
         return self._wait
 
     def expected_compute(self, now: float) -> float:

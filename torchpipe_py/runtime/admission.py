@@ -24,6 +24,9 @@ COMPUTES_LEFT = 2.5
 LEAST_LONGEST = 0.01
 """Seconds: the least such time; threads are woken in milliseconds."""
 
+PATIENT = 10
+"""So many times the target a request may wait while all clients wait for their answers."""
+
 CALM = 1.0
 """Seconds without a refusal after which a node does not shed any more."""
 
@@ -91,13 +94,15 @@ class ControlledDelay:
     When one has then waited more than twice the target, more comes than the node can take, and it sheds: as long as
     requests are refused, those are that could not be finished within ``COMPUTES_LEFT`` times what they take alone. A
     longer queue would only make each answer later. A burst that the instances work off in time loses nothing.
+    Where nobody leaves (a fixed number of clients that wait for each answer, say) queues may be ``PATIENT`` times as
+    long, unless the target is configured.
     """
 
-    __slots__ = ("_above_since", "_shed_at", "_target", "sheds")
+    __slots__ = ("_above_since", "_patience", "_shed_at", "_target", "sheds")
 
-    def __init__(self, target: float | None) -> None:
+    def __init__(self, target: float | None, patience: Patience | None = None) -> None:
         """``target`` in seconds; 0.0: never. ``None``: ``COMPUTES`` times a batch, at least ``LEAST_TARGET``."""
-        self._target = target
+        self._target, self._patience = target, patience
         self.sheds = target != 0.0
         self._above_since = 0.0
         self._shed_at = -math.inf
@@ -115,9 +120,9 @@ class ControlledDelay:
         if not self.sheds:
             return False
         if self.is_shedding(now):
-            is_late = wait + compute > longest(compute)
+            is_late = wait + compute > self.longest(compute)
         else:
-            target = max(LEAST_TARGET, COMPUTES * compute) if self._target is None else self._target
+            target = self._allowed(compute)
             if wait <= target:
                 self._above_since = 0.0
                 return False
@@ -127,26 +132,41 @@ class ControlledDelay:
             self.refused(now)
         return is_late
 
+    def longest(self, compute: float) -> float:
+        """Seconds that a request which takes ``compute`` alone may take while it sheds."""
+        return self._allowed(compute) if self._is_patient() else max(LEAST_LONGEST, COMPUTES_LEFT * compute)
 
-def longest(compute: float) -> float:
-    """Seconds that a request which takes ``compute`` alone may take where more comes than can be taken."""
-    return max(LEAST_LONGEST, COMPUTES_LEFT * compute)
+    def _allowed(self, compute: float) -> float:
+        """The target of such a request, seconds."""
+        if self._target is not None:
+            return self._target
+        return max(LEAST_TARGET, COMPUTES * compute) * (PATIENT if self._is_patient() else 1)
+
+    def _is_patient(self) -> bool:
+        return self._target is None and self._patience is not None and self._patience.is_endless
 
 
 class Patience:
     """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
 
-    Judged once in ``WINDOW`` seconds: where more than ``SHARE`` of the requests ended because their client left, the
-    median of how long those had waited. Where fewer left, it grows by a tenth, and beyond ``FORGOTTEN`` it is over.
+    Judged once in ``WINDOW`` seconds: where more than ``SHARE`` of the requests ended because their client left, and in
+    the window before as well (many may be closed at once and mean nothing), the median of how long those had waited.
+    Where fewer left, it grows by ``GROWTH``, and beyond ``FORGOTTEN`` it is over.
     """
 
-    WINDOW, SHARE, FORGOTTEN = 1.0, 0.1, 60.0
+    WINDOW, SHARE, GROWTH, FORGOTTEN = 0.25, 0.1, 1.025, 60.0
 
     def __init__(self) -> None:
         self._seconds = math.inf
         self._left: list[float] = []
         self._admitted = 0
+        self._were_leaving = False
         self._until = -math.inf
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether (nearly) all wait for their answers, as far as is known."""
+        return self._seconds == math.inf
 
     def left(self, seconds: float) -> None:
         """A client did not wait any longer for its answer; from any thread."""
@@ -156,10 +176,12 @@ class Patience:
         """How long most wait; ``admitted`` counts the requests since the start."""
         if now >= self._until:
             left, self._left = self._left, []
-            if len(left) > self.SHARE * (admitted - self._admitted):
+            are_leaving = len(left) > self.SHARE * (admitted - self._admitted)
+            if are_leaving and self._were_leaving:
                 self._seconds = sorted(left)[len(left) // 2]
-            elif self._seconds < math.inf:
-                self._seconds = 1.1 * self._seconds if self._seconds < self.FORGOTTEN else math.inf
+            elif not are_leaving and self._seconds < math.inf:
+                self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
+            self._were_leaving = are_leaving
             self._admitted, self._until = admitted, now + self.WINDOW
         return self._seconds
 
@@ -169,7 +191,7 @@ class Queued(Protocol):
 
     delay: ControlledDelay | None
 
-    def expected_wait(self, now: float) -> float: ...
+    def expected_wait(self, now: float, priority: int = 0) -> float: ...
 
     def expected_compute(self, now: float) -> float: ...
 
@@ -184,12 +206,12 @@ class Path:
             (nodes[name], [places[before] for before in predecessors[name] if before in places]) for name in order
         ]
 
-    def expected(self, now: float) -> tuple[float, float]:
+    def expected(self, now: float, priority: int = 0) -> tuple[float, float]:
         """Seconds that a request which enters now waits, and is computed, along the branch that takes longest."""
         ends: list[tuple[float, float]] = []
         for node, before in self._steps:
             waited, computed = max((ends[place] for place in before), key=sum, default=(0.0, 0.0))
-            ends.append((waited + node.expected_wait(now), computed + node.expected_compute(now)))
+            ends.append((waited + node.expected_wait(now, priority), computed + node.expected_compute(now)))
         return max(ends, key=sum)
 
 
@@ -207,33 +229,33 @@ class Door:
         """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
         self.patience = None if target == 0.0 else Patience()
         for node in self._nodes:
-            node.delay = ControlledDelay(target)
+            node.delay = ControlledDelay(target, self.patience)
 
     def expected_wait(self) -> float:
         """How long a request that enters now waits along its longest way, by recent times, seconds."""
         now = perf_counter()
         return max(path.expected(now)[0] for path in self._paths.values())
 
-    def check(self, seconds: float | None, root: str | None, admitted: int) -> None:
+    def check(self, seconds: float | None, root: str | None, admitted: int, priority: int = 0) -> None:
         """``Overloaded`` where a request that comes now cannot be finished in time; see ``pipe.check_delay``.
 
         ``admitted`` counts the requests since the start.
         """
         now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
         if bound is None:
-            if self.patience is None:
+            if self.patience is None or priority:
                 return
             bound, why = self.patience.bound(admitted, now), "clients leave after"
             shedding = [node.delay for node in self._nodes if node.delay is not None and node.delay.is_shedding(now)]
             if bound == math.inf and not shedding:
                 return
         for path in self._paths.values() if root is None else [self._paths[root]]:
-            waits, computes = path.expected(now)
+            waits, computes = path.expected(now, priority)
             # NOTE: a request that need not wait is begun even if the means say that it takes too long.
             if not waits:
                 continue
             takes = waits + computes
-            if shedding and takes > longest(computes):
+            if shedding and takes > min(delay.longest(computes) for delay in shedding):
                 for delay in shedding:
                     delay.refused(now)
             elif takes <= (bound if seconds is not None else max(bound, 2 * computes)):
@@ -248,7 +270,7 @@ class Deadlines:
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
 
-    def seconds(self, milliseconds: float | None = None) -> float | None:
+    def seconds(self, milliseconds: float | None = None, priority: int = 0) -> float | None:
         """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be kept.
 
         0 is what Thrift clients send that name none: Thrift has no other word for it in most languages.
@@ -257,5 +279,5 @@ class Deadlines:
         if self._longest_ms and not 0 < limit <= self._longest_ms:
             limit = self._longest_ms
         seconds = limit / 1000 if limit > 0 else None
-        self._pipe.check_delay(seconds)
+        self._pipe.check_delay(seconds, priority)
         return seconds

@@ -15,7 +15,7 @@ from typing import Any
 from torchpipe_py.backends.base import Data, run_padded
 from torchpipe_py.runtime.idle import Leadership
 from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.node import Fail, Node, Source
+from torchpipe_py.runtime.node import Fail, Node, RequestQueue, Source
 from torchpipe_py.runtime.request import Request
 
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
@@ -33,6 +33,8 @@ class BatchQueue:
         self.timeout = timeout
         self._key = key
         self._buckets: dict[Hashable, deque[Request]] = {}
+        self.low = 0
+        """Those of low priority among them."""
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
@@ -47,7 +49,20 @@ class BatchQueue:
         return math.inf
 
     def add(self, request: Request) -> None:
-        self._buckets.setdefault(self._key(request.data), deque()).append(request)
+        """Let it wait: behind all others, or before those of low priority that have not waited long."""
+        bucket = self._buckets.setdefault(self._key(request.data), deque())
+        if request.priority:
+            self.low += 1
+        elif bucket and bucket[-1].priority:
+            young = request.arrived - RequestQueue.AGING
+            place = (
+                next(index for index, each in enumerate(bucket) if each.priority and each.arrived > young)
+                if (bucket[-1].arrived > young)
+                else len(bucket)
+            )
+            bucket.insert(place, request)
+            return
+        bucket.append(request)
 
     def take(
         self,
@@ -79,9 +94,10 @@ class BatchQueue:
         deadline = _first_deadline(bucket, size)
         if fitting is not None and deadline < math.inf:
             size = fitting(size, deadline - now, now)
-        if size == len(bucket):
-            return list(self._buckets.pop(key))
-        return [bucket.popleft() for _ in range(size)]
+        batch = list(self._buckets.pop(key)) if size == len(bucket) else [bucket.popleft() for _ in range(size)]
+        if self.low:
+            self.low -= sum(request.priority for request in batch)
+        return batch
 
     def next_close(self, limit: int, lead_time: float = 0.0) -> float | None:
         """When the next bucket closes if nothing else arrives; ``None`` if there is none."""
@@ -91,6 +107,7 @@ class BatchQueue:
         """Everything that waits, removed."""
         requests = [request for bucket in self._buckets.values() for request in bucket]
         self._buckets.clear()
+        self.low = 0
         return requests
 
     def _closes_at(self, bucket: deque[Request], limit: int, lead_time: float) -> float:
@@ -124,7 +141,10 @@ class BatchingNode(Node):
         source.announce(self)  # NOTE: the first leader may have fallen asleep before it could say so
 
     def queued(self) -> int:
-        return 0 if self.is_closing else len(self._queue) + len(self._batches)
+        return super().queued() + (0 if self.is_closing else len(self._batches))
+
+    def queued_before(self, priority: int) -> int:
+        return super().queued_before(priority) - (0 if priority else self._batches.low)
 
     def is_awaiting(self) -> bool:
         """Whether some request in flight could still reach this node."""
@@ -175,7 +195,7 @@ class BatchingNode(Node):
             if self._source is not None:
                 self._source.fetch(self)
             while queue:
-                instance.taken = (request := queue.popleft(),)
+                instance.taken = (request := queue.take(),)
                 try:
                     batches.add(request)
                 except BaseException as error:

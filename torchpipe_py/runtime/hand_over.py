@@ -11,6 +11,7 @@ from typing import Any
 
 from torchpipe_py.backends.deferred import HandOverBackend, Ran
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
+from torchpipe_py.keys import TASK_PRIORITY_KEY
 from torchpipe_py.runtime.idle import Idle, has_handlers, is_main_thread
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.node import Fail, Node
@@ -48,6 +49,8 @@ class HandOverNode(Node):
             if not self._starts(instance, request, request.arrived):
                 return
             self._under_way.add(request)
+            if request.priority:
+                request.data[TASK_PRIORITY_KEY] = request.priority  # which a map may have left behind
             self._start(request.data, partial(self._finish, request), request)
         except BaseException as error:
             self._under_way.discard(request)
@@ -102,8 +105,8 @@ class HandOverNode(Node):
     def busy(self) -> int:
         return min(len(self._under_way), len(self.instances))
 
-    def expected_wait(self, now: float) -> float:
-        return self._backends[0].expected_wait() or super().expected_wait(now)
+    def expected_wait(self, now: float, priority: int = 0) -> float:
+        return self._backends[0].expected_wait() or super().expected_wait(now, priority)
 
     def _serve(self, instance: Instance) -> None:
         assert isinstance(instance.backend, HandOverBackend)

@@ -17,7 +17,8 @@ class InFlight:
     """A request is in flight from ``submit`` to ``complete``, which happens exactly once.
 
     The set of them is the one source of truth: whoever removes a request from it, completes it. ``most`` may be in
-    flight; those of jumps are not counted. ``entries[name](request)`` brings a request to a node.
+    flight, those of low priority only while it is not more than half; those of jumps are not counted.
+    ``entries[name](request)`` brings a request to a node.
     """
 
     entries: Mapping[str, Enter]
@@ -85,7 +86,8 @@ class InFlight:
         with self._lock:
             if self.refusal:
                 raise PipeClosed(self.refusal)
-            is_admitted = len(self._requests) + len(requests) <= self.most
+            most = self.most // 2 if requests and requests[0].priority else self.most
+            is_admitted = len(self._requests) + len(requests) <= most
             if is_admitted:
                 self._requests.update(requests)
                 self.admitted += len(requests)
@@ -94,8 +96,9 @@ class InFlight:
         if not is_admitted:
             running = counted(len(self), "request")
             raise Overloaded(
-                f"{running} in flight, {len(requests)} more would pass max_inflight = {self.most}",
-                retry_after_ms=self._retry_after_ms() if len(requests) <= self.most else None,
+                f"{running} in flight, {len(requests)} more would pass "
+                f"{'' if most == self.most else 'half of '}max_inflight = {self.most}",
+                retry_after_ms=self._retry_after_ms() if len(requests) <= most else None,
             )
 
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from time import perf_counter, sleep
 from typing import Any, Protocol
 
@@ -51,6 +51,38 @@ class Source(Protocol):
         """What the calling thread completes meanwhile is told at once at the end."""
 
 
+class RequestQueue(deque[Request]):
+    """Requests in their order, and beside them those of ``low`` priority, which come when no others wait.
+
+    One that has waited for ``AGING`` seconds comes first. Any thread may add and take.
+    """
+
+    AGING = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low: deque[Request] = deque()
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 or len(self.low) > 0
+
+    def take(self) -> Request:
+        """The next one, removed; ``IndexError`` if there is none."""
+        if self.low:
+            with suppress(IndexError):  # another thread may take it
+                if self.low[0].arrived + self.AGING <= perf_counter():
+                    return self.low.popleft()
+            try:
+                return self.popleft()
+            except IndexError:
+                return self.low.popleft()
+        return self.popleft()
+
+    def all(self) -> list[Request]:
+        """What waits."""
+        return [*self, *self.low]
+
+
 class Node:
     """Instances, their queue, and the outcome of each request that they run. It is made when they are set up.
 
@@ -82,7 +114,7 @@ class Node:
         self.delay: ControlledDelay | None = None
         self.together: Callable[[], AbstractContextManager[None]] = nullcontext
         self._waiting = waiting
-        self._queue: deque[Request] = deque()
+        self._queue = RequestQueue()
         self._reached: set[Request] = set()  # requests that callers are about to run here
         self._paused: set[Instance] = set()
 
@@ -91,7 +123,7 @@ class Node:
         if request.caller is not None and self._stays_with_caller(request, request.caller):
             return
         request.caller = None
-        self._queue.append(request)
+        (self._queue.low if request.priority else self._queue).append(request)
         if self.idle.to_wake:
             self.idle.wake_one()
         if self.is_closing:
@@ -146,19 +178,23 @@ class Node:
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
-        return 0 if self.is_closing else len(self._queue)
+        return 0 if self.is_closing else len(self._queue) + len(self._queue.low)
+
+    def queued_before(self, priority: int) -> int:
+        """Requests that come before one of this priority; a moment's estimate."""
+        return self.queued() - (0 if priority else len(self._queue.low))
 
     def busy(self) -> int:
         """Instances that have requests."""
         return sum(1 for instance in self.instances if instance.busy)
 
-    def expected_wait(self, now: float) -> float:
+    def expected_wait(self, now: float, priority: int = 0) -> float:
         """How long a request that comes now waits for an instance, by recent compute times, seconds."""
-        return self.times.wait(self.queued(), self.busy(), len(self.instances), self.max, now)
+        return self.times.wait(self.queued_before(priority), self.busy(), len(self.instances), self.max, now)
 
     def expected_compute(self, now: float) -> float:
         """How long it is computed then, seconds."""
-        return self.times.expected(min(self.max, self.queued() + 1), now)
+        return self.times.expected(min(self.max, self.queued_before(0) + 1), now)
 
     def stats(self) -> dict[str, Any]:
         """The node now, and since it started; see ``torchpipe_py.runtime.statistics``.
@@ -207,7 +243,7 @@ class Node:
             if now + compute < request.deadline:
                 return True
             self._expire(instance, request)
-        elif delay.took(waited, compute, now):
+        elif not request.priority and delay.took(waited, compute, now):
             instance.record.expired += 1
             retry = max(1, round(1000 * self.expected_wait(now)))
             text = f"waited {1000 * waited:.0f} ms at node {self.name!r}, which has more requests than it can take"
@@ -257,7 +293,7 @@ class Node:
         self.fail(request, PipeClosed(f"the pipe was closed while the request was queued at node {self.name!r}"))
 
     def _fail_queued(self) -> None:
-        for request in list(self._queue):
+        for request in self._queue.all():
             self._fail_closed(request)
 
     def _wake_leaders(self) -> None:

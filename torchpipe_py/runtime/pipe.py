@@ -20,14 +20,14 @@ from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.batching import BatchingNode
 from torchpipe_py.runtime.idle import is_main_thread
 from torchpipe_py.runtime.node import Node, Source
-from torchpipe_py.runtime.request import Countdown, OnDone, Request, deadline_after
+from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.single import DeferredNode
 from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
@@ -52,12 +52,13 @@ class pipe:
     library or device here, ``SetupError`` for any other failure of a backend's ``setup``; each of these is both a
     ``ValueError`` and a ``RuntimeError``. No thread is left then.
 
-    A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. Where there
-    is none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
-    ``BackendError`` in the caller. ``node_name`` selects the root where there are several
-    (or more than one that no jump leads to). A list of dicts is
-    several requests: the call returns when all are finished, each item with its ``result`` or its ``error``, and
-    raises the first error if any raised. A call returns the dict, or the list, that it was given.
+    A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. Where there is
+    none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
+    ``BackendError`` in the caller. ``node_name`` selects the root where there are several (or more than one that no
+    jump leads to). ``priority`` 1 is low: batches take requests of 0, which is normal, first and fill up with these;
+    one that has waited for a second counts as normal. They get half of ``max_inflight``. A list of dicts is several
+    requests: the call returns when all are finished, each item with its ``result`` or its ``error``, and raises the
+    first error if any raised. A call returns the dict, or the list, that it was given.
     ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
     Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once. ``registry`` has the backends, filters and
     postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.
@@ -198,17 +199,18 @@ class pipe:
 
         A request that cannot meet its deadline is dropped before it is computed. One without a deadline is refused with
         ``Overloaded`` where a queue stands: where its oldest request has waited longer than ``target`` seconds for 0.1
-        s, those that have waited more than twice that. ``None`` is four times what a batch takes, at least 0.05 s; 0.0
-        sheds nothing.
+        s, those that have waited more than twice that. ``None`` is four times what a batch takes, at least 0.05 s, and
+        ten times as much while no clients leave before they are answered; 0.0 sheds nothing. Requests of low priority
+        wait as long as their deadlines let them.
         """
         self._runtime.door.limit_delays(target)
 
-    def check_delay(self, seconds: float | None) -> None:
+    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
         """``Overloaded``, with ``retry_after_ms``, where a request that comes now would not be finished in ``seconds``.
 
         Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
         """
-        self._runtime.door.check(seconds, self._only_root, self._runtime.inflight.admitted)
+        self._runtime.door.check(seconds, self._only_root, self._runtime.inflight.admitted, priority)
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
@@ -352,7 +354,10 @@ class pipe:
             raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}")
         data.pop(TASK_RESULT_KEY, None)
         data.pop(TASK_ERROR_KEY, None)
-        return self._make_request(data, on_done, root, deadline)
+        request = self._make_request(data, on_done, root, deadline)
+        if TASK_PRIORITY_KEY in data:
+            request.priority = checked_priority(data[TASK_PRIORITY_KEY])
+        return request
 
     def _root(self, name: object) -> str:
         if name is None:

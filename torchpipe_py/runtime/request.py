@@ -9,7 +9,14 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data
-from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.errors import InvalidRequest, shown
+from torchpipe_py.keys import (
+    TASK_CONTEXT_KEY,
+    TASK_DATA_KEY,
+    TASK_ERROR_KEY,
+    TASK_PRIORITY_KEY,
+    TASK_RESULT_KEY,
+)
 from torchpipe_py.plan.graph import Hidden
 from torchpipe_py.runtime.visits import Timeline
 
@@ -20,17 +27,17 @@ OnDone = Callable[[Data, BaseException | None], object]
 class Request:
     """One dict that travels; a pipe completes it exactly once, on whichever thread finishes it.
 
-    ``data`` is the dict that backends see. ``caller_data`` is set where that is a private copy, so that a request
-    given up at its deadline cannot change the caller's dict later.
-    ``node`` is the root it enters, then the logical node it is at. ``deadline`` and ``arrived`` (the entry into the
-    current node's queue) are ``time.perf_counter`` seconds. ``caller`` is set while it is on the thread of its
-    blocked caller: the nodes that it has come to and that the caller is to run, each with the request or the branch
-    that is there. ``number`` is its number in a trace. ``links`` is ``None`` for what neither branches nor jumps
-    and makes no spans.
+    ``data`` is the dict that backends see. ``caller_data`` is set where that is a private copy, so that a request given
+    up at its deadline cannot change the caller's dict later. ``node`` is the root it enters, then the logical node it
+    is at. ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter`` seconds.
+    ``priority`` is 0 (normal) or 1 (low). ``caller`` is set while it is on the thread of its blocked caller: the nodes
+    that it has come to and that the caller is to run, each with the request or the branch that is there. ``number`` is
+    its number in a trace. ``links`` is ``None`` for what neither branches nor jumps and makes no spans.
     """
 
     __slots__ = (
-        "arrived", "caller", "caller_data", "data", "deadline", "done", "error", "links", "node", "number", "on_done"
+        "arrived", "caller", "caller_data", "data", "deadline", "done", "error", "links", "node", "number", "on_done",
+        "priority",
     )  # fmt: skip
 
     def __init__(self, data: Data, on_done: OnDone, node: str = "", deadline: float | None = None) -> None:
@@ -44,7 +51,7 @@ class Request:
         self.arrived = 0.0
         self.caller: Caller | None = None
         self.links: Links | None = None
-        self.number = 0
+        self.number = self.priority = 0
         if deadline is not None:
             self.caller_data, self.data = data, dict(data)
 
@@ -123,6 +130,7 @@ class Branches:
     def add(self, data: Data, caller: Caller | None) -> Request:
         """A further branch, on the same thread as the one it comes from."""
         branch = Request(data, nobody_waits)
+        branch.priority = self.request.priority
         branch.deadline, branch.caller = self.request.deadline, caller
         branch.links = self.request.links
         self.requests.append(branch)
@@ -214,6 +222,13 @@ class Countdown:
 
 def nobody_waits(data: Data, error: BaseException | None) -> None:
     """The callback of a request that nobody waits for, or not any more."""
+
+
+def checked_priority(value: object) -> int:
+    """0 (normal) or 1 (low); ``InvalidRequest`` for anything else."""
+    if isinstance(value, bool) or value not in (0, 1):
+        raise InvalidRequest(f"{TASK_PRIORITY_KEY!r}: expected 0 (normal) or 1 (low), got {shown(value)}")
+    return 1 if value else 0
 
 
 def deadline_after(timeout: float | None) -> float | None:

@@ -264,6 +264,7 @@ class Runtime:
         timeline = None if parent is None else parent.linked().timeline
         for index, item in enumerate(items):
             request = Request(item, countdown, root)
+            request.priority = 0 if parent is None else parent.priority
             request.links = Links(parent, is_inner=True)
             if parent is not None:
                 if timeline is not None:

@@ -74,7 +74,7 @@ class SingleNode(Node):
             self._wake_leaders()
 
     def _serve(self, instance: Instance) -> None:
-        take, run, waiting = self._queue.popleft, self._run, self._waiting
+        take, run, waiting = self._queue.take, self._run, self._waiting
         while True:
             try:
                 instance.taken = (request := take(),)

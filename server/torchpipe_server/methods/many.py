@@ -15,7 +15,7 @@ from torchpipe_py import Overloaded, pipe
 from torchpipe_py.errors import counted
 from torchpipe_server.front.services import Cancellable
 
-ROUNDS = 4
+ROUNDS = 2
 """How often the images in the pipe could fill every instance: single requests beside them wait no longer than that."""
 
 Data = dict[str, Any]
