@@ -52,6 +52,7 @@ struct InferRequest {
     5: optional list<string> outputs,        // keys wanted back; default: ["result"]
     6: optional string traceparent,          // the trace it is part of, as in the W3C's header of that name
     7: optional string tracestate,
+    8: optional i32 priority,                // 0 (normal) or 1 (low: taken when no normal request waits)
 }
 
 // A label with its score, and a list of such pairs, come as JSON text under their key; beside it stand "label" (text)
@@ -65,6 +66,7 @@ service InferenceService {
     void ping(),
     InferenceResult infer_batch(1: InferenceParams params) throws (1: InferenceError error),
     list<InferenceOutcome> infer_many(1: list<InferenceParams> params, 2: i32 deadline_ms, 3: string traceparent,
-                                      4: string tracestate) throws (1: InferenceError error),
+                                      4: string tracestate, 5: i32 priority)
+        throws (1: InferenceError error),
     InferResponse infer(1: InferRequest request) throws (1: InferenceError error),
 }

@@ -74,13 +74,17 @@ class Client(BaseClient[Pool]):
         images: Iterable[bytes],
         *,
         deadline_ms: int | None = None,
+        priority: int = 0,
         timeout: float | None = None,
         uuid: str = "",
         traceparent: str | None = None,
     ) -> list[Result | InferenceError]:
-        """A result, or the error in its place, for each of the encoded images; raises if none has an outcome."""
-        attempts = Attempts(self._limits, timeout, deadline_ms)
-        return self._run(InferMany["list[Result | InferenceError]"](attempts, images, uuid, trace_fields(traceparent)))
+        """A result, or the error in its place, for each of the encoded images; raises if none has an outcome.
+
+        Of ``priority`` 1 they are taken when no request of 0, which is normal, waits.
+        """
+        attempts, trace = Attempts(self._limits, timeout, deadline_ms), trace_fields(traceparent)
+        return self._run(InferMany["list[Result | InferenceError]"](attempts, images, uuid, trace, priority=priority))
 
     def infer(
         self,
@@ -89,6 +93,7 @@ class Client(BaseClient[Pool]):
         outputs: Iterable[str] | None = None,
         node_name: str | None = None,
         deadline_ms: int | None = None,
+        priority: int = 0,
         timeout: float | None = None,
         uuid: str = "",
         traceparent: str | None = None,
@@ -100,7 +105,7 @@ class Client(BaseClient[Pool]):
         is ``result`` that comes back.
         """
         attempts = Attempts(self._limits, timeout, deadline_ms)
-        return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace_fields(traceparent)))
+        return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace_fields(traceparent), priority))
 
     def close(self) -> None:
         """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""

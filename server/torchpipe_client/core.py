@@ -205,7 +205,13 @@ class InferMany(Call[T]):
     """
 
     def __init__(
-        self, attempts: Attempts, images: Iterable[Any], uuid: str, trace: Mapping[str, Any], is_single: bool = False
+        self,
+        attempts: Attempts,
+        images: Iterable[Any],
+        uuid: str,
+        trace: Mapping[str, Any],
+        is_single: bool = False,
+        priority: int = 0,
     ) -> None:
         super().__init__("infer_many", attempts)
         if isinstance(images, (bytes, str)):
@@ -216,11 +222,13 @@ class InferMany(Call[T]):
         ]
         self._outcomes: list[Any] = [None] * len(self._params)
         self._pending = list(range(len(self._params)))
-        self._trace, self._is_single = trace, is_single
+        self._trace, self._is_single, self._priority = trace, is_single, priority
 
     def arguments(self) -> dict[str, Any]:
         params = [self._params[index] for index in self._pending]
-        return {"params": params, "deadline_ms": self.attempts.deadline_ms(), **self._trace}
+        return {
+            "params": params, "deadline_ms": self.attempts.deadline_ms(), "priority": self._priority, **self._trace
+        }  # fmt: skip
 
     def _accept(self, success: Any) -> ClientError | None:
         if len(success) != len(self._pending):
@@ -249,7 +257,7 @@ class Infer(Call["dict[str, Any]"]):
 
     def __init__(
         self, attempts: Attempts, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None,
-        uuid: str, trace: Mapping[str, Any],
+        uuid: str, trace: Mapping[str, Any], priority: int = 0,
     ) -> None:  # fmt: skip
         super().__init__("infer", attempts)
         if not isinstance(inputs, Mapping):
@@ -258,7 +266,9 @@ class Infer(Call["dict[str, Any]"]):
             raise InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
         values = {key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()}
         keys = None if outputs is None else list(outputs)
-        self._request = IDL.InferRequest(uuid=uuid, inputs=values, node_name=node_name, outputs=keys, **trace)
+        self._request = IDL.InferRequest(
+            uuid=uuid, inputs=values, node_name=node_name, outputs=keys, priority=priority or None, **trace
+        )
 
     def arguments(self) -> dict[str, Any]:
         self._request.deadline_ms = self.attempts.deadline_ms()

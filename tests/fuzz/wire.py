@@ -52,7 +52,7 @@ class EchoPipe:
     def limit_delays(self, target: float | None = None) -> None:
         """It has no queue."""
 
-    def check_delay(self, seconds: float | None) -> None:
+    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
         """It is never late."""
 
     def stats(self) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Measured(FakePipe):
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, 0
 
-    def check_delay(self, seconds: float | None) -> None:
+    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
         if seconds is not None and self.seconds > seconds:
             raise Overloaded(f"the deadline is {1000 * seconds:.15g} ms", math.ceil(1000 * self.seconds))
 

@@ -14,7 +14,7 @@ from torchpipe_py.wire.values import check_name, check_names, is_label_and_score
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
 _FIELDS = "other values go in a form or in JSON"
-_OPTIONS = ("node_name", "deadline_ms", "outputs")
+_OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
 
 
 class Asked(NamedTuple):
@@ -27,6 +27,11 @@ class Asked(NamedTuple):
     keys: list[str]
     deadline_ms: float | None
     hint: str = ""
+
+    @property
+    def priority(self) -> int:
+        """0 (normal) or 1 (low)."""
+        return 1 if self.data.get("priority") == 1 else 0
 
 
 def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
@@ -49,9 +54,9 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
     else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
         data = {"data": body}
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
-    deadline = fields.get("x-deadline-ms")
-    if options or deadline is not None:
-        return _asked(data, options, deadline, hint)
+    deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
+    if options or deadline is not None or priority is not None:
+        return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint)
     return Asked(data, ["result"], None, hint)
 
 
@@ -112,7 +117,7 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
     return inputs_from(value["inputs"])
 
 
-def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | None, hint: str) -> Asked:
+def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked:
     for name in options:
         if name not in _OPTIONS:
             known = ", ".join(_OPTIONS)
@@ -128,7 +133,16 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], deadline: str | Non
             raise InvalidRequest("node_name is not a text")
         check_name("node_name", node_name)
         data["node_name"] = node_name
-    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options.get("deadline_ms", deadline)), hint)
+    if options.get("priority") is not None:
+        data["priority"] = priority_of(options["priority"])
+    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options["deadline_ms"]), hint)
+
+
+def priority_of(given: Any) -> int:
+    """0 (normal) or 1 (low); ``InvalidRequest`` for anything else."""
+    if type(given) not in (int, str) or str(given) not in ("0", "1"):
+        raise InvalidRequest(f"priority {str(given)[:40]!r}; expected 0 (normal) or 1 (low)")
+    return int(given)
 
 
 def milliseconds(given: Any, types: Collection[type] = (int, float, str)) -> float | None:

@@ -40,4 +40,4 @@ class HttpHandler:
                 answer = failure
             done(answer)
 
-        return self._pipe.dispatch(asked.data, finish, self._deadlines.seconds(asked.deadline_ms))
+        return self._pipe.dispatch(asked.data, finish, self._deadlines.seconds(asked.deadline_ms, asked.priority))

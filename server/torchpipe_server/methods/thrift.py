@@ -8,6 +8,7 @@ from typing import Any
 from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.wire.errors import ReplyTooLargeError, told
+from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 from torchpipe_server.front.services import OK, Cancellable, Done, Method, TraceFields, reply_bound, trace_fields
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
@@ -86,8 +87,11 @@ class InferenceHandler:
             result, failure = self._outcome(data, error)
             return outcome_type(result=result, error=failure)
 
-        items = [{"data": item.data} for item in params]
-        seconds = self._deadlines.seconds(args.deadline_ms)
+        items: list[dict[str, Any]] = [{"data": item.data} for item in params]
+        priority = priority_of(args.priority or 0)
+        if priority:
+            items = [{**item, "priority": priority} for item in items]
+        seconds = self._deadlines.seconds(args.deadline_ms, priority)
         return self._turns.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
 
     def _infer(self, args: Any, request: Any, done: Done) -> Cancellable:
@@ -98,6 +102,8 @@ class InferenceHandler:
         data = {key: to_python(value) for key, value in request.inputs.items()}
         if request.node_name is not None:
             data["node_name"] = request.node_name
+        if request.priority is not None:
+            data["priority"] = priority_of(request.priority)
         uuid, result_type = request.uuid, self._service.infer_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
@@ -109,7 +115,8 @@ class InferenceHandler:
                 result = result_type(error=self._to_error(failure))
             done(result)
 
-        return self._pipe.dispatch(data, finish, timeout=self._deadlines.seconds(request.deadline_ms))
+        seconds = self._deadlines.seconds(request.deadline_ms, request.priority or 0)
+        return self._pipe.dispatch(data, finish, seconds)
 
     def _outputs(self, data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
         values = {key: output_of(data, key) for key in keys}

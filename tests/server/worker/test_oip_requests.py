@@ -103,11 +103,13 @@ def test_what_else_is_asked():
             "outputs": [{"name": "o"}, {"name": "p", "parameters": {"binary_data": False}}],
         }
     )
-    assert request[:1] + request[2:] == ("a", [Wanted("o", True), Wanted("p", False)], True, "n", 20)
-    assert read({"inputs": [TEXT]})[2:] == ([], False, None, None)
+    assert request[:1] + request[2:] == ("a", [Wanted("o", True), Wanted("p", False)], True, "n", 20, 0)
+    assert read({"inputs": [TEXT]})[2:] == ([], False, None, None, 0)
     assert read({"inputs": [TEXT], "parameters": {"timeout": 5000}}).deadline_ms == 5, "Triton's, in microseconds"
     assert read({"inputs": [TEXT], "parameters": {"timeout": 0}}).deadline_ms is None
     assert read({"inputs": [TEXT], "parameters": None}, **{"x-deadline-ms": "7"}).deadline_ms == 7
+    assert read({"inputs": [TEXT], "parameters": {"priority": 3}}).priority == 1, "Triton's larger numbers are lower"
+    assert read({"inputs": [TEXT]}, **{"x-priority": "1"}).priority == 1
 
 
 X = TensorSpec("x", (None, 2), "float32")

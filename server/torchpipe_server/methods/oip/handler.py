@@ -140,7 +140,7 @@ class OipHandler:
 
         is_plain = not (asked.outputs or asked.is_binary or asked.id is not None)
         try:
-            seconds = self._deadlines.seconds(asked.deadline_ms)
+            seconds = self._deadlines.seconds(asked.deadline_ms, asked.priority)
             if count == 1:
                 return self._pipe.dispatch(items[0], finish_one, seconds)
             return self._turns.gather(items, seconds, partial(_outcome, asked), finish)

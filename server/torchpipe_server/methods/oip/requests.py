@@ -11,7 +11,7 @@ import msgspec
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.errors import counted, nearest
 from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.infer import check_encoding, milliseconds
+from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
 from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
 from torchpipe_py.wire.values import check_name, check_names
 from torchpipe_server.methods.oip.tensors import form_of, rows_of
@@ -28,11 +28,15 @@ Row = dict[str, Any]
 
 
 class _Options(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """The parameters of a request. ``timeout`` is Triton's, in microseconds; 0 means none."""
+    """The parameters of a request. ``timeout`` is Triton's, in microseconds; 0 means none.
+
+    Of ``priority``, Triton's too, 0 is normal and any larger number low.
+    """
 
     binary_data_output: bool = False
     deadline_ms: float | None = None
     node_name: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     timeout: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
@@ -92,6 +96,7 @@ class Head(NamedTuple):
 
     json_size: str | None
     deadline_ms: float | None
+    priority: int = 0
 
 
 class InferRequest(NamedTuple):
@@ -103,6 +108,7 @@ class InferRequest(NamedTuple):
     is_binary: bool
     node_name: str | None
     deadline_ms: float | None
+    priority: int = 0
 
     def items(self, inputs: Sequence[TensorSpec]) -> list[Row]:
         """Of each item a dict for the pipe: the ``inputs`` of the root are its ``data``, others are keys."""
@@ -111,13 +117,17 @@ class InferRequest(NamedTuple):
         if self.node_name is not None:
             for item in items:
                 item["node_name"] = self.node_name
+        if self.priority:
+            for item in items:
+                item["priority"] = self.priority
         return items
 
 
 def read_head(fields: Mapping[str, str]) -> Head:
     """What the header fields say, their names in lower case; raises what is wrong with them."""
     check_encoding(fields)
-    return Head(fields.get(HEADER_LENGTH.lower()), milliseconds(fields.get("x-deadline-ms")))
+    deadline, priority = milliseconds(fields.get("x-deadline-ms")), priority_of(fields.get("x-priority", 0))
+    return Head(fields.get(HEADER_LENGTH.lower()), deadline, priority)
 
 
 def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
@@ -129,10 +139,11 @@ def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
         size = int(given)
     view = memoryview(body)
     asked = _read_json(view[:size], limits.text)
-    deadline_ms, is_binary, node_name = head.deadline_ms, False, None
+    deadline_ms, is_binary, node_name, priority = head.deadline_ms, False, None, head.priority
     options = asked.parameters
     if options is not None:
         is_binary, node_name = options.binary_data_output, options.node_name
+        priority = min(1, options.priority) or priority
         if options.deadline_ms is not None:
             deadline_ms = milliseconds(options.deadline_ms)
         elif options.timeout:
@@ -146,7 +157,7 @@ def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
         outputs.append(Wanted(output.name, is_binary if wanted is None else wanted))
     _check_names("outputs", [output.name for output in outputs])
     rows = _rows(asked.inputs, view[size:], limits.items)
-    return InferRequest(asked.id, rows, outputs, is_binary, node_name, deadline_ms)
+    return InferRequest(asked.id, rows, outputs, is_binary, node_name, deadline_ms, priority)
 
 
 def _check_names(what: str, names: Sequence[str]) -> None:
