@@ -29,6 +29,7 @@ PACKAGE = [
     "backends",
     "proc",
     "runtime",
+    "streams",
     "tools tools.report",
     "tools.options",
     "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor",

@@ -39,6 +39,7 @@ LIBRARIES = (
     ("simplejpeg", "simplejpeg", "gpu", "the check of JPEGs before a GPU decodes them"),
     ("cryptography", "cryptography", "encryption", "encrypted models"),
     ("opentelemetry.sdk", "opentelemetry-sdk", "otel", "tracing"),
+    ("av", "av", "video", "reading video files and cameras; OpenCV does without it"),
     ("lmdb", "lmdb", "train", "LmdbImages"),
     ("ray", "ray", "ray", "Ray Serve and Ray Data"),
 )
