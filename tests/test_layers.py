@@ -32,7 +32,7 @@ PACKAGE = [
     "streams",
     "tools tools.report",
     "tools.options",
-    "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor",
+    "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor tools.watch",
     "ray tools.quantize",
     "cli",
 ]
