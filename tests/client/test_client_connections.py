@@ -18,9 +18,7 @@ import pytest
 from fakes import WAIT, in_threads
 from flaky import (
     CLIENTS,
-    IDL,
     BlockingClient,
-    Call,
     FlakyServer,
     answer_and_hang_up,
     other,
@@ -35,7 +33,6 @@ from torchpipe_client import (
     BadReply,
     Client,
     ClientClosed,
-    InferenceError,
     NotConnected,
 )
 
@@ -95,23 +92,6 @@ def test_an_answer_that_comes_twice_ends_the_connection(make):
         a_round_of_its_loop(client)
         client.ping()
         assert server.connections == 2
-
-
-def test_an_answer_that_comes_before_all_is_sent_is_read(make):
-    def refuse(listener: socket.socket) -> None:
-        sock, _ = listener.accept()
-        with sock:
-            sock.recv(1000)
-            call = Call("infer_batch", 1, None, 1, 0.0)
-            sock.sendall(reply(call, error=IDL.InferenceError(code="too_large", message="on purpose")))
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=refuse, args=(listener,))
-        thread.start()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with make(address, retries=0) as client, pytest.raises(InferenceError, match="on purpose"):
-            label(client, 20_000_000 * "a")
-        thread.join(WAIT)
 
 
 # -- connections ----------------------------------------------------------------------------------------------------
@@ -203,26 +183,6 @@ def test_an_interrupted_call_gives_its_connection_up():
             label(client)
         assert label(client, "b") == "b"
         assert [call.connection for call in server.calls] == [1, 2]
-
-
-def test_a_call_is_cancelled_at_every_turn():
-    """Also in the turn in which its connection, or its place among them, comes."""
-
-    async def run(address: str, turns: int, most: int) -> None:
-        async with AsyncClient(address, max_connections=most, timeout=WAIT) as client:
-            calls = [asyncio.ensure_future(client.ping()) for _ in range(3)]
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            for call in calls:
-                call.cancel()
-            assert [type(end) for end in await asyncio.gather(*calls, return_exceptions=True)] == [
-                asyncio.CancelledError
-            ] * 3
-
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as silent:
-        for turns in range(1, 40):
-            for most in (1, 3):
-                asyncio.run(run(f"127.0.0.1:{silent.getsockname()[1]}", turns, most))
 
 
 def test_a_cancelled_call_gives_its_connection_up():

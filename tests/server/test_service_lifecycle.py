@@ -6,10 +6,7 @@ import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from kit.clients import (
     pack_infer,
     read_all,
 )
-from kit.services import DEMO, ROOT, FakePipe, LocalServer, SteeredProcess, serving
+from kit.services import DEMO, LocalServer, SteeredProcess, serving
 from kit.waits import WAIT, eventually
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
@@ -130,7 +127,8 @@ def test_options_reach_the_server(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A folder of files that make no service, and a port that is taken."""
     folder = tmp_path_factory.mktemp("configs")
     (folder / "folder.toml").mkdir()
     (folder / "binary.toml").write_bytes(b"\xff\xfe\0")
@@ -138,7 +136,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "unknown.toml").write_text('[node]\nbackend = "Nonesuch"\n')
     (folder / "model.toml").write_text('[node]\nbackend = "OnnxTensor"\nmodel = "nowhere.onnx"\n')
     (folder / "empty.toml").write_text("")
-    return folder
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield {"files": folder, "taken": taken.getsockname()[1]}
 
 
 ANYWHERE = ("--host", "127.0.0.1", "--port", "0")
@@ -161,45 +160,24 @@ WRONG_LINES = {
     "zero connections": ([DEMO, "--max-connections", "0"], "--max-connections"),
     "log level": ([DEMO, "--log-level", "loud"], "--log-level"),
     "unknown flag": ([DEMO, "--nonsense", "1"], "--nonsense"),
+    "port in use": ([DEMO, "--port", "{taken}"], "127.0.0.1:{taken}"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_LINES)
-def test_a_wrong_command_line_ends_with_a_line_that_says_why(files, name, capfd, monkeypatch, restored_logging):
+def test_a_wrong_command_line_ends_with_a_line_that_says_why(places, name, capfd, monkeypatch, restored_logging):
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     args, word = WRONG_LINES[name]
     try:
-        code = cli.main([arg.format(files=files) for arg in args])
+        code = cli.main([arg.format(**places) for arg in args])
     except SystemExit as end:
         code = end.code
     out, err = capfd.readouterr()
     lines = err.strip().splitlines()
     assert code in (1, 2)
     assert out == ""
-    assert word in lines[-1]
+    assert word.format(**places) in lines[-1]
     assert code == 2 or len(lines) == 1
-
-
-def test_a_port_in_use():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "torchpipe_server", DEMO, "--host", "127.0.0.1", "--port", str(port)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert f"127.0.0.1:{port}" in done.stderr
-
-
-def test_a_signal_at_the_very_end_changes_no_exit_code():
-    """A service manager may send it twice."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    code = (
-        "import signal, sys; from torchpipe_server import cli; code = cli.main(['nowhere.toml']);"
-        f"[signal.raise_signal(number) for number in {[*map(int, signals)]}]; sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, "nowhere.toml" in done.stderr) == (1, True)
 
 
 # -- stopping, in this process --------------------------------------------------------------------------------------
@@ -231,42 +209,6 @@ def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
         assert b"r" * 2**23 in read_all(sock)
         server.thread.join(WAIT)
         assert not server.thread.is_alive()
-
-
-class Busy(FakePipe):
-    """A pipe whose `dispatch` keeps the I/O thread until it is let go, then leaves the request in work."""
-
-    def __init__(self) -> None:
-        self.entered, self.go = threading.Event(), threading.Event()
-        self.finish: Callable[[], None] = lambda: None
-
-    def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
-        self.finish = lambda: on_done({**data, "result": ("late", 1.0)}, None)
-        self.entered.set()
-        assert self.go.wait(WAIT)
-
-
-def test_a_connection_that_arrives_together_with_the_stop():
-    """The loop learns of both at once: the listener is closed when its own event is handled."""
-    run = Busy()
-    with LocalServer(run) as server, Client(server.port) as client:
-        seqid = client.send_batch(b"x")
-        assert run.entered.wait(WAIT)
-        server.stop()
-        with connect(server.port):
-            run.go.set()
-            eventually(lambda: is_refused(server.port))
-        run.finish()
-        assert client.receive(seqid).label == "late"
-
-
-def test_stop_before_serve_and_after_it(register: Register):
-    server = LocalServer(None)
-    server.stop()
-    with server:
-        server.thread.join(WAIT)
-        server.stop()
-    assert is_refused(server.port)
 
 
 def test_serving_again_and_again_leaves_no_descriptor():

@@ -20,7 +20,7 @@ from kit.clients import FRAMINGS, Client
 from kit.services import LocalServer, SteeredProcess
 from kit.steered import Steered, steering
 from kit.waits import WAIT, eventually
-from test_service_http import ask, conversing
+from test_service_http import ask, fetch
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server import Handler
 from torchpipe_server.front.services import Routes, Served
@@ -265,10 +265,8 @@ def test_routes() -> None:
     with pipe({"backend": "Identity"}) as run:
         handler = CustomHandler(Routed, run)
         with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
-            with conversing(server.port) as connection:
-                for path, body in (("/photos/me?a=b", b"mea=b"), ("/raw", b"\x00"), ("/half", "ü?".encode())):
-                    connection.request("GET", path)
-                    assert connection.getresponse().read() == body
+            for path, body in (("/photos/me?a=b", b"mea=b"), ("/raw", b"\x00"), ("/half", "ü?".encode())):
+                assert fetch(server.port, path).content == body
             for path in ("/wrong", "/split", "/elsewhere"):
                 status, answer = ask(server.port, b"", path, "GET")
                 assert (status, answer["code"]) == (500, "internal")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import functools
-import http.client
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import cv2
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -29,6 +28,7 @@ from torchpipe_py import Backend, NoResult
 from torchpipe_py.wire.answers import STATUSES
 
 IMAGE = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+JSON = {"Content_Type": "application/json"}
 OK = b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok"
 
 
@@ -38,31 +38,23 @@ def demo() -> Iterator[LocalServer]:
         yield server
 
 
-@contextmanager
-def conversing(port: int) -> Iterator[http.client.HTTPConnection]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-    try:
-        yield connection
-    finally:
-        connection.close()
+def fetch(port: int, path: str, verb: str = "GET", body: Any = b"", **headers: str) -> httpx.Response:
+    """The answer, on a connection of its own; a body that is no bytes goes as JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {name.replace("_", "-"): value for name, value in headers.items()}
+    url = f"http://127.0.0.1:{port}{path}"
+    return httpx.request(verb, url, content=content, headers=fields, timeout=WAIT, trust_env=False)
 
 
 def ask(port: int, body: Any, path: str = "/infer", verb: str = "POST", **headers: str) -> tuple[int, Any]:
-    """Status and JSON of the answer, on a connection of its own."""
-    with conversing(port) as connection:
-        fields = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(verb, path, body if isinstance(body, bytes) else json.dumps(body).encode(), fields)
-        return hear(connection)
+    """Status and JSON of the answer."""
+    answer = fetch(port, path, verb, body, **headers)
+    assert answer.headers["Content-Type"] == "application/json"
+    return answer.status_code, answer.json()
 
 
 def ask_json(port: int, body: Any, path: str = "/infer") -> tuple[int, Any]:
     return ask(port, body, path, Content_Type="application/json")
-
-
-def hear(connection: http.client.HTTPConnection) -> tuple[int, Any]:
-    response = connection.getresponse()
-    assert response.headers["Content-Type"] == "application/json"
-    return response.status, json.loads(response.read())
 
 
 class Values(Backend):
@@ -228,7 +220,6 @@ def test_results(values: LocalServer, name: str):
         assert (status, answer) == (200, expected)
 
 
-JSON = {"Content_Type": "application/json"}
 ARRAY = {"dtype": "uint8", "shape": [1, 2], "data": [1, 2]}
 
 
@@ -248,10 +239,7 @@ def test_values(values: LocalServer, value: Any, kind: str):
 
 def test_texts_are_utf_8_and_half_a_character_is_escaped(values: LocalServer):
     for text, written in (("größe …", "größe …"), ("猫\ud83d\\", r"猫\ud83d\\"), ("\udc80\ud800", r"\udc80\ud800")):
-        with conversing(values.port) as connection:
-            body = json.dumps({"inputs": {"data": text}}).encode()
-            connection.request("POST", "/infer", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse().read()
+        answer = fetch(values.port, "/infer", "POST", {"inputs": {"data": text}}, **JSON).content
         assert answer == f'{{"result": "{written}"}}\n'.encode()
         assert json.loads(answer) == {"result": text}
 
@@ -365,15 +353,11 @@ def test_what_curl_leaves_out_is_told(demo: LocalServer):
 
 
 def test_methods(demo: LocalServer):
-    with conversing(demo.port) as connection:
-        connection.request("GET", "/infer")
-        response = connection.getresponse()
-        assert (response.status, response.headers["Allow"]) == (405, "POST")
-        response.read()
-        connection.request("HEAD", "/openapi.json")
-        response = connection.getresponse()
-        assert (response.status, response.read()) == (200, b"")
-        assert int(response.headers["Content-Length"]) > 1000
+    answer = fetch(demo.port, "/infer")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+    answer = fetch(demo.port, "/openapi.json", "HEAD")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert int(answer.headers["Content-Length"]) > 1000
 
 
 def test_the_document_names_every_path_and_its_method(demo: LocalServer):
@@ -387,9 +371,8 @@ def test_the_document_names_every_path_and_its_method(demo: LocalServer):
         (method,) = operations
         other = {"get": "DELETE", "post": "GET"}[method]
         for asked, is_allowed in ((method.upper(), True), (other, False)):
-            with conversing(demo.port) as connection:
-                connection.request(asked, path.format(model="test", version="1"), b"{}" if is_allowed else None)
-                assert (hear(connection)[0] != 405) == is_allowed, (asked, path)
+            answer = fetch(demo.port, path.format(model="test", version="1"), asked, b"{}" if is_allowed else b"")
+            assert (answer.status_code != 405) == is_allowed, (asked, path)
 
 
 def test_the_document_holds_to_the_code(demo: LocalServer):

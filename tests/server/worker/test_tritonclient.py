@@ -100,21 +100,6 @@ def test_errors(client: Any, options: dict[str, Any], status: str, said: str):
     assert said in raised.value.message()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_binary"),
-    [("float32", False), ("float32", True), ("uint8", False), ("uint8", True), ("float16", True)],
-)
-def test_tensors(classifier: str, dtype: str, is_binary: bool):
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4)).astype(dtype)
-    with serving({"backend": "OnnxTensor", "model": classifier, "max": 4}) as server:
-        expected = np.concatenate([server.run({"data": pixels[i : i + 1]})["result"].numpy() for i in range(3)])
-        with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
-            given = triton.InferInput("x", list(pixels.shape), utils.np_to_triton_dtype(pixels.dtype))
-            given.set_data_from_numpy(pixels, binary_data=is_binary)
-            asked = triton.InferRequestedOutput("y", binary_data=is_binary)
-            assert client.infer("test", [given], outputs=[asked]).as_numpy("y") == pytest.approx(expected, rel=1e-4)
-
-
 def test_the_example_of_the_page(
     demo: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
