@@ -308,6 +308,7 @@ itself.append(itself)
 VALUES: dict[str, Any] = {
     "unprintable": Unprintable(), "leaving": Leaving(), "text": "a text", "stop": StopIteration(), "thing": object(),
     "surrogate": NoResult("half \ud800"),
+    "path": OSError(2, "No such file or directory", "/srv/secret folder/model.onnx"),
     "label": ("ü\ud800", 0.5), "ranking": [("a", np.float32(0.75)), (2, 0.25)],
     "scalars": (np.int64(3), np.float32(0.5)), "nan": ("a", float("nan")), "infinite": ("a", 10**400),
     "first": [("a", float("inf")), ("b", 0.5)],
@@ -349,6 +350,7 @@ ROWS = {
     ),
     "a text as error": Row(Asked(b"error text"), "no_result", "a text"),
     "half a character in an error": Row(Asked(b"error surrogate"), "no_result", "half ?", ways=(*SERVED, *OWN)),
+    "an error with a path": Row(Asked(b"error path"), "internal", "directory: 'model.onnx'", ways=(*SERVED, *OWN)),
     "an error without text": Row(Asked(b"error unprintable"), "internal", "whose message cannot be read"),
     "an error that leaves": Row(Asked(b"error leaving"), "internal", "whose message cannot be read"),
     "an error that stops": Row(Asked(b"error stop"), "internal", "StopIteration"),

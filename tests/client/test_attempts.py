@@ -6,10 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-from fakes import WAIT
-from flaky import (
+from kit.peer import (
     CLIENTS,
-    FlakyServer,
+    ScriptedServer,
     answer,
     fails,
     fails_items,
@@ -21,6 +20,7 @@ from flaky import (
     stall,
     trickle,
 )
+from kit.waits import WAIT
 from torchpipe_client import (
     AsyncClient,
     BackendError,
@@ -63,7 +63,7 @@ def label(client: Any, text: str = "a", **options: Any) -> str:
     ],
 )
 def test_an_error_of_the_service_is_raised_once_and_not_repeated(make, code, kind, also):
-    with FlakyServer(fails(code)) as server, make(server.address) as client:
+    with ScriptedServer(fails(code)) as server, make(server.address) as client:
         with pytest.raises(also, match=r"^on purpose$") as raised:
             label(client)
         assert (type(raised.value), raised.value.code) == (kind, code)
@@ -74,7 +74,7 @@ def test_an_error_of_the_service_is_raised_once_and_not_repeated(make, code, kin
 
 @pytest.mark.parametrize("code", ["overloaded", "unavailable"])
 def test_what_was_not_begun_is_repeated_after_the_time_that_the_service_names(make, code):
-    with FlakyServer(fails(code, 60), fails(code)) as server, make(server.address, idempotent=False) as client:
+    with ScriptedServer(fails(code, 60), fails(code)) as server, make(server.address, idempotent=False) as client:
         assert label(client) == "a"
         first, second, _ = [call.at for call in server.calls]
         assert second - first >= 0.06
@@ -84,7 +84,7 @@ def test_what_was_not_begun_is_repeated_after_the_time_that_the_service_names(ma
 def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
     with pauses(monkeypatch) as delays:
         for _ in range(2):
-            with FlakyServer(*[fails("overloaded", 1000)] * 4) as server, make(server.address) as client:
+            with ScriptedServer(*[fails("overloaded", 1000)] * 4) as server, make(server.address) as client:
                 with pytest.raises(Overloaded) as raised:
                     label(client)
                 assert (raised.value.retry_after_ms, len(server.calls)) == (1000, 4)
@@ -94,7 +94,7 @@ def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
 
 
 def test_nobody_waits_for_a_repetition_that_would_come_too_late(make):
-    with FlakyServer(fails("overloaded", 60_000)) as server, make(server.address) as client:
+    with ScriptedServer(fails("overloaded", 60_000)) as server, make(server.address) as client:
         with pytest.raises(Overloaded):
             label(client)
         server.script = [fails("overloaded", 50_000)]
@@ -104,7 +104,7 @@ def test_nobody_waits_for_a_repetition_that_would_come_too_late(make):
 
 
 def test_a_call_that_killed_two_workers_gets_no_third(make, monkeypatch):
-    with pauses(monkeypatch), FlakyServer(*[fails("worker_died")] * 3) as server, make(server.address) as client:
+    with pauses(monkeypatch), ScriptedServer(*[fails("worker_died")] * 3) as server, make(server.address) as client:
         with pytest.raises(WorkerDied):
             label(client)
         assert len(server.calls) == 2
@@ -112,10 +112,10 @@ def test_a_call_that_killed_two_workers_gets_no_third(make, monkeypatch):
 
 @pytest.mark.parametrize("step", [fails("worker_died"), hang_up, reset, half])
 def test_what_was_perhaps_begun_is_repeated_only_if_it_may_be(make, step):
-    with FlakyServer(step) as server, make(server.address) as client:
+    with ScriptedServer(step) as server, make(server.address) as client:
         assert label(client) == "a"
         assert len(server.calls) == 2
-    with FlakyServer(step) as server, make(server.address, idempotent=False) as client:
+    with ScriptedServer(step) as server, make(server.address, idempotent=False) as client:
         with pytest.raises((WorkerDied, ConnectionLost)) as raised:
             label(client)
         assert raised.value.code in ("worker_died", "connection_lost")
@@ -125,7 +125,7 @@ def test_what_was_perhaps_begun_is_repeated_only_if_it_may_be(make, step):
 
 def test_ping_knows_what_it_does_not_declare(make):
     steps = [fails_undeclared("Unavailable: no worker"), fails_undeclared("ValueError: a defect")]
-    with FlakyServer(*steps) as server, make(server.address) as client:
+    with ScriptedServer(*steps) as server, make(server.address) as client:
         with pytest.raises(InferenceError, match=r"^ValueError: a defect$") as raised:
             client.ping()
         assert (raised.value.code, len(server.calls)) == ("internal", 2)
@@ -137,7 +137,7 @@ def test_ping_knows_what_it_does_not_declare(make):
 
 def test_only_the_images_that_were_refused_are_sent_again(make):
     steps = [fails_items(None, "overloaded", "decode_error", "overloaded"), fails_items(None, "overloaded")]
-    with FlakyServer(*steps) as server, make(server.address) as client:
+    with ScriptedServer(*steps) as server, make(server.address) as client:
         first, second, third, fourth = client.infer_many(image for image in (b"a", b"b", b"c", b"d"))
         assert [one.label for one in (first, second, fourth)] == ["a", "b", "d"]
         assert isinstance(third, DecodeError)
@@ -150,7 +150,7 @@ def test_only_the_images_that_were_refused_are_sent_again(make):
 
 def test_an_attempt_that_fails_takes_nothing_from_those_before_it(make, monkeypatch):
     steps = [fails_items(None, "overloaded"), *[hang_up] * 3]
-    with pauses(monkeypatch), FlakyServer(*steps) as server, make(server.address) as client:
+    with pauses(monkeypatch), ScriptedServer(*steps) as server, make(server.address) as client:
         first, second = client.infer_many([b"a", b"b"])
         assert (first.label, type(second), len(server.calls)) == ("a", Overloaded, 4)
 
@@ -160,7 +160,7 @@ def test_an_attempt_that_fails_takes_nothing_from_those_before_it(make, monkeypa
 
 @pytest.mark.parametrize("step", [stall, trickle])
 def test_a_call_that_takes_too_long_gives_its_connection_up(make, step):
-    with FlakyServer(answer, step) as server, make(server.address, timeout=WAIT) as client:
+    with ScriptedServer(answer, step) as server, make(server.address, timeout=WAIT) as client:
         client.ping()  # what is left to do in time is to send
         with pytest.raises(TimedOut, match=r"^no answer within 0.5 s$"):
             label(client, 1000 * "a", timeout=0.5)
@@ -169,7 +169,7 @@ def test_a_call_that_takes_too_long_gives_its_connection_up(make, step):
 
 
 def test_the_service_is_told_how_much_time_is_left(make, monkeypatch):
-    with pauses(monkeypatch), FlakyServer(hang_up) as server, make(server.address, timeout=60) as client:
+    with pauses(monkeypatch), ScriptedServer(hang_up) as server, make(server.address, timeout=60) as client:
         client.infer({"data": b"a"}, deadline_ms=50_000)
         client.infer({"data": b"a"})
         client.infer({"data": b"a"}, deadline_ms=90_000)
@@ -181,7 +181,7 @@ def test_the_service_is_told_how_much_time_is_left(make, monkeypatch):
 
 
 def test_a_call_waits_for_a_connection_no_longer_than_for_its_answer(make):
-    with FlakyServer(stall) as server, make(server.address, max_connections=1, retries=0) as client:
+    with ScriptedServer(stall) as server, make(server.address, max_connections=1, retries=0) as client:
         errors: list[BaseException] = []
 
         def call() -> None:

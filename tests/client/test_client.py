@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flaky import CLIENTS
+from kit.peer import CLIENTS
 from kit.services import SteeredProcess, reserved_port, serving
 from kit.waits import WAIT
 from torchpipe_client import (

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import WAIT, in_threads
-from flaky import (
+from kit.peer import (
     CLIENTS,
     BlockingClient,
-    FlakyServer,
+    ScriptedServer,
     answer_and_hang_up,
     other,
     pauses,
@@ -27,6 +26,7 @@ from flaky import (
     sends,
     stall,
 )
+from kit.waits import WAIT, in_threads
 from service import eventually, on_its_way
 from torchpipe_client import (
     AsyncClient,
@@ -68,7 +68,7 @@ def a_round_of_its_loop(client: Any) -> None:
     ],
 )
 def test_what_is_no_answer_is_told_and_the_connection_used_no_more(make, step, text):
-    with FlakyServer(step) as server, make(server.address) as client:
+    with ScriptedServer(step) as server, make(server.address) as client:
         with pytest.raises(BadReply, match=text):
             label(client)
         assert label(client, "b") == "b"
@@ -78,14 +78,14 @@ def test_what_is_no_answer_is_told_and_the_connection_used_no_more(make, step, t
 def test_an_answer_that_comes_twice_ends_the_connection(make):
     is_answered, is_sent = threading.Event(), threading.Event()
 
-    def answer_twice(server: FlakyServer, sock: socket.socket, call: Any) -> None:
+    def answer_twice(server: ScriptedServer, sock: socket.socket, call: Any) -> None:
         sock.sendall(reply(call))
         assert is_answered.wait(WAIT)
         sock.sendall(reply(call))
         eventually(lambda: not on_its_way(sock))
         is_sent.set()
 
-    with FlakyServer(answer_twice) as server, make(server.address, retries=0) as client:
+    with ScriptedServer(answer_twice) as server, make(server.address, retries=0) as client:
         client.ping()
         is_answered.set()
         assert is_sent.wait(WAIT)
@@ -98,7 +98,7 @@ def test_an_answer_that_comes_twice_ends_the_connection(make):
 
 
 def test_a_connection_that_the_service_closed_while_it_was_idle_is_noticed(make):
-    with FlakyServer(answer_and_hang_up) as server, make(server.address, retries=0) as client:
+    with ScriptedServer(answer_and_hang_up) as server, make(server.address, retries=0) as client:
         assert label(client) == "a"
         assert server.connections_ended.acquire(timeout=WAIT)
         a_round_of_its_loop(client)
@@ -107,7 +107,7 @@ def test_a_connection_that_the_service_closed_while_it_was_idle_is_noticed(make)
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used(make, monkeypatch):
-    with FlakyServer() as server, make(server.address) as client:
+    with ScriptedServer() as server, make(server.address) as client:
         client.ping()
         client.ping()
         monkeypatch.setattr("torchpipe_client.connection.IDLE_SECONDS", -1)
@@ -116,7 +116,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used(make, monkeypatch):
 
 
 def test_each_call_under_way_has_a_connection_to_itself(make):
-    with FlakyServer() as server, make(server.address, max_connections=8) as client:
+    with ScriptedServer() as server, make(server.address, max_connections=8) as client:
 
         def work(index: int) -> None:
             for turn in range(5):
@@ -138,7 +138,7 @@ def test_nobody_listens(make, monkeypatch):
 
 
 def test_after_the_end_there_are_no_calls(make):
-    with FlakyServer() as server, make(server.address) as client:
+    with ScriptedServer() as server, make(server.address) as client:
         client.ping()
         client.close()
         client.close()
@@ -148,7 +148,7 @@ def test_after_the_end_there_are_no_calls(make):
 
 
 def test_a_call_under_way_ends_as_it_would_and_its_connection_with_it(make):
-    with FlakyServer(stall) as server, make(server.address) as client:
+    with ScriptedServer(stall) as server, make(server.address) as client:
         labels: list[str] = []
         thread = threading.Thread(target=lambda: labels.append(label(client)))
         thread.start()
@@ -174,11 +174,11 @@ def test_an_interrupted_call_gives_its_connection_up():
     main = threading.main_thread().ident
     assert main is not None
 
-    def interrupt(server: FlakyServer, sock: socket.socket, call: Any) -> None:
+    def interrupt(server: ScriptedServer, sock: socket.socket, call: Any) -> None:
         signal.pthread_kill(main, signal.SIGINT)
         stall(server, sock, call)
 
-    with FlakyServer(interrupt) as server, Client(server.address, max_connections=1) as client:
+    with ScriptedServer(interrupt) as server, Client(server.address, max_connections=1) as client:
         with pytest.raises(KeyboardInterrupt):
             label(client)
         assert label(client, "b") == "b"
@@ -186,7 +186,7 @@ def test_an_interrupted_call_gives_its_connection_up():
 
 
 def test_a_cancelled_call_gives_its_connection_up():
-    async def work(server: FlakyServer) -> None:
+    async def work(server: ScriptedServer) -> None:
         async with AsyncClient(server.address, max_connections=1) as client:
             call = asyncio.ensure_future(client.infer_batch(b"a"))
             await asyncio.get_running_loop().run_in_executor(None, server.has_stalled.wait, WAIT)
@@ -200,13 +200,13 @@ def test_a_cancelled_call_gives_its_connection_up():
             assert given_up.cancelled()
             assert (await client.infer_batch(b"d")).label == "d"
 
-    with FlakyServer(stall) as server:
+    with ScriptedServer(stall) as server:
         asyncio.run(work(server))
         assert [(call.args.params.data, call.connection) for call in server.calls] == [(b"a", 1), (b"b", 2), (b"d", 2)]
 
 
 def test_an_asyncio_client_is_used_by_one_event_loop():
-    with FlakyServer() as server:
+    with ScriptedServer() as server:
         client = AsyncClient(server.address)
 
         async def work() -> None:
@@ -234,7 +234,7 @@ with Client(sys.argv[1]) as client:
 
 
 def test_a_process_that_was_forked_has_connections_of_its_own():
-    with FlakyServer() as server:
+    with ScriptedServer() as server:
         command = [sys.executable, "-W", "error", "-c", FORKS, server.address]
         subprocess.run(command, timeout=WAIT, check=True)
         assert server.connections == 2
@@ -248,7 +248,7 @@ def test_tls(make, tmp_path: Path):
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     theirs.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
     ours = ssl.create_default_context(cafile=tmp_path / "cert.pem")
-    with FlakyServer(tls=theirs) as server:
+    with ScriptedServer(tls=theirs) as server:
         with make(server.address, tls=ours) as client:
             assert [label(client, text) for text in "abc"] == ["a", "b", "c"]
             assert server.connections == 1

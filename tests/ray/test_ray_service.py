@@ -80,9 +80,6 @@ def test_answers_bytes_and_json(body: bytes, fields: dict[str, str], answer: Any
 @pytest.mark.parametrize(
     ("body", "query", "fields", "status", "code", "text"),
     [
-        (b"x", "node_name=none", {}, 404, "unknown_node", ""),
-        (b"x", "outputs=score", {}, 422, "no_result", ""),
-        (b"x", "", {"x_deadline_ms": "soon"}, 400, "invalid_request", ""),
         (b"x" * 65, "", {}, 413, "too_large", "a body of more than 64 bytes (max_message_bytes)"),
         (b"{", "", JSON, 400, "invalid_request", ""),
         (b"x", "", {"path": "/v2/models/demo"}, 404, "not_found", "no /v2/models/demo; there is /infer"),
@@ -95,40 +92,6 @@ def test_answers_errors(body: bytes, query: str, fields: dict[str, str], status:
     assert (answer.status, told["code"]) == (status, code)
     assert told["error"] == text or not text
     assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
-
-
-@pytest.mark.parametrize(
-    ("config", "fields", "status", "headers", "code"),
-    [
-        ({"max_inflight": 1}, {}, 429, {"Retry-After": "1"}, "overloaded"),
-        ({}, {"x_deadline_ms": "1"}, 504, {}, "deadline_exceeded"),
-    ],
-)
-def test_answers_while_the_backend_runs(
-    gate: tuple[Gate, dict[str, Any]], config: Any, fields: Any, status: int, headers: Any, code: str
-) -> None:
-    async def use(replica: PipeReplica) -> Answer:
-        first = asyncio.create_task(replica.infer(b"1"))
-        await asyncio.to_thread(gate[0].wait_entered)
-        answer = await post(replica, b"2", **fields)
-        gate[0].open()
-        assert await first == b"1"
-        return answer
-
-    answer = served(use, {**gate[1], **config})
-    assert (answer.status, answer.headers, json.loads(answer.body)["code"]) == (status, headers, code)
-
-
-def test_hides_folders_in_answers_to_defects(register: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def forward(self, items: list[dict[str, Any]]) -> None:
-            raise OSError("cannot read '/home/somebody/model.bin'")
-
-    config = {"backend": register(Broken)}
-    answer: Answer = served(lambda replica: post(replica, b"x"), config)
-    assert (answer.status, json.loads(answer.body)["code"]) == (500, "backend_error")
-    assert "/home" not in answer.body.decode()
-    assert "raise OSError" in caplog.text
 
 
 def test_gives_a_handle_the_result_the_dict_or_the_error() -> None:

@@ -169,23 +169,6 @@ def test_what_an_error_says_is_short_and_names_no_folder():
     assert len(describe_error(ValueError("é" * 5_000_000))) < 1100
 
 
-class Fails(Backend):
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        raise OSError(2, "No such file or directory", "/srv/secret folder/model.onnx")
-
-
-@pytest.mark.parametrize("method", ["infer", "infer_many"])
-def test_a_backends_error_reaches_the_client_without_its_folder(register: Register, caplog, method):
-    with serving(register(Fails)) as server, Client(server.port) as client:
-        if method == "infer":
-            message = infer_error(client, {"data": value()}).message
-        else:
-            message = client.infer_many([b""])[0].error.message
-    assert "model.onnx" in message
-    assert "secret" not in message
-    assert "/srv/secret folder/model.onnx" in caplog.text
-
-
 def test_a_pipe_says_a_long_name_in_short():
     with pipe({"a": {}, "b": {}}) as run:
         for name in ("x" * 100_000, b"y" * 100_000, ["z"] * 100_000):

@@ -12,15 +12,13 @@ from time import monotonic
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from fakes import WAIT
 from thriftpy2.protocol import TBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType
 from thriftpy2.transport import TMemoryBuffer
 from torchpipe_client import AsyncClient, Client
 
-from torchpipe_py.idl import load_idl
-
-IDL = load_idl()
+from kit.clients import IDL
+from kit.waits import WAIT
 
 
 class Call(NamedTuple):
@@ -33,14 +31,14 @@ class Call(NamedTuple):
     at: float
 
 
-Step = Callable[["FlakyServer", socket.socket, Call], object]
+Step = Callable[["ScriptedServer", socket.socket, Call], object]
 
 
 class HangUpError(Exception):
     """The server ends the connection."""
 
 
-class FlakyServer:
+class ScriptedServer:
     """Does the next step of ``script`` for each call, and ``answer`` once there is none; framed, binary protocol."""
 
     def __init__(self, *script: Step, tls: Any = None, port: int = 0) -> None:
@@ -100,7 +98,7 @@ class FlakyServer:
         protocol.read_struct(args)
         return Call(name, sequence, args, connection, monotonic())
 
-    def __enter__(self) -> FlakyServer:
+    def __enter__(self) -> ScriptedServer:
         self._threads[0].start()
         return self
 
@@ -147,7 +145,7 @@ def _answer(call: Call) -> bytes:
     return reply(call, success=IDL.InferResponse(uuid=call.args.request.uuid, outputs=call.args.request.inputs))
 
 
-def answer(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def answer(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     """The label is the image's text; ``infer`` gives its inputs back."""
     sock.sendall(_answer(call))
 
@@ -161,7 +159,7 @@ def fails(code: str, retry_after_ms: int | None = None) -> Step:
 def fails_items(*codes: str | None) -> Step:
     """An outcome for each image: its label, or an error."""
 
-    def step(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+    def step(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
         outcomes = [
             IDL.InferenceOutcome(result=_label(one))
             if code is None
@@ -182,32 +180,32 @@ def sends(data: bytes) -> Step:
     return lambda server, sock, call: sock.sendall(data)
 
 
-def sends_twice(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def sends_twice(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     """The same answer."""
     sock.sendall(2 * _answer(call))
 
 
-def hang_up(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def hang_up(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     raise HangUpError
 
 
-def reset(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def reset(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     raise HangUpError
 
 
-def answer_and_hang_up(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def answer_and_hang_up(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     answer(server, sock, call)
     raise HangUpError
 
 
-def half(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def half(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     """A part of the answer, then the end of the connection."""
     sock.sendall(_answer(call)[:-3])
     raise HangUpError
 
 
-def trickle(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def trickle(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     """Each byte of the answer comes soon after the one before it."""
     for byte in _answer(call):
         sock.sendall(bytes([byte]))
@@ -215,12 +213,12 @@ def trickle(server: FlakyServer, sock: socket.socket, call: Call) -> None:
             return
 
 
-def other(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def other(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     """The answer to another call."""
     sock.sendall(_answer(call._replace(sequence=call.sequence + 1)))
 
 
-def stall(server: FlakyServer, sock: socket.socket, call: Call) -> None:
+def stall(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     """No answer, but a late one when the server ends."""
     server.has_stalled.set()
     server.ended.wait(WAIT)
