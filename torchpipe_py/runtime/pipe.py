@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from _thread import allocate_lock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from itertools import islice
@@ -26,6 +26,7 @@ from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.batching import BatchingNode
 from torchpipe_py.runtime.idle import is_main_thread
+from torchpipe_py.runtime.mapping import Newest, in_order
 from torchpipe_py.runtime.node import Node, Source
 from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
@@ -118,6 +119,20 @@ class pipe:
         The deadline is looked at before each node: no thread watches it while a backend runs.
         """
         return self._start(data, timeout)[0]
+
+    def map(
+        self, items: Iterable[Data], ahead: int = 16, *, newest: bool = False, return_errors: bool = False
+    ) -> Iterator[Data]:
+        """Run a request for each dict of ``items``, at most ``ahead`` at once; the finished dicts, in order.
+
+        An item is taken from ``items`` when there is room for it. With ``newest`` they are read as they come, on a
+        thread of their own, and of those for which there is no room only the newest waits (a camera's frames, say).
+        What a call would raise is raised in its place, and the rest is cancelled; with ``return_errors`` the dict has
+        it as ``error``. ``ValueError`` for ``ahead`` below 1.
+        """
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, not {ahead!r}")
+        return in_order(self.submit, Newest(items) if newest else items, ahead, return_errors)
 
     async def acall(self, data: Given, timeout: float | None = None) -> Given:
         """``submit``, awaited no longer than ``timeout``; returns ``data``. Cancelling drops what is queued."""
