@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     outputs: list[str] | None = None
     node_name: str | None = None
     deadline_ms: float | None = None
+    priority: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -123,6 +124,8 @@ def call(run: pipe, asked: Asked) -> Outcome:
     data: dict[str, Any] = {"data": asked.data, **asked.inputs}
     if asked.node_name is not None:
         data["node_name"] = asked.node_name
+    if asked.priority is not None:
+        data["priority"] = asked.priority
     try:
         run(data, None if asked.deadline_ms is None else asked.deadline_ms / 1000)
         key = (asked.outputs or ["result"])[0]
@@ -145,7 +148,8 @@ def infer_many(house: House, asked: Asked) -> Outcome:
     """The outcome of one image of one."""
 
     def ask(client: Client) -> Any:
-        (outcome,) = client.infer_many([asked.data], None if asked.deadline_ms is None else int(asked.deadline_ms))
+        deadline_ms = None if asked.deadline_ms is None else int(asked.deadline_ms)
+        (outcome,) = client.infer_many([asked.data], deadline_ms, asked.priority)
         if outcome.error is not None:
             raise outcome.error
         return outcome.result.label
@@ -155,7 +159,7 @@ def infer_many(house: House, asked: Asked) -> Outcome:
 
 def infer(house: House, asked: Asked, **framing: bool) -> Outcome:
     inputs = {"data": IDL.Value(bytes=asked.data), **{key: IDL.Value(text=text) for key, text in asked.inputs.items()}}
-    more = {"outputs": asked.outputs, "node_name": asked.node_name}
+    more = {"outputs": asked.outputs, "node_name": asked.node_name, "priority": asked.priority}
 
     def ask(client: Client) -> Any:
         deadline_ms = None if asked.deadline_ms is None else int(asked.deadline_ms)
@@ -224,7 +228,7 @@ def own_route(house: House, asked: Asked) -> Outcome:
 
 
 def _options(asked: Asked) -> dict[str, Any]:
-    given = {"node_name": asked.node_name, "deadline_ms": asked.deadline_ms}
+    given = {"node_name": asked.node_name, "deadline_ms": asked.deadline_ms, "priority": asked.priority}
     given["outputs"] = asked.outputs and ",".join(asked.outputs)
     return {name: value for name, value in given.items() if value is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,33 @@ def test_a_full_pipe_refuses_at_once(house: House, block: Any, way: str) -> None
         assert outcome.code == "overloaded"
         assert outcome.retry_after_ms is None if way in ("own_method",) else outcome.retry_after_ms >= 1
     assert b"abc" not in Steered.seen
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("infer_batch", "own_method", "own_route")])
+def test_low_priority_waits_for_normal_requests(house: House, block: Any, way: str) -> None:
+    block(way)
+    run, outcomes = house.pipe_of(way), []
+
+    def ask(data: bytes, priority: int) -> threading.Thread:
+        queued = run.stats()["inflight"]
+        asking = threading.Thread(target=lambda: outcomes.append(WAYS[way](house, Asked(data, priority=priority))))
+        asking.start()
+        eventually(lambda: run.stats()["inflight"] == queued + 1)
+        return asking
+
+    threads = [ask(b"low", 1), ask(b"normal", 0)]
+    Steered.opened.set()
+    for thread in threads:
+        thread.join(WAIT)
+    assert [outcome.code for outcome in outcomes] == ["ok", "ok"]
+    assert [bytes(data) for data in Steered.seen[-2:]] == [b"normal", b"low"]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in contract.PLAIN])
+def test_another_priority_is_refused(house: House, way: str) -> None:
+    outcome = WAYS[way](house, Asked(priority=-1))
+    assert outcome.code == "invalid_request"
+    assert "priority" in outcome.message
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "infer_batch"])

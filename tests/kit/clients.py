@@ -78,9 +78,9 @@ class Client:
         result = self.receive(self.send_batch(data))
         return result.label, result.score
 
-    def infer_many(self, items: list[bytes], deadline_ms: int | None = None) -> list[Any]:
+    def infer_many(self, items: list[bytes], deadline_ms: int | None = None, priority: int | None = None) -> list[Any]:
         params = [IDL.InferenceParams(uuid="test", data=item) for item in items]
-        return self.call("infer_many", params=params, deadline_ms=deadline_ms)
+        return self.call("infer_many", params=params, deadline_ms=deadline_ms, priority=priority)
 
     def send_infer(self, inputs: dict[str, Any], **options: Any) -> int:
         return self.send("infer", request=IDL.InferRequest(uuid="test", inputs=inputs, **options))
