@@ -82,20 +82,6 @@ def test_check_tells_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_check_tells_edges_maps_and_jumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bad.toml"
-    text = (
-        '[a]\nnext = "b,c"\n[b]\nmap = "z[result:data]"\n[c]\nmap = "a[result:x]"\n[d]\nbackend = "Jump"\njump = "b"\n'
-    )
-    path.write_text(text, encoding="utf-8")
-    assert main(["check", str(path)]) == 1
-    first = capsys.readouterr().err.splitlines()
-    assert sorted(line.split(": ")[2] for line in first) == ["node 'b'", "node 'c'"]
-    path.write_text('[a]\nnext = "b"\n[b]\n[d]\nbackend = "Jump"\njump = "b"\n', encoding="utf-8")
-    assert main(["check", str(path)]) == 1
-    assert "'b' is no root" in capsys.readouterr().err
-
-
 def test_shared_nodes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "shared.toml"
     path.write_text('[a]\nnext = "b"\n[b]\nshared = true\nnext = "c"\n[c]\n', encoding="utf-8")

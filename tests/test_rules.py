@@ -1020,67 +1020,6 @@ def test_a_relative_path_is_looked_for_in_the_working_directory_then_beside_the_
     assert result() == ("here", "configs/b.txt")
 
 
-class Recorder:
-    """A backend that notes the dict that each node sees, by its mark."""
-
-    def __init__(self) -> None:
-        recorder = self
-        self.seen: dict[str, Data] = {}
-
-        class Recording(ItemBackend):
-            """result = data."""
-
-            mark = Param(str, doc="the node")
-
-            def forward_item(self, item: Data) -> None:
-                recorder.seen[self.mark] = item
-                item["result"] = item["data"]
-
-        self.backend = Recording
-
-
-def test_with_several_successors_each_gets_a_shallow_copy(register: Register) -> None:
-    recorder, shared = Recorder(), [1]
-    name = register(recorder.backend)
-    nodes = {"r": "b,c,d", "b": "", "c": "", "d": ""}
-    data: Data = {"data": shared}
-    with pipe({node: {"backend": name, "mark": node, "next": after} for node, after in nodes.items()}) as p:
-        outcome(p.submit(data))
-    assert len({id(recorder.seen[node]) for node in nodes}) == 4
-    assert all(item["data"] is shared for item in recorder.seen.values())
-    assert data["result"] is shared
-
-
-def test_a_reader_beside_the_successor_makes_it_a_copy(register: Register) -> None:
-    recorder = Recorder()
-    name = register(recorder.backend)
-    chain_of = {"a": "b", "b": "c", "c": ""}
-    config: Data = {node: {"backend": name, "mark": node, "next": after} for node, after in chain_of.items()}
-    with pipe(config) as p:
-        outcome(p.submit({"data": 1}))
-    assert recorder.seen["a"] is recorder.seen["b"] is recorder.seen["c"]
-    config["c"]["map"] = "a[result:data]"
-    with pipe(config) as p:
-        outcome(p.submit({"data": 1}))
-    assert len({id(recorder.seen[node]) for node in chain_of}) == 3
-
-
-def test_what_a_map_makes_is_always_a_new_dict_with_the_same_context(register: Register) -> None:
-    recorder, context = Recorder(), [1]
-    name = register(recorder.backend)
-    config = {
-        "a": {"backend": name, "mark": "a", "next": "b"},
-        "b": {"backend": name, "mark": "b", "map": "a[data:data,result:x]"},
-    }
-    data: Data = {"data": 1, "context": context, "mine": 2}
-    with pipe(config) as p:
-        outcome(p.submit(data))
-    assert recorder.seen["b"] is not recorder.seen["a"]
-    assert recorder.seen["b"].keys() == {"data", "x", "context", "result"}
-    assert recorder.seen["b"]["context"] is data["context"] is context
-    assert data["mine"] == 2
-
-
 def test_a_filter_class_has_an_instance_for_each_place() -> None:
     with pipe({"s": {"backend": "S[Mark,(Second)Mark,(Second)Mark]", "mark": "1|2|3"}}) as p:
         items: list[Data] = [{"data": "x"} for _ in range(2)]

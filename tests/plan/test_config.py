@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import re
@@ -181,39 +180,34 @@ def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture)
     assert caplog.messages == [], "a jump leads to the other root, or should"
 
 
-def test_a_missing_file_names_path_and_working_directory() -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, f"no such file (working directory: {os.getcwd()})"),
+        (b'[a]\nbackend = "x"\nbackend = "y"\n', "not valid TOML: "),
+        (b"a = 1\nb = 2\nc = \n", "not valid TOML: Invalid value (at line 3"),
+        (b"[a]\nx = " + b"9" * 5000, "not valid TOML: "),
+        (b"[a]\nx = " + b"[" * 3000 + b"]" * 3000, "not valid TOML: "),
+        (b"[a]\nx = " + b"{a = " * 3000 + b"1" + b"}" * 3000, "not valid TOML: "),
+        (b'\xef\xbb\xbf[a]\r\nname = "\xe9"', "not UTF-8, as TOML is: byte 0xe9 in line 2; save it as UTF-8"),
+        ("[a]".encode("utf-16"), "not UTF-8, as TOML is: byte 0xff in line 1"),
+        (b"#" * (MOST_CHARACTERS + 1), "more than 1048576 characters"),
+        (Path.mkdir, "not a regular file"),
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    ],
+    ids=range(12),
+)
+def test_files_that_are_none(tmp_path: Path, content: Any, problem: str) -> None:
+    path = tmp_path / "a.toml"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        content(path)
     for read in (parse_toml, pipe):
         with pytest.raises(ConfigError) as caught:
-            read("no/such.toml")
-        assert str(caught.value) == f"no/such.toml: no such file (working directory: {os.getcwd()})"
-
-
-@pytest.mark.parametrize("text", ['[a]\nbackend = "x"\nbackend = "y"\n', "a = 1\nb = 2\nc = \n", "\n\n]]"])
-def test_bad_toml_names_the_line(write: Write, text: str) -> None:
-    path = write(text)
-    with pytest.raises(ConfigError, match=r"not valid TOML.*line 3") as caught:
-        pipe(path)
-    assert str(caught.value).startswith(f"{path}: ")
-
-
-@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000 + "]" * 3000, "{a = " * 3000 + "1" + "}" * 3000])
-def test_what_the_reader_of_toml_gives_up_at_is_no_toml(write: Write, value: str) -> None:
-    path = write(f"[a]\nx = {value}")
-    with pytest.raises(ConfigError, match=f"^{path}: not valid TOML: "):
-        pipe(path)
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    (tmp_path / "latin.toml").write_bytes(b'\xef\xbb\xbf[a]\r\nname = "\xe9"')
-    (tmp_path / "utf16.toml").write_text("[a]", encoding="utf-16")
-    (tmp_path / "folder.toml").mkdir()
-    for name, problem in (
-        ("latin", "not UTF-8, as TOML is: byte 0xe9 in line 2; save it as UTF-8"),
-        ("utf16", "not UTF-8, as TOML is: byte 0xff in line 1"),
-        ("folder", "not a regular file"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            pipe(tmp_path / f"{name}.toml")
+            read(path)
+        assert str(caught.value).startswith(f"{path}: {problem}")
 
 
 @pytest.mark.parametrize(
@@ -511,24 +505,6 @@ def test_an_empty_range_is_an_error_of_the_configuration(classifier: str) -> Non
         pipe({"backend": "OnnxTensor", "model": classifier, "min": 4, "max": 2})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"Interpreter::backend" = "PipelineV3"\n[a]',
-        '"PipelineV3::backend" = "BaselineSchedule"\n[a]',
-        '[a]\n"Interpreter::backend" = "PipelineV3"',
-    ],
-)
-def test_default_schedulers_are_ignored_with_one_line(
-    write: Write, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "torchpipe_py"), pipe(write(text)):
-        pass
-    assert [record.getMessage().split(": ")[-1] for record in caplog.records] == [
-        "ignored, this is how every pipe is scheduled"
-    ]
-
-
 def test_errors_of_an_edited_file_name_the_file(tmp_path):
     path = tmp_path / "edited.toml"
     path.write_text('[one]\nbackend = "Identity"\n')
@@ -536,16 +512,3 @@ def test_errors_of_an_edited_file_name_the_file(tmp_path):
     tables["one"]["nonsense"] = 1
     with pytest.raises(ConfigError, match=re.escape(f"{path}: node 'one': key 'nonsense'")):
         pipe(pickle.loads(pickle.dumps(tables)))
-
-
-def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.toml")
-    (tmp_path / "large.toml").write_text("#" * (MOST_CHARACTERS + 1))
-    for name, problem in (
-        ("/dev/zero", "not a regular file"),
-        (tmp_path / "pipe.toml", "not a regular file"),
-        (tmp_path / "large.toml", "more than 1048576 characters"),
-        (tmp_path, "not a regular file"),
-    ):
-        with pytest.raises(ConfigError, match=f"{name}: {problem}"):
-            parse_toml(name)
