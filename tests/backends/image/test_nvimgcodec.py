@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -277,6 +278,19 @@ def test_the_library_is_silent_and_the_environment_as_it_was(
     NvImageCodec(CPU, STREAM, TRIAL)
     assert seen == ["0", "3"]
     assert os.environ[VERBOSITY] == "3"
+
+
+@pytest.mark.parametrize(("before", "is_raised"), [(2**20 - 1, True), (2**40, False)])
+def test_a_pool_keeps_at_least_so_much(monkeypatch: pytest.MonkeyPatch, before: int, is_raised: bool) -> None:
+    def get(pool: Any, attribute: int, value: Any) -> int:
+        value._obj.value = before
+        return 0
+
+    cuda = MagicMock(cuMemPoolGetAttribute=get)
+    cuda.cuDeviceGetDefaultMemPool.return_value = 0
+    monkeypatch.setattr(nvimgcodec.ctypes, "CDLL", lambda name: cuda)
+    nvimgcodec._keep_memory(torch.device("cuda", 3), 2**20)
+    assert cuda.cuMemPoolSetAttribute.called == is_raised
 
 
 def failing(error: Exception) -> Any:

@@ -17,7 +17,7 @@ from torchpipe_py.backends import cuda
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.model import cuda_model
 from torchpipe_py.backends.model.check import to_bounds
-from torchpipe_py.backends.model.cuda_model import CudaModel, Shapes, finish_of
+from torchpipe_py.backends.model.cuda_model import CudaModel, Shapes, StagedInput, finish_of
 from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.postprocess import Cpu, Postprocessor, SoftmaxMax
 from torchpipe_py.backends.params import Param
@@ -106,6 +106,14 @@ def test_a_batch_of_all_kinds_and_two_sizes(make: Any) -> None:
     results = run(model, [*values, other])
     for mat, result in zip([*mats, other], results, strict=True):
         torch.testing.assert_close(result, sums(mat), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_tensors_on_the_gpu_are_put_together_whatever_their_dimensions(dtype: torch.dtype) -> None:
+    staged = StagedInput(torch.zeros(4, 3, 2, 2))
+    values = [torch.full(shape, number).to(dtype) for number, shape in ((1, (3, 2, 2)), (2, (1, 3, 2, 2)))]
+    staged._concatenate(values, dtype)  # what `gather` does with tensors that are there already
+    assert staged.buffer[:, 0, 0, 0].tolist() == [1, 2, 0, 0]
 
 
 def test_a_batch_is_padded_to_the_next_size(make: Any) -> None:

@@ -21,9 +21,10 @@ from torchpipe_py.backends.model.engine import build as engine_build
 from torchpipe_py.backends.model.engine.api import Messages
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine
 from torchpipe_py.backends.model.engine.cache import EngineCache
-from torchpipe_py.backends.model.engine.precision import check_half
+from torchpipe_py.backends.model.engine.precision import check_half, half_model
+from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.encryption.cipher import Cipher
-from torchpipe_py.encryption.model_file import UNSAID
+from torchpipe_py.encryption.model_file import UNSAID, ModelFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -176,6 +177,13 @@ def test_errors_do_not_name_layers_or_show_source(
     said = f"{caught.value} {caplog.text} {printed.out} {printed.err}"
     assert (NAME in said) == (not is_encrypted)
     assert (UNSAID in said) == is_encrypted
+
+
+def test_layers_that_are_not_there_do_not_tell_those_that_are(plain: str) -> None:
+    content = model_bytes(ModelFile(plain), (), ())
+    for is_secret, said in ((False, f"did you mean '{NAME}_conv'"), (True, f"no layer '{NAME}_com'; {UNSAID}$")):
+        with pytest.raises(ConfigError, match=said):
+            half_model(content, (f"{NAME}_com",), is_secret)
 
 
 def test_a_trial_in_fp16_does_not_name_layers(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
@@ -73,6 +74,11 @@ def test_what_relu_leaves_becomes_unsigned() -> None:
     before, after = (run(each.SerializeToString(), x) for each in (model, changed))
     assert before.any()
     assert np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("model", [quantised(zero=3), helper.make_model(helper.make_graph([], "empty", [], []))])
+def test_what_is_not_symmetric_stays(model: onnx.ModelProto) -> None:
+    assert onnx.load_from_string(unsigned_model(model.SerializeToString())) == model
 
 
 def test_a_quantised_model_is_served(tmp_path: Path) -> None:

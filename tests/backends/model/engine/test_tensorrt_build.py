@@ -199,6 +199,33 @@ def test_no_message_names_layers_of_an_encrypted_model(caplog: pytest.LogCapture
     assert "conv" not in caplog.text
 
 
+def test_an_engine_that_tells_nothing_has_no_layers() -> None:
+    trt = FakeTensorrt("8.6.0")
+    engine = trt.Runtime(None).deserialize_cuda_engine(b"")
+    engine.inspector.get_engine_information = lambda form: '{"Layers": [{"Name": "a" "b"}]}'
+    assert multiplying_layers(trt, engine, {}) == []
+    engine.create_engine_inspector = lambda: None
+    assert multiplying_layers(trt, engine, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, [HALF, NO_MATTER]),
+        ({"fp32_layers": ("relu2",)}, [HALF, FULL]),
+        ({"precision": "best"}, [HALF, FULL]),
+        ({}, []),
+    ],
+)
+def test_nothing_is_said_of_what_runs_as_asked(change: Any, told: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trt = FakeTensorrt("8.6.0", told)
+    trt.layers[0].name = "relu2"
+    new_engine(trt, replace(SPEC, **change), None)
+    assert [record for record in caplog.records if "run otherwise" in record.getMessage()] == []
+    with pytest.raises(ConfigError, match="no layer 'konv'"):
+        new_engine(FakeTensorrt("8.6.0", told), replace(SPEC, fp32_layers=("konv",)), None)
+
+
 def test_fp16_is_demanded_where_tensorrt_took_fp32_for_all() -> None:
     trt = FakeTensorrt("8.6.0", [FULL], [HALF], kinds=(Kind.CONVOLUTION, Kind.ACTIVATION))
     _, content = new_engine(trt, SPEC, None)
