@@ -519,6 +519,15 @@ def test_a_child_that_takes_smaller_batches_gets_pieces(register: Register) -> N
     assert sum(sizes[8]) >= 8
     assert max(sizes[3]) <= 3
     assert set(sizes[5]) <= set(range(2, 6))
+    for config in (
+        {"backend": f"Range[{name}]", "range": "2,9", "most": 4, "least": 2},
+        {"backend": f"{name}&{name}", "most": "2&9", "least": "2&5", "instance_num": "1&1"},
+    ):
+        with pipe(config) as p:
+            assert (p.max(), p.min()) == (9, 2)
+            assert [item["result"] for item in p([{"data": number} for number in range(9)])] == list(range(1, 10))
+    with pytest.raises(ConfigError, match=r"takes 3\.\.3, into which a batch of 4 cannot be cut"):
+        pipe({"backend": f"Range[{name}]", "range": "3,6", "most": 3, "least": 3})
 
 
 def test_children_are_closed_in_reverse_even_after_a_failure(register: Register) -> None:

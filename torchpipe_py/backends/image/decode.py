@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,27 +33,21 @@ def is_large(pixels: int, max_pixels: int) -> bool:
     return 4 * pixels > max_pixels
 
 
-class _Format(NamedTuple):
-    name: str
-    shown: str
-    starts: tuple[bytes, ...]
-    read: Callable[[Bytes], ImageHeader]
-
-
-# Only what has a reader here can be named in a configuration.
-_FORMATS = {
-    entry.name: entry
-    for entry in (
-        _Format("jpeg", "JPEG", (b"\xff\xd8",), JpegHeader),
-        _Format("png", "PNG", (b"\x89P",), formats.PngHeader),
-        _Format("webp", "WebP", (b"RI",), formats.read_webp),
-        _Format("bmp", "BMP", (b"BM",), formats.read_bmp),
-        _Format("gif", "GIF", (b"GI",), formats.read_gif),
-        _Format("tiff", "TIFF", (b"II", b"MM"), formats.read_tiff),
-        _Format("pnm", "PNM", tuple(b"P%d" % kind for kind in range(1, 7)), formats.read_pnm),
-    )
+# Only what has a reader here can be named in a configuration: the reader, and how files begin.
+_FORMATS: dict[str, tuple[Callable[[Bytes], ImageHeader], tuple[bytes, ...]]] = {
+    "jpeg": (JpegHeader, (b"\xff\xd8",)),
+    "png": (formats.PngHeader, (b"\x89P",)),
+    "webp": (formats.read_webp, (b"RI",)),
+    "bmp": (formats.read_bmp, (b"BM",)),
+    "gif": (formats.read_gif, (b"GI",)),
+    "tiff": (formats.read_tiff, (b"II", b"MM")),
+    "pnm": (formats.read_pnm, tuple(b"P%d" % kind for kind in range(1, 7))),
 }
-_BY_START = {start: entry for entry in _FORMATS.values() for start in entry.starts}
+_BY_START = {start: name for name, (_, starts) in _FORMATS.items() for start in starts}
+
+
+def _shown(name: str) -> str:
+    return "WebP" if name == "webp" else name.upper()
 
 
 def to_formats(value: Value) -> tuple[str, ...]:
@@ -72,21 +66,20 @@ class HeaderCheck:
 
     def __init__(self, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
         self._formats, self.max_pixels = tuple(formats), max_pixels
-        self._by_start = {start: entry for start, entry in _BY_START.items() if entry.name in self._formats}
 
     def __call__(self, data: Bytes) -> ImageHeader:
         """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound."""
-        entry = self._by_start.get(bytes(data[:2]))
-        if entry is None:
+        name = _BY_START.get(bytes(data[:2]))
+        if name is None or name not in self._formats:
             raise DecodeError(f"{len(data)} bytes are no image of formats {', '.join(self._formats)}{_hint(data)}")
         try:
-            header = entry.read(data)
+            header = _FORMATS[name][0](data)
             if header.width <= 0 or header.height <= 0 or header.width * header.height > self.max_pixels:
                 bound = f", more than max_pixels = {self.max_pixels}" if min(header.width, header.height) > 0 else ""
-                raise DecodeError(f"a {entry.shown} of {header.width}x{header.height} pixels{bound}")
+                raise DecodeError(f"a {_shown(name)} of {header.width}x{header.height} pixels{bound}")
             header.check(data, self.max_pixels)
         except (struct.error, IndexError):
-            raise DecodeError(f"{len(data)} bytes: {entry.shown}: cut off in its header") from None
+            raise DecodeError(f"{len(data)} bytes: {_shown(name)}: cut off in its header") from None
         except DecodeError as error:
             raise DecodeError(f"{len(data)} bytes: {error}") from None
         return header
@@ -99,10 +92,10 @@ def declared_size(data: object) -> ImageHeader | None:
     """
     if isinstance(data, np.ndarray):
         data = data.data if data.ndim == 1 and data.dtype == np.uint8 else b""
-    if not isinstance(data, (bytes, bytearray, memoryview)) or (entry := _BY_START.get(bytes(data[:2]))) is None:
+    if not isinstance(data, (bytes, bytearray, memoryview)) or (name := _BY_START.get(bytes(data[:2]))) is None:
         return None
     try:
-        return entry.read(data)
+        return _FORMATS[name][0](data)
     except (struct.error, IndexError, DecodeError):
         return None
 
@@ -111,7 +104,7 @@ def _hint(data: Bytes) -> str:
     """What bytes may be that are not read here, and what to do with them."""
     known = _BY_START.get(bytes(data[:2]))
     if known:
-        return f"; they look like {known.shown}, which DecodeMat reads where its 'formats' name it"
+        return f"; they look like {_shown(known)}, which DecodeMat reads where its 'formats' name it"
     if bytes(data[4:8]) == b"ftyp":
         return "; they look like HEIC, AVIF or a video, which are not read; save the image as JPEG"
     if bytes(data[:5]).startswith((b"/9j/", b"iVBOR", b"UklGR", b"data:")):  # JPEG, PNG, WebP, and URLs with them
