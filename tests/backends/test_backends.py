@@ -512,7 +512,11 @@ def test_a_child_that_takes_smaller_batches_gets_pieces(register: Register) -> N
             for item in items:
                 item["result"] = item["data"] + 1
 
-    name = register(Sized)
+    class Ends(Sized):
+        most = Param(to_int, 1, key="max", doc="the largest batch")
+        least = Param(to_int, 1, key="min", doc="the smallest batch")
+
+    name, ends = register(Sized), register(Ends)
     with pipe({"backend": f"S[{name},{name},Identity,{name}]", "most": "3|8|5", "least": "1|2|2"}) as p:
         assert (p.max(), p.min()) == (8, 2)
         assert [item["result"] for item in p([{"data": number} for number in range(8)])] == list(range(3, 11))
@@ -521,7 +525,7 @@ def test_a_child_that_takes_smaller_batches_gets_pieces(register: Register) -> N
     assert set(sizes[5]) <= set(range(2, 6))
     for config in (
         {"backend": f"Range[{name}]", "range": "2,9", "most": 4, "least": 2},
-        {"backend": f"{name}&{name}", "most": "2&9", "least": "2&5", "instance_num": "1&1"},
+        {"backend": f"{ends}&{ends}", "max": "2&9", "min": "2&5", "instance_num": "1&1"},
     ):
         with pipe(config) as p:
             assert (p.max(), p.min()) == (9, 2)
