@@ -33,6 +33,7 @@ from torchpipe_client import (
     InvalidRequest,
     Overloaded,
     TimedOut,
+    Unavailable,
     UnknownNode,
     WorkerDied,
 )
@@ -50,35 +51,54 @@ def label(client: Any, text: str = "a", **options: Any) -> str:
 
 # -- errors of the service ------------------------------------------------------------------------------------------
 
+ONCE = {"idempotent": False}
+
 
 @pytest.mark.parametrize(
-    ("code", "kind", "also"),
+    ("script", "options", "end", "calls", "connections"),
     [
-        ("decode_error", DecodeError, ValueError),
-        ("unknown_node", UnknownNode, IndexError),
-        ("invalid_request", InvalidRequest, ValueError),
-        ("backend_error", BackendError, InferenceError),
-        ("deadline_exceeded", DeadlineExceeded, TimeoutError),
-        ("a_new_one", InferenceError, ClientError),
+        ([fails("decode_error")], {}, DecodeError, 1, 1),
+        ([fails("unknown_node")], {}, UnknownNode, 1, 1),
+        ([fails("invalid_request")], {}, InvalidRequest, 1, 1),
+        ([fails("backend_error")], {}, BackendError, 1, 1),
+        ([fails("deadline_exceeded")], {}, DeadlineExceeded, 1, 1),
+        # Behind a message that it could not read, for which there are other codes, the service closes the connection.
+        ([fails("a_new_one")], {}, InferenceError, 1, 2),
+        # What was not begun is repeated, unless that would come too late.
+        ([fails("overloaded", 60), fails("unavailable")], ONCE, None, 3, 1),
+        ([fails("overloaded", 1000)] * 4, {}, Overloaded, 4, 1),
+        ([fails("unavailable", 1)], {"retries": 0}, Unavailable, 1, 1),
+        ([fails("overloaded", 60_000)], {}, Overloaded, 1, 1),
+        # What was perhaps begun is repeated if it may be; a call that killed two workers gets no third.
+        ([fails("worker_died")], {}, None, 2, 1),
+        ([fails("worker_died")] * 3, {}, WorkerDied, 2, 1),
+        ([fails("worker_died")], ONCE, WorkerDied, 1, 1),
+        *(([step], {}, None, 2, 2) for step in (hang_up, reset, half)),
+        *(([step], ONCE, ConnectionLost, 1, 2) for step in (hang_up, reset, half)),
     ],
 )
-def test_an_error_of_the_service_is_raised_once_and_not_repeated(make, code, kind, also):
-    with ScriptedServer(fails(code)) as server, make(server.address) as client:
-        with pytest.raises(also, match=r"^on purpose$") as raised:
-            label(client)
-        assert (type(raised.value), raised.value.code) == (kind, code)
-        assert label(client) == "a"
-        # Behind a message that it could not read, for which there are other codes, the service closes the connection.
-        assert [call.connection for call in server.calls] == [1, 2 if kind is InferenceError else 1]
+def test_what_a_call_ends_with(make, monkeypatch, script, options, end, calls, connections):
+    with pauses(monkeypatch), ScriptedServer(*script) as server, make(server.address, **options) as client:
+        if end is None:
+            assert label(client) == "a"
+        else:
+            with pytest.raises(end) as raised:
+                label(client)
+            assert type(raised.value) is end
+        assert len(server.calls) == calls
+        server.script.clear()
+        assert label(client, "b") == "b"
+        assert server.connections == connections
 
 
-@pytest.mark.parametrize("code", ["overloaded", "unavailable"])
-def test_what_was_not_begun_is_repeated_after_the_time_that_the_service_names(make, code):
-    with ScriptedServer(fails(code, 60), fails(code)) as server, make(server.address, idempotent=False) as client:
-        assert label(client) == "a"
-        first, second, _ = [call.at for call in server.calls]
-        assert second - first >= 0.06
-        assert server.connections == 1
+def test_errors_are_those_of_python_too():
+    kinds = {
+        DecodeError: ValueError,
+        UnknownNode: IndexError,
+        InvalidRequest: ValueError,
+        DeadlineExceeded: TimeoutError,
+    }
+    assert all(issubclass(kind, also) and issubclass(kind, ClientError) for kind, also in kinds.items())
 
 
 def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
@@ -91,36 +111,6 @@ def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
     assert len(set(delays)) == 6
     for first, second, third in (delays[:3], delays[3:]):
         assert 1.025 <= first <= 1.05 <= second <= 1.1 <= third <= 1.2
-
-
-def test_nobody_waits_for_a_repetition_that_would_come_too_late(make):
-    with ScriptedServer(fails("overloaded", 60_000)) as server, make(server.address) as client:
-        with pytest.raises(Overloaded):
-            label(client)
-        server.script = [fails("overloaded", 50_000)]
-        with pytest.raises(Overloaded):
-            client.infer({"data": b"a"}, deadline_ms=40_000)
-        assert len(server.calls) == 2
-
-
-def test_a_call_that_killed_two_workers_gets_no_third(make, monkeypatch):
-    with pauses(monkeypatch), ScriptedServer(*[fails("worker_died")] * 3) as server, make(server.address) as client:
-        with pytest.raises(WorkerDied):
-            label(client)
-        assert len(server.calls) == 2
-
-
-@pytest.mark.parametrize("step", [fails("worker_died"), hang_up, reset, half])
-def test_what_was_perhaps_begun_is_repeated_only_if_it_may_be(make, step):
-    with ScriptedServer(step) as server, make(server.address) as client:
-        assert label(client) == "a"
-        assert len(server.calls) == 2
-    with ScriptedServer(step) as server, make(server.address, idempotent=False) as client:
-        with pytest.raises((WorkerDied, ConnectionLost)) as raised:
-            label(client)
-        assert raised.value.code in ("worker_died", "connection_lost")
-        assert label(client, "b") == "b"
-        assert len(server.calls) == 2
 
 
 def test_ping_knows_what_it_does_not_declare(make):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.clients import on_its_way
 from kit.peer import (
     CLIENTS,
     BlockingClient,
@@ -26,8 +27,7 @@ from kit.peer import (
     sends,
     stall,
 )
-from kit.waits import WAIT, in_threads
-from service import eventually, on_its_way
+from kit.waits import WAIT, eventually, in_threads
 from torchpipe_client import (
     AsyncClient,
     BadReply,

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import encode, picture
 from encrypted import NAME, classifier, encrypt
-from http_client import HttpClient
-from service import Client, Process, eventually
+from kit.clients import Client, HttpClient
+from kit.services import Process
+from kit.waits import eventually
 
 from torchpipe_py import pipe
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kept_spans import KeptSpans
-from service import ROOT, Process
+from kit.services import ROOT, Process
 from torchpipe_client import Client
 
 SCENE = ROOT / "configs/examples/scenes/scene_00.jpg"

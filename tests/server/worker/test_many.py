@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import Gate
-from service import IDL, Client, FakePipe, eventually, serving
+from kit.backends import Gate
+from kit.clients import IDL, Client
+from kit.services import FakePipe, serving
+from kit.waits import eventually
 from torchpipe_server.methods.many import ROUNDS, Turns
 
 from torchpipe_py import Overloaded

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import in_threads
-from service import ROOT, LocalServer, serving
+from kit.services import ROOT, LocalServer, serving
 from test_docs import blocks
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
@@ -67,17 +66,6 @@ def test_images(demo: LocalServer, client: Any):
         scores = result.as_numpy("score")
         assert (scores.dtype, scores.shape) == (np.float32, (len(IMAGES),))
         assert scores.tolist() == pytest.approx([request["result"][1] for request in requests], abs=1e-5)
-
-
-def test_many_at_once(demo: LocalServer, client: Any):
-    started = [client.async_infer("demo", [images(image)]) for image in IMAGES]
-    assert [labels(one.get_result()) for one in started] == [[name] for name in NAMES]
-
-    def run(index: int) -> None:
-        with triton.InferenceServerClient(f"127.0.0.1:{demo.port}") as own:
-            assert labels(own.infer("demo", [images(*IMAGES[index:])])) == NAMES[index:]
-
-    in_threads(4, run)
 
 
 @pytest.mark.parametrize(
