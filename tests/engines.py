@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import select
+import asyncio
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,45 +18,22 @@ from torchpipe_py.runtime import hand_over
 
 
 class Watcher:
-    """Watches descriptors on a thread of its own, as the loop of a worker does."""
+    """Watches descriptors on a loop and a thread of its own, as a worker does."""
 
     def __init__(self) -> None:
-        self._takes: dict[int, Callable[[], object]] = {}
-        self._changes: deque[tuple[int, Callable[[], object] | None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="watcher", daemon=True)
         self._thread.start()
 
     def watch(self, fd: int, take: Callable[[], object] | None) -> None:
-        self._changes.append((fd, take))
-        os.eventfd_write(self._wake, 1)
+        change = (self._loop.remove_reader, fd) if take is None else (self._loop.add_reader, fd, take)
+        self._loop.call_soon_threadsafe(*change)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
-
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        while not self._is_closed:
-            for fd, _ in poller.poll():
-                if fd == self._wake:
-                    os.eventfd_read(fd)
-                else:
-                    self._takes[fd]()
-            while self._changes:
-                fd, take = self._changes.popleft()
-                if take is not None:
-                    self._takes[fd] = take
-                    poller.register(fd, select.POLLIN)
-                else:
-                    poller.unregister(fd)
-                    del self._takes[fd], take
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
 
 class Worker:
