@@ -16,15 +16,7 @@ from typing import Any
 
 from benchmarks.bare import measure_nodes
 from benchmarks.common import Report, image_folder, labelled, progress
-from benchmarks.services import (
-    free_port,
-    gpu_mib,
-    observed,
-    pss_mib,
-    run_clients,
-    serving,
-    stats,
-)
+from benchmarks.services import free_port, gpu_mib, observed, pss_mib, run_clients, serving, stats
 from torchpipe_py import parse_toml
 from torchpipe_py.tools.export.config import to_toml
 

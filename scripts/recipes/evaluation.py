@@ -23,10 +23,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from recipes.data import Normalise
-from recipes.options import guarded, whole
+from recipes.options import guarded
 from recipes.serving import PRECISIONS, check_preprocessing, load_model, serving_config
 from torchpipe_py import pipe
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.tools.options import at_least
 from torchpipe_py.tools.parity.figures import wilson
 from torchpipe_py.training import ImageFolder, UnreadableFile, wrap_dataloader_torchpipe
 
@@ -183,9 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--solution", choices=(*SOLUTIONS, "both"), default="both", help="(default: %(default)s)")
     option("--precision", choices=PRECISIONS, default="fp32", help="of the model (default: %(default)s)")
     option("--arch", help="as in training (default: the checkpoint's)")
-    option("--size", type=whole(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
-    option("--clients", type=whole(1), default=8, help="threads that call the pipe (default: %(default)s)")
-    option("--batch-size", type=whole(1), default=32, help="of PyTorch (default: %(default)s)")
+    option("--size", type=at_least(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
+    option("--clients", type=at_least(1), default=8, help="threads that call the pipe (default: %(default)s)")
+    option("--batch-size", type=at_least(1), default=32, help="of PyTorch (default: %(default)s)")
     option("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
     option("--folder", type=Path, help="keeps model, labels, engine and served.toml (default: none)")
     option("--json", type=Path, metavar="FILE", help="all figures")

@@ -38,10 +38,9 @@ def make_model(arch: str, classes: int, seed: int) -> nn.Module:
             models = torchvision_models()
         except ExportError as error:
             raise TrainingError(f"--arch {arch}: {error}") from error
-        if arch not in models.list_models(module=models):
-            raise TrainingError(
-                f"--arch {arch}: no such classifier; {nearest(arch, [SMALL, *models.list_models(module=models)])}"
-            )
+        names = models.list_models(module=models)
+        if arch not in names:
+            raise TrainingError(f"--arch {arch}: no such classifier; {nearest(arch, [SMALL, *names])}")
         model: nn.Module = models.get_model(arch, num_classes=classes)
         return model
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.tools.options import at_least
 from torchpipe_py.training.options import BAD_SAMPLES
 
 INTERRUPTED = 130  # the exit status of a shell after Ctrl-C
@@ -83,16 +84,16 @@ def make_parser() -> ArgumentParser:
     option("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
     weights = "to start from, but for a classifier of other classes (default: random)"
     option("--weights", metavar="FILE|pretrained", help=weights)
-    option("--epochs", type=whole(1), default=10, help="(default: %(default)s)")
-    option("--batch-size", type=whole(1), default=32, help="of each process (default: %(default)s)")
-    option("--workers", type=whole(0), default=2, help="processes that read files (default: %(default)s)")
+    option("--epochs", type=at_least(1), default=10, help="(default: %(default)s)")
+    option("--batch-size", type=at_least(1), default=32, help="of each process (default: %(default)s)")
+    option("--workers", type=at_least(0), default=2, help="processes that read files (default: %(default)s)")
     option("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
     option("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
     option("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
     option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
-    option("--save-every", type=whole(0), default=0, help="also after so many steps (default: never)")
-    option("--max-steps", type=whole(1), help="stop after so many steps of this run, with a checkpoint")
+    option("--save-every", type=at_least(0), default=0, help="also after so many steps (default: never)")
+    option("--max-steps", type=at_least(1), help="stop after so many steps of this run, with a checkpoint")
     amp = "mixed precision, bf16 unless fp16 is named (default: fp32)"
     option("--amp", nargs="?", const="bf16", default="fp32", choices=("bf16", "fp16"), help=amp)
     several = parser.add_mutually_exclusive_group()
@@ -107,17 +108,6 @@ def make_parser() -> ArgumentParser:
 def to_device(text: str) -> int | str:
     """A CUDA device's number, or a name."""
     return int(text) if text.isdigit() else text
-
-
-def whole(low: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least ``low``."""
-
-    def number(text: str) -> int:
-        if int(text) < low:
-            raise argparse.ArgumentTypeError(f"expected at least {low}, got {text}")
-        return int(text)
-
-    return number
 
 
 def guarded(name: str, work: Callable[[], object]) -> int:

@@ -182,9 +182,8 @@ def test_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [
-        ("--batch-size", "0", "expected at least 1, got 0"),
-        ("--workers", "-1", "expected at least 0, got -1"),
-        ("--epochs", "0", "expected at least 1, got 0"),
+        ("--batch-size", "0", "expected a whole number, at least 1, got '0'"),
+        ("--workers", "-1", "expected a whole number, at least 0, got '-1'"),
         ("--dp", "--ddp", "not allowed with argument --dp"),
         ("--amp", "fp8", "argument --amp: invalid choice"),
         ("--bad-samples", "maybe", "argument --bad-samples: invalid choice: 'maybe'; valid: mask, raise, skip"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,8 @@ import pytest
 from torchpipe_py import files
 from torchpipe_py.idl import load_idl
 from torchpipe_py.tools.load import compare, judge, run, wire
-from torchpipe_py.tools.load.arrivals import (
-    constant_times,
-    cut,
-    deal,
-    make_load,
-    poisson_times,
-    rate_of,
-    read_replay,
-)
-from torchpipe_py.tools.load.client import LagMeter
+from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_load, poisson_times, rate_of, read_replay
+from torchpipe_py.tools.load.client import LagMeter, _Selector
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
 from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, collect
 from torchpipe_py.tools.report import ToolError, write_json
@@ -190,6 +183,16 @@ def test_lag_of_late_sends(calls: tuple[tuple[int, int, int, int], ...], lags: l
         starved += more
         meter.free(done, starved)
     assert measured == lags
+
+
+def test_a_client_process_knows_how_long_it_was_without_a_cpu() -> None:
+    selector = _Selector()
+    assert selector.select(0) == selector.select(60) == []  # it naps
+    before = selector.starved
+    time.sleep(0.05)
+    selector.select(0)
+    assert selector.starved - before >= 49 * MS
+    selector.close()
 
 
 def made_records(*rows: tuple[int, int]) -> Records:

@@ -21,14 +21,7 @@ from conftest import Register, encode, picture
 
 from torchpipe_py import ItemBackend, Registry
 from torchpipe_py.cli import main
-from torchpipe_py.tools.parity.figures import (
-    Compared,
-    Prediction,
-    accuracy,
-    labelled,
-    paired,
-    wilson,
-)
+from torchpipe_py.tools.parity.figures import Compared, Prediction, accuracy, labelled, paired, wilson
 from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
 from torchpipe_py.tools.parity.run import BATCH, Settings, compare_configs, shown_name
 from torchpipe_py.tools.report import ToolError

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchpipe_py.tools.report import (
-    Axis,
-    Bars,
-    Line,
-    aligned,
-    chart,
-    clip,
-    linear_axis,
-    log_axis,
-    table,
-    value_axis,
-)
+from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, clip, linear_axis, log_axis, table, value_axis
 
 
 @pytest.mark.parametrize(

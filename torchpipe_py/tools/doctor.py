@@ -94,6 +94,7 @@ def examine() -> dict[str, Any]:
     """What the report says, as data; ``libraries`` is a list of ``Library``."""
     libraries = [_library(*entry) for entry in LIBRARIES]
     working = {entry.name for entry in libraries if entry.version and not entry.problem}
+    providers = sys.modules["onnxruntime"].get_available_providers() if "onnxruntime" in working else ()
     return {
         "version": torchpipe_py.__version__,
         "python": platform.python_version(),
@@ -102,7 +103,7 @@ def examine() -> dict[str, Any]:
         "cores_online": os.cpu_count() or 1,
         "gpu": _gpu() if "torch" in working else "unknown, torch is missing",
         "decoders": list(_decoders(working)),
-        "providers": _providers() if "onnxruntime" in working else [],
+        "providers": [name.removesuffix("ExecutionProvider") for name in providers],
         "libraries": libraries,
     }
 
@@ -145,7 +146,3 @@ def _decoders(working: set[str]) -> Iterator[str]:
             yield f"DecodeTensor by nvImageCodec{checked}"
         if "torchvision" in working:
             yield f"DecodeTensor by torchvision{checked}"
-
-
-def _providers() -> list[str]:
-    return [name.removesuffix("ExecutionProvider") for name in sys.modules["onnxruntime"].get_available_providers()]

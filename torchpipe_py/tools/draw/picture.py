@@ -149,12 +149,11 @@ def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
     return list({hidden.members: hidden for hidden in kinds if len(hidden.members) > 1}.values())
 
 
-NAME_SIZE, CODE_SIZE, SMALL_SIZE = 14.0, 11.5, 12.0
-SMALL_LINE = 16.0
-LINES = {"name": 18.0, "soft": SMALL_LINE, "code": 15.0}
+SMALL_SIZE, SMALL_LINE = 12.0, 16.0
+LINES = {"name": 18.0, "soft": SMALL_LINE, "code": 15.0, "filter": SMALL_LINE}
 """Heights of the kinds of text in a box."""
-LINE_COLUMNS, BADGE_COLUMNS = 28, 24
-PAD_X, PAD_Y, BADGE_PAD = 12.0, 9.0, 6.0
+LINE_COLUMNS = 28
+PAD_X, PAD_Y = 12.0, 9.0
 LEAST_WIDTH = 110.0
 LIVE_WIDTH, LIVE_HEIGHT = 156.0, 42.0
 
@@ -198,11 +197,6 @@ def text_width(text: str, size: float) -> float:
     return size * sum(map(_em, text))
 
 
-def code_width(text: str, size: float) -> float:
-    """Pixels of a fixed-width font."""
-    return 0.61 * size * columns(text)
-
-
 def _em(char: str) -> float:
     if char in _NARROW:
         return 0.4
@@ -215,35 +209,27 @@ def _em(char: str) -> float:
 
 @dataclass(frozen=True)
 class Face:
-    """The lines of text in a box, from top to bottom, and the size they need in pixels.
-
-    ``texts`` have their kinds: ``name``, ``soft``, ``code``. Below, ``facts`` share their lines with the ``badge``.
-    """
+    """The lines of text in a box with their kinds, from top to bottom, and the size they need in pixels."""
 
     texts: tuple[tuple[str, str], ...]
-    facts: tuple[str, ...]
-    badge: tuple[str, ...]
-    badge_width: float
     width: float
     height: float
 
 
 def face(box: Box) -> Face:
-    """Instances and range share a line with the filter's badge; below it is the room for live figures."""
-    alias = wrap(f"= {box.alias_of}") if box.alias_of else ()
-    texts = [("name", line) for line in wrap(box.name)]
-    texts += [("soft", line) for line in alias] + [("code", line) for line in wrap(box.backend)]
-    facts: tuple[str, ...] = (f"x{clean(box.instances)}  {clean(box.range)}".rstrip(),)
-    if columns(facts[0]) > LINE_COLUMNS:
-        facts = (*wrap(f"x{box.instances}"), *(wrap(box.range) if box.range else ()))
-    facts += ("shared",) if box.shared else ()
-    badge = wrap(box.filter, BADGE_COLUMNS) if box.filter else ()
-    badge_width = max(text_width(line, SMALL_SIZE - 1) for line in badge) + 2 * BADGE_PAD if badge else 0.0
-    widths = [code_width(line, CODE_SIZE) for kind, line in texts if kind == "code"]
-    widths += [text_width(line, NAME_SIZE) * 1.06 for kind, line in texts if kind == "name"]
-    widths += [text_width(line, SMALL_SIZE) for line in alias]
-    widths.append(max(text_width(line, SMALL_SIZE) for line in facts) + (12.0 + badge_width if badge else 0.0))
-    height = sum(LINES[kind] for kind, _ in texts) + 4.0
-    height += max(len(facts), len(badge)) * SMALL_LINE + 2 * PAD_Y + (LIVE_HEIGHT if box.live else 0.0)
-    least = LIVE_WIDTH if box.live else LEAST_WIDTH
-    return Face(tuple(texts), facts, badge, badge_width, max(least, max(widths) + 2 * PAD_X), height)
+    """Name, what it is an alias of, expression, instances and range, filter; below is the room for live figures."""
+    texts = [
+        ("name", box.name),
+        ("soft", f"= {box.alias_of}" if box.alias_of else ""),
+        ("code", box.backend),
+        ("soft", f"x{box.instances} {box.range}"),
+        ("soft", "shared" if box.shared else ""),
+        ("filter", f"filter {box.filter}" if box.filter else ""),
+    ]
+    lines = tuple((kind, line) for kind, text in texts if text or kind in ("name", "code") for line in wrap(text))
+    widths = [LIVE_WIDTH if box.live else LEAST_WIDTH]
+    for kind, line in lines:
+        width = 0.61 * 11.5 * columns(line) if kind == "code" else text_width(line, SMALL_SIZE)
+        widths.append(2 * PAD_X + (width if kind != "name" else text_width(line, 14.0) * 1.06))
+    height = sum(LINES[kind] for kind, _ in lines) + 2 * PAD_Y + (LIVE_HEIGHT if box.live else 0.0)
+    return Face(lines, max(widths), height)

@@ -33,12 +33,11 @@ svg.drawing .root { fill: var(--blue); }
 svg.drawing .live { fill: none; }
 svg.drawing .end { fill: var(--paper); stroke: var(--skip); stroke-width: 1.5; }
 svg.drawing .end-dot { fill: var(--skip); }
-svg.drawing .badge { fill: var(--orange); fill-opacity: .18; }
 svg.drawing text { fill: var(--ink); font-size: 12px; }
 svg.drawing text.name { font-size: 14px; font-weight: 700; }
 svg.drawing text.code { font: 11.5px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 svg.drawing text.soft { fill: var(--soft); }
-svg.drawing text.on-badge { font-size: 11px; }
+svg.drawing text.filter { fill: var(--orange); }
 svg.drawing text.label { fill: var(--kind); stroke: var(--paper); stroke-width: 4px;
   stroke-linejoin: round; paint-order: stroke; }
 svg.drawing path.arrow { fill: none; stroke-width: 1.5; }
@@ -131,17 +130,6 @@ def _box(placed: PlacedBox) -> str:
     for kind, line in face.texts:
         y += drawn.LINES[kind]
         parts.append(_text(kind, x, y - 4.0, line))
-    y += 4.0
-    for row, line in enumerate(face.facts):
-        parts.append(_text("soft", x, y + drawn.SMALL_LINE * row + 12.0, line, ' xml:space="preserve"'))
-    if face.badge:
-        badge = Rect(
-            rect.right - drawn.PAD_X - face.badge_width, y, face.badge_width, drawn.SMALL_LINE * len(face.badge)
-        )
-        parts.append(f'<rect class="badge" {_place(badge)} rx="{min(8.0, badge.height / 2):.0f}"/>')
-        centre, anchor = badge.x + badge.width / 2, ' text-anchor="middle"'
-        for row, line in enumerate(face.badge):
-            parts.append(_text("on-badge", centre, y + drawn.SMALL_LINE * row + 12.0, line, anchor))
     if box.live:
         foot = top + face.height - drawn.PAD_Y - drawn.LIVE_HEIGHT
         room = Rect(x, foot, rect.width - 2 * drawn.PAD_X, drawn.LIVE_HEIGHT)

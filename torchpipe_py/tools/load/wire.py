@@ -74,7 +74,7 @@ class ThriftWire:
         message = bytes(buffer.getvalue())
         return struct.pack(">i", len(message)) + message if self._framed else message
 
-    def answers(self, received: bytes, sequence: int, count: int) -> list[Any] | None:
+    def answers(self, received: bytes | bytearray, sequence: int, count: int) -> list[Any] | None:
         """An ``Answer`` or an exception for each of a call's ``count`` images, 0 for the probe.
 
         None until the whole reply is there; raises for anything other than the reply to this call.
@@ -134,14 +134,14 @@ class HttpWire:
         (body,) = bodies
         return f"POST {self._head}{len(body)}\r\n\r\n".encode() + body
 
-    def answers(self, received: bytes, sequence: int, count: int) -> list[Any] | None:
+    def answers(self, received: bytes | bytearray, sequence: int, count: int) -> list[Any] | None:
         """As for ``ThriftWire``."""
         end = received.find(b"\r\n\r\n")
         if end < 0:
             return None
         status, length = _STATUS.match(received), _LENGTH.search(received, 0, end + 2)
         if status is None or length is None:
-            raise ReplyError(f"no answer with a Content-Length: {received[:40]!r}")
+            raise ReplyError(f"no answer with a Content-Length: {bytes(received[:40])!r}")
         size = end + 4 + int(length[1])
         if len(received) < size:
             return None
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
         self._wire, self._timeout = endpoint.wire, endpoint.timeout
         self._transport: Any = None
         self._reply: asyncio.Future[list[Any]] | None = None
-        self._received, self._expected = b"", (0, 0)
+        self._received, self._expected = bytearray(), (0, 0)
 
     async def call(self, sequence: int, count: int, request: bytes) -> list[Any]:
         """Send one call and return the wire's ``answers``.
@@ -203,7 +203,7 @@ class Connection(asyncio.Protocol):
         connection, and what ``answers`` raises.
         """
         loop = asyncio.get_running_loop()
-        self._reply, self._received, self._expected = loop.create_future(), b"", (sequence, count)
+        self._reply, self._received, self._expected = loop.create_future(), bytearray(), (sequence, count)
         timer = loop.call_later(self._timeout, self._fail, TimeoutError(f"no answer within {self._timeout:g} s"))
         if self._transport.is_closing():
             self._fail(ConnectionClosed("closed by the server"))
