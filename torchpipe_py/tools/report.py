@@ -78,61 +78,29 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 
 # --- pages
 
-# For light and for dark. "line" separates, "stroke" is drawn, "card" stands out from the paper.
-PALETTE = {
-    "ink": ("#1c2530", "#e4e8ed"),
-    "soft": ("#5a6675", "#9aa6b4"),
-    "line": ("#d6dbe1", "#39424d"),
-    "stroke": ("#8a97a6", "#66727f"),
-    "paper": ("#fff", "#14181d"),
-    "card": ("#f5f7f9", "#1c2229"),
-    "blue": ("#2468b4", "#6aa9ec"),
-    "orange": ("#b8620b", "#f0a04b"),
-    "green": ("#1d7a3d", "#6cc07c"),
-    "purple": ("#7b4bb3", "#b794e6"),
-    "red": ("#b3261e", "#ff8a80"),
-    "teal": ("#12858a", "#56c4c8"),
-}
 COLORS = ("blue", "orange", "green", "purple", "red", "teal")
 """Of the lines of a chart, in this order."""
 
-STYLE = """body { margin: 2rem auto; padding: 0 1.5rem; max-width: 84rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
-  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-td.n, th.n { text-align: right; white-space: nowrap; }
-th { font-weight: 600; } figure { margin: 0; } summary { cursor: pointer; margin-top: 1.2rem; font-weight: 600; }
-code, pre { font: .85rem ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-.ok { color: var(--green); } .missed { color: var(--red); font-weight: 600; } .hint { color: var(--soft); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; }
-.charts figure { padding: .8rem .8rem .3rem; border: 1px solid var(--line); border-radius: .5rem; min-width: 0; }
-.charts figcaption { font-weight: 600; } .charts svg { display: block; width: 100%; height: auto; }
-.charts text { fill: var(--soft); font: 12px system-ui, sans-serif; }
-.charts .grid { stroke: var(--line); } .charts .axis { stroke: var(--soft); }
-.charts polyline { stroke-width: 2; stroke-linejoin: round; }
-.keys { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0; padding: 0; list-style: none; color: var(--soft); }
-.keys span { display: inline-block; width: 1.4rem; margin-right: .5rem; vertical-align: middle; }
-"""
+_STYLE = Path(__file__).with_name("style")
+
+
+def style(name: str) -> str:
+    """A style sheet of the folder ``style``."""
+    return (_STYLE / f"{name}.css").read_text(encoding="utf-8")
 
 
 def palette(selector: str) -> str:
     """Style rules that give ``var(--ink)`` and so on in ``selector`` the colors of light or dark."""
-    light, dark = (" ".join(f"--{name}: {pair[at]};" for name, pair in PALETTE.items()) for at in (0, 1))
-    return (
-        f"{selector} {{ color-scheme: light dark; {light} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ {selector} {{ {dark} }} }}\n"
-    )
+    return style("palette").replace("SELECTOR", selector)
 
 
-def page(title: str, parts: Iterable[str], style: str = "") -> str:
-    """The whole file; ``title`` is escaped, ``parts`` are HTML, and ``style`` adds to what all pages share."""
+def page(title: str, parts: Iterable[str]) -> str:
+    """The whole file; ``title`` is escaped, ``parts`` are HTML."""
     body = "\n".join(part for part in (f"<h1>{escape(title)}</h1>", *parts) if part)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{palette(':root')}{STYLE}{style}</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{palette(':root')}{style('page')}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 

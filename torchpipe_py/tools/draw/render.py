@@ -11,7 +11,6 @@ from torchpipe_py.tools import report
 from torchpipe_py.tools.draw import picture as drawn
 from torchpipe_py.tools.draw.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
 from torchpipe_py.tools.draw.picture import Arrow, Box, Kind, Picture, clean, depict, markup, split
-from torchpipe_py.tools.report import palette
 
 KINDS: dict[Kind, str] = {
     "next": "next: the request goes on",
@@ -22,29 +21,6 @@ KINDS: dict[Kind, str] = {
 # A narrow page shows the drawing smaller, down to this, and then scrolls.
 LEAST_SCALE = 0.75
 LEGEND_LEAST, LEGEND_SAMPLE, LEGEND_LINE = 330.0, 40.0, 24.0
-
-STYLE = """svg.drawing { font-family: system-ui, sans-serif;
-  --next: var(--soft); --map: var(--blue); --jump: var(--purple); --skip: var(--orange); }
-svg.drawing .paper { fill: var(--paper); }
-svg.drawing .frame { fill: none; stroke: var(--line); }
-svg.drawing .box { fill: var(--card); stroke: var(--stroke); }
-svg.drawing .logical { stroke-dasharray: 5 3; }
-svg.drawing .root { fill: var(--blue); }
-svg.drawing .live { fill: none; }
-svg.drawing .end { fill: var(--paper); stroke: var(--skip); stroke-width: 1.5; }
-svg.drawing .end-dot { fill: var(--skip); }
-svg.drawing text { fill: var(--ink); font-size: 12px; }
-svg.drawing text.name { font-size: 14px; font-weight: 700; }
-svg.drawing text.code { font: 11.5px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-svg.drawing text.soft { fill: var(--soft); }
-svg.drawing text.filter { fill: var(--orange); }
-svg.drawing text.label { fill: var(--kind); stroke: var(--paper); stroke-width: 4px;
-  stroke-linejoin: round; paint-order: stroke; }
-svg.drawing path.arrow { fill: none; stroke-width: 1.5; }
-svg.drawing path.map { stroke-dasharray: 6 4; }
-svg.drawing path.jump { stroke-width: 2.5; stroke-linejoin: round; }
-svg.drawing path.skip { stroke-dasharray: 1.5 4; stroke-width: 2; stroke-linecap: round; }
-"""
 
 
 def live_svg(pipeline: Pipeline) -> str:
@@ -62,13 +38,11 @@ def svg(picture: Picture) -> str:
     legend, below = _legend(kinds, layout)
     width = max(layout.width, LEGEND_LEAST) if kinds else layout.width
     height = layout.height + below
-    colours = "".join(f"svg.drawing .{k} {{ --kind: var(--{k}); }}\n" for k in kinds)
-    colours += "svg.drawing path.arrow { stroke: var(--kind); } svg.drawing .head { fill: var(--kind); }\n"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" aria-label="{markup(picture.title)}"'
         f' viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
         f' style="max-width: 100%; min-width: {width * LEAST_SCALE:.0f}px; height: auto">',
-        f"<style>{palette('svg.drawing')}{STYLE}{colours}</style>",
+        f"<style>{report.palette('svg.drawing')}{report.style('drawing')}</style>",
         f"<defs>{''.join(map(_head, kinds))}</defs>",
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
         *(f'<rect class="frame" {_place(rect)} rx="10"/>' for _, rect in layout.frames),
@@ -234,10 +208,6 @@ def _link(arrow: Arrow, start: str, end: str) -> str:
 
 HEADS = ("name", "backend", "instances", "range", "shared", "filter", "next", "map")
 
-PAGE_STYLE = """body { max-width: 100rem; } .picture { overflow-x: auto; } .picture svg { display: block; }
-pre { overflow-x: auto; }
-"""
-
 
 def page(picture: Picture) -> str:
     """A self-contained HTML file: the drawing, a table of the nodes, the Mermaid text."""
@@ -247,7 +217,7 @@ def page(picture: Picture) -> str:
         report.table(HEADS, rows, f"Nodes ({len(rows)})"),
         f"<details><summary>Mermaid text</summary>\n<pre>{escape(mermaid(picture))}</pre>\n</details>",
     ]
-    return report.page(clean(picture.title), parts, PAGE_STYLE)
+    return report.page(clean(picture.title), parts)
 
 
 def _cells(picture: Picture, box: Box) -> Sequence[str]:

@@ -31,13 +31,6 @@ TITLES = {
     "share": "values more than 1 apart",
     "shift": "mean of B - A, signed",
 }
-STYLE = """section.pair { margin: 1.6rem 0; border-top: 1px solid var(--line); padding-top: .6rem; }
-section.pair h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
-.views { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: .8rem; align-items: start; }
-.views figcaption { color: var(--soft); font-size: .85rem; }
-.views img { display: block; width: 100%; max-height: 26rem; object-fit: contain; object-position: left top;
-  image-rendering: pixelated; }
-"""
 
 
 def run_parity(args: argparse.Namespace) -> int:
@@ -181,7 +174,7 @@ def html_report(parity: Parity) -> str:
         parts.append(f'<section class="pair">{head}<div class="views">{shown}</div></section>')
     for title, images in lists(parity):
         parts.append(report.table(("image", "A", "B"), images, f"{title.capitalize()} ({len(images)})"))
-    return report.page("torchpipe parity", parts, STYLE)
+    return report.page("torchpipe parity", parts)
 
 
 def _data_url(picture: np.ndarray) -> str:
