@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
 
-from torchpipe_py.proc.codec import FLAT, INLINE, Packed, pack, padded, unpack
-from torchpipe_py.proc.outcome import ItemOutcome
+from torchpipe_py.proc.codec import FLAT, INLINE, ItemOutcome, Packed, pack, padded, unpack
 
 
 class Ratio(float):

@@ -19,11 +19,10 @@ from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, log_failure
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.proc import raw
-from torchpipe_py.proc.child import Child, launch
-from torchpipe_py.proc.codec import loaded_torch
+from torchpipe_py.proc.child import Child, Keeper, launch
+from torchpipe_py.proc.codec import loaded_torch, pack_sent, take_outcome
 from torchpipe_py.proc.link import SET_UP, Room
-from torchpipe_py.proc.outcome import pack_sent, take_outcome
-from torchpipe_py.proc.pool import Call, Keeper, Pool
+from torchpipe_py.proc.pool import Call, Pool
 from torchpipe_py.proc.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.proc.zygote import Limits, Zygote
 from torchpipe_py.values import to_float, to_int
@@ -189,7 +188,7 @@ class Isolated(ItemBackend):
     def setup(self) -> None:
         if sys.platform != "linux":
             raise BackendUnavailable(f"{self.config.label}: processes for decoders need Linux")
-        setup = describe(replace(self.config, instance=0), self._colors, argv=(), main=None)
+        setup = describe(replace(self.config, instance=0), self._colors, argv=(), main={})
         self._zygote = self.config.shared.get((Zygote, setup.pickled), lambda: Zygote(self.config.label, setup))
         self._zygote.enter()
         self._keeper.enter(self._start())

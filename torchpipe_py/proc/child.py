@@ -10,18 +10,33 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import inf
 from multiprocessing import spawn
 from time import perf_counter
 from typing import Any, Protocol
 
-from torchpipe_py.errors import WorkerDied
+from torchpipe_py.backends.image.memory import waiting
+from torchpipe_py.errors import WorkerDied, first_line
 from torchpipe_py.proc.codec import Packed
-from torchpipe_py.proc.link import CLOSE, FAILED, SLEEP_SECONDS, Bell, Header, Link, Room, create_memory, new_bell
+from torchpipe_py.proc.link import (
+    CLOSE,
+    FAILED,
+    SLEEP_SECONDS,
+    Bell,
+    GarbledError,
+    Header,
+    Link,
+    Room,
+    create_memory,
+    new_bell,
+)
+from torchpipe_py.proc.pool import LOSSES, Call, Pool
 
 CLOSE_SECONDS = 5.0
 """What a child has for its backend's close."""
+
+_RETRY_SECONDS = 1.0  # after which a child that could not be started is tried again, while others run
 
 # The path comes first, so that nothing is imported from the working directory; then Ctrl-C, which reaches it too.
 _PROGRAM = r"""
@@ -188,6 +203,102 @@ class Child:
         self.is_open = False
         self._process.kill()
         return self._process.wait()
+
+
+class Keeper:
+    """Has a child process for a pool, and another one where that dies; on one thread, which starts them.
+
+    ``start`` starts one, ready for calls. ``max_seconds``: a call that takes longer costs the child; 0 is any time.
+    """
+
+    def __init__(self, label: str, pool: Pool, start: Callable[[], Child], max_seconds: float) -> None:
+        self._label, self.pool, self._start, self.max_seconds = label, pool, start, max_seconds
+        self.child: Child | None = None
+
+    def enter(self, child: Child) -> None:
+        """This one takes the pool's calls from now on."""
+        self.child = child
+        self.pool.add(child.link)
+
+    def move(self, pool: Pool) -> None:
+        """The child, which is at nothing, takes the calls of another pool from now on."""
+        child, self.pool = self.leave(), pool
+        if child is not None:
+            self.enter(child)
+
+    def call(self, packed: Packed, kind: int) -> Any:
+        """Have a call run by a pool that no other thread has, and wait for its outcome; its error is raised."""
+        told: list[Any] = []
+        call = Call(packed, kind, lambda *outcome: told.append(outcome))
+        self.pool.ask(call)
+        self.serve(lambda: call.is_over, waiting)
+        if told[0][0] is not None:
+            raise told.pop()[0]  # NOTE: a variable and this frame would keep each other, and the link
+        return told[0][1]
+
+    def serve(
+        self, is_over: Callable[[], bool], starting: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Take the answers of the child, and start another one, inside ``starting()``, where it dies; until then."""
+        pool = self.pool
+        while not is_over():
+            child = self.child
+            if child is None:
+                with starting():
+                    self._restart(is_over)
+                continue
+            try:
+                if child.link.has_answers():
+                    pool.take(child.link)
+                    continue
+                left, since = SLEEP_SECONDS, child.link.since
+                if self.max_seconds and since:
+                    left = since + self.max_seconds - perf_counter()
+                if left <= 0:
+                    self._lose(child.overdue(self.max_seconds), is_at_fault=True)
+                elif child.sleep(left) and not child.link.has_answers():
+                    self._lose(child.died())
+            except GarbledError as error:
+                self._lose(child.ended(f"gave {error}"), is_at_fault=True)
+
+    def is_idle(self) -> bool:
+        """Whether the pool is closed, and the child has ended its calls."""
+        return self.pool.is_closed and (self.child is None or not self.child.link.under_way)
+
+    def running_since(self) -> float:
+        """When the call was begun that the child is at; 0.0 where it has none."""
+        child = self.child
+        return 0.0 if child is None else child.link.since
+
+    def leave(self) -> Child | None:
+        """The child, which is at nothing, takes calls no more."""
+        child, self.child = self.child, None
+        if child is not None:
+            self.pool.remove(child.link)
+        return child
+
+    def _lose(self, error: WorkerDied, is_at_fault: bool = False) -> None:
+        child, self.child = self.child, None
+        if child is not None:
+            self.pool.lose(child.link, error, is_at_fault)
+
+    def _restart(self, is_over: Callable[[], bool]) -> None:
+        """A child in place of one that has died; where there is none for any call, those that wait fail."""
+        pool, reason = self.pool, None
+        for _ in range(LOSSES):
+            try:
+                self.enter(self._start())
+                return
+            except Exception as error:
+                reason = error
+        assert reason is not None
+        died = WorkerDied(f"{self._label}: its worker process cannot be started again: {first_line(reason)}")
+        died.__cause__ = reason
+        if not pool.links:
+            pool.fail_waiting(died)
+        with pool.changed:
+            seconds = _RETRY_SECONDS if pool.links else None
+            pool.changed.wait_for(lambda: is_over() or (pool.is_waiting() and not pool.links), seconds)
 
 
 def _has_ended(pid: int) -> bool:

@@ -260,31 +260,23 @@ def _is_readable(sock: socket.socket) -> bool:
 
 
 class HandOverTimes:
-    """Times of calls since the start, in seconds; threads that take answers add to them."""
+    """Times of calls since the start; threads that take answers add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.requests = 0
-        self.slot_wait = self.there = self.in_engine = self.back = 0.0
-        self.recent = 0.0  # of one call from its start to its answer, the last ones more than those before
+        self._totals = dict.fromkeys(("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms"), 0.0)
+        self.recent = 0.0  # seconds of one call from its start to its answer, the last ones more than those before
 
     def answered(self, call: Call, reply: Header) -> None:
         """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
-        now, taken, done = perf_counter(), reply.first, reply.second
+        now = perf_counter()
+        times = call.asked, call.sent, reply.first, reply.second, now
         with self._lock:
-            self.requests += 1
-            self.slot_wait += call.sent - call.asked
-            self.there += taken - call.sent
-            self.in_engine += done - taken
-            self.back += now - done
+            self._totals["requests"] += 1
+            for name, begin, end in zip([*self._totals][1:], times, times[1:], strict=False):
+                self._totals[name] += 1000 * (end - begin)
             self.recent += _WEIGHT * (now - call.asked - self.recent)
 
     def as_dict(self) -> dict[str, float]:
         """Totals, in milliseconds."""
-        return {
-            "requests": self.requests,
-            "slot_wait_ms": 1000 * self.slot_wait,
-            "there_ms": 1000 * self.there,
-            "in_engine_ms": 1000 * self.in_engine,
-            "back_ms": 1000 * self.back,
-        }
+        return {**self._totals, "requests": int(self._totals["requests"])}

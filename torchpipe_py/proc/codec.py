@@ -1,6 +1,7 @@
 """Messages between two processes: a pickle, and what is large beside it.
 
-A request's dict goes without a Python call for each object in it where it holds what most of them do.
+A request's dict goes without a Python call for each object in it where it holds what most of them do, and comes back as
+what has become of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchpipe_py.backends.base import Data
+from torchpipe_py.errors import first_line
+from torchpipe_py.keys import TASK_DATA_KEY
+
 INLINE = 8192
 """Bytes up to which a buffer stays in the pickle."""
 
@@ -23,6 +28,7 @@ FLAT = 2**32 - 1
 """In place of the number of arrays: the head describes each part."""
 
 _ALIGNMENT = 64
+_IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 _BYTES, _ARRAY, _READ_ONLY, _TENSOR = range(4)
 
@@ -57,7 +63,7 @@ class Packed(NamedTuple):
         return cls(head, file.getvalue(), parts, len(pickler.buffers))
 
 
-def pack(values: dict[Any, Any], also: Any = None) -> Packed:
+def pack(values: Data, also: Any = None) -> Packed:
     """The dict, and something small besides; raises whatever pickling raises."""
     flat = _flat(values, also)
     return Packed.of((values, also)) if flat is None else flat
@@ -97,6 +103,105 @@ def unpack(
                 array.flags.writeable = False
             values[key] = _tensor(array) if form == _TENSOR else array
     return values, also
+
+
+class ItemOutcome(NamedTuple):
+    """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
+
+    changed: dict[Any, Any]
+    kept: dict[Any, Any]
+
+    @classmethod
+    def of(cls, before: Data, after: Data, keeps_arrays: bool = False) -> ItemOutcome:
+        """What the caller has already stays there: values that nobody can have changed in place.
+
+        Where the other process ``keeps_arrays`` for itself, arrays and tensors stay too under the key they had,
+        whatever it does with them. Under another key, as a result, say, they are what it has made of them.
+        """
+        kept, changed = {}, {}
+        torch = loaded_torch() if keeps_arrays else None
+        arrays = (np.ndarray, *([] if torch is None else [torch.Tensor])) if keeps_arrays else ()
+        for key, value in after.items():
+            kind = type(value)
+            if kind in _IMMUTABLE:
+                for source in (key, *before):
+                    if source in before and before[source] is value:
+                        kept[key] = source
+                        break
+                else:
+                    changed[key] = value
+            elif kind in arrays and key in before and before[key] is value:
+                kept[key] = key
+            else:
+                changed[key] = value
+        return cls(changed, kept)
+
+    def apply(self, item: Data, sent: Data) -> None:
+        """Make the dict what the other process made of what was sent of it; what was not sent stays."""
+        kept = {key: sent[source] for key, source in self.kept.items()}
+        for key in [*sent]:
+            if key not in kept and key not in self.changed:
+                del item[key]
+        item.update(kept)
+        item.update(self.changed)
+
+
+def take_outcome(item: Data, sent: Data, outcome: Any) -> BaseException | None:
+    """``apply`` an outcome as it was packed to the dict; what that raises is given back.
+
+    NOTE: the dict may be of a class of the caller's own, and whoever takes answers goes on whatever that does.
+    """
+    try:
+        ItemOutcome(*outcome).apply(item, sent)
+    except BaseException as error:
+        return error
+    return None
+
+
+def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
+    """What of each item can be sent, and that as a message: of one, its dict. ``TypeError`` where ``data`` cannot."""
+    try:
+        return items, _packed(items)
+    except Exception:
+        sent = [_visible(item, label) for item in items]
+        return sent, _packed(sent)
+
+
+def pack_outcomes(outcomes: list[ItemOutcome]) -> Packed:
+    """What became of items, of each as ``take_outcome`` takes it, in a list unless it is one.
+
+    Raises whatever pickling raises, and ``TypeError`` where a key has what cannot be sent.
+    """
+    try:
+        if len(outcomes) == 1:
+            return pack(*outcomes[0])
+        return Packed.of([tuple(outcome) for outcome in outcomes])
+    except Exception as error:
+        failure = error
+    for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
+        try:
+            check_travels((key, changed))
+        except Exception as reason:
+            failure = TypeError(f"{key!r} cannot come back from another process: {first_line(reason)}")
+            break
+    raise failure
+
+
+def _packed(items: list[Data]) -> Packed:
+    return pack(items[0]) if len(items) == 1 else Packed.of(items)
+
+
+def _visible(item: Data, label: str) -> Data:
+    found = {}
+    for key, value in item.items():
+        try:
+            check_travels((key, value))
+        except Exception as error:
+            if key == TASK_DATA_KEY:
+                raise TypeError(f"{label}: {key!r} cannot go to another process: {first_line(error)}") from error
+        else:
+            found[key] = value
+    return found
 
 
 def check_travels(value: Any) -> None:
@@ -209,7 +314,7 @@ def _tensor(array: np.ndarray) -> Any:
     return torch.from_numpy(array)
 
 
-def _flat(values: dict[Any, Any], also: Any) -> Packed | None:
+def _flat(values: Data, also: Any) -> Packed | None:
     """Scalars pickled together, and beside them what is large; ``None`` where the dict holds anything else."""
     if type(values) is not dict:
         return None

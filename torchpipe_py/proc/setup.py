@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-import os
 import pickle
 import sys
 from dataclasses import dataclass
-from types import ModuleType
+from multiprocessing import spawn
 from typing import Any
 
 from torchpipe_py import registry
@@ -32,7 +30,7 @@ class Setup:
     pickled: bytes
     config: BackendConfig
     colors: tuple[str | None, ...]
-    main: tuple[str, str] | None
+    main: dict[str, Any]
     argv: tuple[str, ...]
     log_level: int
     max_memory: int = 0
@@ -73,42 +71,25 @@ class _PlanPickler(pickle.Pickler):
         return NotImplemented
 
 
-def main_source() -> tuple[str, str] | None:
-    """What a worker can load as this process's ``__main__``: ("module", name) or ("file", path)."""
-    main = sys.modules["__main__"]
-    name = getattr(getattr(main, "__spec__", None), "name", None)
-    if isinstance(name, str) and name != "__main__":
-        return "module", name
-    path = getattr(main, "__file__", None)
-    return ("file", os.path.abspath(path)) if path and os.path.isfile(path) else None
+def main_source() -> dict[str, Any]:
+    """What ``load_main`` takes to load this process's ``__main__``; empty where there is nothing to load."""
+    data = spawn.get_preparation_data("")
+    return {key: value for key, value in data.items() if key.startswith("init_main_from") and value}
 
 
-def load_main(source: tuple[str, str]) -> None:
+def load_main(source: dict[str, Any]) -> None:
     """Run the parent's main module under the name ``__mp_main__``, as ``multiprocessing`` does; once."""
-    if hasattr(sys.modules["__main__"], _IS_LOADING):
-        return
-    kind, value = source
-    module = ModuleType("__mp_main__")
-    if kind == "module":
-        spec = importlib.util.find_spec(value)
-        code = spec.loader.get_code(value) if spec and spec.loader else None  # type: ignore[attr-defined]
-        module.__spec__, module.__package__ = spec, spec.parent if spec else None
-        module.__file__ = spec.origin if spec else None
-    else:
-        with open(value, "rb") as file:
-            code = compile(file.read(), value, "exec")
-        module.__file__ = value
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-    setattr(module, _IS_LOADING, True)
+    main = sys.modules["__main__"]
+    setattr(main, _IS_LOADING, True)
     try:
-        exec(code or "", vars(module))
+        spawn.prepare(source)  # type: ignore[attr-defined]
     finally:
-        setattr(module, _IS_LOADING, False)
+        delattr(main, _IS_LOADING)
 
 
 def is_loading_main() -> bool:
     """Whether this is a worker in the middle of ``load_main``."""
-    return bool(getattr(sys.modules.get("__main__"), _IS_LOADING, False))
+    return hasattr(sys.modules.get("__main__"), _IS_LOADING)
 
 
 def _check_importable(cls: type, label: str) -> None:
@@ -116,7 +97,7 @@ def _check_importable(cls: type, label: str) -> None:
         pickle.dumps(cls)
     except Exception as error:
         raise ConfigError(f"{label}: {_advice(cls)}: {first_line(error)}") from error
-    if cls.__module__ == "__main__" and main_source() is None:
+    if cls.__module__ == "__main__" and not main_source():
         raise ConfigError(f"{label}: {_advice(cls)}: this program has no file that it could import")
 
 

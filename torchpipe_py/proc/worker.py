@@ -17,10 +17,9 @@ from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, Data
 from torchpipe_py.errors import ConfigError, Failure
 from torchpipe_py.malloc import keep_freed_memory
-from torchpipe_py.proc.codec import Packed, Unpickler
+from torchpipe_py.proc.codec import ItemOutcome, Packed, Unpickler, pack_outcomes
 from torchpipe_py.proc.confine import end_with_parent, limit_memory
 from torchpipe_py.proc.link import CLOSE, DONE, NOT_RUN, SET_UP, Bell, Header, Link, barrier
-from torchpipe_py.proc.outcome import ItemOutcome, pack_outcomes
 from torchpipe_py.proc.setup import Setup, load_main
 
 
@@ -105,7 +104,7 @@ class _Worker(Answerer):
     def _set_up(self, setup: Setup) -> Any:
         sys.argv[:] = setup.argv
         logging.getLogger("torchpipe_py").setLevel(setup.log_level)
-        if setup.main is not None:
+        if setup.main:
             self.link.before_main = partial(load_main, setup.main)
         backend = make_backend(setup, self.link.before_main)
         try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -16,9 +18,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchpipe_py.encryption.keys import without_keys
-from torchpipe_py.errors import Failure, WorkerDied, first_line
+from torchpipe_py.errors import DecodeError, Failure, WorkerDied, first_line
+from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.proc import raw
 from torchpipe_py.proc.child import keep_from_forks, start_interpreter
+from torchpipe_py.proc.codec import Packed
+from torchpipe_py.proc.confine import confine, end_with_parent, limit_memory
+from torchpipe_py.proc.link import SET_UP, Header
 from torchpipe_py.proc.setup import Setup
+from torchpipe_py.proc.worker import Answerer, make_backend, prepare
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -28,6 +36,8 @@ ANSWER_SECONDS = 5.0
 """In which it forks or ends a decoder; it is replaced where it does not."""
 
 _MAX_MESSAGE = 2**16
+# What is imported for the first image, is imported before files can no longer be opened.
+_TRIALS = (b"", b"BM:\0\0\0\0\0\0\x006\0\0\0(\0\0\0\1\0\0\0\1\0\0\0\1\0\x18\0\0\0\0\0\4" + bytes(23))
 
 
 class Limits(NamedTuple):
@@ -155,8 +165,6 @@ def main(control_fd: int) -> None:
 
     ``control_fd`` is a socket that keeps messages apart.
     """
-    from torchpipe_py.proc.worker import make_backend, prepare
-
     prepare(control_fd)
     control = socket.socket(fileno=control_fd)
     try:
@@ -188,9 +196,6 @@ def main(control_fd: int) -> None:
 
 
 def _fork(control: socket.socket, setup: Setup, order: tuple[int, Limits], fds: list[int]) -> int:
-    from torchpipe_py.proc.confine import end_with_parent
-    from torchpipe_py.proc.decoder import Decoder
-
     zygote = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -198,7 +203,7 @@ def _fork(control: socket.socket, setup: Setup, order: tuple[int, Limits], fds: 
             end_with_parent(zygote)
             control.close()  # NOTE: before any byte of a client comes, since what this says is unpickled
             instance, limits = order
-            Decoder(replace(setup, config=replace(setup.config, instance=instance)), fds, *limits).run()
+            _Decoder(replace(setup, config=replace(setup.config, instance=instance)), fds, *limits).run()
         finally:
             os._exit(1)
     return pid
@@ -217,3 +222,45 @@ def _failure(error: BaseException) -> bytes:
     failure = Failure.of(error)
     packed = pickle.dumps(failure)
     return packed if len(packed) < _MAX_MESSAGE else pickle.dumps(replace(failure, trace="", pickled=b""))
+
+
+class _Decoder(Answerer):
+    """Sets its backend up and confines itself for the first call, and decodes an image for each one after that."""
+
+    def __init__(self, setup: Setup, fds: list[int], seconds: float, mebibytes: int) -> None:
+        super().__init__(*fds)
+        self._fds, self._seconds, self._mebibytes = fds, math.ceil(seconds), mebibytes
+        self._backend = make_backend(setup)
+
+    def answer(self, header: Header, slot: int) -> Packed:
+        item: dict[str, Any] = {}
+        try:
+            if header.kind == SET_UP:
+                return self._set_up()
+            _limit_cpu(self._seconds)
+            item[TASK_DATA_KEY] = raw.encoded_in(self.link, slot, header).tobytes()
+            self._backend.forward([item])
+            return raw.pack_answer(item, self._mebibytes * 2**20)
+        except MemoryError:
+            problem = DecodeError(f"needs more than max_memory = {self._mebibytes} MiB")
+            return raw.pack_error(problem, raised=False)
+        except Exception as error:
+            return raw.pack_error(error, raised=True)
+
+    def _set_up(self) -> Packed:
+        self._backend.setup()
+        for trial in _TRIALS:
+            with contextlib.suppress(Exception):
+                self._backend.forward([{TASK_DATA_KEY: trial}])
+        limit_memory(self._mebibytes)
+        is_filtered = confine({0, 1, 2, *self._fds[1:]})
+        return raw.pack_error(raw.FILTERED if is_filtered else "unfiltered", raised=False)
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Let the system end this process where one image takes more, even if nobody watches it any more."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = int(used.ru_utime + used.ru_stime) + seconds + 1
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -80,7 +81,7 @@ class HandOverNode(Node):
             instance.record.traced((request,), request.arrived, request.arrived, perf_counter())
         if error is None:
             self._go_on(instance, request)
-        elif self._runs_nodes:
+        elif self._runs_nodes or (type(error) is CancelledError and ran is None):  # it was given up
             self.fail(request, error)
         elif type(error) is DeadlineExceeded and ran is None:
             self._expire(instance, request)
