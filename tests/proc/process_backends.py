@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -41,14 +40,6 @@ class Obedient(Backend):
 
     def leave(self, item: Data) -> None:
         os._exit(3)
-
-    def fork_and_leave(self, item: Data) -> None:
-        """Leave, while a child still holds the connection."""
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-        Path(item["file"]).write_text(str(child), encoding="utf-8")
-        os._exit(4)
 
     def block(self, item: Data) -> None:
         """Say so, then wait for ever."""
@@ -119,23 +110,6 @@ class StubbornError(Exception):
         super().__init__(f"{first} {second}")
 
 
-class Keeper(ItemBackend):
-    """Results are those arrays that came before: a view of shared memory would show today's."""
-
-    def setup(self) -> None:
-        self.last: Any = None
-
-    def forward_item(self, item: Data) -> None:
-        item["result"], self.last = self.last, item["data"]
-
-
-class Inspect(ItemBackend):
-    """``result`` is (repr of type, flags, the value)."""
-
-    def forward_item(self, item: Data) -> None:
-        item["result"] = (type(item["data"]).__name__, item["data"])
-
-
 class Unfit(ItemBackend):
     """Cannot be set up, as ``how`` says."""
 
@@ -162,23 +136,6 @@ class StubbornUnavailable(BackendUnavailable):
 
     def __reduce__(self) -> Any:
         raise TypeError("stays here")
-
-
-class Meeting(ItemBackend):
-    """``result`` is the process id, once another instance has met it: ``data`` names two FIFOs, to write and read."""
-
-    def forward_item(self, item: Data) -> None:
-        fds = [os.open(name, os.O_RDWR) for name in item["data"]]
-        os.write(fds[0], b"x")
-        os.read(fds[1], 1)
-        item["result"] = os.getpid()
-
-
-class Modules(ItemBackend):
-    """``result`` is what has been imported."""
-
-    def forward_item(self, item: Data) -> None:
-        item["result"] = sorted(sys.modules)
 
 
 class Doubled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
 
-from torchpipe_py.proc.codec import FLAT, INLINE, ItemOutcome, Packed, pack, padded, unpack
+from torchpipe_py.proc.codec import FLAT, INLINE, ItemOutcome, Packed, pack, pack_outcomes, pack_sent, padded, unpack
 
 
 class Ratio(float):
@@ -90,6 +91,11 @@ OTHERS = {
     "strides": {"data": np.arange(12).reshape(3, 4)[:, ::2]},
     "bfloat16": {"data": torch.ones(3, dtype=torch.bfloat16)},
     "transposed": {"data": torch.arange(6000).reshape(60, 100).T},
+    "backwards": {"data": np.arange(60000, dtype=np.int16).reshape(200, 300)[::2, ::-3]},
+    "column order": {"data": np.asfortranarray(np.arange(6000.0).reshape(60, 100))},
+    "large": {"data": [bytearray(20_000), {"a": (np.arange(20_000), b"x" * 9000)}]},
+    "channels last": {"data": torch.rand(2, 3, 40, 50).to(memory_format=torch.channels_last)},
+    "part": {"data": [torch.arange(6000)[::2].contiguous(), torch.rand(3).half(), torch.tensor([True])]},
 }  # fmt: skip
 
 
@@ -115,6 +121,33 @@ def test_a_dtype_of_another_library() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     values = {"data": np.ones(3, ml_dtypes.bfloat16)}
     assert shown(through(pack(values))[0]) == shown(values)
+
+
+def test_parts_of_tensors_are_sent_without_the_rest() -> None:
+    tensors = [torch.rand(3, 1).expand(3, 2000), torch.rand(100, 100)[::3, 1::2], torch.rand(4, 2).conj()]
+    (found, _) = through(pack({"data": tensors}))
+    for before, after in zip(tensors, found["data"], strict=True):
+        assert torch.equal(before, after)
+        after.zero_()  # its memory is its own, and may be written
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [(torch.empty(2, device="meta"), "a tensor on device meta"), (torch.eye(2).to_sparse(), "layout")],
+)
+def test_a_tensor_elsewhere_is_refused(tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^X: 'data' cannot go to another process: .*{message}"):
+        pack_sent([{"data": tensor}], "X")
+
+
+def test_what_cannot_be_pickled_stays_where_it_is() -> None:
+    lock = threading.Lock()
+    [sent], packed = pack_sent([{"data": 1, "lock": lock, "trans": lambda x: x}], "X")
+    assert sent == through(packed)[0] == {"data": 1}
+    with pytest.raises(TypeError, match=r"^X: 'data' cannot go to another process: .*lock"):
+        pack_sent([{"data": lock}], "X")
+    with pytest.raises(TypeError, match=r"'answer' cannot come back from another process: .*lock"):
+        pack_outcomes([ItemOutcome({"result": 1, "answer": lock}, {})])
 
 
 def test_a_tensor_that_requires_grad_comes_without() -> None:

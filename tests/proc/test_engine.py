@@ -25,7 +25,7 @@ from engines import Watcher, Worker, engine_of, link, workers_of
 from fakes import WAIT, Gate, error_of, in_threads, outcome
 from service import eventually
 
-from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, NoResult, Param, PipeClosed, WorkerDied
+from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.errors import EngineUnavailable, InvalidRequest
 from torchpipe_py.plan.build import plan_pipeline
@@ -34,34 +34,6 @@ from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.proc.link import FAILURE_BYTES, MOST_SLOTS, Link
 
 Data = dict[str, Any]
-HOLD = "hold"
-
-
-class Picky(Backend):
-    """``result`` is ``data``; blocks on ``hold`` until it is opened, raises for batches with something ``bad``."""
-
-    batches: list[list[Any]]
-    opened: threading.Event
-
-    def forward(self, items: list[Data]) -> None:
-        self.batches.append([item["data"] for item in items])
-        if items[0]["data"] == HOLD:
-            assert self.opened.wait(WAIT)
-        for item in items:
-            if item["data"] == "bad":
-                raise ValueError("a bad item")
-            item["result"] = item["data"]
-
-    def max(self) -> int:
-        return 8
-
-
-def picky(register: Register) -> tuple[str, list[list[Any]], threading.Event]:
-    """Its name, its batches, and what opens it."""
-    batches: list[list[Any]] = []
-    opened = threading.Event()
-    name = register(type("Picky", (Picky,), {"__doc__": Picky.__doc__, "batches": batches, "opened": opened}))
-    return name, batches, opened
 
 
 def shared(backend: str, **keys: Any) -> dict[str, Any]:
@@ -186,20 +158,6 @@ def test_a_result_that_is_the_data_changed_in_place(register: Register, array: A
         assert array.tolist() == [0, 0, 0]
 
 
-def test_a_backend_that_clears_its_dict_is_answered(register: Register) -> None:
-    class Clear(ItemBackend):
-        """Leaves the result alone."""
-
-        def forward_item(self, item: Data) -> None:
-            item.clear()
-            item["result"] = 1
-
-    with workers_of(shared(register(Clear))) as (worker,):
-        data = {"data": 1, "extra": 2}
-        worker.pipe(data, timeout=WAIT)
-        assert data == {"result": 1}
-
-
 # -- batches --------------------------------------------------------------------------------------------------------
 
 
@@ -219,41 +177,14 @@ def test_the_first_request_of_a_node_is_taken_while_another_computes(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchpipe_py.proc.engine.SLEEP_SECONDS", 10 * WAIT)
-    name, _, opened = picky(register)
-    with workers_of({node: {"backend": name, "shared": True} for node in "ab"}) as (worker,):
+    gate = Gate(blocks=lambda data: data == "held")
+    name = register(gate.backend)
+    with workers_of({node: {"backend": name, "shared": True} for node in "ab"}) as (worker,), gate:
         outcome(worker.pipe.submit({"data": 1, "node_name": "a"}))
-        held = worker.pipe.submit({"data": HOLD, "node_name": "a"})
-        eventually(lambda: worker.server.pipe.stats()["nodes"]["a"]["busy"])
+        held = gate.hold(worker.pipe, {"data": "held", "node_name": "a"})
         assert outcome(worker.pipe.submit({"data": 2, "node_name": "b"}))["result"] == 2
-        opened.set()
+        gate.open()
         outcome(held)
-
-
-def test_one_bad_of_eight_fails_alone(register: Register) -> None:
-    name, batches, opened = picky(register)
-    with workers_of(shared(name), 2) as workers:
-        for position in (0, 5):
-            opened.clear()
-            batches.clear()
-            held = workers[0].pipe.submit({"data": HOLD})
-            eventually(lambda: batches)
-            futures = []
-            for index in range(8):
-                data = {"data": "bad" if index == position else index}
-                futures.append(workers[index % 2].pipe.submit(data))
-                eventually(lambda count=index: queued(workers[0].server) == count + 1)
-            opened.set()
-            assert outcome(held)["result"] == HOLD
-            for index, future in enumerate(futures):
-                error = error_of(future)
-                if index == position:
-                    assert isinstance(error, BackendError)
-                    assert str(error) == f"node 'a': {name}: ValueError: a bad item"
-                    assert "in the other process" in str(error.__cause__)
-                else:
-                    assert error is None
-                    assert outcome(future)["result"] == index
-            assert [len(batch) for batch in batches] == [1, 8, *[1] * 8]
 
 
 def test_more_requests_than_there_are_slots(register: Register) -> None:
@@ -361,23 +292,6 @@ def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_
         gate.open()
         assert outcome(held)["result"] == "held"
         eventually(lambda: worker.pipe.stats()["nodes"]["a"]["busy"] == 0)
-
-
-def test_a_deadline_that_passes_in_the_engine(register: Register) -> None:
-    """Nobody waits at the worker's end, so it is the engine that looks."""
-    gate = Gate()
-    with workers_of(shared(register(gate.backend))) as (worker,), gate:
-        held = gate.hold(worker.pipe, {"data": "first"})
-        late = worker.pipe.submit({"data": "late"}, timeout=WAIT)
-        eventually(lambda: queued(worker.server) == 1)
-        for pipe in (worker.pipe, worker.server.pipe):
-            (request,) = [each for each in pipe._runtime.inflight._requests if each.data["data"] == "late"]
-            request.deadline = 0.0
-        gate.open()
-        outcome(held)
-        assert str(error_of(late)) == "deadline passed while queued at node 'a'"
-        assert isinstance(error_of(late), DeadlineExceeded)
-    assert gate.batches == [["first"]]
 
 
 # -- ends -----------------------------------------------------------------------------------------------------------
@@ -547,32 +461,6 @@ def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
     assert [record.getMessage() for record in caplog.records] == [line]
 
 
-def test_an_engine_process_without_descriptors_says_so_and_can_be_linked_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config, told = shared("Identity"), list[bool]()
-    real = socket.recv_fds
-
-    def truncated(*args: Any) -> Any:
-        if threading.current_thread().name != "torchpipe-slots":
-            return real(*args)
-        return (real(*args)[0], [], socket.MSG_CTRUNC, None)
-
-    with engine_of(config) as server:
-        engine = EngineClient(lambda fd, take: None, told.append)
-        with monkeypatch.context() as patch:
-            patch.setattr(socket, "recv_fds", truncated)
-            ours, theirs = socket.socketpair()
-            server.attach(ours)
-            assert not engine.meet(theirs)
-        assert told == [True, False]
-        ours, theirs = socket.socketpair()
-        server.attach(ours)
-        assert engine.meet(theirs)
-        engine.close()
-    assert caplog.messages == [f"a worker cannot be linked: OSError: [Errno 24] {os.strerror(errno.EMFILE)}"]
-
-
 def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None:
     config = shared("Identity")
     with engine_of(config) as server:
@@ -589,21 +477,6 @@ def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None
             assert p({"data": 1})["result"] == 1
         engine.close()
         watcher.close()
-
-
-def test_a_jump_tells_that_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
-    config = {
-        "each": {"backend": "MapReduce", "jump": "a", "split": "data"},
-        "a": {"backend": "Identity", "shared": True},
-    }
-    with workers_of(config) as (worker,):
-        assert worker.pipe({"data": [1, 2, 3], "node_name": "each"})["result"] == [1, 2, 3]
-        lose(worker, worker.server)
-        eventually(lambda: not worker.engine.links)
-        with pytest.raises(EngineUnavailable) as caught:
-            worker.pipe({"data": [1, 2, 3], "node_name": "each"})
-        assert str(caught.value).startswith("element 0 of 3: 'a': the engine process has died")
 
 
 FORK = """
@@ -744,17 +617,3 @@ def test_what_cannot_be_sent_is_told(register: Register, monkeypatch: pytest.Mon
         assert worker.pipe({"data": most})["result"] == len(most)
         assert worker.pipe({"data": 100_000})["result"] == bytes(100_000)
         assert worker.engine.pending() == 0
-
-
-def test_no_result_and_its_error_come_back(register: Register) -> None:
-    class Nothing(ItemBackend):
-        """No result."""
-
-        def forward_item(self, item: Data) -> None:
-            pass
-
-    name = register(Nothing)
-    with workers_of(shared(name)) as (worker,):
-        data = worker.pipe({"data": 1})
-        assert set(data) == {"data", "error"}
-        assert (type(data["error"]), str(data["error"])) == (NoResult, f"node 'a': {name} gave no result")

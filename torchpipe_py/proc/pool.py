@@ -347,12 +347,8 @@ class Pool:
             link.free_slot(slot)
             is_its = self._end(call, link, slot)
             link.since = perf_counter() if link.under_way else 0.0
-            is_to_run = is_its and reply.kind == NOT_RUN and not call.is_over and perf_counter() < call.deadline
-            if is_to_run:
-                call.losses += 1  # NOTE: or one that says this for ever would have it for ever
-                is_to_run = call.losses < LOSSES
-            is_closed = self.is_closed
-            if is_to_run and not is_closed:
+            reason = self._not_run(call) if reply.kind == NOT_RUN else None
+            if is_its and reply.kind == NOT_RUN and reason is None:
                 self._queue_of(call).appendleft(call)
             given = self._share()
         del held
@@ -363,10 +359,17 @@ class Pool:
             call.link, call.reply = link, reply
             self.answered(call, reply)
             call.end(error, outcome)
-        elif is_to_run and is_closed:
-            call.end(PipeClosed("closed"))
-        elif not is_to_run:
-            call.end(DeadlineExceeded("deadline passed"))
+        elif reason is not None:
+            call.end(reason)
+
+    def _not_run(self, call: Call) -> Exception | None:
+        """Why a call that the other process has not run is not to run, if it is not."""
+        call.losses += 1  # NOTE: or one that says this for ever would have it for ever
+        if call.is_over or perf_counter() >= call.deadline:
+            return DeadlineExceeded("deadline passed")
+        if self.is_closed:
+            return PipeClosed("closed")
+        return WorkerDied("no worker process has begun it") if call.losses >= LOSSES else None
 
     def _read(self, link: Link, slot: int, reply: Header) -> tuple[Any, BaseException | None, Any]:
         """The outcome of a call or its error, and what keeps the slot."""
