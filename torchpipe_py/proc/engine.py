@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import Failure, describe, log_failure, logger
@@ -189,18 +189,6 @@ class EngineServer:
         link.answer(slot, number, message, taken)
 
 
-class Ticket(Protocol):
-    """A request that the pipe has."""
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def is_running(self) -> bool: ...
-
-    def cancel(self, error: BaseException | None = None) -> bool: ...
-
-
 class Answered(threading.local, AbstractContextManager[None]):
     """The worker that a thread has answered and not rung yet. To wake another process may take as long as an answer."""
 
@@ -240,8 +228,8 @@ class WorkerLink:
         self._sock, self._answered = sock, answered
         self._bell: Bell | None = None
         self._is_over = False
-        self._tickets: list[tuple[int, Ticket] | None] = [None] * MOST_SLOTS
-        self._given_up: list[tuple[int, int, Ticket]] = []
+        self._tickets: list[tuple[int, Any] | None] = [None] * MOST_SLOTS
+        self._given_up: list[tuple[int, int, Any]] = []
 
     def fileno(self) -> int:
         """Readable when the worker has said something, or is gone."""
@@ -274,8 +262,8 @@ class WorkerLink:
         """Whether the worker asks for anything new."""
         return self._bell is not None and self.slots.has_work()
 
-    def keep(self, slot: int, number: int, ticket: Ticket) -> None:
-        """The request of a slot runs; it may be over already."""
+    def keep(self, slot: int, number: int, ticket: Any) -> None:
+        """The request of a slot is the pipe's, which gave the ticket; it may be over already."""
         self._tickets[slot] = number, ticket
         if ticket.is_over:
             self._tickets[slot] = None

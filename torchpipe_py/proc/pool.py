@@ -194,34 +194,28 @@ class Pool:
         with suppress(GarbledError):
             self.take(link)
         with self._lock:
-            calls: list[Call] = []
-            lost: list[Call] = []
-            for slot, call in enumerate(link.calls):
-                is_its = call is not None and call.place is not None and call.place[:2] == (link, slot)
-                if is_its and slot not in link.reading:
-                    (lost if self._loses or link.has_begun(*call.place[1:]) else calls).append(call)
-                    self._end(call, link, slot)
-            calls.sort(key=attrgetter("order"))
-            if not lost and is_at_fault:
-                lost, calls = calls[:1], calls[1:]
-            for call in calls:
+            calls = [call for call in link.calls if call is not None and call.place and call.place[0] is link]
+            calls = [call for call in sorted(calls, key=attrgetter("order")) if call.place[1] not in link.reading]
+            begun = [call for call in calls if self._loses or link.has_begun(*call.place[1:])]
+            begun = begun or calls[:is_at_fault]
+            ended: list[tuple[Call, Exception]] = []
+            for call in reversed(calls):
+                self._end(call, link, call.place[1])
                 call.losses += 1
-            lost += [call for call in calls if call.losses >= LOSSES]
-            rest = [call for call in calls if call.losses < LOSSES]
-            if not self.is_closed:
-                until = perf_counter() + self.hold_seconds()
-                for call in reversed(rest):
+                if call in begun or call.losses >= LOSSES:
+                    ended.append((call, error))
+                elif self.is_closed:
+                    ended.append((call, PipeClosed("closed")))
+                else:
                     self._queue_of(call).appendleft(call)
-                for call in [*self._waiting, *self._large]:
-                    call.until = until
+            until = perf_counter() + self.hold_seconds()
+            for call in [*self._waiting, *self._large]:
+                call.until = until
             given = self._give()
             self.changed.notify_all()
         self._write(given)
-        for call in lost:
-            call.end(error)
-        if self.is_closed:
-            for call in rest:
-                call.end(PipeClosed("closed"))
+        for call, reason in reversed(ended):
+            call.end(reason)
 
     def fail_waiting(self, error: BaseException, now: float = inf) -> None:
         """Fail the calls that were to wait no longer than ``now``."""
@@ -323,44 +317,39 @@ class Pool:
                     is_its = self._end(call, link, slot)
                     if is_its:
                         link.free_slot(slot)
-                    more = self._give()
                 if is_its:
                     call.end(error)
-                self._write(more)
             else:
                 link.other.ring()
-                if link.under_way > 1 and len(self.links) > 1:
-                    # Another one may have become idle, and could not have this call before it was written.
-                    with self._lock:
-                        more = self._share()
-                    self._write(more)
+                if link.under_way < 2 or len(self.links) < 2:
+                    continue
+            # Another one may have become idle, and could not have this call before it was written.
+            with self._lock:
+                more = self._share()
+            self._write(more)
 
     def _take(self, link: Link, slot: int) -> None:
         """Take an answer; the other process has its next call before this one is told."""
         call: Call = link.answered_call(slot)
         reply = link.reply(slot)
-        outcome: Any = None
-        error, held = None, None
-        if reply.kind != NOT_RUN:
-            outcome, error, held = self._read(link, slot, reply)
+        outcome, error, held = (None, None, None) if reply.kind == NOT_RUN else self._read(link, slot, reply)
         with self._lock:
             link.free_slot(slot)
-            is_its = self._end(call, link, slot)
+            is_its = self._end(call, link, slot)  # or else it was taken back
             link.since = perf_counter() if link.under_way else 0.0
-            reason = self._not_run(call) if reply.kind == NOT_RUN else None
-            if is_its and reply.kind == NOT_RUN and reason is None:
-                self._queue_of(call).appendleft(call)
+            if is_its and reply.kind == NOT_RUN:
+                error = self._not_run(call)
+                if error is None:
+                    is_its = False
+                    self._queue_of(call).appendleft(call)
             given = self._share()
         del held
         self._write(given)
-        if not is_its:
-            return  # it was taken back
-        if reply.kind != NOT_RUN:
-            call.link, call.reply = link, reply
-            self.answered(call, reply)
+        if is_its:
+            if reply.kind != NOT_RUN:
+                call.link, call.reply = link, reply
+                self.answered(call, reply)
             call.end(error, outcome)
-        elif reason is not None:
-            call.end(reason)
 
     def _not_run(self, call: Call) -> Exception | None:
         """Why a call that the other process has not run is not to run, if it is not."""
