@@ -172,6 +172,8 @@ class Bell:
 
 def changed(before: bytes, after: bytes) -> list[int]:
     """The indexes of the words that differ."""
+    if before == after:
+        return []
     found: list[int] = (np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).nonzero()[0].tolist()
     return found
 

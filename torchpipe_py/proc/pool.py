@@ -238,10 +238,10 @@ class Pool:
     def _give(self) -> list[_Given]:
         """Give the calls that wait to links, as far as there is room; they are to be written then."""
         given: list[_Given] = []
-        for queue, links in ((self._large, self.links[1:] or self.links), (self._waiting, self.links)):
+        for queue in (self._large, self._waiting):
             while queue:
-                link = min(links, key=self._load, default=None)
-                if link is None or self._load(link) >= self._ahead:
+                link = self._freest(queue is self._large)
+                if link is None:
                     break
                 try:
                     call = queue.popleft()
@@ -259,16 +259,20 @@ class Pool:
                 given.append((call, link, slot, number))
         return given
 
-    def _load(self, link: Link) -> int:
-        return self._ahead if link.has_large else link.under_way
+    def _freest(self, is_large: bool) -> Link | None:
+        best, least = None, self._ahead
+        for link in self.links[1:] or self.links if is_large else self.links:
+            if link.under_way < least and not link.has_large:
+                best, least = link, link.under_way
+        return best
 
     def _queue_of(self, call: Call) -> deque[Call]:
         return self._large if call.is_large else self._waiting
 
     def _share(self) -> list[_Given]:
         """``_give``; where none waits, a link that has nothing to do gets a call of another."""
-        given = self._give()
-        if given or len(self.links) < 2 or min([link.under_way for link in self.links]) > 0:
+        given = self._give() if self._waiting or self._large else []
+        if given or len(self.links) < 2 or all([link.under_way for link in self.links]):
             return given
         for link in self.links:
             calls = sorted(filter(None, link.calls), key=attrgetter("order")) if link.under_way > 1 else []
