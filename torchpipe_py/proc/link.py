@@ -131,7 +131,10 @@ class Bell:
 
     def wake(self) -> None:
         """Wake the sleeper, asleep or not."""
-        os.eventfd_write(self.fd, 1)
+        try:
+            os.eventfd_write(self.fd, 1)
+        except BlockingIOError:  # the other side has rung it as often as it can be
+            pass
 
     def sleep(self, poller: select.poll, has_work: Callable[[], bool], seconds: float = SLEEP_SECONDS) -> list[int]:
         """Sleep until somebody rings, or ``seconds``; the other descriptors of ``poller`` that are ready."""

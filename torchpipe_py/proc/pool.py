@@ -272,7 +272,7 @@ class Pool:
     def _share(self) -> list[_Given]:
         """``_give``; where none waits, a link that has nothing to do gets a call of another."""
         given = self._give() if self._waiting or self._large else []
-        if given or len(self.links) < 2 or all([link.under_way for link in self.links]):
+        if given or len(self.links) < 2 or all(link.under_way for link in self.links):
             return given
         for link in self.links:
             calls = sorted(filter(None, link.calls), key=attrgetter("order")) if link.under_way > 1 else []
