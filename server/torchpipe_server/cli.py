@@ -25,6 +25,7 @@ from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
 from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
 from torchpipe_server.options import Options, parse_options
+from torchpipe_server.supervisor.slots import http_connections, most_connections
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -70,7 +71,6 @@ def _serve(options: Options) -> int:
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
         if http is not None:
-            from torchpipe_server.supervisor.slots import http_connections
             from torchpipe_server.supervisor.status import StatusServer
 
             images_port, most = listener.getsockname()[1], http_connections(files)
@@ -145,8 +145,6 @@ def _raise_file_limit() -> int:
 
 def _fit(options: Options, files: int) -> Options:
     """As many connections as there are descriptors for, beside those that a new worker needs."""
-    from torchpipe_server.supervisor.slots import most_connections
-
     most = most_connections(files, options.workers)
     if most >= options.max_connections:
         return options
@@ -164,7 +162,6 @@ def _usual_workers(options: Options, tables: Any, files: int) -> int:
     """One would leave cores idle, since one thread at a time runs Python in it; a handler may keep a state."""
     from torchpipe_py.cores import usable_cores
     from torchpipe_py.plan.sharing import shared_nodes
-    from torchpipe_server.supervisor.slots import most_connections
 
     has_copies = NVIDIA.exists() and not shared_nodes(tables)  # of the models, on the GPU
     workers = 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())

@@ -15,8 +15,8 @@ from kit.waits import is_alive
 class Monitored(Process):
     """Leaving the ``with`` block ends every process that there was ever seen."""
 
-    def __init__(self, *args: str, **more: Any) -> None:
-        super().__init__("--http-port", "0", *args, **more)
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, "--http-port", "0", **more)
         self.address = ""
         self._seen: set[psutil.Process] = set()
 

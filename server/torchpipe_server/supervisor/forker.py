@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
@@ -73,8 +74,9 @@ class Forker:
     def close(self) -> None:
         """End what nobody was told of, and start nothing any more."""
         self._is_closed = True
-        for forked in self._unclaimed:
-            forked.abandon()
+        with suppress(IndexError):  # NOTE: the thread that forks may call this as well
+            while True:
+                self._unclaimed.pop().abandon()
 
     def _fork(self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool], done: Done) -> None:
         with self._lock:
@@ -85,10 +87,10 @@ class Forker:
             except Exception as error:
                 call_from_any_thread(self._loop, done, error)
                 return
+            self._unclaimed.append(forked)
             if self._is_closed:
-                forked.abandon()
+                self.close()
             else:
-                self._unclaimed.append(forked)
                 call_from_any_thread(self._loop, self._claim, forked, done)
 
     def _claim(self, forked: Forked, done: Done) -> None:

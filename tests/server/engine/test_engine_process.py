@@ -15,120 +15,69 @@ import pytest
 from chaos.clients import Answer, Load
 from fakes import is_alive
 from kit.monitored import Monitored
-from service import IDL, LIGHT, Client, eventually
+from kit.services import SteeredProcess
+from service import IDL, Client, eventually
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import meet
 
-BACKENDS = '''
-import os, pathlib, time
-
-from torchpipe_py import Backend, Param, register_backend
+FEW_DESCRIPTORS = '''
+import multiprocessing, os, pathlib
 
 HERE = pathlib.Path(__file__).parent
-
-
-def wait_for(name):
-    """Say so, then wait until the file is there."""
-    (HERE / f"waits-{os.getpid()}").touch()
-    until = time.monotonic() + 100
-    while not (HERE / name).exists() and time.monotonic() < until:
-        time.sleep(0.005)
-
-
 memfd_create = os.memfd_create
 
 
 def memfd_or_none(name, *flags):
     """There is no descriptor for a link while a file says so."""
-    if name == "torchpipe-slots" and (HERE / "none-left").exists():
+    is_worker = multiprocessing.current_process().name.startswith("torchpipe-worker")
+    if is_worker and name == "torchpipe" and (HERE / "none-left").exists():
         raise OSError(24, os.strerror(24))
     return memfd_create(name, *flags)
 
 
 os.memfd_create = memfd_or_none
-
-
-@register_backend
-class Marked(Backend):
-    """The label is the data with a mark; `block` waits for a file, `raise` fails."""
-
-    mark = Param(str, "", doc="what is added")
-
-    def setup(self):
-        if self.mark == "fail":
-            raise OSError("no such model")
-        if (HERE / "hold").exists():
-            wait_for("go")
-
-    def forward(self, items):
-        for item in items:
-            data = bytes(item["data"]).decode()
-            if data.startswith("block"):
-                wait_for("open")
-            if data == "raise":
-                raise ValueError("a bad image")
-            item["result"] = (data + self.mark, 1.0)
-
-    def max(self):
-        return 8
-
-
-@register_backend
-class Hash(Backend):
-    """A node that each worker runs."""
-
-    def forward(self, items):
-        for item in items:
-            item["result"] = item["data"]
 '''
 
-CONFIG = """
+TABLES = """
 [own]
-backend = "Hash"
+backend = "Identity"
 next = "model"
 
 [model]
-backend = "Marked"
+backend = "Steered"
+most = 8
 mark = "{mark}"
 {shared}
+FOLDER
 """
-
 
 TOLD = "shared nodes (model) run in 1 engine process for 2 workers: engine process 0"
 
 
-class Service(Monitored):
+class Service(Monitored, SteeredProcess):
     """Two workers and, where a node is shared, an engine process."""
 
-    def __init__(self, folder: Path, *args: str) -> None:
-        self.folder, self.toml = folder, folder / "marked.toml"
-        (folder / "marked.py").write_text(BACKENDS)
-        flags = ("--import", str(folder / "marked.py"), "--workers", "2", *args)
-        super().__init__(*flags, config=str(self.toml), env={"PYTHONPATH": LIGHT})
+    def __init__(self, folder: Path, *args: str, mark: str = "") -> None:
+        (folder / "few.py").write_text(FEW_DESCRIPTORS)
+        tables = TABLES.format(mark=mark, shared="shared = true")
+        super().__init__(folder, "--import", str(folder / "few.py"), "--workers", "2", *args, tables=tables)
 
     def write(self, mark: str = "", shared: str = "shared = true") -> None:
-        write(self.toml, mark, shared)
+        tables = TABLES.format(mark=mark, shared=shared).replace("FOLDER", f'folder = "{self.folder}"')
+        (self.folder / "steered.toml").write_text(tables)
 
     @property
     def engine(self) -> int:
         (pid,) = self.pids("engines")
         return pid
 
-    def is_waiting(self, pid: int) -> bool:
-        """Whether something in that process waits for a file."""
-        return (self.folder / f"waits-{pid}").exists()
-
     def clear(self) -> None:
-        for name in ("hold", "go", "open", "none-left"):
+        for name in ("hold", "open", "entered", "none-left"):
             (self.folder / name).unlink(missing_ok=True)
 
     def code_of(self, client: Client, data: bytes) -> str:
         code: str = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="u", data=data)).code
         return code
-
-
-def write(config: Path, mark: str = "", shared: str = "shared = true") -> None:
-    config.write_text(CONFIG.format(mark=mark, shared=shared))
 
 
 def load(service: Service) -> Load:
@@ -142,10 +91,8 @@ def load(service: Service) -> Load:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("engine")
-    write(folder / "marked.toml")
-    service = Service(folder)
-    with service.wait_started():
+    with Service(tmp_path_factory.mktemp("engine")) as service:
+        service.wait_started()
         yield service
 
 
@@ -174,7 +121,7 @@ def test_nothing_is_ready_without_an_engine_process(service: Service) -> None:
     before, workers = service.engine, service.pids("workers")
     with Client(service.port) as client:
         seqid = client.send_batch(b"block")
-        eventually(lambda: service.is_waiting(before))
+        service.wait_entered()
         (service.folder / "hold").touch()
         os.kill(before, signal.SIGKILL)
         with pytest.raises(IDL.InferenceError) as caught:
@@ -186,7 +133,7 @@ def test_nothing_is_ready_without_an_engine_process(service: Service) -> None:
         eventually(lambda: service.get("ready") != (200, "ready\n"))
         assert service.code_of(client, b"x") == "unavailable"
         assert not service.is_ready
-        (service.folder / "go").touch()
+        (service.folder / "hold").unlink()
         eventually(lambda: service.is_ready)
         assert client.infer_batch(b"x") == ("x", 1.0)
     assert service.pids("workers") == workers
@@ -260,25 +207,24 @@ def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Se
         eventually(lambda: "not reloaded, everything stays as it is" in service.stderr)
         eventually(clients.served())
     assert set(clients.tally.ends) == {"ok"}
-    assert "node 'model': Marked: OSError: no such model" in service.stderr
+    assert "node 'model': Steered: OSError: no such model" in service.stderr
     assert (service.engine, service.pids("workers")) == (engine, workers)
     assert service.stderr.count(TOLD) == told >= 1
     service.write()
 
 
 def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
-    write(tmp_path / "marked.toml")
-    service = Service(tmp_path, "--log-level", "debug")
-    with service.wait_started():
+    with Service(tmp_path, "--log-level", "debug") as service:
+        service.wait_started()
         clients = [Client(service.port) for _ in range(20)]
-        seqids = [client.send_batch(f"block-{index}".encode()) for index, client in enumerate(clients)]
+        seqids = [client.send_batch(f"block {index}".encode()) for index, client in enumerate(clients)]
         eventually(lambda: service.stats["requests"]["inflight"] == 20)
         processes = [psutil.Process(pid) for pid in (service.engine, *service.pids("workers"))]
         service.signal()
         eventually(lambda: "stopping: answering what was accepted" in service.stderr)
-        (service.folder / "open").touch()
+        service.open()
         for index, (client, seqid) in enumerate(zip(clients, seqids, strict=True)):
-            assert client.receive(seqid).label == f"block-{index}"
+            assert client.receive(seqid).label == f"block {index}"
             client.close()
         assert service.wait() == 0, service.stderr
         assert not any(map(is_alive, processes))
@@ -286,9 +232,8 @@ def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
 
 
 def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path) -> None:
-    write(tmp_path / "marked.toml")
-    service = Service(tmp_path, "--drain-seconds", "0.1")
-    with service.wait_started():
+    with Service(tmp_path, "--drain-seconds", "0.1") as service:
+        service.wait_started()
         engine = psutil.Process(service.engine)
         engine.suspend()
         service.signal()
@@ -298,9 +243,8 @@ def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path)
 
 
 def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
-    write(tmp_path / "marked.toml")
-    service = Service(tmp_path, "--hang-seconds", "3")
-    with service.wait_started():
+    with Service(tmp_path, "--hang-seconds", "3") as service:
+        service.wait_started()
         with Client(service.port) as client:
             before = service.engine
             assert service.code_of(client, b"block") == "worker_died"
@@ -343,20 +287,18 @@ def test_a_worker_that_starts_waits_on_where_no_descriptor_is_left_for_its_link(
 
 
 def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:
-    write(tmp_path / "marked.toml", "fail")
-    with Service(tmp_path) as process:
+    with Service(tmp_path, mark="fail") as process:
         assert process.wait() == 1
         assert process.process.stdout.read() == ""
-        error = f"{tmp_path}/marked.toml: node 'model': Marked: OSError: no such model"
+        error = f"{tmp_path}/steered.toml: node 'model': Steered: OSError: no such model"
         assert [line for line in process.stderr.splitlines() if "no such model" in line] == [
             f"torchpipe-serve: {error}"
         ]
 
 
 def test_several_engine_processes_have_some_of_the_workers_each(tmp_path: Path) -> None:
-    write(tmp_path / "marked.toml")
-    service = Service(tmp_path, "--workers", "3", "--engines", "2")
-    with service.wait_started():
+    with Service(tmp_path, "--workers", "3", "--engines", "2") as service:
+        service.wait_started()
         first, second = service.pids("engines")
         with load(service) as clients:
             eventually(clients.served())
