@@ -38,7 +38,7 @@ PACKAGE = [
 ]
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]
 """Imports neither ``torchpipe_py`` nor the server."""
-SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "engine", "supervisor", "cli", "__main__"]
+SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "supervisor", "cli", "__main__"]
 TRAINING = [
     "errors",
     "options data plan prefetch ranks",

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from ipaddress import ip_address
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
@@ -24,6 +24,7 @@ from torchpipe_server.front.services import Done, HttpService, Routes, Services,
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
@@ -48,18 +49,6 @@ _PROBES = ("/live", "/ready")
 _INFERENCE = ("/infer", "/openapi.json", "/v2")
 
 
-class Service(Protocol):
-    """What is asked."""
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def graph(self) -> str: ...
-
-    def ask(self, answer: Callable[[dict[str, Any]], object]) -> None: ...
-
-
 class StatusServer:
     """Answers ``most`` clients at once on the loop; of more, the one that is read or written longest is closed.
 
@@ -67,7 +56,7 @@ class StatusServer:
     """
 
     def __init__(
-        self, loop: Loop, listener: socket.socket, service: Service, images_port: int, options: Options, most: int
+        self, loop: Loop, listener: socket.socket, service: Supervisor, images_port: int, options: Options, most: int
     ) -> None:
         self._service, self._most = service, most
         self._elsewhere = f"this port is for monitoring, images go to --port {images_port}"

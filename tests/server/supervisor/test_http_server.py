@@ -49,7 +49,7 @@ class Supervisor:
 class Port:
     """A `StatusServer` on a thread of its own."""
 
-    def __init__(self, supervisor: Supervisor, listener: Any) -> None:
+    def __init__(self, supervisor: Any, listener: Any) -> None:
         self.loop, self.port = new_loop(is_fast=False), listener.getsockname()[1]
         self.status = StatusServer(self.loop, listener, supervisor, 8888, Options("test"), MOST)
 
