@@ -7,8 +7,6 @@ import os
 import resource
 import signal
 import struct
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import encode, picture
-from fakes import PROGRAM_WAIT
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, dataloader
 from training_data import FORKS, OnTheCpu, same, taken, wrapped, write_images
 
@@ -362,26 +359,3 @@ def test_a_worker_of_spawn(dataset: ImageFiles, toml: str) -> None:
         spawned = taken(loader)
     with wrapped(dataset, toml, transforms_cpu=OnTheCpu(), cpu_percentage=0.5) as loader:
         assert same(spawned, taken(loader))
-
-
-EARLY_END = """
-import sys
-sys.path[:0] = {paths!r}
-from training_data import wrapped, write_images, write_toml
-from pathlib import Path
-
-if __name__ == "__main__":
-    folder = Path({folder!r})
-    loader = wrapped(write_images(folder / "images", 40), write_toml(folder), workers=2, prefetch=1)
-    for batch in loader:
-        break
-    print("left the loop")
-"""
-
-
-def test_a_program_that_ends_with_a_loader_open(tmp_path: Path) -> None:
-    here = Path(__file__).resolve().parent
-    code = EARLY_END.format(paths=[str(here), str(here.parent)], folder=str(tmp_path))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
-    assert (done.returncode, done.stdout) == (0, "left the loop\n"), done.stderr

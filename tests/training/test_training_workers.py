@@ -316,6 +316,7 @@ from torchpipe_py.training import ImageFiles, wrap_dataloader_torchpipe
 def train(transform=None, end=lambda: None, decode=True, **options):
     files = ImageFiles([(path, 0) for path in sys.argv[2:]])
     plain = DataLoader(files, 2, num_workers=2, **options)
+    global batches
     batches = wrap_dataloader_torchpipe("single", plain, sys.argv[1], transform, workers_decode=decode)
     next(batches)
     end()
@@ -333,12 +334,14 @@ INSIDE_THE_GUARD = f"{GUARD}\n    def transform(image):\n        return image\n 
     ("call", "status", "message"),
     [
         (f"{GUARD}\n    train(end=killed)", -signal.SIGKILL, ""),  # and leaves nothing that holds its output
+        (f"{GUARD}\n    train()", 0, ""),  # ends with its loader open
+        (f"{GUARD}\n    train(decode=False)", 0, ""),
         ("train()", 1, f"workers of its own; put what the script does under: {GUARD}"),
         ("train(decode=False, multiprocessing_context='spawn')", 1, f"; a script does what it does under: {GUARD}"),
         (INSIDE_THE_GUARD, 1, "cannot be made in a worker (AttributeError: Can't get attribute 'transform'"),
     ],
 )
-def test_scripts_that_are_killed_or_that_workers_cannot_import(
+def test_scripts_that_end_early_or_that_workers_cannot_import(
     dataset: ImageFiles, tmp_path: Path, toml: str, call: str, status: int, message: str
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT + call, encoding="utf-8")
