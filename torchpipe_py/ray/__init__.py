@@ -16,4 +16,8 @@ _MODULES = {"PipeDeployment": "serve", "PipeMapper": "data", "app": "serve"}
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{__name__}.{name} needs Ray (pip install 'torchpipe_py[ray]'): {error}") from error
+    return getattr(module, name)
