@@ -361,7 +361,8 @@ def test_a_oneway_message_is_done_and_not_answered():
 @pytest.mark.parametrize("rest", [b"", pack_batch(b"half")[:9]], ids=["whole", "half"])
 @every_client
 def test_a_client_that_is_done_sending_gets_its_answers(client_type, rest, monkeypatch):
-    monkeypatch.setattr(torchpipe_server.front.connection, "ENDED_SECONDS", WAIT)
+    for name in ("ENDED_SECONDS", "QUEUED_SECONDS"):
+        monkeypatch.setattr(torchpipe_server.front.connection, name, WAIT)
     with steered() as server, connect(server.port) as sock:
         sock.sendall(client_type.pack(b"first") + client_type.pack(b"block") + rest)
         sock.shutdown(1)
@@ -371,3 +372,18 @@ def test_a_client_that_is_done_sending_gets_its_answers(client_type, rest, monke
         received = read_all(sock)
     assert b"first" in received
     assert b"block" in received, "the one that was in work is not answered"
+
+
+@every_client
+def test_what_waits_when_its_client_leaves_is_not_computed(client_type):
+    with steered() as server, connect(server.port) as first, connect(server.port) as sock:
+        first.sendall(client_type.pack(b"block"))
+        assert Steered.entered.acquire(timeout=WAIT)
+        sock.sendall(client_type.pack(b"waits"))
+        eventually(lambda: server.run.stats()["inflight"] == 2)
+        sock.close()
+        eventually(lambda: server.run.stats()["inflight"] == 1)
+        Steered.opened.set()
+        first.shutdown(1)
+        read_all(first)
+    assert b"waits" not in Steered.seen

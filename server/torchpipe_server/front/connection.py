@@ -21,7 +21,8 @@ logger = logging.getLogger("torchpipe_server")
 
 AHEAD_BYTES = 2**18  # that are read while a request is in work
 LINGER_SECONDS = 2.0
-ENDED_SECONDS = 1.0  # after a client's last byte; what is still queued then is not computed
+ENDED_SECONDS = 1.0  # after a client's last byte, for its answer
+QUEUED_SECONDS = 0.01  # after a client's last byte; what no instance has taken then is not computed
 REFUSED_SECONDS = 1.0  # for a client over the limit to ask, so that it can be answered
 
 
@@ -173,7 +174,14 @@ class Connection(asyncio.BufferedProtocol):
             return False
         self.ended_at = monotonic()
         self.close_when_answered()
+        if self.call is not None:
+            self.owner.loop.call_later(QUEUED_SECONDS, self._end_queued, self.call)
         return True
+
+    def _end_queued(self, call: Call) -> None:
+        """Where the request waits behind others, its client has most likely left: nearly none only ends its side."""
+        if self.call is call and not getattr(call.ticket, "is_running", True):
+            self.drop()
 
     def pause_writing(self) -> None:
         self.is_full = True
