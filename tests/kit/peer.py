@@ -180,11 +180,6 @@ def sends(data: bytes) -> Step:
     return lambda server, sock, call: sock.sendall(data)
 
 
-def sends_twice(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
-    """The same answer."""
-    sock.sendall(2 * _answer(call))
-
-
 def hang_up(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
     raise HangUpError
 

@@ -271,11 +271,7 @@ def test_nothing_of_a_finished_request_is_kept(register: Register):
 PARAMS = struct.pack(">bh", 12, 1)
 WRONG_ARGUMENTS = {
     "missing": b"\0",
-    "no field": PARAMS + b"\0\0",
     "no data": PARAMS + pack_string(1, b"x") + b"\0\0",
-    "integer": struct.pack(">bhi", 8, 1, 5) + b"\0",
-    "list": struct.pack(">bhbi", 15, 1, 12, 0) + b"\0",
-    "inner type": PARAMS + pack_string(1, b"x") + struct.pack(">bhi", 8, 2, 5) + b"\0\0",
     "not utf-8": PARAMS + pack_string(1, b"\xff\xfe") + pack_string(2, b"abc") + b"\0\0",
     "wrong number": struct.pack(">bh", 12, 9) + pack_string(1, b"x") + b"\0\0",
 }

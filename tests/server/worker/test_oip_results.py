@@ -89,15 +89,6 @@ def test_tensors_that_make_no_batch(shapes: list[tuple[int, ...]]):
         results(*(torch.zeros(shape) for shape in shapes))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [torch.zeros(1, dtype=torch.complex64), torch.zeros(1).to(torch.float8_e5m2), object(), {"nan": float("nan")}],
-)
-def test_values_without_a_form(value: Any):
-    with pytest.raises(NoResult):
-        results(value)
-
-
 def test_outputs_that_are_asked_for():
     item = {"result": ("ring", 0.5), "class": 3, "data": b""}
     assert tensors([item], "score", "class") == {"score": ("FP32", [1], [0.5]), "class": ("INT64", [1], [3])}
@@ -152,10 +143,3 @@ def test_what_json_has_not_can_be_had_as_binary(output: Output):
     with pytest.raises(NoResult, match="ask for it with binary_data"):
         output.to_list()
     assert output.to_binary().endswith((b"\xc0\x7f", b"\xff"))
-
-
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e300])
-def test_a_score_that_is_none_is_no_result(score: float) -> None:
-    for value in (("ring", score), [("ring", score), ("disc", 0.5)]):
-        with pytest.raises(NoResult, match="'score' contains NaN, infinity or numbers beyond FP32"):
-            results(value)
