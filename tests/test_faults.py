@@ -36,7 +36,7 @@ FAULTS = {"exits": b"die", "crashes": b"abort", "hangs": b"block"}
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteeredProcess]:
     folder = tmp_path_factory.mktemp("faults")
-    with SteeredProcess(folder, "--workers", "2", "--hang-seconds", "1", tables=TABLES) as process:
+    with SteeredProcess(folder, "--workers", "2", "--hang-seconds", "4", tables=TABLES) as process:
         yield process.wait_started()
 
 
