@@ -108,6 +108,7 @@ def test_a_deadline_is_answered_while_the_backend_blocks(house: House, block: An
     block(way)
     assert WAYS[way](house, Asked(b"late", deadline_ms=50)).code in ("deadline_exceeded", "overloaded")
     Steered.opened.set()
+    eventually(lambda: house.pipe_of(way).stats()["inflight"] == 0)
     assert WAYS[way](house, Asked()) == Outcome("ok", "abc")
     assert Steered.seen == [b"block", b"abc"]
     Steered.opened.clear()
@@ -126,6 +127,7 @@ def test_the_requests_of_a_client_that_is_gone_are_not_computed(
     eventually(lambda: not house.server.server.connections and not house.own.server.connections)
     eventually(lambda: house.pipe.stats()["inflight"] == 1)
     Steered.opened.set()
+    eventually(lambda: house.pipe.stats()["inflight"] == 0)
     monkeypatch.undo()
     assert WAYS[way](house, Asked()) == Outcome("ok", "abc")
     assert Steered.seen == [b"block", b"abc"]
