@@ -155,6 +155,8 @@ class Patience:
     """
 
     WINDOW, SHARE, GROWTH, FORGOTTEN = 0.25, 0.1, 1.025, 60.0
+    MARGIN = 0.7
+    """Of that time an answer may take: estimates are off by a batch, and an answer that is late is of no use."""
 
     def __init__(self) -> None:
         self._seconds = math.inf
@@ -258,7 +260,7 @@ class Door:
             if shedding and takes > min(delay.longest(computes) for delay in shedding):
                 for delay in shedding:
                     delay.refused(now)
-            elif takes <= (bound if seconds is not None else max(bound, 2 * computes)):
+            elif takes <= (bound if seconds is not None else max(Patience.MARGIN * bound, 2 * computes)):
                 continue
             limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
