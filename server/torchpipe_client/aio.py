@@ -62,7 +62,7 @@ class AsyncConnection(BaseConnection, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self.close()  # nobody asked for it
+            self.close()  # no call is waiting
             return
         try:
             message = self._reader.feed(data)

@@ -32,7 +32,7 @@ class BaseClient(Generic[P]):
         max_connections: int = 64,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Connects to nobody yet. Raises ``ValueError`` for an address without a port, and for times of 0 or less."""
+        """Does not connect yet. Raises ``ValueError`` for an address without a port, and for times of 0 or less."""
         self._address = Address.parse(address)
         self._limits = Limits(timeout, connect_timeout, retries, idempotent, max_connections)
         self._pool = self._pool_class(self._address, tls, max_connections)

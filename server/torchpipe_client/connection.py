@@ -116,7 +116,7 @@ class Connection(BaseConnection):
             return decode_reply(call.method, self._sequence, self._transfer(frame, call.attempts))
 
     def is_usable(self) -> bool:
-        """Whether the service has kept it, and sent nothing that nobody asked for."""
+        """Whether the service has kept it, and sent nothing unasked."""
         if not super().is_usable():
             return False
         try:
@@ -140,7 +140,7 @@ class Connection(BaseConnection):
         except TimeoutError:
             raise attempts.timed_out() from None
         except OSError as error:
-            cause = error  # NOTE: read on, for the service may have said why before it closed
+            cause = error  # NOTE: read on, for the service may have sent a reason before it closed
         try:
             while True:
                 self._sock.settimeout(attempts.left())
@@ -196,7 +196,7 @@ class Pool(BasePool[Connection]):
 
     @contextmanager
     def connection(self, attempts: Attempts) -> Iterator[Connection]:
-        """One that nobody else has. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
+        """One that no other thread has. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
         if self._pid != os.getpid():
             self._reset()  # after a fork: the connections, and what arrives on them, are the parent's
         slots = self._slots

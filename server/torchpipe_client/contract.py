@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError(f"torchpipe_client needs thriftpy2 (pip install thriftpy2): {error}") from error
 
 MAX_REPLY_BYTES = 256 * 2**20
-"""No service answers with more, unless it was told to; what speaks no framed Thrift seems to announce more."""
+"""The largest reply by default is smaller; another protocol's bytes look like a larger one."""
 
 _MAX_VALUES = 2**18
 """Fields and elements of an answer. A list may announce two billion that take no bytes, and minutes to be read."""
@@ -98,7 +98,7 @@ def decode_reply(method: str, sequence: int, message: bytes) -> Any:
 class _Bounds:
     """Finds the ends of an answer's values before they are decoded: the decoder goes on for as long as they say.
 
-    Raises ``ValueError``, ``IndexError`` or ``struct.error`` for too many values, or none of Thrift's.
+    Raises ``ValueError``, ``IndexError`` or ``struct.error`` for too many values, and for what is not Thrift.
     """
 
     def __init__(self, message: bytes) -> None:

@@ -94,7 +94,7 @@ class Attempts:
     """The attempts of one call, which begins now: the time and the repetitions that it has left.
 
     The client gives up after ``timeout``, all attempts together; ``None`` stands for the client's. The service is sent
-    the time that is left of ``deadline_ms``, else of ``timeout``: it need not compute what nobody waits for.
+    the time that is left of ``deadline_ms``, else of ``timeout``: it need not compute what comes too late.
     """
 
     def __init__(self, limits: Limits, timeout: float | None, deadline_ms: int | None = None) -> None:
@@ -124,7 +124,7 @@ class Attempts:
         return TimedOut(f"all {most} connections were in use for {self.timeout:g} s (max_connections)")
 
     def deadline_ms(self) -> int:
-        """For the service; at least 1, since 0 says that there is none."""
+        """For the service; at least 1, since 0 means no deadline."""
         return max(1, min(2**31 - 1, round(1000 * (self._deadline - time.monotonic()))))
 
     def may_repeat(self, error: ClientError) -> bool:
@@ -132,7 +132,7 @@ class Attempts:
         return isinstance(error, _NOT_BEGUN) or (self.limits.idempotent and isinstance(error, _PERHAPS_BEGUN))
 
     def delay_after(self, error: ClientError) -> float | None:
-        """Seconds to wait before the next attempt, at least as long as the service asks for; ``None``: there is none.
+        """Seconds to wait before the next attempt, at least as long as the service asks for; ``None``: give up.
 
         A part of the delay is random: clients that fail together do not come back together.
         """

@@ -1,4 +1,4 @@
-"""What a call ends with where it has no result. Each error has a ``code`` for programs; its text is for people."""
+"""How a call without a result ends. Each error has a ``code`` for programs and a text for people."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TimedOut(ClientError, TimeoutError):
 
 
 class BadReply(ClientError):
-    """An answer that is no message of the contract, or belongs to another call."""
+    """An answer that does not follow the contract, or belongs to another call."""
 
     code = "bad_reply"
 
@@ -67,7 +67,7 @@ class InvalidRequest(InferenceError, ValueError):
 
 
 class UnknownNode(InferenceError, IndexError):
-    """``node_name`` names no root, or is missing where there are several."""
+    """``node_name`` is not a root, or is missing with several roots."""
 
     code = "unknown_node"
 

@@ -18,14 +18,14 @@ _FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
 
 class Result(NamedTuple):
-    """What a classifier says of an image."""
+    """A classifier's answer for an image."""
 
     label: str
     score: float
 
 
 def to_bytes(name: str, data: Any) -> bytes:
-    """Encoded bytes as they are sent. Raises ``InvalidRequest`` for what is none."""
+    """Encoded bytes as they are sent. Raises ``InvalidRequest`` for other types."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, (bytearray, memoryview)):
@@ -66,7 +66,7 @@ def to_value(name: str, value: Any) -> Any:
 
 
 def from_value(name: str, value: Any) -> Any:
-    """What the service wrote. Raises ``BadReply`` for a value that holds nothing, or an array that is none."""
+    """A value of the answer. Raises ``BadReply`` for one without content, or with a malformed array."""
     fields = [field for field in _FIELDS if getattr(value, field) is not None]
     if len(fields) != 1:
         raise BadReply(f"{name}: a value with {len(fields)} fields in place of one")
@@ -102,7 +102,7 @@ def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
         raise InvalidRequest(f"{name}: a list that NumPy makes no array of: {error}") from error
     if array.dtype.name not in _DTYPES:
         raise InvalidRequest(f"{name}: a list of numbers, in which not all are numbers of at most 64 bits")
-    if array.dtype.kind == "f":  # NOTE: of integers that int64 has not NumPy makes float64.
+    if array.dtype.kind == "f":  # NOTE: NumPy makes float64 of integers beyond int64.
         leaves = np.asarray(items, object).ravel()
         if not any(isinstance(leaf, (float, np.floating)) for leaf in leaves):
             raise InvalidRequest(f"{name}: an integer of more than 64 bits")
@@ -110,7 +110,7 @@ def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
 
 
 def _need_numpy(name: str) -> None:
-    """``ImportError`` where there is none, for the array ``name``."""
+    """Raises ``ImportError`` without NumPy, naming the array."""
     try:
         import numpy  # noqa: F401
     except ImportError as error:

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import mmap
+import multiprocessing
+import multiprocessing.connection
 import random
 import re
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -36,7 +32,6 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import usable_cores
 
 SEEDS = Path(__file__).parent / "seeds" / "images"
-BLOCK = 20_000  # mutants of one child
 MAX_PIXELS = 2**18  # of an image, so that what is slow or large is so without reason
 SLOW, HANGS, GROWTH = 0.05, 60, 32 * 1024  # seconds of CPU, seconds without progress, KiB
 FORMATS = ("jpeg", "png", "webp", "bmp", "gif", "tiff", "pnm")
@@ -132,13 +127,8 @@ def _mended(piece: bytes) -> bytes:
 NUMBERS = (0, 1, 2, 3, 4, 7, 8, 16, 127, 128, 255, 256, 511, 512, 4096, 32767, 32768, 65535, 65536, 2**20, 2**24 - 1,
            2**31 - 1, 2**31, 2**32 - 1)  # fmt: skip
 JPEG_PIECES = (
-    b"\xff\xd9",
-    b"\xff\xd8",
-    b"\xff\xdd\0\4\0\1",
-    b"\xff\xdc\0\4\0\x18",
-    b"\xff\xd0",
-    b"\xff\xfe\0\4\xff\xda",
-)
+    b"\xff\xd9", b"\xff\xd8", b"\xff\xdd\0\4\0\1", b"\xff\xdc\0\4\0\x18", b"\xff\xd0", b"\xff\xfe\0\4\xff\xda"
+)  # fmt: skip
 PNG_PIECES = tuple(
     png_chunk(kind, content)
     for kind, content in (
@@ -290,27 +280,23 @@ class Judge:
         return time.process_time() - start
 
 
-def run_child(options: argparse.Namespace) -> None:
-    """Judge mutants from ``first`` to before ``last``; a line of JSON for each finding."""
+def judge_all(options: argparse.Namespace, at: Any, last: int, until: float) -> None:
+    """In a process of its own: judge mutants from ``at``, which tells how far it is, to before ``last``."""
     import cv2
 
     from torchpipe_py import pipe
 
     cv2.setNumThreads(1)
-    first, last = options.child
-    mutant, until = Mutator(options.seed), time.monotonic() + options.seconds
-    with open(options.progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as progress:
-        with pipe({**DECODERS[options.decoder], "max_pixels": MAX_PIXELS}) as run:
-            judge = Judge(run)
-            judge.warm_up()
-            while first < last and (first % 64 or time.monotonic() < until):
-                progress[:] = struct.pack("<q", first)
-                signal.alarm(HANGS)
-                finding = judge(mutant(first))
-                if finding:
-                    print(json.dumps([first, finding]), flush=True)
-                first += 1
-        progress[:] = struct.pack("<q", first)
+    mutant = Mutator(options.seed)
+    with pipe({**DECODERS[options.decoder], "max_pixels": MAX_PIXELS}) as run:
+        judge = Judge(run)
+        judge.warm_up()
+        while at.value < last and (at.value % 64 or time.monotonic() < until):
+            signal.alarm(HANGS)
+            finding = judge(mutant(at.value))
+            if finding:
+                keep(options, at.value, finding)
+            at.value += 1
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -328,54 +314,41 @@ def replay(options: argparse.Namespace) -> int:
 # -- the parent -----------------------------------------------------------------------------------------------------
 
 
-class Campaign:
-    """Runs blocks of mutants in child processes, several at a time, and keeps what they find."""
+def campaign(options: argparse.Namespace) -> int:
+    """Judges in several processes, the next one of which goes on after the mutant that ended it; how many it judged."""
+    context = multiprocessing.get_context("fork")
+    until, share = time.monotonic() + options.seconds, -(-options.mutants // options.jobs)
+    jobs = [
+        (context.Value("q", first), min(first + share, options.mutants)) for first in range(0, options.mutants, share)
+    ]
+    running: dict[int, tuple[Any, Any, int]] = {}
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._options, self._folder = options, folder
-        self._end = time.monotonic() + options.seconds
-        self._lock = threading.Lock()
-        self.done, self.findings = 0, 0
+    def start(at: Any, last: int) -> None:
+        process = context.Process(target=judge_all, args=(options, at, last, until))
+        process.start()
+        running[process.sentinel] = process, at, last
 
-    def run(self) -> None:
-        blocks = range(0, self._options.mutants, BLOCK)
-        with ThreadPoolExecutor(self._options.jobs) as threads:
-            list(threads.map(self._run_block, blocks))
+    for job in jobs:
+        start(*job)
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            process, at, last = running.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            if process.exitcode > 0:
+                raise SystemExit(f"a child ended with status {process.exitcode}, by its own fault")
+            if process.exitcode:
+                how = f"ends the process with status {process.exitcode}"
+                keep(options, at.value, "hangs" if process.exitcode == -signal.SIGALRM else how)
+                at.value += 1
+                start(at, last)
+    return sum(at.value for at, _ in jobs) - share * sum(range(len(jobs)))
 
-    def _run_block(self, first: int) -> None:
-        last = min(first + BLOCK, self._options.mutants)
-        while first < last and (seconds := self._end - time.monotonic()) > 0:
-            first = self._run_child(first, last, seconds)
 
-    def _run_child(self, first: int, last: int, seconds: float) -> int:
-        """Start a child at ``first``; where the next one begins, after the mutant that ended this one."""
-        progress = self._folder / f"{first}.at"
-        progress.write_bytes(struct.pack("<q", first - 1))
-        command = [sys.executable, __file__, "--child", str(first), str(last), "--progress", str(progress)]
-        command += ["--seed", str(self._options.seed), "--decoder", self._options.decoder, "--seconds", str(seconds)]
-        child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-        (at,) = struct.unpack("<q", progress.read_bytes())
-        if child.returncode > 0 or at < first:
-            raise SystemExit(f"a child ended with status {child.returncode}, by its own fault")
-        with self._lock:
-            self.done += at - first
-            for line in child.stdout.splitlines():
-                self._keep(*json.loads(line))
-            if child.returncode == 0:
-                return last
-            self.done += 1
-            how = f"ends the process with status {child.returncode}"
-            self._keep(at, "hangs" if child.returncode == -signal.SIGALRM else how)
-            return int(at) + 1
-
-    def _keep(self, number: int, finding: str) -> None:
-        data = Mutator(self._options.seed)(number)
-        path = Path(self._options.save) / f"{hashlib.sha256(data).hexdigest()[:12]}.bin"
-        path.write_bytes(data)
-        self.findings += 1
-        print(
-            f"mutant {number} of seed {self._options.seed}, {len(data)} bytes: {finding}; saved as {path}", flush=True
-        )
+def keep(options: argparse.Namespace, number: int, finding: str) -> None:
+    data = Mutator(options.seed)(number)
+    path = Path(options.save) / f"{hashlib.sha256(data).hexdigest()[:12]}.bin"
+    path.write_bytes(data)
+    print(f"mutant {number} of seed {options.seed}, {len(data)} bytes: {finding}; saved as {path}", flush=True)
 
 
 def main() -> int:
@@ -387,21 +360,14 @@ def main() -> int:
     parser.add_argument("--decoder", choices=DECODERS, default="opencv", help="what is behind it, needs its GPU")
     parser.add_argument("--save", default=str(SEEDS), help="folder for findings")
     parser.add_argument("--replay", nargs="+", metavar="FILE", help="judge these files instead, in this process")
-    parser.add_argument("--child", nargs=2, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--progress", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        run_child(options)
-        return 0
     if options.replay:
         return replay(options)
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(options, Path(folder))
-        campaign.run()
-    seconds = time.monotonic() - start
-    print(f"{campaign.done} mutants in {seconds:.1f} s, {campaign.done / seconds:.0f}/s, {campaign.findings} findings")
-    return int(campaign.findings > 0)
+    start, before = time.monotonic(), set(Path(options.save).iterdir())
+    done = campaign(options)
+    seconds, findings = time.monotonic() - start, len(set(Path(options.save).iterdir()) - before)
+    print(f"{done} mutants in {seconds:.1f} s, {done / seconds:.0f}/s, {findings} findings")
+    return int(findings > 0)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ def harmful(self, data, *start):
     return decode(self, data, *start)
 
 MatDecoder.__call__ = harmful
-fuzzer["main"].__globals__["__file__"] = {me!r}
 sys.exit(fuzzer["main"]())
 """
 
@@ -63,7 +62,7 @@ def test_it_finds_what_there_is(tmp_path: Path, harm: str, finding: str) -> None
     me, found = tmp_path / "harmful.py", tmp_path / "found"
     found.mkdir()
     when = "bytes(data[:2]) == b'BM' and len(data) < 60"
-    me.write_text(HARMFUL.format(path=str(FUZZER), me=str(me), harm=harm, when=when))
+    me.write_text(HARMFUL.format(path=str(FUZZER), harm=harm, when=when))
     command = [sys.executable, str(me), "--mutants", "400", "--jobs", "1", "--save", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert done.returncode == 1, done.stdout + done.stderr

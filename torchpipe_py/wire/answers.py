@@ -1,4 +1,4 @@
-"""Outcomes as HTTP has them: a status, JSON, header fields."""
+"""Outcomes over HTTP: a status, JSON, header fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from torchpipe_py.wire.errors import ReplyTooLargeError, RouteError, told
+from torchpipe_py.wire.errors import ReplyTooLargeError, RouteError, report
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
@@ -29,7 +29,7 @@ STATUSES = {
     "config": 500,
     "internal": 500,
 }
-"""Of an error's code. The rest, what is wrong with a request, is 400."""
+"""By an error's code; other codes, of faulty requests, are 400."""
 
 
 class Failure(NamedTuple):
@@ -42,8 +42,8 @@ class Failure(NamedTuple):
 
 def failure(error: BaseException) -> Failure:
     """What an error that ended a request is answered with; a defect is logged."""
-    code, text = told(error)
-    if isinstance(error, RouteError):  # in which a path is no folder of this machine
+    code, text = report(error)
+    if isinstance(error, RouteError):  # its text has the path of a URL, not of a folder
         failed = failure_of(STATUSES[code], code, str(error))
         if error.allowed:
             failed.headers["Allow"] = ", ".join(error.allowed)
@@ -66,15 +66,15 @@ def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = N
 
 
 def to_line(value: Any) -> bytes:
-    """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
+    """``value`` as a line of JSON. ``ValueError`` for NaN and infinity, which JSON cannot represent."""
     return utf8_json(f"{_encode(value)}\n")
 
 
 def utf8_json(text: str) -> bytes:
-    """JSON as bytes. Half of a surrogate pair, which UTF-8 has not, is written as JSON has it: ``\\ud800``."""
+    """JSON as bytes. Half of a surrogate pair, which UTF-8 cannot encode, is escaped: ``\\ud800``."""
     return text.encode("utf-8", "backslashreplace")
 
 
 def utf8_text(text: str) -> bytes:
-    """A text that is no JSON as bytes. Half of a surrogate pair becomes ``?`` there, as in an error's message."""
+    """Plain text as bytes. Half of a surrogate pair becomes ``?``, as in an error's message."""
     return text.encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Errors as those read them who sent the request."""
+"""Errors as clients see them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def reason(data: Mapping[str, Any], key: str) -> BaseException:
     return NoResult(f"the request has no {key!r}{hint}")
 
 
-def told(error: BaseException) -> tuple[str, str]:
-    """Of an error that ended a request: its code and its text for the client. A defect is logged.
+def report(error: BaseException) -> tuple[str, str]:
+    """Code and text for the client, of an error that ended a request. A defect is logged.
 
     NOTE: called once for each failure, or the log has it twice.
     """
@@ -86,7 +86,7 @@ def told(error: BaseException) -> tuple[str, str]:
 
 
 def log_defect(error: BaseException) -> None:
-    """Log the error with its traceback, and that of its cause, where it is no fault of the request."""
+    """Log the error with its traceback, and that of its cause, unless the request is to blame."""
     if code_of(error) in _DEFECTS:
         log_failure(f"a request failed: {describe_error(error)}", error)
 

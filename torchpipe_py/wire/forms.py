@@ -12,7 +12,7 @@ from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.json_values import inputs_from
 
 MOST_PARTS = 16
-TEXT_BYTES = 4096  # of a part that is no file
+TEXT_BYTES = 4096  # of a part that is not a file
 _FILE_KEY = "data"
 _FIRST = frozenset("0123456789[tf")  # of a JSON number, list or boolean
 

@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
 
 def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
-    """What a request wants, or ``InvalidRequest``. ``text`` bounds JSON.
+    """The request; raises ``InvalidRequest``. ``text`` bounds JSON.
 
     ``fields`` are the headers, their names in lower case.
     """
@@ -47,11 +47,11 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
     if kind == "application/json":
         data = _read_json(body, options, text)
     elif kind == "multipart/form-data":
-        # Here, so that whoever takes no forms needs no library for them.
+        # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
 
         data = read_form(content_type, body, _OPTIONS, options)
-    else:  # NOTE: whatever kind it says: that of `curl --data-binary` is that of a form
+    else:  # NOTE: whatever the type: `curl --data-binary` sends that of a form
         data = {"data": body}
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
@@ -61,7 +61,7 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
 
 
 def _is_stripped(body: bytes) -> bool:
-    """Whether the body is no text and has none of the bytes that ``curl -d @file`` leaves out; every image has some."""
+    """Whether the body is binary and lacks the bytes that ``curl -d @file`` removes; every image has some."""
     return not (b"\0" in body or b"\n" in body or b"\r" in body or body.isascii())
 
 

@@ -45,7 +45,7 @@ MOST_ELEMENTS = 2**12
 
 
 def parse_json(body: bytes, most: Bound) -> Any:
-    """The value; ``InvalidRequest`` for what is none, or is larger than ``most``."""
+    """The value; ``InvalidRequest`` for malformed JSON, and for more than ``most``."""
     if len(body) > most.bytes:
         raise RequestTooLargeError(
             f"JSON of {len(body)} bytes; the limit is {most.bytes} ({most.name}): send large values as binary"
@@ -143,7 +143,7 @@ def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
 
 
 def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
-    """A list of numbers, flat or nested, as an array of this type; ``InvalidRequest`` for numbers that it has not."""
+    """A list of numbers, flat or nested, as an array of this type; ``InvalidRequest`` for numbers beyond it."""
     if not isinstance(data, list):
         raise InvalidRequest(f"{where}the data is no list")
     wanted = np.dtype(dtype)

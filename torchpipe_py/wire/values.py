@@ -41,7 +41,7 @@ def check_name(what: str, name: str) -> None:
 
 
 def shaped(where: str, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The array in another shape; ``InvalidRequest`` if that has another size, or is none that an array can have."""
+    """The array in another shape; ``InvalidRequest`` if its size differs, or if no array can have it."""
     if array.size != math.prod(shape):
         raise InvalidRequest(f"{where}shape {list(shape)} does not fit {counted(array.size, 'number')}")
     try:

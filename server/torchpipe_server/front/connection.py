@@ -85,13 +85,10 @@ class Call:
         ticket = self.ticket
         self.over()
         if ticket is not None:
-            try:
-                ticket.cancel(error)
-            except Exception:
-                self.connection.fail()
+            ticket.cancel(error)
 
     def over(self) -> None:
-        """It is answered, or nobody waits for it any more."""
+        """It is answered, or no longer waited for."""
         if self.timer is not None:
             self.timer.cancel()
         self.ticket = self.timer = None
@@ -105,9 +102,9 @@ class Connection(asyncio.BufferedProtocol):
                  └─ last request, broken stream, end ──► CLOSING ── answered ──► LINGERING ┘
 
     In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
-    neither; only then the next one begins. ``entry`` is the connection's slot in the journal: it says, for whoever goes
-    on after a sudden death of this process, what is being done. The buffer is asked for before the system gives any
-    bytes, which is when the journal has to know.
+    neither; only then the next one begins. ``entry`` is the connection's slot in the journal: it records what is being
+    done, for the process that goes on after a sudden death of this one. The buffer is asked for before the system gives
+    any bytes, which is when the journal has to know.
     """
 
     __slots__ = (
@@ -121,21 +118,21 @@ class Connection(asyncio.BufferedProtocol):
         self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
         self.state = OPEN
         self.transport: Any = None
-        self.service: Service | None = None  # until the first bytes have told the protocol
+        self.service: Service | None = None  # until the first bytes show the protocol
         self.reader: Any = _NoReader()
         self.call: Call | None = None
         self.is_full = False  # a part of a reply is still to be written
         self.is_reading = True
         self._is_scheduled = False
         self.last_active = monotonic()  # when it was made, or a request began or was answered
-        self.message_since = 0.0  # when an unfinished message began, 0 if there is none
-        self.ended_at = 0.0  # when the client said that it sends nothing more, 0 if it has not
+        self.message_since = 0.0  # when an unfinished message began, 0 if there is no such message
+        self.ended_at = 0.0  # when the client ended its side of the stream, else 0
 
     # -- what the transport calls -------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        # A reply is written at once, and `pause_writing` tells where a part of it is left.
+        # A reply is written at once, and `pause_writing` is called if a part of it is left.
         transport.set_write_buffer_limits(0)
         if self.state is CLOSED:
             transport.abort()
@@ -357,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read(True)
 
     def drop(self) -> None:
-        """Close it: nobody listens any more. What was asked for and is still queued is not computed."""
+        """Close it: the client is gone. What is still queued is not computed."""
         if self.state is CLOSED:
             return
         try:
@@ -413,7 +410,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- small parts --------------------------------------------------------------------------------------------
 
     def _choose_service(self) -> None:
-        """Read on as the protocol does that the first bytes tell, if they do."""
+        """Choose the protocol by the first bytes, once there are enough."""
         start = self.reader.data
         self.service = self.owner.services.of(start)
         if self.service is not None:

@@ -18,7 +18,7 @@ NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
 
 
 class RequestCounters:
-    """For one thread. ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: of which requests a line is written.
+    """For one thread. ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: which requests are logged.
 
     ``is_logging``: whether anything uses the requests' names. ``timed`` names the methods whose time is in the
     histogram: a probe is answered in no time.

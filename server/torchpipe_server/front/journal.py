@@ -2,7 +2,7 @@
 
 The supervisor keeps every client's socket. When a worker dies, the journal says which connections it held at the
 boundary between two messages (another worker goes on with those) and which request it was working on (which is answered
-with an error), so that no client waits for an answer that nobody can give any more. It says as well which connections
+with an error), so that no client waits for an answer that cannot come. It also records which connections
 are idle, and since when, so that the supervisor can close one without asking its worker.
 """
 
@@ -28,7 +28,7 @@ _head = Struct(f"<BBi{_NAME_BYTES}s")  # protocol, and whether it is oneway; len
 _seqid, _SEQID_AT = Struct("<i"), 4
 _time = Struct("d")
 _TIME_BYTES = 64  # before the time, a double that is aligned: it is read while another process writes it
-_NO_REQUEST = 255  # in place of the protocol, as long as there was none
+_NO_REQUEST = 255  # in place of the protocol, before the first request
 
 CLEAN, TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
 IDLE, BUSY, REPLYING = 0, 1, 2  # the request in work
@@ -43,7 +43,7 @@ _CODES = {protocol: index for index, protocol in enumerate(_PROTOCOLS)}
 class SharedMemory:
     """``size`` bytes, zero at first, in a file without a name; a child process that is started with them shares them.
 
-    Nobody can make the file shorter: that would end whoever looks at it.
+    The file is sealed: to shorten it would kill every process that reads it.
     """
 
     def __init__(self, name: str, size: int, fd: int | None = None) -> None:
@@ -70,7 +70,7 @@ def _attach(name: str, size: int, fd: Any) -> SharedMemory:
 class LastState(NamedTuple):
     """A connection as its dead owner left it.
 
-    request: to be answered, without a body. is_lost: nobody can tell what the client has received, or has yet to send.
+    request: to be answered, without a body. is_lost: it is unknown what the client has received, or has yet to send.
     """
 
     request: Request | None
@@ -153,7 +153,7 @@ class Journal:
 class Entry:
     """One connection's slot, written by the process that serves it: ``view[base]`` is its stream, then comes its work.
 
-    What is said comes before what it is said of: a process may be killed between any two steps.
+    A step is recorded before it is taken: a process may be killed between any two.
     """
 
     __slots__ = ("_name", "_protocol", "base", "view")
@@ -169,7 +169,7 @@ class Entry:
         self.view[self.base + 1] = IDLE
 
     def remember(self, last_active: float) -> None:
-        """When the client last did something, as ``monotonic``; told now and then."""
+        """When the client last did something, as ``monotonic``; updated twice a second."""
         _time.pack_into(self.view, self.base + _TIME_BYTES, last_active)
 
     def begin(self, message: Request) -> None:

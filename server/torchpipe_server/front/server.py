@@ -149,12 +149,12 @@ class Server:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was asked to end."""
         return self._ending_until is not None
 
     @property
     def is_finished(self) -> bool:
-        """Whether it was told to end, and has, or its time for that is over."""
+        """Whether it has ended as it was asked to, or its time for that is over."""
         if self._ending_until is None:
             return False
         return not self._connections or monotonic() >= self._ending_until
@@ -162,7 +162,7 @@ class Server:
     def close(self) -> bool:
         """End every connection there is; whether none of them still had a request to be answered.
 
-        One whose request is in work is let go of: whoever holds its socket as well answers when this process has ended.
+        One whose request is in work is let go of: the supervisor, which holds its socket too, answers in its place.
         """
         busy = sum(connection.is_busy for connection in self._connections)
         if busy:
@@ -212,7 +212,7 @@ class Server:
 
 
 def _has_unread(sock: socket.socket) -> bool:
-    """Whether the client has sent what nobody has read yet."""
+    """Whether the client has sent bytes that are unread."""
     try:
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:

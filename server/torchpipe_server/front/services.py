@@ -11,7 +11,7 @@ from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError, nearest
 from torchpipe_py.wire import answers, errors
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, told
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, report
 from torchpipe_server.options import MONITORING_PATHS, Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpAnswer, HttpError, HttpReader, HttpRequest
@@ -48,8 +48,8 @@ class Method(NamedTuple):
     """One method of the service.
 
     ``start`` calls ``done`` once, or raises. ``fail`` makes a result of an error, or raises it where the method
-    declares none for it. ``outcome`` says what a result is counted as, ``request_id`` what the client calls a request.
-    ``trace_fields`` is there for methods that run the pipe: what the client says of the request's trace.
+    declares none for it. ``outcome`` is what a result is counted as, ``request_id`` the client's name of a request.
+    ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe.
     """
 
     args: type
@@ -85,7 +85,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """Which route a request takes; ``monitoring`` says where those of ``MONITORING_PATHS`` are that are none here."""
+    """Which route a request takes; ``monitoring`` is a hint for ``MONITORING_PATHS``, which another port serves."""
 
     def __init__(self, routes: Sequence[Route], monitoring: str = "") -> None:
         self._routes, self._monitoring = routes, monitoring
@@ -218,7 +218,7 @@ class ThriftService:
                 if outcome:
                     text = str(error)
                 else:  # NOTE: whatever its own methods do, which may leave the loop
-                    outcome, text = told(error)
+                    outcome, text = report(error)
                     text = f"{type(error).__name__}: {text}"
                 return self._exception(message, kind, text, outcome)
         assert method is not None
@@ -272,7 +272,7 @@ class HttpService:
     def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
         """The answer that carries an ``HttpAnswer``, or the exception there is in its place."""
         found = request.known.get(_ROUTE)
-        name = "http" if found is None else found[0].name  # NOTE: what a client makes up is no name to count under
+        name = "http" if found is None else found[0].name  # NOTE: a client's own path must not become a counter
         try:
             if isinstance(result, BaseException):
                 raise result
@@ -328,7 +328,7 @@ def _trace_fields(request: HttpRequest) -> TraceFields:
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
-    """``value`` as a line of JSON. ``ValueError`` for numbers that JSON has not: not a number, infinite."""
+    """``value`` as a line of JSON. ``ValueError`` for NaN and infinity, which JSON cannot represent."""
     return HttpAnswer(status, JSON, answers.to_line(value), headers or {})
 
 

@@ -149,7 +149,7 @@ class CustomHandler:
 
 
 def load_handler(reference: str) -> type:
-    """The class of ``package.module:Class`` or ``file.py:Class``; ``ConfigError`` where there is none."""
+    """The class of ``package.module:Class`` or ``file.py:Class``; ``ConfigError`` if there is no such class."""
     module_name, _, class_name = reference.partition(":")
     if not module_name or not class_name:
         raise ConfigError(f"--handler {reference}: expected package.module:Class or file.py:Class")

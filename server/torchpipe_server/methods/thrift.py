@@ -7,7 +7,7 @@ from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.runtime.admission import Deadlines
-from torchpipe_py.wire.errors import ReplyTooLargeError, told
+from torchpipe_py.wire.errors import ReplyTooLargeError, report
 from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 from torchpipe_server.front.services import OK, Cancellable, Done, Method, TraceFields, reply_bound, trace_fields
@@ -139,7 +139,7 @@ class InferenceHandler:
         return None, self._to_error(error)
 
     def _to_error(self, error: BaseException) -> Any:
-        code, text = told(error)
+        code, text = report(error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
 
 

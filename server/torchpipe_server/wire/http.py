@@ -63,8 +63,8 @@ class HttpRequest:
     """One request.
 
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
-    parameters: what is in the path where its route has braces. error: why there is no body, if it was not read whole.
-    is_last: whether the connection ends after its answer. name: method and path, cut where they are long.
+    parameters: the parts of the path that its route has in braces. error: why there is no body, if it was not read
+    whole. is_last: whether the connection ends after its answer. name: method and path, cut if they are long.
     head: the same without the body. known: what others have found out about the head; requests of a connection with
     the same head share it.
     """
@@ -80,7 +80,7 @@ class HttpRequest:
         self.method, self.path, self.query, self.is_last = method, path, "", is_last
         self.fields: Mapping[str, str] = {}
         self.parameters: Mapping[str, str] = {}
-        self.length: int | None = 0  # of the body; none where it comes in chunks
+        self.length: int | None = 0  # of the body; None if it comes in chunks
         self.body = b""
         self.error: ProtocolError | None = None
         self.name = f"{method} {path}"[:NAME_CHARACTERS]
@@ -109,7 +109,7 @@ class HttpRequest:
 
     @property
     def host(self) -> str:
-        """What the client calls this service; empty where it is not said."""
+        """The Host field; empty without one."""
         return self.fields.get("host", "")
 
     @property
@@ -173,9 +173,9 @@ class HttpReader:
         self._chunks = 0  # whose lines are read
         self._is_at_trailers = False
         self._broken: HttpError | None = None
-        self.is_over = False  # after a request that is the last: what follows is nobody's
+        self.is_over = False  # after the last request: what follows is not read
         self.awaits_invitation = False
-        """Whether the client sends the body of its request once it is told to (``Expect: 100-continue``)."""
+        """Whether the client waits to be asked for the body of its request (``Expect: 100-continue``)."""
 
     is_paused = False
 
@@ -361,7 +361,7 @@ def _read_target(request: HttpRequest, text: str) -> None:
 
 
 class _Fields(dict[str, str]):
-    """Header fields, told by httptools one by one; those of one name become one."""
+    """Header fields as httptools reports them; those of one name are joined."""
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.lower().decode(), value.rstrip(b" \t").decode("latin-1")
@@ -371,16 +371,16 @@ class _Fields(dict[str, str]):
 def read_fields(lines: bytes) -> Mapping[str, str]:
     """Lines of header fields up to the empty one, their names in lower case. Raises ``HttpError``.
 
-    A second Content-Length, one beside Transfer-Encoding, folded lines, blanks before a colon: none of them is read.
+    A second Content-Length, one beside Transfer-Encoding, folded lines, blanks before a colon: each is refused.
     """
     fields = _Fields()
     parser = HttpRequestParser(fields)
-    # RFC 9112 2.2 allows a line feed alone; of codings whoever asks for the fields knows more.
+    # RFC 9112 2.2 allows a line feed alone; codings are checked by the caller.
     parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_transfer_encoding=True)
     try:
         parser.feed_data(b"POST / HTTP/1.1\r\n%b" % lines)
     except HttpParserUpgrade:
-        pass  # nobody has to follow the wish
+        pass  # a server may ignore the wish
     except HttpParserError as error:
         raise HttpError(400, str(error)[:80]) from None
     return fields

@@ -93,7 +93,7 @@ class Message:
         """
         try:
             return _encode(self, payload)
-        except (UnicodeEncodeError, TDecodeException):  # NOTE: the latter is how the Cython protocol says the former
+        except (UnicodeEncodeError, TDecodeException):  # NOTE: the Cython protocol raises the latter for the former
             return _encode(self, _sendable(payload))
 
 
@@ -123,7 +123,7 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
 
 
 def _sendable(value: Any) -> Any:
-    """A copy without halves of surrogate pairs, which UTF-8 has not; thriftpy2 would refuse all of an answer."""
+    """A copy without halves of surrogate pairs, which UTF-8 cannot encode; thriftpy2 would refuse the whole answer."""
     if isinstance(value, str):
         return answers.utf8_text(value).decode()
     if isinstance(value, dict):

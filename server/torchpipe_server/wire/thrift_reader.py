@@ -206,7 +206,7 @@ class ThriftReader:
         return Message(name, kind == ONEWAY, seqid, framing)
 
     def _struct(self, cls: Any, depth: int) -> Walk:
-        """An object of the class; ``None`` if nobody wants it."""
+        """An object of the class; ``None`` without a class."""
         made = None if cls is None else cls()
         is_compact, number = self._is_compact, 0
         while True:
@@ -251,7 +251,7 @@ class ThriftReader:
         return made
 
     def _value(self, ttype: int, spec: Spec, depth: int, place: Any) -> Walk:
-        """A value of this type, which is the spec's; ``None`` if there is no spec, since nobody wants the value."""
+        """A value of this type, which is the spec's; ``None`` without a spec: the value is skipped."""
         self._steps += 1
         if not self._steps % SLICE_STEPS:
             yield 0
@@ -284,7 +284,7 @@ class ThriftReader:
         return (yield from self._container(ttype == TType.MAP, inner, depth + 1, place))
 
     def _container(self, is_map: bool, inner: Any, depth: int, place: Any) -> Walk:
-        """A list or a dict; ``None`` if nobody wants it."""
+        """A list or a dict; ``None`` if it is skipped."""
         size, types = yield from self._container_head(is_map)
         self._count(size)
         if size and not all(ttype in self._fixed or ttype in _BITS or ttype in _VARYING for ttype in types):
@@ -370,7 +370,7 @@ class ThriftReader:
         return form.unpack_from(self._buffer, at)[0]
 
     def _bytes(self, size: int, is_wanted: bool = True) -> Walk:
-        """So many of them; ``None`` if nobody wants them."""
+        """So many of them; ``None`` if they are skipped."""
         if self._at + size > self._end:
             yield from self._wait(size)
         at, self._at = self._at, self._at + size

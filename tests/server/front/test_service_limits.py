@@ -22,7 +22,6 @@ from http_client import HttpClient, every_client
 from service import (
     IDL,
     Client,
-    FakePipe,
     LocalServer,
     Process,
     connect,
@@ -550,34 +549,6 @@ def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch)
         with connect(server.port) as sock:
             sock.sendall(b"\x80poison")
             assert_dies(sock)
-        other.ping()
-
-
-class BadTicket:
-    """A ticket whose `cancel` fails."""
-
-    def __init__(self, deadline: float | None) -> None:
-        self.deadline = deadline
-
-    def cancel(self, error: BaseException | None = None) -> bool:
-        raise RuntimeError("a defect")
-
-
-class BadTickets(FakePipe):
-    def dispatch(self, data: Any, on_done: Any, timeout: float | None = None) -> Any:
-        return BadTicket(None if timeout is None else time.perf_counter() + timeout)
-
-
-@pytest.mark.parametrize("deadline_ms", [None, 1], ids=["disconnect", "deadline"])
-def test_a_ticket_that_fails_to_cancel_does_not_end_the_server(deadline_ms):
-    with LocalServer(BadTickets(), drain_seconds=0.1) as server, Client(server.port) as other:
-        other.ping()
-        with Client(server.port) as client:
-            client.send_infer({"data": IDL.Value(text="x")}, deadline_ms=deadline_ms)
-            client.send("ping")
-            wait_ticks(server, 1)
-        other.ping()
-        wait_ticks(server, 1)
         other.ping()
 
 

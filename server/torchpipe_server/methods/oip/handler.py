@@ -43,36 +43,33 @@ class OipHandler:
         self._limits, self._reply = limits, reply
         self._figures = metadata.Figures()
         self._roots: dict[str | None, _Root] = {}
-        told, signature = self._told, self._signature
-        ready, stats = told(self._ready), told(self._stats)
+        known, signature = self._known, self._signature
+        ready, stats = known(self._ready), known(lambda request: self._figures.summary(name, run.stats()))
         index = [{"name": name, "version": VERSION, "state": "READY", "reason": ""}]
         of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
             ("POST", "/infer", self._infer),
-            ("GET", "", told(lambda request: json_answer(metadata.model(name, signature(request))))),
+            ("GET", "", known(lambda request: metadata.model(name, signature(request)))),
             ("GET", "/ready", ready),
-            (
-                "GET",
-                "/config",
-                told(lambda request: json_answer(metadata.config(name, signature(request), limits.items))),
-            ),
+            ("GET", "/config", known(lambda request: metadata.config(name, signature(request), limits.items))),
             ("GET", "/stats", stats),
         )
         self.routes: Sequence[Route] = (
             *[route(verb, f"{_MODEL}{path}", start) for verb, path, start in of_model],
             *[route(verb, f"{_MODEL}/versions/{{version}}{path}", start) for verb, path, start in of_model],
-            route("GET", "/v2", told(lambda request: json_answer(metadata.SERVER))),
-            route("GET", "/v2/health/live", told(lambda request: json_answer({"live": True}))),
+            route("GET", "/v2", known(lambda request: metadata.SERVER)),
+            route("GET", "/v2/health/live", known(lambda request: {"live": True})),
             route("GET", "/v2/health/ready", ready),
             route("GET", "/v2/models/stats", stats),
-            route("POST", "/v2/repository/index", told(lambda request: json_answer(index)), is_traced=False),
+            route("POST", "/v2/repository/index", known(lambda request: index), is_traced=False),
         )
 
-    def _told(self, answer: Callable[[HttpRequest], HttpAnswer]) -> Callable[[HttpRequest, Done], None]:
-        """The start of a method that knows its answer at once."""
+    def _known(self, answer: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest, Done], None]:
+        """The start of a method that knows its answer at once: a value for JSON, or an ``HttpAnswer``."""
 
         def start(request: HttpRequest, done: Done) -> None:
             self._check(request)
-            done(answer(request))
+            value = answer(request)
+            done(value if isinstance(value, HttpAnswer) else json_answer(value))
 
         return start
 
@@ -99,9 +96,6 @@ class OipHandler:
         is_ready = all(node["alive"] for node in self._pipe.stats()["nodes"].values())
         named = {"name": self._name} if "model" in request.parameters else {}
         return json_answer({**named, "ready": is_ready}, 200 if is_ready else 503)
-
-    def _stats(self, request: HttpRequest) -> HttpAnswer:
-        return json_answer(self._figures.summary(self._name, self._pipe.stats()))
 
     # -- inference ----------------------------------------------------------------------------------------------
 
@@ -151,7 +145,7 @@ class OipHandler:
     def _answer(self, asked: InferRequest, signature: Signature, outcomes: list[Any]) -> HttpAnswer:
         failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
         for index in failed[1:]:
-            log_defect(outcomes[index])  # the answer tells of the first alone
+            log_defect(outcomes[index])  # the answer reports only the first
         if failed:
             raise _of_item(outcomes[failed[0]], failed[0], len(outcomes))
         return answer(self._name, asked, outputs_of(outcomes, asked, signature.outputs), self._limits.text, self._reply)

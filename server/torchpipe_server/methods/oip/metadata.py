@@ -1,4 +1,4 @@
-"""What the service, its model and their figures are, in the words of the protocol and of Triton."""
+"""The service, its model and their figures in the protocol's and Triton's words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVER = {
 
 
 def model(name: str, signature: Signature) -> dict[str, Any]:
-    """``GET /v2/models/{model}``. Inputs or outputs are empty where the pipe does not say what they are."""
+    """``GET /v2/models/{model}``. Inputs or outputs are empty if the pipe does not declare them."""
     return {
         "name": name,
         "versions": [VERSION],
@@ -94,17 +94,17 @@ class Figures:
         # NOTE: perf_analyzer ends if their counts differ.
         times = {"queue": waited, "compute_infer": computed, "compute_input": 0, "compute_output": 0}
         with self._lock:
-            said = {
+            figures = {
                 "name": name,
                 "version": VERSION,
                 "last_inference": int(1000 * self._last),
                 "inference_count": self._items,
                 "execution_count": max(nodes, key=lambda node: int(node["max"]))["batches"],
                 "inference_stats": {
-                    **{kind: dict(figures) for kind, figures in self._requests.items()},
+                    **{kind: dict(counted) for kind, counted in self._requests.items()},
                     **{kind: {"count": stats["admitted"], "ns": int(1e6 * ms)} for kind, ms in times.items()},
                     **{kind: {"count": 0, "ns": 0} for kind in ("cache_hit", "cache_miss")},
                 },
                 "batch_stats": [],
             }
-        return {"model_stats": [said]}
+        return {"model_stats": [figures]}

@@ -41,7 +41,7 @@ def kept(data: Mapping[str, Any], request: InferRequest) -> dict[str, Any]:
 def outputs_of(
     items: Sequence[Mapping[str, Any]], request: InferRequest, specs: Sequence[TensorSpec]
 ) -> list[tuple[Output, bool]]:
-    """The tensors of the answer, and whether each is binary. ``specs`` is what the pipe says of its result."""
+    """The tensors of the answer, and whether each is binary. ``specs`` declare the pipe's result."""
     names = [spec.name for spec in specs]
     made: dict[str, Output] = {}
     if all(RESULT in item for item in items):
@@ -96,8 +96,8 @@ class Templates:
 def answer(
     model: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], most_json: Bound, reply: Bound
 ) -> HttpAnswer:
-    """JSON, with the binary data behind it where there is any. ``ReplyTooLargeError`` beyond ``reply``, and for JSON
-    beyond ``most_json``: while it is made, an instance and whoever needs the GIL wait.
+    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` beyond ``reply``, and for JSON
+    beyond ``most_json``: while it is made, an instance waits, and every thread that needs the GIL.
     """
     size = sum(output.size(is_binary) for output, is_binary in outputs)
     if size > reply.bytes:
@@ -156,7 +156,7 @@ def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[O
 
 
 def to_output(name: str, values: Sequence[Any]) -> Output:
-    """One tensor of all items' values: arrays one behind the other, other values one each; what is none as JSON."""
+    """One tensor of all values: arrays are concatenated, other values are one element each, as JSON if need be."""
     if all(map(is_array, values)):
         return _joined(name, values)
     if all(isinstance(value, (str, bytes, bytearray)) for value in values):

@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
 
 class Form(NamedTuple):
-    """What a tensor of a request says of itself. ``shape`` has one item of the request in each of its first size."""
+    """The declaration of a request's tensor. The first size of ``shape`` is the number of items."""
 
     name: str
     datatype: str
