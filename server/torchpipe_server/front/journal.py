@@ -101,9 +101,7 @@ class Journal:
 
     def entry(self, index: int) -> Entry:
         """The slot of a connection, for the process that serves it; wiped: what the last owner did is forgotten."""
-        entry = Entry(self._view, index * SLOT_BYTES)
-        entry.wipe()
-        return entry
+        return Entry(self._view, index * SLOT_BYTES)
 
     def idle(self, indexes: Iterable[int], has_asked: bool) -> Iterator[int]:
         """Slots where nothing is in work or half read, the longest idle first: those that ever asked something, or not.
@@ -162,11 +160,7 @@ class Entry:
         self.view, self.base = view, base
         self._name = ""
         self._protocol: Any = None  # of the last request
-
-    def wipe(self) -> None:
-        """Nothing taken, nothing in work."""
-        self.view[self.base] = CLEAN
-        self.view[self.base + 1] = IDLE
+        view[base : base + 2] = bytes((CLEAN, IDLE))
 
     def remember(self, last_active: float) -> None:
         """When the client last did something, as ``monotonic``; updated twice a second."""

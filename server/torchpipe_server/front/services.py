@@ -44,6 +44,10 @@ TraceFields = tuple["str | None", "str | None"]
 """``traceparent`` and ``tracestate``, as a client sent them."""
 
 
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
 class Method(NamedTuple):
     """One method of the service.
 
@@ -54,7 +58,7 @@ class Method(NamedTuple):
 
     args: type
     start: Callable[[Any, Done], Cancellable | None]
-    fail: Callable[[BaseException], Any]
+    fail: Callable[[BaseException], Any] = _raise
     outcome: Callable[[Any], str] = lambda result: OK
     request_id: Callable[[Any], str] = lambda args: ""
     trace_fields: Callable[[Any], TraceFields] | None = None
@@ -249,7 +253,7 @@ class HttpService:
         failure: Callable[[HttpRequest, BaseException], HttpAnswer] | None = None,
     ) -> None:  # fmt: skip
         self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
-        self._methods, self._headers, self._failure = methods, headers, failure or _failure
+        self._methods, self._headers, self._failure = methods, headers, failure
 
     def reader(self) -> HttpReader:
         """What cuts the bytes of a new connection into requests."""
@@ -280,11 +284,8 @@ class HttpService:
                 raise ReplyTooLargeError(len(result.body), self._reply)
             return request.answer(result, self._headers), name, OK
         except BaseException as error:  # a header that cannot be sent, too
-            return request.answer(self._failure(request, error), self._headers), name, code_of(error)
-
-
-def _failure(request: HttpRequest, error: BaseException) -> HttpAnswer:
-    return error_answer(error)
+            answer = self._failure(request, error) if self._failure else error_answer(error)
+            return request.answer(answer, self._headers), name, code_of(error)
 
 
 def code_of(error: BaseException) -> str:
@@ -310,21 +311,13 @@ def route(
 
     ``is_traced``: whether it runs the pipe; by default all but those of GET.
     """
-    fields = _trace_fields if is_traced or (is_traced is None and verb != "GET") else None
-    return Route(verb, path, Method(HttpRequest, start, _raise, request_id=_request_id, trace_fields=fields))
 
+    def traced(request: HttpRequest) -> TraceFields:
+        return request.fields.get("traceparent"), request.fields.get("tracestate")
 
-def _raise(error: BaseException) -> Any:
-    """``HttpService`` makes an answer of it."""
-    raise error
-
-
-def _request_id(request: HttpRequest) -> str:
-    return request.fields.get("x-request-id", "")
-
-
-def _trace_fields(request: HttpRequest) -> TraceFields:
-    return request.fields.get("traceparent"), request.fields.get("tracestate")
+    fields = traced if is_traced or (is_traced is None and verb != "GET") else None
+    name = lambda request: request.fields.get("x-request-id", "")  # noqa: E731
+    return Route(verb, path, Method(HttpRequest, start, request_id=name, trace_fields=fields))
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:

@@ -30,7 +30,7 @@ class InferenceHandler:
         self._turns = turns or Turns(run)
         self._service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
-            "ping": Method(self._service.ping_args, self._ping, _raise),
+            "ping": Method(self._service.ping_args, self._ping),
             # There is no room for the fields of a trace.
             "infer_batch": self._method(
                 "infer_batch", self._infer_batch, "params", lambda params: params.uuid, lambda args: (None, None)
@@ -141,11 +141,6 @@ class InferenceHandler:
     def _to_error(self, error: BaseException) -> Any:
         code, text = report(error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
-
-
-def _raise(error: BaseException) -> Any:
-    """ping declares no exception."""
-    raise error
 
 
 def _outcome_of(result: Any) -> str:
