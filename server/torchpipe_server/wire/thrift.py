@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, NamedTuple
 
 import thriftpy2.transport
@@ -20,6 +21,8 @@ from torchpipe_server.wire.errors import ProtocolError
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
+
+_length = Struct(">I")  # of a frame
 
 _MemoryBuffer = getattr(thriftpy2.transport, "TCyMemoryBuffer", thriftpy2.transport.TMemoryBuffer)
 try:
@@ -110,7 +113,7 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
         raise ProtocolError("not_thrift", "a stream that begins with a zero length")
     if len(start) < 5:
         return None
-    length, fifth = int.from_bytes(start[:4], "big"), start[4]
+    length, fifth = _length.unpack_from(start)[0], start[4]
     framed = {0x80: "binary", 0x82: "compact", 0x00: "binary_old"}  # the last one begins with the length of a name
     if fifth in framed:
         return Framing(True, framed[fifth])
@@ -150,4 +153,4 @@ def _encode(message: Message, payload: Any) -> bytes:
     protocol.write_message_begin(message.name, kind, seqid)
     protocol.write_struct(payload)
     body: bytes = transport.getvalue()
-    return len(body).to_bytes(4, "big") + body if framed else body
+    return _length.pack(len(body)) + body if framed else body

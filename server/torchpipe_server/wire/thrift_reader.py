@@ -8,8 +8,9 @@ code; and it does not notice missing required fields.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from struct import Struct
 from typing import Any
 
@@ -34,6 +35,8 @@ TEXT_BYTES = 4  # that a byte of a text takes as Python keeps it, at most
 ITEM_BYTES = 256  # that an item takes besides its contents: its part of an object, of a tensor or of a request
 
 _u8, _u16, _u32, _i32, _i16 = (Struct(f">{form}") for form in "BHIih")
+
+_BOOL, _STRING, _STRUCT, _MAP, _BYTES = TType.BOOL, TType.STRING, TType.STRUCT, TType.MAP, TType.BINARY
 
 # What is read of a fixed size, by type: its bytes and its reader. Of other types the walk reads more than that.
 _Fixed = Mapping[int, "tuple[int, Callable[[Any, int], Any]]"]
@@ -194,7 +197,7 @@ class ThriftReader:
         if not 0 < size <= NAME_BYTES:
             raise ProtocolError("bad_message", f"a method's name of {size} bytes")
         try:
-            name = str((yield from self._bytes(size)), "utf-8")
+            name = (yield from self._bytes(size)).decode()
         except UnicodeDecodeError:
             raise ProtocolError("bad_message", "a method's name is not UTF-8") from None
         if framing.protocol == "binary_old":
@@ -207,7 +210,7 @@ class ThriftReader:
 
     def _struct(self, cls: Any, depth: int) -> Walk:
         """An object of the class; ``None`` without a class."""
-        made = None if cls is None else cls()
+        made, (fields, required) = (None, _SKIPPED) if cls is None else (cls(), _declared(cls))
         is_compact, number = self._is_compact, 0
         while True:
             if self._at >= self._end:
@@ -230,31 +233,41 @@ class ThriftReader:
                     zigzag = yield from self._varint(I32_VARINT)
                     number = (zigzag >> 1) ^ -(zigzag & 1)
             self._count(1)
-            field = cls.thrift_spec.get(number) if cls is not None and self._error is None else None
-            spec = place = None
-            if field is not None:
-                place = cls, field[1]
-                if ttype == _on_wire(field[0]):
-                    spec = field[0] if len(field) < 4 else (field[0], field[2])
-                else:
-                    self._blame(place, f"is of type {ttype}, not {_on_wire(field[0])}")
-            if is_compact and ttype == TType.BOOL:  # the type of a bool field is its value
+            field = fields.get(number) if self._error is None else None
+            if field is None:
+                name, spec, place = "", None, ""
+            else:
+                declared, name, spec, place = field
+                if ttype != declared:
+                    self._blame(place, f"is of type {ttype}, not {declared}")
+                    spec = None
+            if is_compact and ttype == _BOOL:  # the type of a bool field is its value
                 value: Any = head & 15 == 1
             else:
                 value = yield from self._value(ttype, spec, depth, place)
             if spec is not None:
-                setattr(made, field[1], value)  # type: ignore[index]
-        if made is not None:
-            for field in cls.thrift_spec.values():
-                if field[-1] and getattr(made, field[1]) is None:
-                    self._blame((cls, field[1]), "is missing")
+                setattr(made, name, value)
+        for name in required:
+            if getattr(made, name) is None:
+                self._blame(f"{cls.__name__}.{name}", "is missing")
         return made
 
-    def _value(self, ttype: int, spec: Spec, depth: int, place: Any) -> Walk:
+    def _value(self, ttype: int, spec: Spec, depth: int, place: str) -> Walk:
         """A value of this type, which is the spec's; ``None`` without a spec: the value is skipped."""
         self._steps += 1
         if not self._steps % SLICE_STEPS:
             yield 0
+        if ttype == _STRING:
+            size, most = (yield from self._size()), self._limits.string_bytes
+            if size > most:
+                raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {most} (--max-message-bytes)")
+            if self._at + size > self._end:
+                yield from self._wait(size)
+            at, self._at = self._at, self._at + size
+            if spec is None:
+                return None
+            data = bytes(memoryview(self._buffer)[at : at + size])
+            return data if spec == _BYTES else self._text(data, place)
         fixed = self._fixed.get(ttype)
         if fixed is not None:
             size, read = fixed
@@ -262,12 +275,6 @@ class ThriftReader:
                 yield from self._wait(size)
             at, self._at = self._at, self._at + size
             return None if spec is None else read(self._buffer, at)[0]
-        if ttype == TType.STRING:
-            size, most = (yield from self._size()), self._limits.string_bytes
-            if size > most:
-                raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {most} (--max-message-bytes)")
-            data = yield from self._bytes(size, spec is not None)
-            return data if spec is None or spec == TType.BINARY else self._text(data, place)
         if ttype in _BITS:  # of the compact protocol
             zigzag = yield from self._varint(I64_VARINT)
             if spec is not None and zigzag >> _BITS[ttype]:
@@ -279,27 +286,34 @@ class ThriftReader:
         if depth >= most:
             raise ProtocolError("too_deep", f"more than {most} nested structs and containers (--max-depth)")
         inner = None if spec is None else spec[1]
-        if ttype == TType.STRUCT:
+        if ttype == _STRUCT:
             return (yield from self._struct(inner, depth + 1))
-        return (yield from self._container(ttype == TType.MAP, inner, depth + 1, place))
+        return (yield from self._container(ttype == _MAP, inner, depth + 1, place))
 
-    def _container(self, is_map: bool, inner: Any, depth: int, place: Any) -> Walk:
+    def _container(self, is_map: bool, inner: Any, depth: int, place: str) -> Walk:
         """A list or a dict; ``None`` if it is skipped."""
-        size, types = yield from self._container_head(is_map)
+        if self._is_compact:
+            size, types = yield from self._compact_head(is_map)
+        else:
+            if self._at + 6 > self._end:
+                yield from self._wait(1 + is_map)
+            types = list(self._buffer[self._at : self._at + 1 + is_map])
+            self._at += 1 + is_map
+            size = yield from self._size()
         self._count(size)
-        if size and not all(ttype in self._fixed or ttype in _BITS or ttype in _VARYING for ttype in types):
-            raise ProtocolError("bad_type", f"a container of types {', '.join(map(str, types))}")
         specs: Any = (None, None)
         if inner is not None:
-            specs = inner if is_map else (inner, inner)
-            expected = [_on_wire(spec if isinstance(spec, int) else spec[0]) for spec in specs]
-            if size and expected[not is_map :] != types:
-                found, wanted = (", ".join(map(str, kinds)) for kinds in (types, expected[not is_map :]))
+            expected, specs = _inside(is_map, inner)
+            if size and expected != types:
+                found, wanted = (", ".join(map(str, kinds)) for kinds in (types, expected))
                 self._blame(place, f"is a {'map' if is_map else 'list'} of type {found}, not {wanted}")
                 inner, specs = None, (None, None)
-        if inner is None and all(ttype in self._fixed for ttype in types):
-            yield from self._bytes(size * sum(self._fixed[ttype][0] for ttype in types), False)
-            return None
+        if inner is None and size:
+            if not all(ttype in self._fixed or ttype in _BITS or ttype in _VARYING for ttype in types):
+                raise ProtocolError("bad_type", f"a container of types {', '.join(map(str, types))}")
+            if all(ttype in self._fixed for ttype in types):
+                yield from self._bytes(size * sum(self._fixed[ttype][0] for ttype in types), False)
+                return None
         made: Any = {} if is_map else []
         for _ in range(size):
             key = (yield from self._value(types[0], specs[0], depth, place)) if is_map else None
@@ -312,11 +326,8 @@ class ThriftReader:
                 made.append(value)
         return None if inner is None else made
 
-    def _container_head(self, is_map: bool) -> Walk:
+    def _compact_head(self, is_map: bool) -> Walk:
         """How many elements there are, and the type of each: of a map two."""
-        if not self._is_compact:
-            types = list((yield from self._bytes(1 + is_map)))
-            return (yield from self._size()), types
         size = (yield from self._size()) if is_map else 1
         if not size:
             return 0, []
@@ -357,7 +368,10 @@ class ThriftReader:
             if size >= 2**31:
                 raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
             return size
-        size = yield from self._number(_i32)
+        if self._at + 4 > self._end:
+            yield from self._wait(4)
+        size = _i32.unpack_from(self._buffer, self._at)[0]
+        self._at += 4
         if size < 0:
             raise ProtocolError("negative_size", f"a size of {size}")
         return size
@@ -376,7 +390,7 @@ class ThriftReader:
         at, self._at = self._at, self._at + size
         return bytes(memoryview(self._buffer)[at : at + size]) if is_wanted else None
 
-    def _text(self, data: bytes, place: Any) -> str:
+    def _text(self, data: bytes, place: str) -> str:
         self._text_bytes += len(data)
         most = self._limits.text_bytes
         if self._text_bytes > most:
@@ -389,9 +403,8 @@ class ThriftReader:
             self._blame(place, "is not UTF-8")
             return ""
 
-    def _blame(self, place: Any, text: str) -> None:
-        cls, name = place
-        self._error = self._error or BadArgumentsError(f"{cls.__name__}.{name} {text}")
+    def _blame(self, place: str, text: str) -> None:
+        self._error = self._error or BadArgumentsError(f"{place} {text}")
 
     def _count(self, items: int) -> None:
         self._items += items
@@ -400,6 +413,22 @@ class ThriftReader:
             raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
 
 
-def _on_wire(ttype: int) -> int:
-    """The type that a declared one has on the wire."""
-    return TType.STRING if ttype == TType.BINARY else ttype
+@lru_cache(maxsize=256)
+def _declared(cls: Any) -> tuple[Mapping[int, tuple[int, str, Spec, str]], Sequence[str]]:
+    """Of a class: by a field's number its type on the wire, name, spec and place; the names of required fields."""
+    fields = {}
+    for number, (ttype, name, *more) in cls.thrift_spec.items():
+        spec = (ttype, more[0]) if len(more) > 1 else ttype
+        fields[number] = _STRING if ttype == _BYTES else ttype, name, spec, f"{cls.__name__}.{name}"
+    return fields, [field[1] for field in cls.thrift_spec.values() if field[-1]]
+
+
+_SKIPPED: tuple[Mapping[int, Any], Sequence[str]] = {}, ()
+
+
+@lru_cache(maxsize=256)
+def _inside(is_map: bool, inner: Any) -> tuple[list[int], Any]:
+    """Of a container's spec: the types on the wire, and the specs of key and value."""
+    specs = inner if is_map else (inner, inner)
+    types = [spec if isinstance(spec, int) else spec[0] for spec in specs]
+    return [_STRING if ttype == _BYTES else ttype for ttype in types[not is_map :]], specs
