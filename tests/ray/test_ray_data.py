@@ -196,8 +196,6 @@ def test_decoded_images(mapper: Make) -> None:
     assert np.array_equal(rgb[..., ::-1], bgr)
     with pytest.raises(TrainingError, match=r'expected a Mat .*, got bytes; color="rgb" is for decoded images'):
         mapper(config, column="image")
-    with pytest.raises(TrainingError, match=r"expected encoded bytes, .*; leave color out for encoded images"):
-        mapper({"backend": "DecodeMat"}, column="image", color="rgb")
 
 
 def test_a_batch_that_cannot_be_taken(mapper: Make, toml: str) -> None:

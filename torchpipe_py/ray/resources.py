@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torchpipe_py.cores import usable_cores
-from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
 
 UNKNOWN_BATCH = 32
 """Taken for the largest batch of a backend of one's own, which says it only once it is set up."""
@@ -41,30 +41,21 @@ def resources_of(pipeline: Pipeline) -> Resources:
     which the pipe refuses requests. ``max_queued_requests``: those that may wait in Serve while no replica is there.
     ``busy_requests``: those that fill batches for all instances, twice.
     """
-    nodes = [plan for name, plan in pipeline.plans.items() if plan.spec.owner == name]
-    devices = [plan.spec.device_id for plan in nodes if plan.requires_cuda()]
-    threads = [_instances(plan) * _threads(plan) for plan in nodes if not plan.requires_cuda()]
-    requests = ROUNDS * sum(_instances(plan) * _largest_batch(plan) for plan in nodes)
-    most = pipeline.spec.max_inflight
+    cpus, gpus, requests, most = 1, 0, 0, pipeline.spec.max_inflight
+    for name, plan in pipeline.plans.items():
+        if plan.spec.owner != name:
+            continue
+        instances, limits = max(plan.spec.instance_num), plan.batch_range()
+        requests += ROUNDS * instances * (UNKNOWN_BATCH if limits is None else limits[1])
+        if plan.requires_cuda():
+            gpus = max(gpus, plan.spec.device_id + 1)
+        else:
+            parts = [part for backend in plan.backends for part in backend.parts()]
+            cpus = max([cpus, *(instances * max(1, int(part.params.get("threads", 1))) for part in parts)])
     return Resources(
-        num_cpus=float(max([1, *threads])),
-        num_gpus=float(max(devices, default=-1) + 1),
+        num_cpus=float(cpus),
+        num_gpus=float(gpus),
         max_ongoing_requests=most + SPARE,
         max_queued_requests=most,
         busy_requests=min(requests, most),
     )
-
-
-def _instances(plan: NodePlan) -> int:
-    return max(plan.spec.instance_num)
-
-
-def _largest_batch(plan: NodePlan) -> int:
-    limits = plan.batch_range()
-    return UNKNOWN_BATCH if limits is None else limits[1]
-
-
-def _threads(plan: NodePlan) -> int:
-    """Of one instance: ``threads`` of the backends that have it."""
-    parts = [part for backend in plan.backends for part in backend.parts()]
-    return max([1, *(int(part.params.get("threads", 1)) for part in parts)])
