@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, Signature, TensorSpec, registry
+from torchpipe_py import Backend, BackendUnavailable, ConfigError, ItemBackend, Param, Signature, TensorSpec
 from torchpipe_py.values import to_str
 
 Data = dict[str, Any]
@@ -41,17 +41,6 @@ class Obedient(Backend):
     def leave(self, item: Data) -> None:
         os._exit(3)
 
-    def block(self, item: Data) -> None:
-        """Say so, then wait for ever."""
-        Path(item["file"]).write_text(str(os.getpid()), encoding="utf-8")
-        threading.Event().wait()
-
-    def die_on_first_sight(self, item: Data) -> Any:
-        """Die unless the file is there, which then it is."""
-        if not Path(item["file"]).exists():
-            Path(item["file"]).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
     def allocate(self, item: Data) -> int:
         return len(bytearray(item["mebibytes"] * 2**20))
 
@@ -69,9 +58,6 @@ class Obedient(Backend):
 
     def give_stubborn(self, item: Data) -> None:
         item["error"] = StubbornError("two", "parts")
-
-    def keys(self, item: Data) -> Any:
-        return sorted(item)
 
     def edit(self, item: Data) -> None:
         del item["removed"]
@@ -136,21 +122,6 @@ class StubbornUnavailable(BackendUnavailable):
 
     def __reduce__(self) -> Any:
         raise TypeError("stays here")
-
-
-class Doubled:
-    """A postprocessor, by its registration alone."""
-
-    def forward(self, *args: Any) -> None: ...
-
-
-class Posts(ItemBackend):
-    """``result`` is the class of the postprocessor that is registered as ``postprocessor``."""
-
-    postprocessor = Param(to_str, doc="its name")
-
-    def forward_item(self, item: Data) -> None:
-        item["result"] = registry.default.find_postprocessor(self.postprocessor)
 
 
 class Duck:

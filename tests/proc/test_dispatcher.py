@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import pytest
 from conftest import Register
 from fakes import WAIT, error_of, eventually, outcome
 
-from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, WorkerDied, pipe
+from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, pipe
 from torchpipe_py.proc.link import Link
 from torchpipe_py.proc.pool import AHEAD, Pool
 
@@ -65,16 +64,6 @@ def test_what_waits_behind_another_goes_to_the_one_that_is_idle(start: Start, tm
         node = p.stats()["nodes"]["node"]
         assert (node["requests"], node["failed"], node["queued"]) == (13, 0, 0)
         assert all(node["instance_compute_ms"])
-
-
-def test_what_waits_behind_the_one_that_dies_is_run_by_the_next(start: Start, tmp_path: Path) -> None:
-    with start() as p:
-        held = Held(p, tmp_path)
-        eventually(lambda: held.pid)
-        others = [p.submit({"data": "x"}) for _ in range(9)]
-        os.kill(held.pid, signal.SIGKILL)
-        assert isinstance(error_of(held.future), WorkerDied)
-        assert {outcome(future)["result"][2] for future in others} == {"x"}
 
 
 def test_close_ends_what_runs_and_fails_what_waits(start: Start, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from torchpipe_py import (
     WorkerDied,
     import_code,
     pipe,
-    register_postprocessor,
 )
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
@@ -124,15 +123,6 @@ def test_a_registered_class_with_init_and_forward(register: Register) -> None:
         assert (data, config) == (number, {"a": 1, "b": [2]})
         assert pid != os.getpid()
         assert 1 <= count <= 3
-
-
-@pytest.mark.usefixtures("restored")
-def test_a_registered_postprocessor_goes_along() -> None:
-    register_postprocessor(process_backends.Doubled, "doubled")
-    posts = backend(process_backends.Posts, postprocessor="doubled")
-    posts.setup()
-    assert forward(posts, 1)["result"] is process_backends.Doubled
-    posts.close()
 
 
 def test_a_process_in_a_process() -> None:
@@ -309,13 +299,6 @@ def test_every_request_is_answered_when_workers_die(register: Register, cls: typ
     assert {7, 33} <= set(died)
     assert all(isinstance(errors[index], WorkerDied) for index in died)
     assert len(died) <= 3  # the one that was killed may have been at work
-
-
-def test_a_crash_that_does_not_come_again_costs_a_batch_nothing(register: Register, tmp_path: Path) -> None:
-    items = [{"data": word, "file": str(tmp_path / "seen")} for word in ("die_on_first_sight", "a")]
-    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "batching_timeout": 1000}) as p:
-        p(items)
-    assert all("result" in item for item in items)
 
 
 def test_a_worker_that_cannot_be_started_again(tmp_path: Path) -> None:

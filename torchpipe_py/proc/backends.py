@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TAS
 from torchpipe_py.proc import raw
 from torchpipe_py.proc.child import Child, Keeper, launch
 from torchpipe_py.proc.codec import loaded_torch, pack_sent, take_outcome
-from torchpipe_py.proc.link import SET_UP, Room
+from torchpipe_py.proc.link import Room
 from torchpipe_py.proc.pool import Call, Pool
 from torchpipe_py.proc.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.proc.zygote import Limits, Zygote
@@ -149,8 +149,8 @@ class Process(HandOverBackend):
         # NOTE: looked at each time, since PyTorch may have been imported only after the first process was started.
         takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
         setup = replace(self._setup, takes_tensors=takes_tensors)
-        child, told = _ready(Child(self.config.label, launch, ROOM), self.config, setup, seconds)
-        self._range, self._signature = told
+        child = Child(self.config.label, self.config.instance, launch, ROOM)
+        self._range, self._signature = child.set_up(setup, seconds)
         return child
 
 
@@ -229,8 +229,8 @@ class Isolated(ItemBackend):
         assert self._zygote is not None
         config, limits = self.config, Limits(self.max_seconds, self.max_memory)
         fork = partial(self._zygote.fork, config.instance, limits)
-        child = Child(config.label, fork, raw.room_for(self.max_memory * 2**20))
-        child, told = _ready(child, config, None, READY_SECONDS, raw.read)
+        child = Child(config.label, config.instance, fork, raw.room_for(self.max_memory * 2**20))
+        told = child.set_up(None, READY_SECONDS, raw.read)
         if told.raised:
             raise child.ended(f"does not start: {told.name}: {told.message}")
         if config.instance == 0 and told.message != raw.FILTERED:
@@ -289,19 +289,3 @@ def describe(config: BackendConfig, colors: tuple[str | None, ...], max_memory: 
         max_memory=max_memory,
     )
     return replace(setup, **more)
-
-
-def _ready(
-    child: Child,
-    config: BackendConfig,
-    setup: Setup | None,
-    seconds: float | None,
-    read: Callable[..., Any] | None = None,
-) -> tuple[Child, Any]:
-    """The child process once it is ready, and what it says of that; it is ended where that fails."""
-    child.link.instance = config.instance
-    try:
-        return child, child.exchange(SET_UP, setup, seconds, read)
-    except BaseException:
-        child.kill()
-        raise

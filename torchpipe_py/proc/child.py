@@ -22,6 +22,7 @@ from torchpipe_py.proc.codec import Packed
 from torchpipe_py.proc.link import (
     CLOSE,
     FAILED,
+    SET_UP,
     SLEEP_SECONDS,
     Bell,
     GarbledError,
@@ -61,6 +62,9 @@ class Running(Protocol):
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit status, less than 0 for a signal, once it has ended; ``None`` where that cannot be known."""
 
+
+Read = Callable[[Link, int, Header], Any]
+"""Reads an answer that is not pickled."""
 
 Launch = Callable[[list[int]], Running]
 """Starts a process that has the descriptors of a link: its memory, its asker's bell, and its answerer's."""
@@ -122,10 +126,11 @@ def describe_ending(status: int | None) -> str:
 class Child:
     """A child process and the ``link`` to it, from whose other end it answers; used from one thread."""
 
-    def __init__(self, label: str, launch: Launch, room: Room) -> None:
+    def __init__(self, label: str, instance: int, launch: Launch, room: Room) -> None:
         self._label = label
         memory = create_memory(room)
         link = self.link = Link(memory, room, [memory])
+        link.instance = instance
         for _ in range(2):
             link.fds.append(new_bell())
         link.bell = Bell(link.fds[1], link.asker_asleep)
@@ -148,9 +153,15 @@ class Child:
         ready = link.bell.sleep(self._poller, link.has_answers, max(0.0, min(seconds, SLEEP_SECONDS)))
         return bool(ready) or (not self._has_pidfd and _has_ended(self.pid))
 
-    def exchange(
-        self, kind: int, message: Any, seconds: float | None, read: Callable[[Link, int, Header], Any] | None = None
-    ) -> Any:
+    def set_up(self, setup: Any, seconds: float | None, read: Read | None = None) -> Any:
+        """What it says once it is ready; it is ended where that fails."""
+        try:
+            return self.exchange(SET_UP, setup, seconds, read)
+        except BaseException:
+            self.kill()
+            raise
+
+    def exchange(self, kind: int, message: Any, seconds: float | None, read: Read | None = None) -> Any:
         """Ask while no ``Pool`` has it, and wait for the answer; a failure there is raised here.
 
         ``WorkerDied`` where the process ends first, or is ended because it takes longer than that.
@@ -160,12 +171,11 @@ class Child:
         link.ask(slot, number, Packed.of(message), kind, perf_counter(), inf)
         link.other.ring()
         end = inf if seconds is None else perf_counter() + seconds
-        while not link.has_answers():
+        while slot not in link.take_answered():
             if perf_counter() >= end:
                 raise self.overdue(seconds)
             if self.sleep(end - perf_counter()) and not link.has_answers():
                 raise self.died()
-        [slot] = link.take_answered()
         header = link.reply(slot)
         answer = link.read(slot, header, copies=True) if read is None else read(link, slot, header)
         link.free_slot(slot)
