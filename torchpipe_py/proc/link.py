@@ -432,7 +432,7 @@ def create_memory(room: Room) -> int:
 
     Its size is sealed: whoever made it smaller would have the other process killed as it reads.
     """
-    fd = os.memfd_create("torchpipe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("torchpipe-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, _CONTENT + room.slots * room.slot_bytes)
         os.pwrite(fd, _ROOM.pack(*room), _ROOM_AT)
