@@ -78,7 +78,7 @@ class Pool:
     """Has each call run over the link that has least to do; at most ``ahead`` are under way over one.
 
     What a child process has not begun is taken back where another one has nothing to do, or where it dies; ``loses``:
-    not where it dies. Of several links the first takes no large calls, and none has others behind a large one.
+    not where it dies. Of several links one has no large call, and none has others behind a large one.
     ``in_place``: arrays of answers lie where they were written, as long as somebody has them. ``read`` reads answers
     that are not pickled.
     """
@@ -260,8 +260,10 @@ class Pool:
         return given
 
     def _freest(self, is_large: bool) -> Link | None:
+        if is_large and sum(link.has_large for link in self.links) >= max(1, len(self.links) - 1):
+            return None
         best, least = None, self._ahead
-        for link in self.links[1:] or self.links if is_large else self.links:
+        for link in self.links:
             if link.under_way < least and not link.has_large:
                 best, least = link, link.under_way
         return best
