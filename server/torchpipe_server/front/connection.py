@@ -102,9 +102,8 @@ class Connection(asyncio.BufferedProtocol):
                  └─ last request, broken stream, end ──► CLOSING ── answered ──► LINGERING ┘
 
     In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
-    neither; only then the next one begins. ``entry`` is the connection's slot in the journal: it records what is being
-    done, for the process that goes on after a sudden death of this one. The buffer is asked for before the system gives
-    any bytes, which is when the journal has to know.
+    neither; only then the next one begins. ``entry`` is the connection's slot in the journal, for the process that goes
+    on if this one dies. The buffer is asked for before any bytes come, which is when the journal has to know.
     """
 
     __slots__ = (
