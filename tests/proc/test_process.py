@@ -20,7 +20,6 @@ import numpy as np
 import process_backends
 import psutil
 import pytest
-import torch
 from conftest import Register, picture
 from fakes import PROGRAM_WAIT, WAIT, error_of, outcome
 
@@ -172,13 +171,6 @@ def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: p
     started = backend(process_backends.Obedient)
     started.setup()
     started.close()
-
-
-def test_a_tensor_on_another_device_is_refused(obedient: Process) -> None:
-    with pytest.raises(TypeError, match="'data' cannot go to another process: a tensor on device meta"):
-        forward(obedient, torch.empty(2, device="meta"))
-    with pytest.raises(TypeError, match="layout"):
-        forward(obedient, torch.eye(2).to_sparse())
 
 
 def test_an_answer_that_cannot_be_read(obedient: Process) -> None:
