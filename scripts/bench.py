@@ -13,6 +13,7 @@ from benchmarks import common, in_process
 from benchmarks.goodput import goodput
 from benchmarks.io_cost import io_cost
 from benchmarks.over_http import over_http
+from benchmarks.priorities import priorities
 from benchmarks.sharing import shared
 
 from torchpipe_py.arguments import ArgumentParser
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "io_cost": io_cost,
     "shared": shared,
     "goodput": goodput,
+    "priorities": priorities,
 }
 
 

@@ -18,6 +18,9 @@ from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.node import Fail, Node, RequestQueue, Source
 from torchpipe_py.runtime.request import Request
 
+LOW_SECONDS = 0.01
+"""As long as batches may take that requests of low priority make larger."""
+
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
 
@@ -75,7 +78,8 @@ class BatchQueue:
         """The batch that closes now, at most ``limit`` long, or ``None``.
 
         ``fitting(size, seconds, now)`` is the largest batch of at most ``size`` that takes no longer than ``seconds``:
-        a batch is no larger than its tightest deadline allows.
+        a batch is no larger than its tightest deadline allows, and takes no longer than ``LOW_SECONDS`` for the sake of
+        requests of low priority: a normal one that comes meanwhile has to wait for it.
 
         A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
         no further than ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that
@@ -91,9 +95,13 @@ class BatchQueue:
         key = min(closing)[2]
         bucket = self._buckets[key]
         size = min(limit, len(bucket))
-        deadline = _first_deadline(bucket, size)
-        if fitting is not None and deadline < math.inf:
-            size = fitting(size, deadline - now, now)
+        if fitting is not None:
+            deadline = _first_deadline(bucket, size)
+            if deadline < math.inf:
+                size = fitting(size, deadline - now, now)
+            if bucket[size - 1].priority:
+                normal = sum(1 for request in islice(bucket, size) if not request.priority)
+                size = max(1, normal, fitting(size, LOW_SECONDS, now))
         batch = list(self._buckets.pop(key)) if size == len(bucket) else [bucket.popleft() for _ in range(size)]
         if self.low:
             self.low -= sum(request.priority for request in batch)
@@ -206,7 +214,8 @@ class BatchingNode(Node):
                 return []
             quiet = self._timeout <= 0 or not self.is_awaiting()
             now = perf_counter()
-            instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), self._fits) or []
+            fitting = self.times.fitting if self.delay is not None or batches.low else None
+            instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), fitting) or []
             if batch:
                 return batch
             self._wait(instance)
@@ -224,10 +233,6 @@ class BatchingNode(Node):
                     self.idle.wait(leader, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))
         finally:
             self._waiting.discard(self)
-
-    def _fits(self, size: int, seconds: float, now: float) -> int:
-        """The largest batch of at most ``size`` that takes no longer than ``seconds``; ``size`` without ``delay``."""
-        return size if self.delay is None else self.times.fitting(size, seconds, now)
 
     def _lead_time(self, instance: Instance) -> float:
         """How long before a deadline a batch must close to meet it, seconds."""
