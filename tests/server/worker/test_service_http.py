@@ -73,9 +73,12 @@ RESULTS: dict[str, tuple[Any, Any]] = {
     "text": ("größe", "größe"),
     "number": (1.5, 1.5),
     "boxes": ([{"box": (1, 2), "score": torch.tensor(0.5)}], [{"box": [1, 2], "score": 0.5}]),
-    "float8": (torch.zeros(2).to(torch.float8_e5m2), "an array of torch.float8_e5m2 has no form in JSON"),
-    "texts": (np.array(["a"]), "an array of <U1 has no form in JSON"),
-    "nan": (torch.tensor([float("nan")]), "'result' holds numbers that JSON has not: infinite, or not a number"),
+    "float8": (
+        torch.zeros(2).to(torch.float8_e5m2),
+        "'result' is an array of torch.float8_e5m2, which has no form on the wire",
+    ),
+    "texts": (np.array(["a"]), "'result' is an array of <U1, which has no form on the wire"),
+    "nan": (torch.tensor([float("nan")]), "'result' contains NaN or infinity, which JSON cannot represent"),
     "object": (object(), "'result' holds a object that has no form in JSON: a object in it"),
 }
 
