@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 
 import torchpipe_py
 from torchpipe_py.arguments import ArgumentParser

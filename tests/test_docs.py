@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import pytest
 import tomli
-from service import reserved_port
+from kit.services import reserved_port
 from test_layers import CLIENT, PACKAGE, SERVER
 from torchpipe_server import options
 

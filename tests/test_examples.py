@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import in_threads
+from kit.waits import in_threads
 
 from torchpipe_py import Registry, UnknownNode, import_code, parse_toml, pipe
 from torchpipe_py.plan.build import plan_pipeline

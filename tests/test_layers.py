@@ -11,7 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 
 import torchpipe_py
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, error_of, in_threads, outcome
+from kit.backends import Gate
+from kit.waits import WAIT, error_of, in_threads, outcome
 
 from torchpipe_py import (
     Backend,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"torchpipe_py": ROOT, "torchpipe_client": ROOT / "server", "torchpipe_server": ROOT / "server"}

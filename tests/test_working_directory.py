@@ -10,7 +10,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from fakes import PROGRAM_WAIT, WAIT
+from kit.waits import PROGRAM_WAIT, WAIT
 
 from torchpipe_py import ConfigError, import_code
 from torchpipe_py.cli import main

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 
 FUZZER = Path(__file__).parent / "images.py"
 SEEDS = sorted((FUZZER.parent / "seeds" / "images").iterdir())

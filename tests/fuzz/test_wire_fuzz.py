@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import wire as fuzzer
-from fakes import PROGRAM_WAIT
-from service import Client, connect, eventually, serving
+from kit.clients import Client, connect
+from kit.services import serving
+from kit.waits import PROGRAM_WAIT, eventually
 
 SEEDS = sorted((Path(fuzzer.__file__).parent / "seeds" / "wire").iterdir())
 

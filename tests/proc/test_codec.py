@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import PROGRAM_WAIT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
+from kit.waits import PROGRAM_WAIT
 
 from torchpipe_py.proc.codec import FLAT, INLINE, ItemOutcome, Packed, pack, pack_outcomes, pack_sent, padded, unpack
 

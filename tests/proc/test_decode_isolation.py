@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import Register, picture
-from fakes import PROGRAM_WAIT, WAIT
+from kit.waits import PROGRAM_WAIT, WAIT
 
 from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
 from torchpipe_py.plan.build import plan_pipeline

@@ -17,7 +17,7 @@ import numpy as np
 import process_backends
 import pytest
 from conftest import Register
-from fakes import WAIT, error_of, eventually, outcome
+from kit.waits import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, pipe
 from torchpipe_py.proc.link import Link

@@ -22,8 +22,8 @@ import pytest
 import torch
 from conftest import Register
 from engines import Watcher, Worker, engine_of, link, workers_of
-from fakes import WAIT, Gate, error_of, in_threads, outcome
-from service import eventually
+from kit.backends import Gate
+from kit.waits import WAIT, error_of, eventually, in_threads, outcome
 
 from torchpipe_py import Backend, BackendError, DeadlineExceeded, ItemBackend, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import WAIT
+from kit.waits import WAIT
 
 from torchpipe_py.errors import Failure
 from torchpipe_py.proc import link as link_module

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import WAIT
+from kit.waits import WAIT
 
 from torchpipe_py.errors import PipeClosed, WorkerDied
 from torchpipe_py.proc.codec import pack

@@ -21,7 +21,7 @@ import process_backends
 import psutil
 import pytest
 from conftest import Register, picture
-from fakes import PROGRAM_WAIT, WAIT, error_of, outcome
+from kit.waits import PROGRAM_WAIT, WAIT, error_of, outcome
 
 from torchpipe_py import (
     BackendError,

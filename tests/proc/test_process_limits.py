@@ -11,7 +11,7 @@ import process_backends
 import pytest
 import torch
 from conftest import Register
-from fakes import WAIT
+from kit.waits import WAIT
 
 from torchpipe_py import BackendError, WorkerDied, pipe
 from torchpipe_py.proc import backends

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, encode, picture
-from fakes import in_threads
+from kit.waits import in_threads
 from torch.utils.data import DataLoader
 from training_data import write_images
 

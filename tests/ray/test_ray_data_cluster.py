@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import encode, picture
-from service import eventually
+from kit.waits import eventually
 
 from torchpipe_py.ray import PipeMapper
 

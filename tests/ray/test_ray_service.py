@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import Gate
+from kit.backends import Gate
 from torchpipe_server.supervisor import metrics as service
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, pipe

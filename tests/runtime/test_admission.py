@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate
+from kit.backends import Gate
+from kit.waits import WAIT
 
 from torchpipe_py import Backend, DeadlineExceeded, Overloaded, pipe
 from torchpipe_py.runtime.admission import (

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, all_idle, error_of, eventually, in_threads, outcome
+from kit.backends import Gate
+from kit.waits import WAIT, all_idle, error_of, eventually, in_threads, outcome
 
 from torchpipe_py import Backend, BackendError, ItemBackend, PipeClosed, Registry, Status, pipe
 

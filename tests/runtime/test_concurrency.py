@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from conftest import encode, picture
-from fakes import in_threads
+from kit.waits import in_threads
 
 from torchpipe_py import DecodeError, pipe
 

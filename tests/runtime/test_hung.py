@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, error_of, eventually, outcome
+from kit.backends import Gate
+from kit.waits import WAIT, error_of, eventually, outcome
 from test_lifecycle import run_python
 
 import torchpipe_py.runtime.runtime

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, eventually
+from kit.waits import WAIT, eventually
 
 from torchpipe_py import ItemBackend, PipeClosed, pipe
 from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, all_idle, eventually
+from kit.waits import WAIT, all_idle, eventually
 
 import torchpipe_py.runtime
 from torchpipe_py import Backend, PipeClosed, pipe

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Register, encode, picture
-from fakes import WAIT, Gate, error_of, in_threads, outcome
+from kit.backends import Gate
+from kit.waits import WAIT, error_of, in_threads, outcome
 
 from torchpipe_py import Backend, BackendError, InvalidRequest, ItemBackend, Overloaded, pipe
 

@@ -9,7 +9,8 @@ import cv2
 import numpy as np
 import pytest
 from conftest import Register
-from fakes import Gate, error_of, outcome
+from kit.backends import Gate
+from kit.waits import error_of, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, pipe
 from torchpipe_py.backends.image.memory import DECODING

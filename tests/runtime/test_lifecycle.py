@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import PROGRAM_WAIT, WAIT, Gate, error_of, eventually, in_threads, outcome
+from kit.backends import Gate
+from kit.waits import PROGRAM_WAIT, WAIT, error_of, eventually, in_threads, outcome
 
 from torchpipe_py import (
     BackendError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT
+from kit.waits import WAIT
 
 from torchpipe_py import BackendError, DecodeError, ItemBackend, pipe
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, outcome
+from kit.backends import Gate
+from kit.waits import WAIT, outcome
 
 from torchpipe_py import Backend, BackendError, DecodeError, InvalidRequest, ItemBackend, NoResult, UnknownNode, pipe
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from conftest import Register
-from fakes import WAIT
+from kit.waits import WAIT
 
 from torchpipe_py import Backend, InvalidRequest, Overloaded, pipe
 from torchpipe_py.runtime.batching import BatchQueue

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from conftest import Register
-from fakes import outcome
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from kit.waits import outcome
 from reference import interpret
 
 from torchpipe_py import ItemBackend, Param, Status, pipe

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import Register
-from fakes import WAIT, Gate, all_idle, error_of, outcome
+from kit.backends import Gate
+from kit.waits import WAIT, all_idle, error_of, outcome
 
 from torchpipe_py import ItemBackend, pipe
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, Gate, outcome
 from kept_spans import KeptSpans
+from kit.backends import Gate
+from kit.waits import WAIT, outcome
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 

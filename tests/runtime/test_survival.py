@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import WAIT, all_idle, error_of, outcome
+from kit.waits import WAIT, all_idle, error_of, outcome
 
 from torchpipe_py import Backend, BackendError, Registry, Status, pipe
 from torchpipe_py.errors import MESSAGE_LIMIT, Failure, describe, first_line, message_of

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import Gate, outcome
+from kit.backends import Gate
+from kit.waits import outcome
 
 from torchpipe_py import ItemBackend, pipe
 from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS, Record, summed

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from benchmarks.gpu import baseline
 from conftest import encode
-from fakes import PROGRAM_WAIT, WAIT
+from kit.waits import PROGRAM_WAIT, WAIT
 
 pytest.importorskip("thriftpy2")
 from thriftpy2.rpc import make_client

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import PROGRAM_WAIT, WAIT
-from service import IDL, Process, connect, eventually, reserved_port, serving
+from kit.clients import IDL, connect
+from kit.services import Process, reserved_port, serving
+from kit.waits import PROGRAM_WAIT, WAIT, eventually
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
 from torchpipe_server.options import MONITORING_PATHS, parse_options

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 
 from torchpipe_py.tools.options import add_export_options
 

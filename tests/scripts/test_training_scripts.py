@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import train
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 from training_data import write_classes, write_toml
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

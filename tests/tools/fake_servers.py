@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes import WAIT
+from kit.waits import WAIT
 from thriftpy2.protocol.cybin import TCyBinaryProtocol
 from thriftpy2.thrift import TApplicationException, TMessageType, TProcessor
 from thriftpy2.transport import TSocket

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import Register
-from fakes import Gate
+from kit.backends import Gate
 
 from torchpipe_py import Backend
 from torchpipe_py.cli import main

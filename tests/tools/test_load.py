@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from fake_servers import Images, Serve, ToyServer, command, http_server, load, refused, running
-from fakes import WAIT, eventually, is_alive
+from kit.waits import WAIT, eventually, is_alive
 
 from torchpipe_py.tools.load.measure import find_server
 from torchpipe_py.tools.load.run import main

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import encode, picture
-from fakes import WAIT, eventually
+from kit.waits import WAIT, eventually
 from torch.utils.data import DataLoader, RandomSampler
 from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images, write_toml
 

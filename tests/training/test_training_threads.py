@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fakes import WAIT, eventually
+from kit.waits import WAIT, eventually
 from torch.utils.data import DataLoader
 
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 from torch.utils.data import DataLoader
 from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images
 

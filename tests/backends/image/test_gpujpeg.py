@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from broken_jpegs import KINDS, broken, join, segments
-from fakes import cpu_as_gpu
+from kit.fake_gpu import cpu_as_gpu
 from pictures import jpeg_segment, saved
 from PIL import Image
 

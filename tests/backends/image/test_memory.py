@@ -13,7 +13,7 @@ from time import perf_counter
 import cv2
 import numpy as np
 import pytest
-from fakes import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT
 
 from torchpipe_py import DeadlineExceeded, pipe
 from torchpipe_py.backends.image.memory import DECODING, SMALL, DecodingMemory

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture, save_model
-from fakes import cpu_as_gpu, in_threads
+from kit.fake_gpu import cpu_as_gpu
+from kit.waits import in_threads
 from model_kit import Data, answer, batched, one_node, onnx_node, refused, torch_model
 from onnx import helper
 

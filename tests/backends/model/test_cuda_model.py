@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
-from fakes import cpu_as_gpu
+from kit.fake_gpu import cpu_as_gpu
 
 from torchpipe_py import InvalidRequest
 from torchpipe_py.backends import cuda

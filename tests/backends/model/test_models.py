@@ -15,7 +15,8 @@ import onnxruntime
 import pytest
 import torch
 from conftest import Register, encode, picture, save_model
-from fakes import PROGRAM_WAIT, Gate, outcome
+from kit.backends import Gate
+from kit.waits import PROGRAM_WAIT, outcome
 from model_kit import Data, answer, one_node, onnx_node, reference, refused, tensors
 from onnx import TensorProto, helper
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
-from fakes import cpu_as_gpu
+from kit.fake_gpu import cpu_as_gpu
 
 from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.model import tensorrt as backend

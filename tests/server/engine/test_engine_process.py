@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 from chaos.clients import Answer, Load
-from fakes import is_alive
+from kit.clients import IDL, Client
 from kit.monitored import Monitored
 from kit.services import SteeredProcess
-from service import IDL, Client, eventually
+from kit.waits import eventually, is_alive
 from torchpipe_server.worker.heartbeat import Heartbeat
 from torchpipe_server.worker.worker import meet
 

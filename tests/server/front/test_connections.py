@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes import WAIT
-from http_client import every_client
-from service import DEMO, IDL, ROOT, Client, Process, connect, eventually, on_its_way, pack_call, read_all, told_at
+from kit.clients import IDL, Client, connect, every_client, on_its_way, pack_call, read_all
+from kit.services import DEMO, ROOT, Process, told_at
+from kit.waits import WAIT, eventually
 from thriftpy2.transport import TTransportException
 from torchpipe_server import cli
 from torchpipe_server.front.loop import new_loop

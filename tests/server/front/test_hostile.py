@@ -12,8 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
+from kit.clients import IDL, Client
+from kit.services import ROOT, Process
+from kit.waits import eventually
 from pictures import IEND, bmp, gif, idat, ihdr, png_of, saved, with_scans
-from service import IDL, ROOT, Client, Process, eventually
 
 JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 MEBIBYTE = 2**20

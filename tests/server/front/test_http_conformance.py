@@ -12,9 +12,9 @@ import socket
 from collections.abc import Iterator, Sequence
 
 import pytest
-from http_client import HttpClient, Response
 from http_rules import CASES, LIMIT, PROBE, TWO, Answer, Case, chunked, get, post, sized
-from service import LocalServer, serving
+from kit.clients import HttpClient, Response
+from kit.services import LocalServer, serving
 
 
 @pytest.fixture(scope="module")

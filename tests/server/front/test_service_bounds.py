@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from fakes import Gate
-from service import IDL, Client, eventually, narrow, pack_call, pack_string, serving
+from kit.backends import Gate
+from kit.clients import IDL, Client, narrow, pack_call, pack_string
+from kit.services import serving
+from kit.waits import eventually
 from thriftpy2.thrift import TApplicationException
 
 from torchpipe_py import Backend, pipe

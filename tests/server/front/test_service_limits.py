@@ -17,15 +17,13 @@ import psutil
 import pytest
 import torchpipe_server.front.connection
 from conftest import Register
-from fakes import WAIT, Gate
-from http_client import HttpClient, every_client
-from service import (
+from kit.backends import Gate
+from kit.clients import (
     IDL,
     Client,
-    LocalServer,
-    Process,
+    HttpClient,
     connect,
-    eventually,
+    every_client,
     framed,
     narrow,
     pack_batch,
@@ -33,8 +31,9 @@ from service import (
     pack_infer,
     pack_string,
     read_all,
-    serving,
 )
+from kit.services import LocalServer, Process, serving
+from kit.waits import WAIT, eventually
 from thriftpy2.thrift import TApplicationException
 from thriftpy2.transport import TTransportException
 from torchpipe_server.front.server import TICK_SECONDS

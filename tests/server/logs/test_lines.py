@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import WAIT
-from service import ROOT, eventually
+from kit.services import ROOT
+from kit.waits import WAIT, eventually
 from torchpipe_server.logs import handler as module
 from torchpipe_server.logs import repeats
 from torchpipe_server.logs.formats import LINE_BYTES, JsonFormatter, LineFormatter, TextFormatter, escape

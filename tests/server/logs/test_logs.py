@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from http_client import HttpClient
-from service import IDL, Client, LocalServer, eventually, pack_batch, serving
+from kit.clients import IDL, Client, HttpClient, pack_batch
+from kit.services import LocalServer, serving
+from kit.waits import eventually
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.logs import set_up_logging

@@ -13,7 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from service import IDL, LIGHT, Client, Process, connect, eventually, read_all
+from kit.clients import IDL, Client, connect, read_all
+from kit.services import LIGHT, Process
+from kit.waits import eventually
 from torchpipe_server.logs.repeats import BURST, TRACEBACK_LINES
 
 FORGED = '\n{"level":"critical","logger":"torchpipe_server","message":"forged"}\n'

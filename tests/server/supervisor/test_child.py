@@ -18,8 +18,9 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes import WAIT
-from service import IDL, eventually, turn
+from kit.clients import IDL
+from kit.services import turn
+from kit.waits import WAIT, eventually
 from test_figures import ONE
 from torchpipe_server.front.journal import SLOT_BYTES, Journal, SharedMemory
 from torchpipe_server.front.loop import new_loop

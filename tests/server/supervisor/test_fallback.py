@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from http_client import HttpClient
-from service import FRAMINGS, IDL, Client, LocalServer, pack_batch, pack_call, read_all
+from kit.clients import FRAMINGS, IDL, Client, HttpClient, pack_batch, pack_call, read_all
+from kit.services import LocalServer
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback

@@ -15,7 +15,7 @@ from unittest import mock
 
 import psutil
 import pytest
-from service import turn
+from kit.services import turn
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options

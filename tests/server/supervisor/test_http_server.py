@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from fakes import WAIT
-from service import connect, eventually, read_all, send_what_goes, turn
+from kit.clients import connect, read_all, send_what_goes
+from kit.services import turn
+from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import call_from_any_thread, new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import acceptor, status

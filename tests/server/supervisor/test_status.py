@@ -21,11 +21,11 @@ from xml.etree import ElementTree
 
 import pytest
 from chaos.clients import Load
-from fakes import WAIT
+from kit.clients import IDL, Client, connect, read_all
 from kit.monitored import Monitored
-from kit.services import SteeredProcess
+from kit.services import DEMO, ROOT, SteeredProcess, reserved_port
+from kit.waits import WAIT, eventually
 from prometheus_client.parser import text_string_to_metric_families
-from service import DEMO, IDL, ROOT, Client, connect, eventually, read_all, reserved_port
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 from torchpipe_server.supervisor import status

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from service import IDL, LIGHT, Client, Process, eventually, on_its_way, told_at
+from kit.clients import IDL, Client, on_its_way
+from kit.services import LIGHT, Process, told_at
+from kit.waits import eventually
 from thriftpy2.thrift import TApplicationException
 
 BACKENDS = '''

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from fakes import PROGRAM_WAIT, WAIT, eventually
+from kit.waits import PROGRAM_WAIT, WAIT, eventually
 
 from torchpipe_py import BackendUnavailable, ConfigError, pipe
 from torchpipe_py.backends.model.check import to_bounds
