@@ -165,7 +165,11 @@ def _connect(address: Address, tls: ssl.SSLContext | None, attempts: Attempts) -
     except OSError as error:
         raise not_connected(address, error) from error
     for family, kind, protocol, _, place in found:
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # a family that this host lacks, or no descriptor
+            failure = error
+            continue
         try:
             sock.settimeout(max(0.001, until - time.monotonic()))
             sock.connect(place)

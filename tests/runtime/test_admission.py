@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Gate
-from kit.waits import WAIT
+from kit.waits import WAIT, eventually
 
 from torchpipe_py import Backend, DeadlineExceeded, Overloaded, pipe
 from torchpipe_py.runtime.admission import (
@@ -171,8 +171,9 @@ def test_what_cannot_meet_its_deadline_any_more_is_not_computed(register: Regist
         lane = run._runtime.nodes["node"]
         first = dispatched(run)
         gate.wait_entered()
-        lane.times.add(1, 50.0, perf_counter())
+        lane.times.add(1, 50.0, late_since := perf_counter())
         late = dispatched(run, 30.0)
+        eventually(lambda: perf_counter() - late_since > 0.01)
         gate.open()
         assert first.exception(WAIT) is None
         with pytest.raises(DeadlineExceeded):

@@ -103,6 +103,39 @@ def test_what_the_iterable_raises_is_raised(run: pipe) -> None:
             list(run.map(source(), newest=newest))
 
 
+@pytest.mark.parametrize("newest", [False, True])
+def test_gives_a_result_as_soon_as_it_is_there(run: pipe, newest: bool) -> None:
+    taken = threading.Event()
+
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"data": 3}
+        if newest:
+            assert taken.wait(WAIT), "the result is not given while the next item is awaited"
+        yield {"data": 7}
+
+    results = run.map(source(), newest=newest)
+    assert next(results)["result"] == 6
+    taken.set()
+    assert [done["result"] for done in results] == [14]
+
+
+def test_an_item_that_the_pipe_refuses_has_its_error_in_its_place(run: pipe) -> None:
+    done = list(run.map(iter([{"data": 0}, {"nodata": 1}, {"data": 3}]), return_errors=True))
+    assert [type(item.get("error")).__name__ for item in done] == ["NoneType", "InvalidRequest", "NoneType"]
+
+
+def test_nothing_is_read_before_a_result_is_asked_for(run: pipe) -> None:
+    read: list[int] = []
+
+    def source() -> Iterator[dict[str, Any]]:
+        read.append(1)
+        yield {"data": 1}
+
+    del_me = run.map(source(), newest=True)
+    del del_me
+    assert read == []
+
+
 def test_refuses_to_be_nothing_ahead(run: pipe) -> None:
     with pytest.raises(ValueError, match="ahead must be at least 1, not 0"):
         run.map(items(1), ahead=0)

@@ -15,6 +15,7 @@ import pytest
 
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
 from torchpipe_py.streams import Streams
+from torchpipe_py.streams.config import read_streams
 
 av = pytest.importorskip("av")
 
@@ -272,6 +273,7 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
         ({"a": {"source": "rtsp://h/", "wieght": 2}}, "key 'wieght': unknown; did you mean 'weight'"),
         ({"a": {"source": "rtsp://h/", "fps": -1}}, "key 'fps': expected at least 0"),
         ({"a": {"source": "rtsp://h/", "decoder": "ffmpeg"}}, "key 'decoder': expected one of auto, pyav, opencv"),
+        ({"a": {"source": "rtsp://u:p[a@h/"}}, "key 'source': not a URL"),
         ({"a": 3}, "stream 'a': expected a table"),
         ({"global": {"fps": 3}}, "no stream in it"),
     ],
@@ -297,3 +299,19 @@ def test_a_decoder_of_images_lets_frames_through(video):
         frames = list(streams)
     assert len(frames) == FRAMES
     assert all(frame.result.shape == (4, 4, 3) and frame.data["color"] == "rgb" for frame in frames)
+
+
+def test_masks_what_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TOKEN", "s3cr3tTOKEN")
+    (options,) = read_streams({"a": {"source": "https://h/live/${TOKEN}/index.m3u8"}})
+    assert options.masked("404 of https://h/live/s3cr3tTOKEN/seg-17.ts") == "404 of https://h/live/***/seg-17.ts"
+    assert options.masked(f"cannot open {options.source}") == "cannot open https://h/live/${TOKEN}/index.m3u8"
+
+
+def test_a_stream_that_is_removed_leaves_nothing(video):
+    with bright() as run, Streams(run) as streams:
+        for _ in range(3):
+            streams.add("a", source=str(video), keep="all", repeat=True)
+            next(streams)
+            streams.remove("a")
+        wait_for(lambda: not streams._order and not streams._removed)

@@ -104,7 +104,7 @@ class Process(HandOverBackend):
         is_large = False
         with suppress(Exception):  # `forward` has the same dict, and says what is wrong with it
             is_large = self.config.instance_num > 1 and self.is_large(item)
-        call = Call(packed, 1, finish, request.deadline, is_large)
+        call = Call(packed, 1, finish, request.deadline, is_large, request.priority)
         request.linked().give_up.append(partial(self._pool.give_up, call))
         self._pool.ask(call)
 
@@ -258,7 +258,7 @@ class Remote(HandOverBackend):
         def finish(error: BaseException | None, outcome: Any) -> None:
             done(take_outcome(item, sent, outcome) if error is None else error)
 
-        call = Call(packed, self._section, finish, request.deadline)
+        call = Call(packed, self._section, finish, request.deadline, priority=request.priority)
         request.linked().give_up.append(partial(self._engine.give_up, call))
         if request.done:  # perhaps before it could be given up there
             self._engine.give_up(call)

@@ -231,7 +231,10 @@ class EngineClient(Pool):
         if reply.end - reply.start > LARGE_BYTES:
             link.reading.add(slot)
             take = partial(super()._take, link, slot)
-            threading.Thread(target=take, name="torchpipe-large-answer", daemon=True).start()
+            try:
+                threading.Thread(target=take, name="torchpipe-large-answer", daemon=True).start()
+            except RuntimeError:  # there are as many threads as may be
+                take()
         else:
             super()._take(link, slot)
 

@@ -58,7 +58,7 @@ class EngineServer:
         self._is_closed = False
         self._answered = Answered()
         self._taking = threading.Lock()  # of requests, and of who may be asleep
-        self._sleepers: set[object] = {None}  # lanes whose leader sleeps, or is about to, and None where some have none
+        self._sleepers: set[object] = {None}  # nodes whose leader sleeps, or is about to, and None where some have none
         self._bell.await_ring(True)
         if self.pipe.draw_from(self):
             self._sleepers.discard(None)
@@ -92,21 +92,21 @@ class EngineServer:
     def __del__(self) -> None:
         os.close(self._bell.fd)
 
-    # -- requests that come: ``Source`` of the pipe's lanes -------------------------------------------------------
+    # -- requests that come: ``Source`` of the pipe's nodes -------------------------------------------------------
 
-    def fetch(self, lane: object) -> None:
-        """Bring what is there. The lane's leader comes again before it sleeps."""
+    def fetch(self, node: object) -> None:
+        """Bring what is there. The node's leader comes again before it sleeps."""
         with self._taking:
-            if lane in self._sleepers:
-                self._sleepers.remove(lane)
+            if node in self._sleepers:
+                self._sleepers.remove(node)
                 self._bell.await_ring(bool(self._sleepers))
             self._take()
 
-    def announce(self, lane: object) -> bool:
-        """The lane's leader is about to sleep: bring what comes; whether something is there now."""
+    def announce(self, node: object) -> bool:
+        """The node's leader is about to sleep: bring what comes; whether something is there now."""
         with self._taking:
-            if lane not in self._sleepers:
-                self._sleepers.add(lane)
+            if node not in self._sleepers:
+                self._sleepers.add(node)
                 self._bell.await_ring(True)
             barrier()
             return any(link.has_work() for link in self._links.values())
@@ -277,7 +277,7 @@ class WorkerLink:
     def answer_given_up(self) -> None:
         """Answer the requests that were dropped and that no backend has."""
         # NOTE: the worker writes its next request into the slot then, and a backend that still runs on the arrays of
-        # this one, and perhaps changes them in place, would run on those of the next one. A lane first notes what it
+        # this one, and perhaps changes them in place, would run on those of the next one. A node first notes what it
         # takes and then looks whether that is over: what is over and not taken now will not run.
         if self._given_up:
             dropped, self._given_up = self._given_up, []

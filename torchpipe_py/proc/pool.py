@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from math import inf
 from operator import attrgetter
 from time import perf_counter
@@ -26,16 +26,20 @@ LOSSES = 3
 _Given = tuple["Call", Link, int, int]  # a call, and the slot and number it has there
 
 
+AGING = 1.0
+"""Seconds after which a call of low priority waits no longer for others."""
+
+
 class Call:
     """Items on their way to another process. ``done(error, outcome)`` is called once, on any thread.
 
     ``kind`` tells the other side how many items they are, or which section is to run them. Before ``done`` is called
     for an answer, ``reply`` is what is said of that, and ``link`` where it came from. ``until`` is when the call fails
-    while there is no link.
+    while there is no link. Those of low ``priority`` (1) get a link when no others wait.
     """
 
     __slots__ = ("_done", "asked", "deadline", "is_large", "kind", "link", "losses", "order", "packed", "place",
-                 "reply", "sent", "until")  # fmt: skip
+                 "priority", "reply", "sent", "until")  # fmt: skip
 
     def __init__(
         self,
@@ -44,8 +48,9 @@ class Call:
         done: Callable[[BaseException | None, Any], object],
         deadline: float | None = None,
         is_large: bool = False,
+        priority: int = 0,
     ) -> None:
-        self.packed, self.kind, self.is_large = packed, kind, is_large
+        self.packed, self.kind, self.is_large, self.priority = packed, kind, is_large, priority
         self.deadline = inf if deadline is None else deadline
         self._done = [done]
         self.asked = self.sent = perf_counter()
@@ -95,6 +100,8 @@ class Pool:
         self.changed = threading.Condition(self._lock)
         self._waiting: deque[Call] = deque()
         self._large: deque[Call] = deque()
+        self._low: deque[Call] = deque()
+        self._queues = self._large, self._waiting, self._low  # in their order
         self._order = count()
         self.links: list[Link] = []
         self.is_closed = False
@@ -136,11 +143,11 @@ class Pool:
 
     def is_waiting(self) -> bool:
         """Whether a call waits for a link."""
-        return bool(self._waiting or self._large)
+        return any(self._queues)
 
     def pending(self) -> int:
         """Calls that wait, or have a slot; a moment's estimate."""
-        return len(self._waiting) + len(self._large) + sum([link.under_way for link in self.links])
+        return sum(map(len, self._queues)) + sum([link.under_way for link in self.links])
 
     def close(self) -> None:
         """Fail what has not begun with ``PipeClosed``, as what comes from now on."""
@@ -209,7 +216,7 @@ class Pool:
                 else:
                     self._queue_of(call).appendleft(call)
             until = perf_counter() + self.hold_seconds()
-            for call in [*self._waiting, *self._large]:
+            for call in chain(*self._queues):
                 call.until = until
             given = self._give()
             self.changed.notify_all()
@@ -222,7 +229,9 @@ class Pool:
         with self._lock:
             calls = self._drop_waiting()
             late = [call for call in calls if call.until <= now]
-            self._waiting.extend(call for call in calls if call.until > now)
+            for call in calls:
+                if call.until > now:
+                    self._queue_of(call).append(call)
         for call in late:
             call.end(error)
 
@@ -238,7 +247,10 @@ class Pool:
     def _give(self) -> list[_Given]:
         """Give the calls that wait to links, as far as there is room; they are to be written then."""
         given: list[_Given] = []
-        for queue in (self._large, self._waiting):
+        queues = self._queues
+        if self._low and self._low[0].asked + AGING <= perf_counter():
+            queues = self._large, self._low, self._waiting
+        for queue in queues:
             while queue:
                 link = self._freest(queue is self._large)
                 if link is None:
@@ -269,11 +281,11 @@ class Pool:
         return best
 
     def _queue_of(self, call: Call) -> deque[Call]:
-        return self._large if call.is_large else self._waiting
+        return self._large if call.is_large else self._low if call.priority else self._waiting
 
     def _share(self) -> list[_Given]:
         """``_give``; where none waits, a link that has nothing to do gets a call of another."""
-        given = self._give() if self._waiting or self._large else []
+        given = self._give() if self.is_waiting() else []
         if given or len(self.links) < 2 or all(link.under_way for link in self.links):
             return given
         for link in self.links:
@@ -304,9 +316,9 @@ class Pool:
         return True
 
     def _drop_waiting(self) -> list[Call]:
-        dropped = [*self._waiting, *self._large]
-        self._waiting.clear()
-        self._large.clear()
+        dropped = [*chain(*self._queues)]
+        for queue in self._queues:
+            queue.clear()
         return dropped
 
     # -- without it -----------------------------------------------------------------------------------------------

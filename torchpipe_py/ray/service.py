@@ -52,7 +52,9 @@ class ServedPipe:
         self._requests += 1
         self._idle.clear()
         try:
-            seconds = self._deadlines.seconds(deadline_ms, 1 if data.get("priority") == 1 else 0)
+            seconds = self._deadlines.seconds(
+                deadline_ms, 1 if type(data.get("priority")) is int and data["priority"] == 1 else 0
+            )
             if seconds is None:
                 return await self.pipe.acall(data)
             return await asyncio.wait_for(self.pipe.acall(data, seconds), seconds)

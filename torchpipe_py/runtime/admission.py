@@ -47,28 +47,27 @@ class ComputeTimes:
 
     def __init__(self) -> None:
         self._means = [0.0] * _SIZES
-        self._at = -math.inf
+        self._at = [-math.inf] * _SIZES  # when the last one of that size ran
 
     def add(self, size: int, seconds: float, now: float) -> None:
         """A batch of ``size`` took so long."""
         place = size.bit_length()
         mean = self._means[place]
-        self._means[place] = mean + _WEIGHT * (seconds - mean) if mean else seconds
-        self._at = now
+        is_fresh = now - self._at[place] <= RECENT
+        self._means[place] = mean + _WEIGHT * (seconds - mean) if is_fresh else seconds
+        self._at[place] = now
 
     def expected(self, size: int, now: float) -> float:
         """How long a batch of ``size`` takes: the mean of the nearest size that ran, a larger one first.
 
-        0.0 if nothing ran within the last ``RECENT`` seconds.
+        0.0 if nothing ran within the last ``RECENT`` seconds; what a size took before that is forgotten.
         """
-        if now - self._at > RECENT:
-            return 0.0
-        place, means = size.bit_length(), self._means
-        if means[place]:
+        place, means, at, since = size.bit_length(), self._means, self._at, now - RECENT
+        if at[place] >= since:
             return means[place]
         for distance in range(1, _SIZES):
             for near in (place + distance, place - distance):
-                if 0 <= near < _SIZES and means[near]:
+                if 0 <= near < _SIZES and at[near] >= since:
                     return means[near]
         return 0.0
 
@@ -134,7 +133,9 @@ class ControlledDelay:
 
     def longest(self, compute: float) -> float:
         """Seconds that a request which takes ``compute`` alone may take while it sheds."""
-        return self._allowed(compute) if self._is_patient() else max(LEAST_LONGEST, COMPUTES_LEFT * compute)
+        if self._target is not None or self._is_patient():
+            return self._allowed(compute)
+        return max(LEAST_LONGEST, COMPUTES_LEFT * compute)
 
     def _allowed(self, compute: float) -> float:
         """The target of such a request, seconds."""

@@ -13,13 +13,14 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
+from torchpipe_py.runtime.admission import ComputeTimes
 from torchpipe_py.runtime.idle import Leadership
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.node import Fail, Node, RequestQueue, Source
 from torchpipe_py.runtime.request import Request
 
 LOW_SECONDS = 0.01
-"""As long as batches may take that requests of low priority make larger."""
+"""As long as batches may take that requests of low priority make larger, or twice as long as one request alone."""
 
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
@@ -38,6 +39,7 @@ class BatchQueue:
         self._buckets: dict[Hashable, deque[Request]] = {}
         self.low = 0
         """Those of low priority among them."""
+        self._normal_at = -math.inf  # when the last one came that is not
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
@@ -56,15 +58,14 @@ class BatchQueue:
         bucket = self._buckets.setdefault(self._key(request.data), deque())
         if request.priority:
             self.low += 1
-        elif bucket and bucket[-1].priority:
-            young = request.arrived - RequestQueue.AGING
-            place = (
-                next(index for index, each in enumerate(bucket) if each.priority and each.arrived > young)
-                if (bucket[-1].arrived > young)
-                else len(bucket)
-            )
-            bucket.insert(place, request)
-            return
+        else:
+            self._normal_at = request.arrived
+            if bucket and bucket[-1].priority:
+                young = request.arrived - RequestQueue.AGING
+                for place, each in enumerate(bucket):
+                    if each.priority and each.arrived > young:
+                        bucket.insert(place, request)
+                        return
         bucket.append(request)
 
     def take(
@@ -73,13 +74,12 @@ class BatchQueue:
         now: float,
         quiet: bool,
         lead_time: float = 0.0,
-        fitting: Callable[[int, float, float], int] | None = None,
+        times: ComputeTimes | None = None,
     ) -> list[Request] | None:
         """The batch that closes now, at most ``limit`` long, or ``None``.
 
-        ``fitting(size, seconds, now)`` is the largest batch of at most ``size`` that takes no longer than ``seconds``:
-        a batch is no larger than its tightest deadline allows, and takes no longer than ``LOW_SECONDS`` for the sake of
-        requests of low priority: a normal one that comes meanwhile has to wait for it.
+        By ``times`` a batch is no larger than its tightest deadline allows. While normal requests come, it takes no
+        longer than ``LOW_SECONDS`` for the sake of those of low priority: the next normal one has to wait for it.
 
         A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
         no further than ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that
@@ -95,13 +95,15 @@ class BatchQueue:
         key = min(closing)[2]
         bucket = self._buckets[key]
         size = min(limit, len(bucket))
-        if fitting is not None:
+        if times is not None:
             deadline = _first_deadline(bucket, size)
             if deadline < math.inf:
-                size = fitting(size, deadline - now, now)
+                size = times.fitting(size, deadline - now, now)
             if bucket[size - 1].priority:
                 normal = sum(1 for request in islice(bucket, size) if not request.priority)
-                size = max(1, normal, fitting(size, LOW_SECONDS, now))
+                if now - self._normal_at < RequestQueue.AGING:
+                    seconds = max(LOW_SECONDS, 2 * times.expected(1, now))
+                    size = max(1, normal, times.fitting(size, seconds, now))
         batch = list(self._buckets.pop(key)) if size == len(bucket) else [bucket.popleft() for _ in range(size)]
         if self.low:
             self.low -= sum(request.priority for request in batch)
@@ -214,8 +216,8 @@ class BatchingNode(Node):
                 return []
             quiet = self._timeout <= 0 or not self.is_awaiting()
             now = perf_counter()
-            fitting = self.times.fitting if self.delay is not None or batches.low else None
-            instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), fitting) or []
+            times = self.times if self.delay is not None or batches.low else None
+            instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), times) or []
             if batch:
                 return batch
             self._wait(instance)

@@ -86,7 +86,8 @@ class InFlight:
         with self._lock:
             if self.refusal:
                 raise PipeClosed(self.refusal)
-            most = self.most // 2 if requests and requests[0].priority else self.most
+            is_low = any(request.priority for request in requests)
+            most = max(1, self.most // 2) if is_low else self.most
             is_admitted = len(self._requests) + len(requests) <= most
             if is_admitted:
                 self._requests.update(requests)

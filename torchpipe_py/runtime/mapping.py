@@ -13,22 +13,44 @@ from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 
 Submit = Callable[[Data], "Future[Data]"]
 
+_END: Any = object()
+_NOT_YET: Any = object()
 
-def in_order(submit: Submit, items: Iterable[Data], ahead: int, return_errors: bool) -> Iterator[Data]:
-    """The finished dict of each item; what is left in the pipe is cancelled where nobody takes any more."""
+
+def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, return_errors: bool) -> Iterator[Data]:
+    """The finished dict of each item; what is left in the pipe is cancelled where nobody takes any more.
+
+    A result that is there is given before the next item is asked for; with ``newest`` also while one is awaited.
+    """
     waiting: deque[tuple[Data, Future[Data]]] = deque()
+    reader = Newest(items) if newest else None
+    each = iter(()) if newest else iter(items)
     try:
-        for item in items:
-            if len(waiting) >= ahead:
+        while True:
+            while waiting and (len(waiting) >= ahead or waiting[0][1].done()):
                 yield _finished(*waiting.popleft(), return_errors)
-            waiting.append((item, submit(item)))
+            item = next(each, _END) if reader is None else reader.take(waiting[0][1] if waiting else None)
+            if item is _END:
+                break
+            if item is not _NOT_YET:
+                waiting.append((item, _submitted(submit, item)))
         while waiting:
             yield _finished(*waiting.popleft(), return_errors)
     finally:
         for _, future in waiting:
             future.cancel()
-        if isinstance(items, Newest):
-            items.close()
+        if reader is not None:
+            reader.close()
+
+
+def _submitted(submit: Submit, item: Data) -> Future[Data]:
+    """The future of the item; where the pipe does not take it, one that has the error."""
+    try:
+        return submit(item)
+    except Exception as error:
+        refused: Future[Data] = Future()
+        refused.set_exception(error)
+        return refused
 
 
 def _finished(item: Data, future: Future[Data], return_errors: bool) -> Data:
@@ -43,9 +65,9 @@ def _finished(item: Data, future: Future[Data], return_errors: bool) -> Data:
 
 
 class Newest:
-    """Reads an iterable on a thread of its own, and gives the item that came last: older ones are dropped.
+    """Reads an iterable on a thread of its own, and keeps the item that came last: older ones are dropped.
 
-    What the iterable raises is raised where it is iterated over. ``close`` ends it: the thread takes one more item.
+    What the iterable raises is raised by ``take``. ``close`` ends it: the thread takes one more item.
     """
 
     def __init__(self, items: Iterable[Data]) -> None:
@@ -54,6 +76,31 @@ class Newest:
         self._error: BaseException | None = None
         self._is_over = False
         threading.Thread(target=self._read, args=(items,), name="torchpipe-newest", daemon=True).start()
+
+    def take(self, future: Future[Any] | None) -> Any:
+        """The item that waits, ``_END`` after the last, or ``_NOT_YET`` once the future is done and none waits."""
+        if future is not None:
+            future.add_done_callback(self._wake)
+        with self._changed:
+            while not self._waiting:
+                if self._is_over:
+                    if self._error is not None:
+                        raise self._error
+                    return _END
+                if future is not None and future.done():
+                    return _NOT_YET
+                self._changed.wait()
+            return self._waiting.pop()
+
+    def close(self) -> None:
+        """Take no further item."""
+        with self._changed:
+            self._is_over = True
+            self._waiting.clear()
+
+    def _wake(self, future: Future[Any]) -> None:
+        with self._changed:
+            self._changed.notify()
 
     def _read(self, items: Iterable[Data]) -> None:
         try:
@@ -69,23 +116,3 @@ class Newest:
             with self._changed:
                 self._is_over = True
                 self._changed.notify()
-
-    def close(self) -> None:
-        """Take no further item."""
-        with self._changed:
-            self._is_over = True
-            self._waiting.clear()
-            self._changed.notify()
-
-    def __iter__(self) -> Iterator[Data]:
-        return self
-
-    def __next__(self) -> Any:
-        with self._changed:
-            while not self._waiting:
-                if self._is_over:
-                    if self._error is not None:
-                        raise self._error
-                    raise StopIteration
-                self._changed.wait()
-            return self._waiting.pop()

@@ -30,6 +30,7 @@ from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.request import Caller, Request
 from torchpipe_py.runtime.statistics import summed
 
+_AT_ONCE = 0.002  # seconds from the entry into a queue to an instance that was idle
 _PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that comes at once does not take a core
 
 Fail = Callable[[Request, BaseException], object]
@@ -240,7 +241,8 @@ class Node:
             return True
         waited, compute = now - request.arrived, self.times.expected(size, now)
         if request.deadline is not None:
-            if now + compute < request.deadline:
+            # NOTE: what has not waited is run even if the means say that it takes too long: else nothing corrects them.
+            if now + (compute if waited > _AT_ONCE else 0.0) < request.deadline:
                 return True
             self._expire(instance, request)
         elif not request.priority and delay.took(waited, compute, now):

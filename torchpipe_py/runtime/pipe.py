@@ -26,7 +26,7 @@ from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.batching import BatchingNode
 from torchpipe_py.runtime.idle import is_main_thread
-from torchpipe_py.runtime.mapping import Newest, in_order
+from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.node import Node, Source
 from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
@@ -132,7 +132,7 @@ class pipe:
         """
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1, not {ahead!r}")
-        return in_order(self.submit, Newest(items) if newest else items, ahead, return_errors)
+        return in_order(self.submit, items, ahead, newest, return_errors)
 
     async def acall(self, data: Given, timeout: float | None = None) -> Given:
         """``submit``, awaited no longer than ``timeout``; returns ``data``. Cancelling drops what is queued."""
@@ -413,7 +413,12 @@ class Ticket:
         ``False`` if it was finished already.
         """
         is_cancelled = self._runtime.inflight.complete(self._request, error or CancelledError())
-        if is_cancelled and error is None and self._runtime.door.patience is not None:
+        if (
+            is_cancelled
+            and error is None
+            and self._request.deadline is None
+            and self._runtime.door.patience is not None
+        ):
             self._runtime.door.patience.left(perf_counter() - self._since)
         return is_cancelled
 

@@ -226,7 +226,7 @@ def nobody_waits(data: Data, error: BaseException | None) -> None:
 
 def checked_priority(value: object) -> int:
     """0 (normal) or 1 (low); ``InvalidRequest`` for anything else."""
-    if isinstance(value, bool) or value not in (0, 1):
+    if type(value) is not int or value not in (0, 1):
         raise InvalidRequest(f"{TASK_PRIORITY_KEY!r}: expected 0 (normal) or 1 (low), got {shown(value)}")
     return 1 if value else 0
 

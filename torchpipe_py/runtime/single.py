@@ -134,7 +134,8 @@ class SingleNode(Node):
             with self._large_lock:
                 self._large_left += 1
                 # All of them, since some may be over. This instance looks into the queue next, or is given back.
-                self._queue.extendleft(reversed(self._large))
+                for large in reversed(self._large):
+                    (self._queue.low if large.priority else self._queue).appendleft(large)
                 self._large.clear()
 
     def _compute(self, instance: Instance, request: Request, start: float) -> None:

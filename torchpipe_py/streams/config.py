@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
@@ -62,8 +62,8 @@ class StreamOptions:
     hwaccel = Param(to_str, "", doc="PyAV's device for decoding, as `cuda` or `vaapi`; empty: the CPU")
     node_name = Param(to_str, "", doc="the root that its frames enter, where the configuration has several")
 
-    def __init__(self, name: str, values: Mapping[str, Any], source: str) -> None:
-        """``values`` are typed; ``source`` has its variables filled in."""
+    def __init__(self, name: str, values: Mapping[str, Any], source: str, secrets: Sequence[str] = ()) -> None:
+        """``values`` are typed; ``source`` has its variables filled in, whose values are ``secrets``."""
         self.name = name
         self.shown = values["source"]
         vars(self).update(values)
@@ -71,7 +71,7 @@ class StreamOptions:
         self.is_file = "://" not in source and not source.startswith("/dev/")
         if self.live is None:
             self.live = self.keep != ALL
-        self._secrets = [secret for secret in _secrets(source) if secret]
+        self._secrets = secrets
 
     def masked(self, text: str) -> str:
         """``text`` without passwords, tokens and what the environment holds."""
@@ -81,18 +81,16 @@ class StreamOptions:
         return _SECRET.sub(lambda found: "***@" if found[0].endswith("@") else "?***", text)
 
 
-def _secrets(source: str) -> list[str]:
+def _secrets(source: str, where: Place) -> list[str]:
+    """What of a URL nobody may see; ``ConfigError`` for one that cannot be read."""
     if "://" not in source:
         return []
-    parts = urlsplit(source)
-    return [parts.netloc.rpartition("@")[0], parts.query, *(value for value in (_password(source),) if value)]
-
-
-def _password(source: str) -> str | None:
     try:
-        return urlsplit(source).password
-    except ValueError:
-        return None
+        parts = urlsplit(source)
+        given = [parts.netloc.rpartition("@")[0], parts.query, parts.password or "", unquote(parts.password or "")]
+    except ValueError as error:
+        raise where.error(f"not a URL: {error}; write %5B for [, %40 for @ within a password") from None
+    return [secret for secret in given if secret]
 
 
 PARAMS: dict[str, Param] = {name: param for name, param in vars(StreamOptions).items() if isinstance(param, Param)}
@@ -139,20 +137,22 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place) -> StreamOpti
         except (ValueError, ConfigError) as error:
             raise _StreamPlace(place.source, name, key).error(error) from None
     where = _StreamPlace(place.source, name, "source")
-    source = _VARIABLE.sub(lambda found: _variable(found[1], where), values["source"])
+    filled: list[str] = []
+    source = _VARIABLE.sub(lambda found: _variable(found[1], where, filled), values["source"])
     if "://" not in source and not os.path.exists(source):
         beside = Path(place.source).parent / source
         if not beside.exists():
             raise where.error(f"no such file: {quoted(values['source'])}, here or beside the configuration")
         source = str(beside)
-    return StreamOptions(name, values, source)
+    secrets = {secret for secret in (*filled, *_secrets(source, where)) if len(secret) > 1}
+    return StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
 
 
-def _variable(name: str, where: Place) -> str:
-    try:
-        return os.environ[name]
-    except KeyError:
-        raise where.error(f"the environment has no variable {name}") from None
+def _variable(name: str, where: Place, filled: list[str]) -> str:
+    if name not in os.environ:
+        raise where.error(f"the environment has no variable {name}")
+    filled.append(os.environ[name])
+    return filled[-1]
 
 
 class _StreamPlace(Place):

@@ -51,7 +51,10 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
     if options.source.startswith("/dev/"):
         settings["format"] = "v4l2"
     if options.hwaccel:
-        settings["hwaccel"] = av.codec.hwaccel.HWAccel(options.hwaccel, allow_software_fallback=True)
+        try:
+            settings["hwaccel"] = av.codec.hwaccel.HWAccel(options.hwaccel, allow_software_fallback=True)
+        except (ValueError, NotImplementedError) as error:
+            raise BackendUnavailable(f"hwaccel = {options.hwaccel!r}: {first_line(error)}") from None
     try:
         container = av.open(options.source, timeout=options.timeout, **settings)
     except (av.FFmpegError, OSError, ValueError) as error:
@@ -72,7 +75,10 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
 def _by_opencv(options: StreamOptions) -> Iterator[Picture]:
     import cv2
 
-    capture = cv2.VideoCapture(options.source)
+    milliseconds = round(1000 * options.timeout)
+    limits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, milliseconds, cv2.CAP_PROP_READ_TIMEOUT_MSEC, milliseconds]
+    backend = cv2.CAP_V4L2 if options.source.startswith("/dev/") else cv2.CAP_FFMPEG
+    capture = cv2.VideoCapture(options.source, backend, limits if backend == cv2.CAP_FFMPEG else [])
     try:
         if not capture.isOpened():
             raise SourceError("cannot be opened by OpenCV")

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import TorchpipeError, describe
+from torchpipe_py.errors import BackendUnavailable, describe
 from torchpipe_py.streams.config import ALL, LATEST, StreamOptions
 from torchpipe_py.streams.source import Picture, SourceError, read_pictures
 
@@ -107,12 +107,17 @@ class Stream:
         self._stop = threading.Event()
         self._blocked = [thread for thread in (*self._blocked, self._thread) if thread.is_alive()]
         self._overdue_at = float("inf")
-        self._note("blocked", f"nothing came for {self.options.timeout:g} s, and the read does not end")
-        if self.options.reconnect and len(self._blocked) < MOST_BLOCKED:
+        problem = f"nothing came for {self.options.timeout:g} s, and the read does not end"
+        if not self.options.reconnect:
+            self._note("failed", problem)
+            return
+        if self.state != "blocked":
+            self._note("blocked", problem)
+        if len(self._blocked) < MOST_BLOCKED:
             self.counts["reconnects"] += 1
             self.start()
-        elif not self.options.reconnect:
-            self.state = "failed"
+        else:
+            self._overdue_at = now + LONGEST_PAUSE  # one of them may have ended by then
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start; under the lock."""
@@ -140,8 +145,8 @@ class Stream:
                         continue
                     self._note("ended")
                     return
-                text = "the stream ended" if error is None else error
-                if self.options.is_file or not self.options.reconnect:
+                text = "the stream ended" if error is None else str(error)
+                if self.options.is_file or not self.options.reconnect or isinstance(error, BackendUnavailable):
                     self._note("ended" if error is None else "failed", text)
                     return
                 pause = self._pause * random.uniform(0.75, 1.25)
@@ -153,7 +158,7 @@ class Stream:
                 self.counts["reconnects"] += 1
                 self._overdue_at = monotonic() + self.options.timeout + _GRACE
 
-    def _read_once(self, stop: threading.Event) -> str | None:
+    def _read_once(self, stop: threading.Event) -> str | BackendUnavailable | None:
         """Read to the end; what went wrong, if something did."""
         began: float | None = None
         self._next_pts = None
@@ -172,8 +177,8 @@ class Stream:
                     self._offer(picture, seen, stop)
         except SourceError as error:
             return self.options.masked(str(error))
-        except TorchpipeError as error:
-            return str(error)
+        except BackendUnavailable as error:  # it will not come by itself
+            return error
         except Exception as error:  # of a library that reads what strangers send
             return self.options.masked(describe(error))
         return None
@@ -185,6 +190,7 @@ class Stream:
             if stop.is_set():
                 return
             self._pause = FIRST_PAUSE
+            self._overdue_at = monotonic() + self.options.timeout + _GRACE
             self._note("playing")
             number = self.counts["decoded"]
             self.counts["decoded"] += 1

@@ -81,9 +81,11 @@ class Streams:
         self._order: dict[Stream, deque[Frame]] = {}
         self._finished: deque[Frame] = deque()
         self._under_way = 0
-        self._used = 0.0
+        self._used = self._look_at = 0.0
         self._is_closing = False
-        self._most = in_flight or 1 + max(node["instances"] * node["max"] for node in run.stats()["nodes"].values())
+        stats = run.stats()
+        most = in_flight or 1 + max(node["instances"] * node["max"] for node in stats["nodes"].values())
+        self._most = min(most, stats["max_inflight"])
         with self._changed:
             for options in read_streams(streams) if streams else ():
                 self._start(Stream(options, self._changed))
@@ -105,6 +107,8 @@ class Streams:
             stream.stop()
             if stream.in_flight:
                 self._removed.add(stream)
+            else:
+                self._order.pop(stream, None)
 
     def stats(self) -> dict[str, Any]:
         """Of each stream: its state, frames by what became of them, attempts to connect, the last error."""
@@ -157,11 +161,10 @@ class Streams:
         """Take the next frame whenever there is room; the loop of the feeder's thread."""
         while True:
             with self._changed:
+                self._look_after()
                 while (stream := self._next()) is None and not self._is_closing:
                     self._changed.wait(_LOOK_SECONDS)
-                    now = monotonic()
-                    for each in self._streams.values():
-                        each.look_after(now)
+                    self._look_after()
                 if stream is None:
                     return
                 waiting = stream.take()
@@ -177,6 +180,13 @@ class Streams:
                 frame = Frame(name, waiting.number, waiting.picture.pts, waiting.dropped_before, seen=waiting.seen)
                 self._order.setdefault(stream, deque()).append(frame)
             self._enter(stream, waiting, frame)
+
+    def _look_after(self) -> None:
+        now = monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            for stream in self._streams.values():
+                stream.look_after(now)
 
     def _next(self) -> Stream | None:
         """The stream whose turn it is, if one has a frame and the pipe has room for it."""
@@ -202,6 +212,8 @@ class Streams:
         except PipeClosed as error:
             with self._changed:
                 self._is_closing = True
+                for each in self._streams.values():
+                    each.stop()
             self._leave(stream, frame, error)
         except Exception as error:
             self._leave(stream, frame, error)

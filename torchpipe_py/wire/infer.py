@@ -31,7 +31,8 @@ class Asked(NamedTuple):
     @property
     def priority(self) -> int:
         """0 (normal) or 1 (low)."""
-        return 1 if self.data.get("priority") == 1 else 0
+        given = self.data.get("priority")
+        return 1 if type(given) is int and given == 1 else 0
 
 
 def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:

@@ -153,7 +153,8 @@ class Fleet:
     @property
     def _slots(self) -> list[WorkerSlot]:
         """Of the generation that serves, and of the next one."""
-        return [*dict.fromkeys([*self.now.slots, *(self._next.slots if self._next else ())])]
+        next_ = self._next  # read once: a reload may end meanwhile
+        return [*dict.fromkeys([*self.now.slots, *(next_.slots if next_ else ())])]
 
     @property
     def ready(self) -> list[Child]:
