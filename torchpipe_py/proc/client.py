@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from math import inf
 from time import perf_counter
 from typing import Protocol
@@ -151,7 +152,7 @@ class EngineClient(Pool):
         with self.changed:
             sock, self._next = self._next, None
             if sock is None:
-                first = min((call.until for call in [*self._waiting]), default=inf)
+                first = min((call.until for call in chain(*self._queues)), default=inf)
                 if not self.is_closed:
                     self.changed.wait(None if first == inf else max(0.0, first - perf_counter()))
                 return

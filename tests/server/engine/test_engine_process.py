@@ -30,7 +30,7 @@ memfd_create = os.memfd_create
 def memfd_or_none(name, *flags):
     """There is no descriptor for a link while a file says so."""
     is_worker = multiprocessing.current_process().name.startswith("torchpipe-worker")
-    if is_worker and name == "torchpipe" and (HERE / "none-left").exists():
+    if is_worker and name == "torchpipe-slots" and (HERE / "none-left").exists():
         raise OSError(24, os.strerror(24))
     return memfd_create(name, *flags)
 

@@ -27,6 +27,8 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor, listen
 from torchpipe_server.supervisor.slots import most_connections
 
+from torchpipe_py import ConfigError
+
 JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 FILES = 64
 MOST = most_connections(FILES, 1)
@@ -164,7 +166,7 @@ def test_connections_that_end_at_once_leave_nothing(small: Process):
 
 
 def test_too_few_files_are_told():
-    with pytest.raises(cli.CannotServeError, match="only 40 files may be open"):
+    with pytest.raises(ConfigError, match="only 40 files may be open"):
         cli._fit(Options(DEMO), 40)
 
 
