@@ -84,10 +84,10 @@ def test_patience_is_what_clients_show_by_leaving() -> None:
     assert patience.bound(100, 2.0) == math.inf, "3 of 100"
     for seconds in (0.05, 0.06, 0.07):
         patience.left(seconds)
-    assert patience.bound(110, 4.0) == math.inf, "they may have been closed at once"
+    assert patience.bound(105, 4.0) == math.inf, "they may have been closed at once"
     for seconds in (0.05, 0.06, 0.07):
         patience.left(seconds)
-    assert patience.bound(120, 5.0) == 0.06
+    assert patience.bound(110, 5.0) == 0.06
     assert patience.bound(200, 6.0) == pytest.approx(0.0615)
     now = 6.0
     while patience.bound(200, now) < math.inf:

@@ -14,6 +14,7 @@ from conftest import Register
 from kit.waits import WAIT
 
 from torchpipe_py import Backend, InvalidRequest, Overloaded, pipe
+from torchpipe_py.runtime.admission import ComputeTimes
 from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.node import RequestQueue
 from torchpipe_py.runtime.request import Request, nobody_waits
@@ -110,26 +111,51 @@ def waiting(data: str, priority: int, arrived: float) -> Request:
     return request
 
 
-def test_what_has_waited_long_counts_as_normal() -> None:
+def test_fills_batches_up_with_low_priority() -> None:
     queue = BatchQueue(0.0, lambda data: None)
     for request in (waiting("old", 1, 0.0), waiting("young", 1, 1.5), waiting("new", 0, 2.0), waiting("newer", 0, 2.1)):
         queue.add(request)
     batch = queue.take(3, 2.1, True)
     assert batch is not None
-    assert [request.data["data"] for request in batch] == ["old", "new", "newer"]
+    assert [request.data["data"] for request in batch] == ["new", "newer", "old"]
     assert (len(queue), queue.low) == (1, 1)
     assert [request.data["data"] for request in queue.clear()] == ["young"]
     assert queue.low == 0
 
 
-def test_a_queue_gives_what_has_waited_long_first() -> None:
+def test_a_flood_of_normal_requests_lets_one_in_that_has_waited_long() -> None:
+    queue = BatchQueue(0.0, lambda data: None)
+    queue.add(waiting("low", 1, 0.0))
+    taken = []
+    for turn in range(8):
+        for _ in range(2):
+            queue.add(waiting("normal", 0, 2.0 + turn))
+        batch = queue.take(2, 2.0 + turn, True)
+        assert batch is not None
+        taken.append([request.data["data"] for request in batch].count("low"))
+    assert taken == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_batches_stay_short_for_the_next_normal_request() -> None:
+    times = ComputeTimes()
+    for size in (1, 2, 4, 8):
+        times.add(size, 0.006 * size, 2.0)
+    queue = BatchQueue(0.0, lambda data: None)
+    for _ in range(16):
+        queue.add(waiting("low", 1, 2.0))
+    assert len(queue.take(8, 2.0, True, times=times) or ()) == 8, "no normal request came lately"
+    queue.add(waiting("normal", 0, 2.0))
+    assert len(queue.take(8, 2.0, True, times=times) or ()) == 2
+
+
+def test_a_queue_lets_one_in_that_has_waited_long() -> None:
     queue = RequestQueue()
     now = perf_counter()
     old, young = waiting("old", 1, now - 2 * RequestQueue.AGING), waiting("young", 1, now + 60)
-    normal = waiting("normal", 0, now)
+    normal = [waiting("normal", 0, now) for _ in range(6)]
     queue.low.extend([old, young])
-    queue.append(normal)
-    assert [queue.take() for _ in range(3)] == [old, normal, young]
+    queue.extend(normal)
+    assert [queue.take() for _ in range(8)] == [*normal[:3], old, *normal[3:], young]
     assert not queue
     with pytest.raises(IndexError):
         queue.take()

@@ -263,6 +263,36 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
     assert taken["good"] == FRAMES
 
 
+def test_a_packet_that_cannot_be_decoded_is_skipped(tmp_path):
+    path = tmp_path / "a.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        for number in range(10):
+            image = np.full((48, 64, 3), 20 * number, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="bgr24")):
+                if number == 5:
+                    broken = av.Packet(b"no picture" * 20)
+                    broken.stream, broken.pts, broken.dts = packet.stream, packet.pts, packet.dts
+                    broken.time_base = packet.time_base
+                    packet = broken
+                container.mux(packet)
+        container.mux(stream.encode())
+    with bright() as run, Streams(run, {"a": {"source": str(path), "keep": "all"}}) as streams:
+        assert len(list(streams)) == 9
+        assert streams.stats()["a"]["state"] == "ended"
+
+
+def test_a_file_without_frames_fails_once(tmp_path):
+    path = tmp_path / "empty.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+    with bright() as run, Streams(run, {"a": {"source": str(path), "repeat": True}}) as streams:
+        assert list(streams) == []
+        assert streams.stats()["a"]["state"] == "failed"
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -274,6 +304,8 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
         ({"a": {"source": "rtsp://h/", "fps": -1}}, "key 'fps': expected at least 0"),
         ({"a": {"source": "rtsp://h/", "decoder": "ffmpeg"}}, "key 'decoder': expected one of auto, pyav, opencv"),
         ({"a": {"source": "rtsp://u:p[a@h/"}}, "key 'source': not a URL"),
+        ({"a": {"source": ""}}, "key 'source': no such file: ''"),
+        ({"a": {"source": "x" * 5000}}, "key 'source': no such file"),
         ({"a": 3}, "stream 'a': expected a table"),
         ({"global": {"fps": 3}}, "no stream in it"),
     ],

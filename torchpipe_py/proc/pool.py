@@ -27,7 +27,9 @@ _Given = tuple["Call", Link, int, int]  # a call, and the slot and number it has
 
 
 AGING = 1.0
-"""Seconds after which a call of low priority waits no longer for others."""
+"""Seconds after which calls of low priority come first once in a while: after ``AGED`` turns of others."""
+
+AGED = 3
 
 
 class Call:
@@ -101,6 +103,7 @@ class Pool:
         self._waiting: deque[Call] = deque()
         self._large: deque[Call] = deque()
         self._low: deque[Call] = deque()
+        self._since_aged = 0
         self._queues = self._large, self._waiting, self._low  # in their order
         self._order = count()
         self.links: list[Link] = []
@@ -249,7 +252,10 @@ class Pool:
         given: list[_Given] = []
         queues = self._queues
         if self._low and self._low[0].asked + AGING <= perf_counter():
-            queues = self._large, self._low, self._waiting
+            self._since_aged += 1
+            if self._since_aged > AGED:
+                self._since_aged = 0
+                queues = self._large, self._low, self._waiting
         for queue in queues:
             while queue:
                 link = self._freest(queue is self._large)

@@ -150,12 +150,13 @@ class ControlledDelay:
 class Patience:
     """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
 
-    Judged once in ``WINDOW`` seconds: where more than ``SHARE`` of the requests ended because their client left, and in
-    the window before as well (many may be closed at once and mean nothing), the median of how long those had waited.
-    Where fewer left, it grows by ``GROWTH``, and beyond ``FORGOTTEN`` it is over.
+    Judged once in ``WINDOW`` seconds: where more than ``MOST`` of the requests ended because their client left, and in
+    the window before as well (many may be closed at once and mean nothing), the median of how long those had waited,
+    at least ``LEAST``: a few clients that leave early must not keep others out. From then on ``SHARE`` of them is
+    enough. Where fewer left, it grows by ``GROWTH``, and beyond ``FORGOTTEN`` it is over.
     """
 
-    WINDOW, SHARE, GROWTH, FORGOTTEN = 0.25, 0.1, 1.025, 60.0
+    WINDOW, MOST, SHARE, GROWTH, LEAST, FORGOTTEN = 0.25, 0.5, 0.1, 1.025, 0.05, 60.0
     MARGIN = 0.7
     """Of that time an answer may take: estimates are off by a batch, and an answer that is late is of no use."""
 
@@ -179,9 +180,10 @@ class Patience:
         """How long most wait; ``admitted`` counts the requests since the start."""
         if now >= self._until:
             left, self._left = self._left, []
-            are_leaving = len(left) > self.SHARE * (admitted - self._admitted)
+            share = self.MOST if self.is_endless else self.SHARE
+            are_leaving = len(left) > share * (admitted - self._admitted)
             if are_leaving and self._were_leaving:
-                self._seconds = sorted(left)[len(left) // 2]
+                self._seconds = max(self.LEAST, sorted(left)[len(left) // 2])
             elif not are_leaving and self._seconds < math.inf:
                 self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
             self._were_leaving = are_leaving

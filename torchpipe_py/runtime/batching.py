@@ -40,6 +40,7 @@ class BatchQueue:
         self.low = 0
         """Those of low priority among them."""
         self._normal_at = -math.inf  # when the last one came that is not
+        self._since_aged = 0
 
     def __bool__(self) -> bool:
         return bool(self._buckets)
@@ -54,18 +55,15 @@ class BatchQueue:
         return math.inf
 
     def add(self, request: Request) -> None:
-        """Let it wait: behind all others, or before those of low priority that have not waited long."""
+        """Let it wait: behind all others, or before those of low priority."""
         bucket = self._buckets.setdefault(self._key(request.data), deque())
         if request.priority:
             self.low += 1
         else:
             self._normal_at = request.arrived
             if bucket and bucket[-1].priority:
-                young = request.arrived - RequestQueue.AGING
-                for place, each in enumerate(bucket):
-                    if each.priority and each.arrived > young:
-                        bucket.insert(place, request)
-                        return
+                bucket.insert(_normal(bucket, len(bucket)), request)
+                return
         bucket.append(request)
 
     def take(
@@ -95,12 +93,14 @@ class BatchQueue:
         key = min(closing)[2]
         bucket = self._buckets[key]
         size = min(limit, len(bucket))
+        if self.low and size < len(bucket):
+            self._let_in_aged(bucket, size, now)
         if times is not None:
             deadline = _first_deadline(bucket, size)
             if deadline < math.inf:
                 size = times.fitting(size, deadline - now, now)
             if bucket[size - 1].priority:
-                normal = sum(1 for request in islice(bucket, size) if not request.priority)
+                normal = _normal(bucket, size)
                 if now - self._normal_at < RequestQueue.AGING:
                     seconds = max(LOW_SECONDS, 2 * times.expected(1, now))
                     size = max(1, normal, times.fitting(size, seconds, now))
@@ -108,6 +108,17 @@ class BatchQueue:
         if self.low:
             self.low -= sum(request.priority for request in batch)
         return batch
+
+    def _let_in_aged(self, bucket: deque[Request], size: int, now: float) -> None:
+        """Where a batch is full of normal requests, let the oldest one of low priority into each fourth."""
+        place = _normal(bucket, len(bucket))
+        if size <= place < len(bucket) and bucket[place].arrived + RequestQueue.AGING <= now:
+            self._since_aged += 1
+            if self._since_aged > RequestQueue.AGED:
+                self._since_aged = 0
+                aged = bucket[place]
+                del bucket[place]
+                bucket.appendleft(aged)
 
     def next_close(self, limit: int, lead_time: float = 0.0) -> float | None:
         """When the next bucket closes if nothing else arrives; ``None`` if there is none."""
@@ -123,6 +134,11 @@ class BatchQueue:
     def _closes_at(self, bucket: deque[Request], limit: int, lead_time: float) -> float:
         """The earliest of the oldest request's timeout and the deadlines of those that would be in the batch."""
         return min(bucket[0].arrived + self.timeout, _first_deadline(bucket, limit) - lead_time)
+
+
+def _normal(bucket: deque[Request], size: int) -> int:
+    """How many of the first ``size`` come before the first one of low priority."""
+    return next((place for place, request in enumerate(islice(bucket, size)) if request.priority), size)
 
 
 def _first_deadline(bucket: deque[Request], size: int) -> float:

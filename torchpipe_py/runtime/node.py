@@ -55,14 +55,15 @@ class Source(Protocol):
 class RequestQueue(deque[Request]):
     """Requests in their order, and beside them those of ``low`` priority, which come when no others wait.
 
-    One that has waited for ``AGING`` seconds comes first. Any thread may add and take.
+    Of those that have waited for ``AGING`` seconds one comes for every ``AGED`` others. Any thread may add and take.
     """
 
-    AGING = 1.0
+    AGING, AGED = 1.0, 3
 
     def __init__(self) -> None:
         super().__init__()
         self.low: deque[Request] = deque()
+        self._since_aged = 0
 
     def __bool__(self) -> bool:
         return len(self) > 0 or len(self.low) > 0
@@ -71,8 +72,10 @@ class RequestQueue(deque[Request]):
         """The next one, removed; ``IndexError`` if there is none."""
         if self.low:
             with suppress(IndexError):  # another thread may take it
-                if self.low[0].arrived + self.AGING <= perf_counter():
+                if self._since_aged >= self.AGED and self.low[0].arrived + self.AGING <= perf_counter():
+                    self._since_aged = 0
                     return self.low.popleft()
+            self._since_aged += 1
             try:
                 return self.popleft()
             except IndexError:

@@ -57,10 +57,10 @@ class pipe:
     none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
     ``BackendError`` in the caller. ``node_name`` selects the root where there are several (or more than one that no
     jump leads to). ``priority`` 1 is low: batches take requests of 0, which is normal, first and fill up with these;
-    one that has waited for a second counts as normal. They are admitted while no more than half of ``max_inflight`` are
-    in flight. A list of dicts is several requests: the call returns when all are finished, each item with its
-    ``result`` or its ``error``, and raises the first error if any raised. A call returns the dict, or the list, that it
-    was given.
+    one that has waited for a second gets each fourth turn. They are admitted while no more than half of
+    ``max_inflight`` are in flight. A list of dicts is several requests: the call returns when all are finished, each
+    item with its ``result`` or its ``error``, and raises the first error if any raised. A call returns the dict, or the
+    list, that it was given.
     ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
     Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once. ``registry`` has the backends, filters and
     postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.

@@ -139,13 +139,21 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place) -> StreamOpti
     where = _StreamPlace(place.source, name, "source")
     filled: list[str] = []
     source = _VARIABLE.sub(lambda found: _variable(found[1], where, filled), values["source"])
-    if "://" not in source and not os.path.exists(source):
-        beside = Path(place.source).parent / source
-        if not beside.exists():
+    if "://" not in source and not _is_file(source):
+        beside = str(Path(place.source).parent / source)
+        if not _is_file(beside):
             raise where.error(f"no such file: {quoted(values['source'])}, here or beside the configuration")
-        source = str(beside)
+        source = beside
     secrets = {secret for secret in (*filled, *_secrets(source, where)) if len(secret) > 1}
     return StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
+
+
+def _is_file(path: str) -> bool:
+    """Whether there is a file, or a device."""
+    try:
+        return os.path.exists(path) and not os.path.isdir(path)
+    except (OSError, ValueError):
+        return False
 
 
 def _variable(name: str, where: Place, filled: list[str]) -> str:

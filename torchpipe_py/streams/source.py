@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+MOST_BROKEN = 100
+"""Packets in a row that cannot be decoded, after which a stream is given up."""
+
+MOST_PIXELS = 2**25
+"""Of a frame: 8K and a little more. Several of them wait."""
+
+
 class SourceError(Exception):
     """A stream that cannot be opened or read; what it says may hold a password."""
 
@@ -65,9 +72,22 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
         stream = container.streams.video[0]
         # Several threads read ahead, which makes a live frame old; several streams share the cores anyway.
         stream.thread_type = "NONE" if options.live else "AUTO"
+        broken = 0
         try:
-            for frame in container.decode(stream):
-                yield Picture(frame.time, partial(frame.to_ndarray, format="bgr24"))
+            for packet in container.demux(stream):
+                try:
+                    frames = packet.decode()
+                except (av.error.InvalidDataError, av.error.EOFError) as error:
+                    broken += 1
+                    if broken > MOST_BROKEN:
+                        raise SourceError(
+                            f"{broken} packets in a row cannot be decoded: {first_line(error)}"
+                        ) from error
+                    continue
+                for frame in frames:
+                    broken = 0
+                    _check_size(frame.width, frame.height)
+                    yield Picture(frame.time, partial(frame.to_ndarray, format="bgr24"))
         except (av.FFmpegError, OSError, ValueError) as error:
             raise SourceError(first_line(error)) from error
 
@@ -86,7 +106,13 @@ def _by_opencv(options: StreamOptions) -> Iterator[Picture]:
             is_read, mat = capture.read()
             if not is_read:
                 return
+            _check_size(mat.shape[1], mat.shape[0])
             pts = capture.get(cv2.CAP_PROP_POS_MSEC) / 1000
             yield Picture(pts, partial(np.asarray, mat))
     finally:
         capture.release()
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MOST_PIXELS:
+        raise SourceError(f"frames of {width}x{height} pixels, more than {MOST_PIXELS}")

@@ -135,11 +135,14 @@ class Stream:
     def _read(self, stop: threading.Event) -> None:
         """Read until the stream ends or is stopped; open it again where that is wanted."""
         while not stop.is_set():
+            decoded = self.counts["decoded"]
             error = self._read_once(stop)
             with self._changed:
                 if stop.is_set():
                     return
                 self._overdue_at = float("inf")
+                if error is None and self.options.is_file and self.counts["decoded"] == decoded:
+                    error = "no frame in it"
                 if error is None and self.options.is_file:
                     if self.options.repeat:
                         continue

@@ -77,12 +77,25 @@ def reason(data: Mapping[str, Any], key: str) -> BaseException:
 
 
 def report(error: BaseException) -> tuple[str, str]:
-    """Code and text for the client, of an error that ended a request. A defect is logged.
+    """Code and text for the client, of an error that ended a request. A defect is logged, and the error let go of.
 
     NOTE: called once for each failure, or the log has it twice.
     """
     log_defect(error)
-    return code_of(error), describe_error(error)
+    code, text = code_of(error), describe_error(error)
+    _forget_frames(error)
+    return code, text
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of the error and of what led to it.
+
+    NOTE: their frames hold the request, and that the error: garbage of megabytes that waits for the collector.
+    """
+    seen = 0
+    while error is not None and seen < 16:
+        error.__traceback__ = None
+        error, seen = error.__cause__ or error.__context__, seen + 1
 
 
 def log_defect(error: BaseException) -> None:
