@@ -288,6 +288,7 @@ def test_a_file_without_frames_fails_once(tmp_path):
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mjpeg", rate=25)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        container.start_encoding()
     with bright() as run, Streams(run, {"a": {"source": str(path), "repeat": True}}) as streams:
         assert list(streams) == []
         assert streams.stats()["a"]["state"] == "failed"

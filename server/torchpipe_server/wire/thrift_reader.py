@@ -126,6 +126,9 @@ class ThriftReader:
         except StopIteration as stop:
             message: Message = stop.value
             self._start, self._walk, self._needed, self.request, self.is_paused = self._at, None, 0, None, False
+            self._error = None
+            if self._start == size:  # NOTE: an idle connection holds nothing of its last message
+                self._buffer, self._start = b"", 0
             return message
         except ProtocolError as error:
             broken = error
