@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import struct
+import tracemalloc
 import weakref
 from typing import Any
 
@@ -383,3 +384,28 @@ def test_what_waits_when_its_client_leaves_is_not_computed(client_type):
         first.shutdown(1)
         read_all(first)
     assert b"waits" not in Steered.seen
+
+
+@pytest.mark.parametrize("way", ["thrift", "http"])
+def test_nothing_is_kept_of_what_was_refused(way):
+    """Without the collector of cycles, whose turn may come late."""
+    size = 4 * 2**20
+    gc.collect()
+    gc.disable()
+    try:
+        with steered(max_message_bytes=2 * size) as server:
+            clients = [connect(server.port) for _ in range(6)]
+            tracemalloc.start()
+            for sock in clients:
+                if way == "thrift":
+                    sock.sendall(pack_batch(bytes(size)).replace(b"infer_batch", b"infer_botch", 1))
+                else:
+                    head = f"POST /infer?x=1 HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n"
+                    sock.sendall(head.encode() + bytes(size))
+                assert sock.recv(1)
+            eventually(lambda: tracemalloc.get_traced_memory()[0] < 2 * size, "it is kept")
+            for sock in clients:
+                sock.close()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
