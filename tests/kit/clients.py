@@ -217,8 +217,8 @@ def pack_string(number: int, value: bytes) -> bytes:
     return struct.pack(">bhI", 11, number, len(value)) + value
 
 
-def pack_batch(data: bytes, seqid: int = 1) -> bytes:
-    params = pack_string(1, b"raw") + pack_string(2, data) + b"\0"
+def pack_batch(data: bytes, seqid: int = 1, uuid: bytes = b"raw") -> bytes:
+    params = pack_string(1, uuid) + pack_string(2, data) + b"\0"
     return pack_call("infer_batch", struct.pack(">bh", 12, 1) + params + b"\0", seqid)
 
 
