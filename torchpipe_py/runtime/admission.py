@@ -157,7 +157,7 @@ class Patience:
     """
 
     WINDOW, MOST, SHARE, GROWTH, LEAST, FORGOTTEN = 0.25, 0.5, 0.1, 1.025, 0.05, 60.0
-    MARGIN = 0.7
+    MARGIN = 0.6
     """Of that time an answer may take: estimates are off by a batch, and an answer that is late is of no use."""
 
     def __init__(self) -> None:

@@ -414,14 +414,16 @@ class Ticket:
         ``False`` if it was finished already.
         """
         is_cancelled = self._runtime.inflight.complete(self._request, error or CancelledError())
-        if (
-            is_cancelled
-            and error is None
-            and self._request.deadline is None
-            and self._runtime.door.patience is not None
-        ):
-            self._runtime.door.patience.left(perf_counter() - self._since)
+        if is_cancelled and error is None:
+            self.client_left()
         return is_cancelled
+
+    def client_left(self) -> None:
+        """Its client waits no longer, as far as can be seen: remember how long it has, once."""
+        patience, since = self._runtime.door.patience, self._since
+        if patience is not None and self._request.deadline is None and since:
+            self._since = 0.0
+            patience.left(perf_counter() - since)
 
 
 def _has_own_code(node: Node) -> bool:

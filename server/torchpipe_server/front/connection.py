@@ -176,7 +176,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_queued(self, call: Call) -> None:
         """Where the request waits behind others, its client has most likely left: nearly none only ends its side."""
-        if self.call is call and not getattr(call.ticket, "is_running", True):
+        if self.call is not call:
+            return
+        if getattr(call.ticket, "is_running", True):
+            getattr(call.ticket, "client_left", bool)()
+        else:
             self.drop()
 
     def pause_writing(self) -> None:
