@@ -27,7 +27,7 @@ STREAM_KEY = "stream"
 """Of a request: the name of the stream that its frame is of."""
 
 CLOSE_SECONDS = 2.0
-"""How long ``close`` waits for a read to return; a thread that is in one then ends by itself later."""
+"""How long ``close`` and ``remove`` wait for a read to return; a thread that is in one then ends by itself later."""
 
 _LOOK_SECONDS = 0.25  # between two looks at streams that may be blocked
 
@@ -109,6 +109,7 @@ class Streams:
                 self._removed.add(stream)
             else:
                 self._order.pop(stream, None)
+        stream.join(monotonic() + CLOSE_SECONDS)
 
     def stats(self) -> dict[str, Any]:
         """Of each stream: its state, frames by what became of them, attempts to connect, the last error."""
