@@ -95,7 +95,7 @@ class House:
         served = Served(own.methods, Routes(own.routes))
         self.own = stack.enter_context(LocalServer(self.pipe, make_served=lambda loop: served, **LIMITS))
         (worker,) = stack.enter_context(workers_of({**CONFIG, "main": {**CONFIG["main"], "shared": True}}))
-        self.shared = worker.pipe
+        self.shared, self.engine = worker.pipe, worker.server.pipe
         self.replica = PipeReplica(Arguments("configs/demo.toml", **LIMITS), CONFIG, str(ROOT))
         stack.callback(lambda: asyncio.run(self.replica.end()))
         self.seconds = WAIT

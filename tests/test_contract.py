@@ -88,6 +88,8 @@ def test_low_priority_waits_for_normal_requests(house: House, block: Any, way: s
         return asking
 
     threads = [ask(b"low", 1), ask(b"normal", 0)]
+    if way == "shared":
+        eventually(lambda: house.engine.stats()["inflight"] == 3)
     Steered.opened.set()
     for thread in threads:
         thread.join(WAIT)
