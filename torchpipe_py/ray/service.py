@@ -17,7 +17,7 @@ from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.answers import failure, to_line
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError, RouteError, reason
-from torchpipe_py.wire.infer import answer_of, read_request
+from torchpipe_py.wire.infer import answer_of, priority_in, read_request
 
 logger = logging.getLogger("torchpipe_py")
 
@@ -52,9 +52,7 @@ class ServedPipe:
         self._requests += 1
         self._idle.clear()
         try:
-            seconds = self._deadlines.seconds(
-                deadline_ms, 1 if type(data.get("priority")) is int and data["priority"] == 1 else 0
-            )
+            seconds = self._deadlines.seconds(deadline_ms, priority_in(data))
             if seconds is None:
                 return await self.pipe.acall(data)
             return await asyncio.wait_for(self.pipe.acall(data, seconds), seconds)

@@ -31,8 +31,7 @@ class Asked(NamedTuple):
     @property
     def priority(self) -> int:
         """0 (normal) or 1 (low)."""
-        given = self.data.get("priority")
-        return 1 if type(given) is int and given == 1 else 0
+        return priority_in(self.data)
 
 
 def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
@@ -137,6 +136,12 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked
     if options.get("priority") is not None:
         data["priority"] = priority_of(options["priority"])
     return Asked(data, list(dict.fromkeys(keys)), milliseconds(options["deadline_ms"]), hint)
+
+
+def priority_in(data: Mapping[str, Any]) -> int:
+    """That of a request's dict: 0 (normal) or 1 (low); 0 for what the pipe is going to refuse."""
+    given = data.get("priority")
+    return 1 if type(given) is int and given == 1 else 0
 
 
 def priority_of(given: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.wire.errors import ReplyTooLargeError, report
-from torchpipe_py.wire.infer import priority_of
+from torchpipe_py.wire.infer import priority_in, priority_of
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 from torchpipe_server.front.services import OK, Cancellable, Done, Method, TraceFields, reply_bound, trace_fields
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
@@ -115,7 +115,7 @@ class InferenceHandler:
                 result = result_type(error=self._to_error(failure))
             done(result)
 
-        seconds = self._deadlines.seconds(request.deadline_ms, request.priority or 0)
+        seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data))
         return self._pipe.dispatch(data, finish, seconds)
 
     def _outputs(self, data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
