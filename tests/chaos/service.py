@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 from kit.monitored import Monitored
 from kit.services import LIGHT, ROOT
 from kit.waits import WAIT
@@ -62,9 +61,12 @@ class Service(Monitored):
         return sorted(file for file in files if file.startswith("/dev/shm/") and not file.startswith(own))
 
     def sum(self, figure: str) -> int:
-        """``rss`` in bytes, ``num_fds`` or ``num_threads`` of the supervisor and the workers."""
+        """``rss`` in bytes, ``num_fds`` or ``num_threads`` of all its processes.
+
+        It asks no port for the processes: that connection would be counted, or not, with the descriptors.
+        """
         total = 0
-        for process in map(psutil.Process, (self.pid, *self.pids())):
+        for process in self.processes():
             total += process.memory_info().rss if figure == "rss" else getattr(process, figure)()
         return total
 
