@@ -88,6 +88,7 @@ def test_what_changed_or_is_damaged_is_rebuilt(cached: Start, tmp_path: Path, ca
 
 
 def test_the_cache_of_an_encrypted_model_is_encrypted(cached: Start, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
     keys = encrypt(tmp_path / "small.onnx")
     cache = str(tmp_path / "secret" / "small.trt")
     assert cached(**{**keys, "model::cache": cache})
