@@ -43,6 +43,7 @@ HUNG = 3  # the exit status of a process whose backend does not return
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two looks at whether the time to end is over
+VERSION = "1"  # of the model: a service has one configuration at a time
 NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
 
 
@@ -382,6 +383,7 @@ def usual_service(options: Options, run: pipe) -> Served:
     from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.http import HttpHandler
     from torchpipe_server.methods.many import Turns
+    from torchpipe_server.methods.oip.core import Model, Models, OpenInference
     from torchpipe_server.methods.oip.handler import OipHandler
     from torchpipe_server.methods.oip.requests import InferLimits
     from torchpipe_server.methods.thrift import InferenceHandler
@@ -391,8 +393,8 @@ def usual_service(options: Options, run: pipe) -> Served:
     thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
     http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
     limits = InferLimits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
-    model = Path(options.config).stem
-    oip = OipHandler(run, model, deadlines, turns, limits, reply_bound(options.max_reply_bytes))
+    models = Models([Model(Path(options.config).stem, VERSION, run, deadlines, turns)])
+    oip = OipHandler(OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes)), limits)
     return Served(thrift.methods, Routes([*http.routes, *oip.routes], options.monitoring))
 
 

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchpipe_server.methods.oip.http import HEADER_LENGTH, read_head, read_infer
 from torchpipe_server.methods.oip.requests import (
-    HEADER_LENGTH,
     InferLimits,
     InferRequest,
     Wanted,
-    read_head,
-    read_infer,
 )
 from torchpipe_server.methods.oip.tensors import NUMBERS
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchpipe_server.methods.oip.http import answer
 from torchpipe_server.methods.oip.requests import InferRequest, Wanted
-from torchpipe_server.methods.oip.results import answer, kept, outputs_of
+from torchpipe_server.methods.oip.results import kept, outputs_of
 from torchpipe_server.methods.oip.tensors import Output
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
@@ -107,8 +108,8 @@ def test_an_answer_as_json_and_as_binary():
         (Output("a", "FP32", [1], np.array([0.5], np.float32)), True),
         (Output("b", "BYTES", [1], [b"x"]), False),
     ]
-    text, reply = Bound(100, "--max-text-bytes"), Bound(1000, "--max-reply-bytes")
-    given = answer("demo", asking()._replace(id="7"), outputs, text, reply)
+    text = Bound(100, "--max-text-bytes")
+    given = answer("demo", "1", asking()._replace(id="7"), outputs, text)
     head = {"model_name": "demo", "model_version": "1", "id": "7"}
     size = int(given.headers["Inference-Header-Content-Length"])
     assert json.loads(given.body[:size]) == {
@@ -119,19 +120,17 @@ def test_an_answer_as_json_and_as_binary():
         ],
     }
     assert (given.kind, given.body[size:]) == ("application/octet-stream", np.float32(0.5).tobytes())
-    plain = answer("demo", asking(), outputs[1:], text, reply)
+    plain = answer("demo", "1", asking(), outputs[1:], text)
     assert (plain.kind, plain.headers) == ("application/json", {})
-    with pytest.raises(ReplyTooLargeError, match="--max-reply-bytes"):
-        answer("demo", asking(), outputs, text, Bound(4, "--max-reply-bytes"))
 
 
 @pytest.mark.parametrize("datatype", ["UINT8", "FP64"])
 def test_large_outputs_come_as_binary(datatype: str):
-    text, reply = Bound(100, "--max-text-bytes"), Bound(10_000, "--max-reply-bytes")
+    text = Bound(100, "--max-text-bytes")
     output = Output("a", datatype, [1, 26], np.zeros((1, 26), datatype.replace("FP64", "float64").lower()))
     with pytest.raises(ReplyTooLargeError, match=r"104 bytes; .* 100 \(--max-text-bytes\); ask .* with binary_data"):
-        answer("demo", asking(), [(output, False)], text, reply)
-    assert answer("demo", asking(), [(output, True)], text, reply).body.endswith(output.to_binary())
+        answer("demo", "1", asking(), [(output, False)], text)
+    assert answer("demo", "1", asking(), [(output, True)], text).body.endswith(output.to_binary())
 
 
 @pytest.mark.parametrize(

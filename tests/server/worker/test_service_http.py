@@ -18,7 +18,7 @@ from conftest import Register
 from kit.clients import Client, connect, read_all
 from kit.services import ROOT, LocalServer, serving
 from kit.waits import WAIT, eventually
-from torchpipe_server.methods.oip.requests import HEADER_LENGTH
+from torchpipe_server.methods.oip.http import HEADER_LENGTH
 from torchpipe_server.methods.oip.tensors import DATATYPES
 from torchpipe_server.options import Options
 from torchpipe_server.worker.worker import usual_service

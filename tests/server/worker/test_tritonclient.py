@@ -77,7 +77,11 @@ def test_images(demo: LocalServer, client: Any):
         ({"sequence_id": 3}, "400", "a pipe keeps no state between requests"),
         ({"outputs": [triton.InferRequestedOutput("scor")]}, "400", "no output 'scor'; did you mean 'score'?"),
         ({"outputs": [triton.InferRequestedOutput("score", class_count=3)]}, "400", "labels classes (TopK)"),
-        ({"parameters": {"deadline": 1}}, "400", "unknown parameter 'deadline'; did you mean 'deadline_ms'?"),
+        (
+            {"parameters": {"deadline": 1}},
+            "400",
+            "unknown field `deadline` - at `$.parameters`; did you mean 'deadline_ms'?",
+        ),
         ({"request_compression_algorithm": "gzip"}, "415", "Content-Encoding 'gzip': send the body as it is"),
     ],
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import Signature, TensorSpec
-from torchpipe_server.methods.oip.results import VERSION
 from torchpipe_server.methods.oip.tensors import BYTES, OF_DTYPE
 
 PLATFORM = "torchpipe_py"
@@ -21,11 +20,11 @@ SERVER = {
 """``GET /v2``."""
 
 
-def model(name: str, signature: Signature) -> dict[str, Any]:
+def model(name: str, version: str, signature: Signature) -> dict[str, Any]:
     """``GET /v2/models/{model}``. Inputs or outputs are empty if the pipe does not declare them."""
     return {
         "name": name,
-        "versions": [VERSION],
+        "versions": [version],
         "platform": PLATFORM,
         "inputs": _tensors(signature.inputs),
         "outputs": _tensors(signature.outputs),
@@ -82,8 +81,8 @@ class Figures:
             self._items += items if is_success else 0
             self._last = time()
 
-    def summary(self, name: str, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """``model_stats`` of Triton; ``stats`` are the pipe's, of all its requests.
+    def summary(self, name: str, version: str, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """One of Triton's ``model_stats``; ``stats`` are the pipe's, of all its requests.
 
         An execution is a batch of the node that takes the largest. Times are sums over nodes; what a batch takes counts
         once, not for each of its requests.
@@ -96,7 +95,7 @@ class Figures:
         with self._lock:
             figures = {
                 "name": name,
-                "version": VERSION,
+                "version": version,
                 "last_inference": int(1000 * self._last),
                 "inference_count": self._items,
                 "execution_count": max(nodes, key=lambda node: int(node["max"]))["batches"],
@@ -107,4 +106,4 @@ class Figures:
                 },
                 "batch_stats": [],
             }
-        return {"model_stats": [figures]}
+        return figures

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,21 +10,13 @@ import numpy as np
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of
-from torchpipe_server.methods.oip.requests import HEADER_LENGTH, InferRequest
-from torchpipe_server.methods.oip.tensors import BYTES, Output, numbers, texts
-from torchpipe_server.wire.http import HttpAnswer
+from torchpipe_server.methods.oip.requests import InferRequest
+from torchpipe_server.methods.oip.tensors import Output, numbers, texts
 
 RESULT = "result"
-VERSION = "1"
-"""Of every model: a service has one configuration at a time."""
-
-_MOST_FLOAT32 = 3.4e38
-_float32 = struct.Struct("f")
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-_JSON, _BINARY = "application/json", "application/octet-stream"
+MOST_FLOAT32 = 3.4e38
 
 
 def kept(data: Mapping[str, Any], request: InferRequest) -> dict[str, Any]:
@@ -57,72 +46,6 @@ def outputs_of(
     return found
 
 
-class Templates:
-    """Answers of one item whose result is a label and its score, or one number or text, written at once.
-
-    ``names`` are the pipe's own of its outputs.
-    """
-
-    def __init__(self, model: str, names: Sequence[str]) -> None:
-        head = json.dumps({"model_name": model, "model_version": VERSION}, ensure_ascii=False)[:-1]
-        name = _encode(names[0] if len(names) == 1 else RESULT)
-        self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
-        self._starts: dict[type, str] = {
-            kind: f'{head}, "outputs": [{{"name": {own}, "datatype": "{datatype}", "shape": [1], "data": ['
-            for kind, own, datatype in (
-                (tuple, '"label"', BYTES), (bool, name, "BOOL"), (int, name, "INT64"), (float, name, "FP64"),
-                (str, name, BYTES),
-            )
-        }  # fmt: skip
-
-    def answer(self, value: Any) -> HttpAnswer | None:
-        """``None`` for another result."""
-        kind = type(value)
-        start = self._starts.get(kind)
-        if start is None:
-            return None
-        if kind is tuple:
-            if not is_label_and_score(value) or not -_MOST_FLOAT32 < value[1] < _MOST_FLOAT32:
-                return None
-            (score,) = _float32.unpack(_float32.pack(value[1]))
-            text = f"{start}{_encode(str(value[0]))}{self._score}{score!r}]}}]}}"
-        else:
-            if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
-                return None
-            text = f"{start}{_encode(value)}]}}]}}"
-        return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
-
-
-def answer(
-    model: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], most_json: Bound, reply: Bound
-) -> HttpAnswer:
-    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` beyond ``reply``, and for JSON
-    beyond ``most_json``: while it is made, an instance waits, and every thread that needs the GIL.
-    """
-    size = sum(output.size(is_binary) for output, is_binary in outputs)
-    if size > reply.bytes:
-        raise ReplyTooLargeError(size, reply)
-    size = sum(output.size(is_binary) for output, is_binary in outputs if not is_binary)
-    if size > most_json.bytes:
-        raise ReplyTooLargeError(size, most_json, "; ask for large outputs with binary_data")
-    head: dict[str, Any] = {"model_name": model, "model_version": VERSION}
-    if request.id is not None:
-        head["id"] = request.id
-    head["outputs"] = described = []
-    binary: list[bytes] = []
-    for output, is_binary in outputs:
-        form = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
-        if is_binary:
-            binary.append(output.to_binary())
-            described.append({**form, "parameters": {"binary_data_size": len(binary[-1])}})
-        else:
-            described.append({**form, "data": output.to_list()})
-    text = answers.utf8_json(json.dumps(head, ensure_ascii=False))
-    if not binary:
-        return HttpAnswer(200, _JSON, text)
-    return HttpAnswer(200, _BINARY, b"".join([text, *binary]), {HEADER_LENGTH: str(len(text))})
-
-
 def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
     """The results of all items: tensors under the model's own names, labels and scores, or one under ``result``."""
     if all(map(is_label_and_score, values)):
@@ -147,7 +70,7 @@ def _are_rankings(values: Sequence[Any], names: Sequence[str]) -> bool:
 def _labelled(rankings: Sequence[Sequence[Any]], shape: Sequence[int]) -> list[Output]:
     pairs = [pair for ranking in rankings for pair in ranking]
     scores = np.array([float(score) for _, score in pairs])
-    if not (np.abs(scores) <= _MOST_FLOAT32).all():
+    if not (np.abs(scores) <= MOST_FLOAT32).all():
         raise NoResult("'score' contains NaN, infinity or numbers beyond FP32")
     return [
         texts("label", [answers.utf8_text(str(label)) for label, _ in pairs], shape),

@@ -1,0 +1,213 @@
+"""What the protocol's methods do, whatever carries them: HTTP and gRPC only read requests and write answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
+from torchpipe_py.errors import nearest
+from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, log_defect
+from torchpipe_server.front.services import Cancellable, Done
+from torchpipe_server.methods.many import Turns
+from torchpipe_server.methods.oip import metadata
+from torchpipe_server.methods.oip.requests import InferRequest
+from torchpipe_server.methods.oip.results import RESULT, kept, outputs_of
+from torchpipe_server.methods.oip.tensors import Output
+
+
+class NotServedError(TorchpipeError):
+    """A method of the protocol that this service does not have."""
+
+    code = "not_served"
+
+
+class Root:
+    """Where requests enter a model's pipe, and what they bring and take."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.inputs, self.outputs = signature.inputs, signature.outputs
+
+
+class Model:
+    """What clients call a model: a pipe under a name and a version, and the figures of its requests."""
+
+    def __init__(self, name: str, version: str, run: pipe, deadlines: Deadlines, turns: Turns) -> None:
+        self.name, self.version, self.pipe, self.deadlines, self.turns = name, version, run, deadlines, turns
+        self.figures = metadata.Figures()
+        self._roots: dict[str | None, Root] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every node has an instance that serves."""
+        return all(node["alive"] for node in self.pipe.stats()["nodes"].values())
+
+    def root(self, node_name: str | None) -> Root:
+        """The one that a request names; ``UnknownNode`` if there is no such root, or several and none is named."""
+        root = self._roots.get(node_name)
+        if root is None:
+            root = self._roots[node_name] = Root(self.pipe.signature(node_name))
+        return root
+
+    def signature(self, node_name: str | None) -> Signature:
+        """Of the root of this name; empty without a name, if there are several roots."""
+        try:
+            return self.pipe.signature(node_name)
+        except UnknownNode:
+            if node_name is not None:
+                raise
+            return Signature()
+
+
+class Models:
+    """The models of the service, by name and version; the last version of a name is its latest."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models = {(model.name, model.version): model for model in models}
+        self._latest = {model.name: model for model in models}
+
+    def all(self) -> list[Model]:
+        """Each version of each model."""
+        return list(self._models.values())
+
+    def find(self, name: str, version: str = "") -> Model:
+        """An empty version is the latest. ``RouteError`` for a model, or a version of it, that does not exist."""
+        model = self._models.get((name, version)) if version else self._latest.get(name)
+        if model is not None:
+            return model
+        if name not in self._latest:
+            raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], self._latest)}")
+        versions = [model.version for model in self._models.values() if model.name == name]
+        raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {nearest('', versions)}")
+
+
+class Codec(Protocol):
+    """What writes answers of inference in the form that its clients read; called on any thread."""
+
+    def plain(self, model: Model, root: Root, value: Any) -> Any:
+        """The answer to a request without wishes whose one item has this result; ``None`` where ``answer`` is to."""
+
+    def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> Any:
+        """The answer with these tensors, each of which is wanted as binary or not."""
+
+
+class OpenInference:
+    """The protocol's methods. Those that raise, raise ``TorchpipeError`` with a code for the client.
+
+    ``items`` bounds the batch of a request, ``reply`` an answer.
+    """
+
+    def __init__(self, models: Models, items: int, reply: Bound) -> None:
+        self.models, self.items, self._reply = models, items, reply
+
+    def is_ready(self, name: str = "", version: str = "") -> bool:
+        """Whether the model is, or without a name whether all are."""
+        return all(model.is_ready for model in self._named(name, version))
+
+    def metadata(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
+        """Inputs and outputs of the model, or of the root ``node_name``."""
+        model = self.models.find(name, version)
+        return metadata.model(model.name, model.version, model.signature(node_name))
+
+    def config(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
+        """The same in Triton's form of a configuration."""
+        model = self.models.find(name, version)
+        return metadata.config(model.name, model.signature(node_name), self.items)
+
+    def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
+        """Of the model, or without a name of all."""
+        summaries = [
+            model.figures.summary(model.name, model.version, model.pipe.stats()) for model in self._named(name, version)
+        ]
+        return {"model_stats": summaries}
+
+    def index(self) -> list[dict[str, Any]]:
+        """Each model that there is."""
+        return [
+            {"name": model.name, "version": model.version, "state": "READY", "reason": ""}
+            for model in self.models.all()
+        ]
+
+    def load(self, name: str) -> None:
+        """Load the model, or load it again."""
+        raise NotServedError("models are loaded at the start: change the file and send SIGHUP")
+
+    def unload(self, name: str) -> None:
+        """Let go of the model."""
+        raise NotServedError("models stay loaded until the service ends")
+
+    def _named(self, name: str, version: str) -> list[Model]:
+        return [self.models.find(name, version)] if name else self.models.all()
+
+    # -- inference ----------------------------------------------------------------------------------------------
+
+    def infer(self, model: Model, asked: InferRequest, codec: Codec, began: float, done: Done) -> Cancellable:
+        """Run the items of a request side by side; where one fails, the request does.
+
+        ``began``: when the request was there, in seconds of ``perf_counter``.
+        """
+        root = model.root(asked.node_name)
+        items = asked.items(root.inputs)
+        count, asked = len(items), asked._replace(rows=())  # NOTE: inputs are kept no longer than the pipe keeps them
+
+        def finish(outcomes: list[Any]) -> None:
+            try:
+                result = self._answer(model, asked, root, codec, outcomes)
+            except BaseException as failure:
+                result = failure
+            model.figures.add(count, began, not isinstance(result, BaseException))
+            done(result)
+
+        def finish_one(data: dict[str, Any], error: BaseException | None) -> None:
+            answer = None
+            if error is None and is_plain and RESULT in data:
+                answer = codec.plain(model, root, data[RESULT])
+            if answer is None:
+                finish([_outcome(asked, data, error)])
+            else:
+                model.figures.add(1, began, True)
+                done(answer)
+
+        is_plain = not (asked.outputs or asked.is_binary or asked.id is not None)
+        try:
+            seconds = model.deadlines.seconds(asked.deadline_ms, asked.priority)
+            if count == 1:
+                return model.pipe.dispatch(items[0], finish_one, seconds)
+            return model.turns.gather(items, seconds, partial(_outcome, asked), finish)
+        except BaseException:  # it was not let in
+            model.figures.add(count, began, False)
+            raise
+
+    def _answer(self, model: Model, asked: InferRequest, root: Root, codec: Codec, outcomes: list[Any]) -> Any:
+        failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+        for index in failed[1:]:
+            log_defect(outcomes[index])  # the answer reports only the first
+        if failed:
+            raise _of_item(outcomes[failed[0]], failed[0], len(outcomes))
+        outputs = outputs_of(outcomes, asked, root.outputs)
+        size = sum(output.size(is_binary) for output, is_binary in outputs)
+        if size > self._reply.bytes:
+            raise ReplyTooLargeError(size, self._reply)
+        return codec.answer(model, asked, outputs)
+
+
+def _outcome(asked: InferRequest, data: dict[str, Any], error: BaseException | None) -> Any:
+    """What of an item is kept until the others are finished: its outputs, or its error."""
+    if error is not None:
+        return error
+    try:
+        return kept(data, asked)
+    except BaseException as failure:
+        return failure
+
+
+def _of_item(error: BaseException, index: int, count: int) -> BaseException:
+    """The error, and of several items which one it is."""
+    if count == 1 or not isinstance(error, TorchpipeError):
+        return error
+    failure = TorchpipeError(f"item {index} of {count}: {describe_error(error)}")
+    failure.code, failure.__cause__ = error.code, error
+    failure.retry_after_ms = getattr(error, "retry_after_ms", None)  # type: ignore[attr-defined]
+    return failure

@@ -1,0 +1,206 @@
+"""The messages of the protocol over HTTP: JSON, and the binary data of tensors after it."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torchpipe_py import InvalidRequest
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
+from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
+from torchpipe_py.wire.values import is_label_and_score
+from torchpipe_server.methods.oip.requests import (
+    Given,
+    InferLimits,
+    InferRequest,
+    Options,
+    Wanted,
+    infer_request,
+    refuse,
+)
+from torchpipe_server.methods.oip.results import MOST_FLOAT32, RESULT
+from torchpipe_server.methods.oip.tensors import BYTES, Output
+from torchpipe_server.wire.http import HttpAnswer
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+"""The header that says how many bytes of a body are JSON; the tensors' binary data follow."""
+
+_float32 = struct.Struct("f")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+_JSON, _BINARY = "application/json", "application/octet-stream"
+
+
+class _InputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    binary_data_size: int | None = None
+
+
+class _OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    binary_data: bool | None = None
+
+
+class _Input(msgspec.Struct, gc=False):
+    """A tensor of a request; ``data`` is absent if it is binary."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: _InputOptions | None = None
+    data: Any = msgspec.UNSET
+
+
+class _Output(msgspec.Struct, gc=False):
+    name: str
+    parameters: _OutputOptions | None = None
+
+
+class _Asked(msgspec.Struct, gc=False):
+    """The JSON of a request."""
+
+    inputs: list[_Input]
+    id: str | None = None
+    parameters: Options | None = None
+    outputs: list[_Output] | None = None
+
+
+_decode = msgspec.json.Decoder(_Asked).decode
+_OPTIONS = [name for struct in (Options, _InputOptions, _OutputOptions) for name in struct.__struct_fields__]
+
+
+class Head(NamedTuple):
+    """What the header fields of a request say: where its JSON ends, and a deadline."""
+
+    json_size: str | None
+    deadline_ms: float | None
+    priority: int = 0
+
+
+def read_head(fields: Mapping[str, str]) -> Head:
+    """What the header fields say, their names in lower case; raises what is wrong with them."""
+    check_encoding(fields)
+    deadline, priority = milliseconds(fields.get("x-deadline-ms")), priority_of(fields.get("x-priority", 0))
+    return Head(fields.get(HEADER_LENGTH.lower()), deadline, priority)
+
+
+def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
+    """The request; raises what is wrong with it."""
+    size, given = len(body), head.json_size
+    if given is not None:
+        if not (given.isascii() and given.isdigit() and len(given) <= 12 and int(given) <= size):
+            raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
+        size = int(given)
+    view = memoryview(body)
+    asked = _read_json(view[:size], limits.text)
+    options = asked.parameters
+    is_binary = options is not None and options.binary_data_output
+    outputs: list[Wanted] = []
+    for output in asked.outputs or ():
+        wanted = None if output.parameters is None else output.parameters.binary_data
+        outputs.append(Wanted(output.name, is_binary if wanted is None else wanted))
+    inputs = _inputs(asked.inputs, view[size:])
+    return infer_request(asked.id, options, inputs, outputs, limits.items, head.deadline_ms, head.priority)
+
+
+def _inputs(inputs: Sequence[_Input], binary: memoryview) -> list[Given]:
+    """The inputs with their data, those of ``binary_data_size`` from ``binary``, which has them one after the other."""
+    found: list[Given] = []
+    start = 0
+    for given in inputs:
+        size, left = None if given.parameters is None else given.parameters.binary_data_size, len(binary) - start
+        data = given.data
+        if size is not None:
+            where = f"input {given.name[:40]!r}: "
+            if data is not msgspec.UNSET:
+                raise InvalidRequest(f"{where}both data and binary_data_size")
+            if not 0 <= size <= left:
+                raise InvalidRequest(f"{where}binary_data_size {size}; {left} bytes follow the JSON")
+            data = binary[start : start + size]
+            start += size
+        found.append(Given(given.name, given.datatype, given.shape, data))
+    if start != len(binary):
+        raise InvalidRequest(f"{len(binary) - start} bytes behind the binary data of the inputs")
+    return found
+
+
+def _read_json(text: memoryview, most: Bound) -> _Asked:
+    try:
+        if len(text) <= min(most.bytes, MOST_CONTAINERS):
+            try:
+                return _decode(text)
+            except msgspec.ValidationError:
+                raise
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass
+        # Python's own reader takes what others write beyond JSON: NaN, and halves of surrogate pairs.
+        return msgspec.convert(parse_json(bytes(text), most), _Asked)
+    except msgspec.ValidationError as error:
+        refuse(error, _OPTIONS)
+
+
+class Templates:
+    """Answers of one item whose result is a label and its score, or one number or text, written at once.
+
+    ``names`` are the pipe's own of its outputs.
+    """
+
+    def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
+        head = json.dumps({"model_name": model, "model_version": version}, ensure_ascii=False)[:-1]
+        name = _encode(names[0] if len(names) == 1 else RESULT)
+        self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
+        self._starts: dict[type, str] = {
+            kind: f'{head}, "outputs": [{{"name": {own}, "datatype": "{datatype}", "shape": [1], "data": ['
+            for kind, own, datatype in (
+                (tuple, '"label"', BYTES), (bool, name, "BOOL"), (int, name, "INT64"), (float, name, "FP64"),
+                (str, name, BYTES),
+            )
+        }  # fmt: skip
+
+    def answer(self, value: Any) -> HttpAnswer | None:
+        """``None`` for another result."""
+        kind = type(value)
+        start = self._starts.get(kind)
+        if start is None:
+            return None
+        if kind is tuple:
+            if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
+                return None
+            (score,) = _float32.unpack(_float32.pack(value[1]))
+            text = f"{start}{_encode(str(value[0]))}{self._score}{score!r}]}}]}}"
+        else:
+            if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
+                return None
+            text = f"{start}{_encode(value)}]}}]}}"
+        return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
+
+
+def answer(
+    model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], most_json: Bound
+) -> HttpAnswer:
+    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` for JSON beyond ``most_json``: while
+    it is made, an instance waits, and every thread that needs the GIL.
+    """
+    size = sum(output.size(is_binary) for output, is_binary in outputs if not is_binary)
+    if size > most_json.bytes:
+        raise ReplyTooLargeError(size, most_json, "; ask for large outputs with binary_data")
+    head: dict[str, Any] = {"model_name": model, "model_version": version}
+    if request.id is not None:
+        head["id"] = request.id
+    head["outputs"] = described = []
+    binary: list[bytes] = []
+    for output, is_binary in outputs:
+        form = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+        if is_binary:
+            binary.append(output.to_binary())
+            described.append({**form, "parameters": {"binary_data_size": len(binary[-1])}})
+        else:
+            described.append({**form, "data": output.to_list()})
+    text = answers.utf8_json(json.dumps(head, ensure_ascii=False))
+    if not binary:
+        return HttpAnswer(200, _JSON, text)
+    return HttpAnswer(200, _BINARY, b"".join([text, *binary]), {HEADER_LENGTH: str(len(text))})
