@@ -62,7 +62,7 @@ def test_the_one_that_rested_last_is_woken_first_and_a_borrowed_one_is_not_woken
 
 def test_a_leader_that_is_woken_before_it_waits_does_not_wait() -> None:
     queue: deque[int] = deque([1])
-    idle, leader = Leadership(queue, ()), Sleeper()
+    idle, leader = Leadership(queue, (), ()), Sleeper()
     assert idle.lead(leader)
     idle.wait(leader, 1000.0)  # there is something in the queue
     queue.clear()
@@ -80,7 +80,7 @@ def test_a_leader_that_is_woken_before_it_waits_does_not_wait() -> None:
 @pytest.mark.parametrize("leaders", [False, True])
 def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
     queue: deque[int] = deque()
-    idle = Leadership(queue, ()) if leaders else IdleStack(queue)
+    idle = Leadership(queue, (), ()) if leaders else IdleStack(queue)
     total, taken = 20_000, deque[int]()
     done = threading.Event()
 

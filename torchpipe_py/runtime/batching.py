@@ -157,7 +157,7 @@ class BatchingNode(Node):
         super().__init__(name, instances, fail, waiting)
         self._timeout = timeout
         self._batches = BatchQueue(timeout, lambda data: instances[0].backend.batch_key(data))
-        self.idle: Leadership = Leadership(self._queue, self._batches)
+        self.idle: Leadership = Leadership(self._queue.normal, self._queue.low, self._batches)
         self._source: Source | None = None
 
     def draw_from(self, source: Source) -> None:
@@ -220,7 +220,7 @@ class BatchingNode(Node):
         while True:
             if self._source is not None:
                 self._source.fetch(self)
-            while queue:
+            while queue.normal or queue.low:
                 instance.taken = (request := queue.take(),)
                 try:
                     batches.add(request)

@@ -27,7 +27,7 @@ class HandOverNode(Node):
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
         super().__init__(name, instances, fail, waiting)
-        self.idle = Idle(self._queue)
+        self.idle = Idle(self._queue.normal)
         self._backends = [instance.backend for instance in instances if isinstance(instance.backend, HandOverBackend)]
         self._start, self._runs_nodes = self._backends[0].start, self._backends[0].runs_nodes
         self._under_way: set[Request] = set()

@@ -39,16 +39,16 @@ S = TypeVar("S", bound=Sleeper)
 
 
 class Idle:
-    """Sleepers ``to_wake`` when work is added to ``queue``.
+    """Sleepers ``to_wake`` when work is added to a queue: ``normal``, or ``low``.
 
     A sleeper first enters ``to_wake`` and then looks for work. Who adds work does it the other way round, and calls
     ``wake_one`` if anybody is ``to_wake``. So no work is left while everybody sleeps.
     """
 
-    def __init__(self, queue: Sized) -> None:
+    def __init__(self, normal: Sized, low: Sized = ()) -> None:
         self.to_wake: list[Any] = []
         self._wake_last = waker(self.to_wake)
-        self._queue = queue
+        self._normal, self._low = normal, low
         self._closed = False
 
     def wake_one(self) -> None:
@@ -75,12 +75,12 @@ def waker(sleepers: list[S]) -> Callable[[], Any]:
 
 
 class IdleStack(Idle):
-    """Idle sleepers that take requests from ``queue`` one at a time."""
+    """Idle sleepers that take requests from the queues one at a time."""
 
     def sleep(self, sleeper: Sleeper) -> bool:
         """Sleep until there is work; ``False`` once closed. There may be none left on waking up."""
         self.to_wake.append(sleeper)
-        if self._queue or self._closed:
+        if self._normal or self._low or self._closed:
             try:
                 self.to_wake.remove(sleeper)
             except ValueError:
@@ -91,7 +91,7 @@ class IdleStack(Idle):
 
     def borrow(self) -> Any:
         """One that is idle and sleeps on, so that another thread can stand in for it; ``None`` if there is work."""
-        if self._queue or self._closed:
+        if self._normal or self._low or self._closed:
             return None
         try:
             return self.to_wake.pop()
@@ -101,21 +101,21 @@ class IdleStack(Idle):
     def give_back(self, sleeper: Sleeper) -> None:
         """A borrowed one is idle again."""
         self.to_wake.append(sleeper)
-        if self._queue or self._closed:
+        if self._normal or self._low or self._closed:
             self.wake_one()
 
 
 class Leadership(Idle):
-    """Idle sleepers of which one leads: it collects from ``queue``, and may have ``kept`` some of it.
+    """Idle sleepers of which one leads: it collects from the queues, and may have ``kept`` some of it.
 
     Only the leader, while it sleeps, is ``to_wake``: when work comes, and when nothing is under way any more that could
     join what it has kept. It stays the leader while it collects. Then it hands over to one that is idle, which is woken
     only if work is left. ``has_more()`` is asked when the leader is about to sleep: whether there is work that is not
-    in the queue yet; from then on somebody else adds it, until the leader has collected.
+    in a queue yet; from then on somebody else adds it, until the leader has collected.
     """
 
-    def __init__(self, queue: Sized, kept: Sized) -> None:
-        super().__init__(queue)
+    def __init__(self, normal: Sized, low: Sized, kept: Sized) -> None:
+        super().__init__(normal, low)
         self.has_more: Callable[[], bool] = bool
         self._followers: list[Sleeper] = []
         self._wake_follower = waker(self._followers)
@@ -166,7 +166,7 @@ class Leadership(Idle):
                 return
             self.to_wake.append(successor := self._followers.pop())
             self._leader = successor
-        if self._queue or self._kept or self._closed or self.has_more():
+        if self._normal or self._low or self._kept or self._closed or self.has_more():
             self.wake_one()
 
     def wait(self, leader: Sleeper, timeout: float) -> None:
@@ -175,7 +175,7 @@ class Leadership(Idle):
 
     def _rest(self, leader: Sleeper, has_work: bool, timeout: float = -1) -> None:
         self.to_wake.append(leader)
-        stays = has_work or self._queue or self._is_woken or self._closed or self.has_more()
+        stays = has_work or self._normal or self._low or self._is_woken or self._closed or self.has_more()
         is_woken = not stays and leader.sleep(True, timeout)
         if not is_woken:
             try:

@@ -86,8 +86,11 @@ class InFlight:
         with self._lock:
             if self.refusal:
                 raise PipeClosed(self.refusal)
-            is_low = any(request.priority for request in requests)
-            most = max(1, self.most // 2) if is_low else self.most
+            most = self.most
+            for request in requests:
+                if request.priority:
+                    most = max(1, self.most // 2)
+                    break
             is_admitted = len(self._requests) + len(requests) <= most
             if is_admitted:
                 self._requests.update(requests)

@@ -31,7 +31,7 @@ class SingleNode(Node):
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
         super().__init__(name, instances, fail, waiting)
-        self.idle: IdleStack = IdleStack(self._queue)
+        self.idle: IdleStack = IdleStack(self._queue.normal, self._queue.low)
         self._any_thread = all(instance.backend.any_thread() for instance in instances)
         # Large items that wait while as many run as may. NOTE: they go back to the queue whenever one of these ends.
         self._large: deque[Request] = deque()
@@ -135,7 +135,7 @@ class SingleNode(Node):
                 self._large_left += 1
                 # All of them, since some may be over. This instance looks into the queue next, or is given back.
                 for large in reversed(self._large):
-                    (self._queue.low if large.priority else self._queue).appendleft(large)
+                    self._queue.of(large).appendleft(large)
                 self._large.clear()
 
     def _compute(self, instance: Instance, request: Request, start: float) -> None:
