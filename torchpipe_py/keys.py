@@ -8,6 +8,7 @@ TASK_COLOR_KEY = "color"
 TASK_CONTEXT_KEY = "context"
 TASK_NODE_NAME_KEY = "node_name"
 TASK_PRIORITY_KEY = "priority"
+TASK_STATE_KEY = "state"
 
 BY_CONSTANT: dict[str, str] = {name: value for name, value in dict(vars()).items() if name.startswith("TASK_")}
 """The keys by their constants' names, which a configuration may write in their place."""

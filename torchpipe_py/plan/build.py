@@ -15,6 +15,7 @@ from torchpipe_py.filters import run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, FilterPlan, expand
 from torchpipe_py.plan.config import (
     GLOBAL,
+    ISOLATIONS,
     LOGICAL_KEYS,
     NODE_KEYS,
     TABLE_KEYS,
@@ -124,6 +125,7 @@ def plan_pipeline(
         graph = with_jumps(graph, spec, plans)
         _doubt_roots(graph.entered, spec, problems)
     _check_shared(spec, plans, problems)
+    _check_ordered(spec, plans, problems)
     refuse_misfits(spec, graph, {name: plan.backends for name, plan in plans.items()}, problems)
     problems.raise_all()
     _warn_of_isolation(spec, plans)
@@ -226,6 +228,24 @@ def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: P
             if reason:
                 hint = f"shared = false in [{name}] leaves it out" if place.node == GLOBAL else hint
                 problems.add(place.error(f"{name!r} cannot be shared: {reason}; {hint}"))
+
+
+def _check_ordered(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: Problems) -> None:
+    """Refuse nodes whose requests cannot be kept in order, or cannot have their state."""
+    for name, node in spec.nodes.items():
+        if node.owner != name:
+            continue
+        if not node.ordered_by:
+            if "state_seconds" in node.own:
+                problems.add(node.at("state_seconds").error('needs ordered_by, as in ordered_by = "camera"'))
+            continue
+        place, plan = node.at("ordered_by"), plans[name]
+        if node.decode_isolation != ISOLATIONS[0] and any(map(decodes, plan.backends)):
+            hint = "decode in a node before it"
+            problems.add(place.error(f"its backend runs in a process of its own, by decode_isolation: {hint}"))
+        if plan.processes > 1 and not node.shared:
+            hint = f"shared = true in [{name}] has one for all; or serve with --workers 1"
+            problems.add(place.error(f"each of {plan.processes} processes would have states of its own: {hint}"))
 
 
 def _doubt_roots(roots: Sequence[str], spec: PipelineSpec, problems: Problems) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger("torchpipe_py")
 GLOBAL = "global"
 DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
+DEFAULT_STATE_SECONDS = 60.0
 MAX_INSTANCES = 1024  # of a node: threads, far beyond any machine's cores
 
 NODE_KEYS = (
@@ -32,6 +33,8 @@ NODE_KEYS = (
     "device_id",
     "decode_isolation",
     "shared",
+    "ordered_by",
+    "state_seconds",
 )
 ISOLATIONS = ("none", "process")
 MOST_CHARACTERS = 2**20
@@ -106,6 +109,8 @@ class NodeSpec:
     device_id: int = 0
     decode_isolation: str = ISOLATIONS[0]
     shared: bool = False
+    ordered_by: str = ""
+    state_seconds: float = DEFAULT_STATE_SECONDS
     params: Mapping[str, Value] = field(default_factory=dict)
     own: frozenset[str] = frozenset()
     has_backend: bool = True
@@ -322,6 +327,8 @@ def _node(
         device_id=read("device_id", _at_least(0, to_int), 0),
         decode_isolation=read("decode_isolation", _isolation, ISOLATIONS[0]),
         shared=read("shared", to_bool, False),
+        ordered_by=read("ordered_by", lambda value: to_key(to_str(value)), ""),
+        state_seconds=read("state_seconds", _at_least(0, to_float), DEFAULT_STATE_SECONDS),
         params={key: value for key, value in keys.items() if key not in NODE_KEYS},
         own=frozenset(own),
         has_backend="backend" in keys,

@@ -101,6 +101,10 @@ def engine_part(pipeline: Pipeline) -> Pipeline:
     for section in sections(pipeline):
         for name, after in zip(section.nodes, [*section.nodes[1:], None], strict=True):
             plan = pipeline.plans[name]
+            if plan.spec.ordered_by and plan.processes > 1:
+                raise plan.spec.at("ordered_by").error(
+                    f"each of {plan.processes} engine processes would have states of its own: serve with --engines 1"
+                )
             spec = replace(plan.spec, next=() if after is None else (after,), map=(), filter=None)
             is_head = name == section.head
             plans[name] = replace(
@@ -124,7 +128,7 @@ def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan
     for section in found:
         plan = plans[section.head]
         next_ = pipeline.spec.nodes[section.nodes[-1]].next
-        spec = replace(plan.spec, next=next_, instance_num=(1,), batching_timeout=0.0)
+        spec = replace(plan.spec, next=next_, instance_num=(1,), batching_timeout=0.0, ordered_by="")
         label = " -> ".join(pipeline.plans[name].label for name in section.nodes)
         plans[section.head] = replace(plan, spec=spec, backends=(remote(section, label),))
     return _with_plans(pipeline, plans)

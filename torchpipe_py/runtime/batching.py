@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
+from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.admission import ComputeTimes
 from torchpipe_py.runtime.idle import Leadership
 from torchpipe_py.runtime.instance import Instance
@@ -299,6 +300,8 @@ class BatchingNode(Node):
             try:
                 request.data.clear()
                 request.data.update(before)
+                if self.order is not None:
+                    request.data[TASK_STATE_KEY] = self.order.copied_state(request)
                 run_padded(instance.backend, [request.data])
             except BaseException as error:
                 errors[request] = error

@@ -27,6 +27,7 @@ from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.admission import ComputeTimes, ControlledDelay
 from torchpipe_py.runtime.idle import Idle
 from torchpipe_py.runtime.instance import Instance
+from torchpipe_py.runtime.ordering import Order
 from torchpipe_py.runtime.request import Caller, Request
 from torchpipe_py.runtime.statistics import summed
 
@@ -96,7 +97,8 @@ class Node:
     the nodes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
     leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
     A batch is delivered inside ``together()``. With ``delay``, requests that are not worth computing any more are
-    refused when they leave the queue, and the leader makes batches that meet their deadlines.
+    refused when they leave the queue, and the leader makes batches that meet their deadlines. With ``order``, requests
+    come by ``order.put``.
     """
 
     idle: Idle
@@ -115,11 +117,26 @@ class Node:
         self.around: Around | None = None
         self.times = ComputeTimes()
         self.delay: ControlledDelay | None = None
+        self.order: Order | None = None
         self.together: Callable[[], AbstractContextManager[None]] = nullcontext
         self._waiting = waiting
         self._queue = RequestQueue()
         self._reached: set[Request] = set()  # requests that callers are about to run here
         self._paused: set[Instance] = set()
+
+    def keep_order(self, ordered_by: str, state_seconds: float) -> None:
+        """Before it is connected: take one request of each key at a time, with the key's state."""
+        self.order = Order(self.name, ordered_by, state_seconds, self.put, self.fail)
+        self.fail = self.order.fail
+
+    @property
+    def entrance(self) -> Callable[[Request], object]:
+        """Where requests are brought to."""
+        return self.put if self.order is None else self.order.put
+
+    def connect(self, deliver: Callable[[Request], object]) -> None:
+        """Where requests go on to."""
+        self.deliver = deliver if self.order is None else self.order.delivering(deliver)
 
     def put(self, request: Request) -> None:
         """Queue a request, from any thread; that of a blocked caller may stay with its thread instead."""
@@ -157,6 +174,8 @@ class Node:
     def close(self) -> None:
         """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
         self.is_closing = True
+        if self.order is not None:
+            self.order.close()
         self._fail_queued()
         self.idle.close()
 
@@ -181,7 +200,8 @@ class Node:
 
     def queued(self) -> int:
         """Requests that wait here; a moment's estimate."""
-        return 0 if self.is_closing else len(self._queue.normal) + len(self._queue.low)
+        waiting = 0 if self.order is None else self.order.waiting()
+        return 0 if self.is_closing else len(self._queue.normal) + len(self._queue.low) + waiting
 
     def queued_before(self, priority: int) -> int:
         """Requests that come before one of this priority; a moment's estimate."""
@@ -222,6 +242,8 @@ class Node:
     def _starts(self, instance: Instance, request: Request, now: float, size: int = 1) -> bool:
         """Whether the request is to be run in a batch of ``size``, its dict ready for that; else it is completed."""
         if request.done:
+            if self.order is not None:
+                self.order.leave(request)
             return False
         if self.is_closing:
             self._fail_closed(request)

@@ -17,7 +17,7 @@ from torchpipe_py.plan.graph import Graph, Hidden
 from torchpipe_py.runtime.node import Node
 from torchpipe_py.runtime.request import Branches, Maps, Request
 
-Enter = Callable[[Request], None]
+Enter = Callable[[Request], object]
 
 _SKIPS: dict[Any, Callable[[Graph, str], Hidden]] = {
     Status.Skip: Graph.alone,
@@ -52,12 +52,12 @@ class Routes:
             {name: index for index, name in enumerate(graph.predecessors)},
         )
         self._hidden: dict[tuple[str, Status], Hidden] = {}
-        puts = {name: nodes[plan.spec.owner].put for name, plan in plans.items()}
+        puts = {name: nodes[plan.spec.owner].entrance for name, plan in plans.items()}
         self._steps = {name: self._step(name, filters[name], puts[name]) for name in plans}
         self.entries: dict[str, Enter] = {name: self._entry(name, filters[name], puts[name]) for name in plans}
         self._leave_node = {name: self._way_out(graph.alone(name)) for name in plans}
         for owner, names in logical.items():
-            nodes[owner].deliver = self._leave_node[owner] if len(names) == 1 else self._leave_logical
+            nodes[owner].connect(self._leave_node[owner] if len(names) == 1 else self._leave_logical)
 
     def _step(self, name: str, filter_: Filter, put: Enter) -> Callable[[Request], Hidden | None]:
         """What asks a node's filter, on the thread that brings the request, and does what it says.

@@ -91,6 +91,9 @@ class Runtime:
                     plan = self.plans[instance.node]
                     raise self._failure(error, f"{plan.spec.place}: {plan.label}") from error
             self.nodes = {name: self._node(name) for name in self._instances}
+            for name, node in self.nodes.items():
+                if self.plans[name].spec.ordered_by:
+                    node.keep_order(self.plans[name].spec.ordered_by, self.plans[name].spec.state_seconds)
             self._connect(filters)
             for instance in self.instances:
                 instance.open(self.nodes[instance.node].serve)
