@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -181,6 +182,18 @@ class Registry:
     def backend_names(self) -> list[str]:
         """Every name that can stand in an expression, aliases and installed packages' backends included."""
         return sorted({*BUILT_IN_BACKENDS, *ALIASES, *self._backends, *(point.name for point in self._installed())})
+
+    def backends_with(self, key: str) -> list[str]:
+        """Those of this package that have a parameter of this name, at most three."""
+        found = (name for name in sorted(BUILT_IN_BACKENDS, key=len) if key in self._keys_of(name))
+        return list(islice(found, 3))
+
+    def _keys_of(self, name: str) -> set[str]:
+        try:
+            cls = self.find_backend(name)
+        except ImportError:  # of a library that it needs
+            return set()
+        return {param.key for param in cls.parameters().values()} if cls is not None else set()
 
     def filter_names(self) -> list[str]:
         """Every name ``filter = …`` takes."""

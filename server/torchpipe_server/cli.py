@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(options: Options) -> int:
     _require_libraries(options)
     # NOTE: imported only now, under the signal handler: it takes a moment.
+    import torchpipe_py
     from torchpipe_py import parse_toml
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
@@ -63,6 +64,8 @@ def _serve(options: Options) -> int:
     files = _raise_file_limit()
     tables = parse_toml(options.config)
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
+    if options.http_port > 0 and options.http_port == options.port:
+        raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring has a port of its own")
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         http = stack.enter_context(_listen(options.http_host, options.http_port)) if options.http_port >= 0 else None
@@ -84,6 +87,8 @@ def _serve(options: Options) -> int:
             gc.freeze()
             print_line(1, "\n".join(lines))
 
+        workers = counted(options.workers, "worker")
+        logger.info("torchpipe_py %s starts %s with %s", torchpipe_py.__version__, options.config, workers)
         if not supervisor.run(announce):
             return 1
         logger.info("stopped; every accepted request is answered")

@@ -185,7 +185,12 @@ def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture)
     [
         (None, f"no such file (working directory: {os.getcwd()})"),
         (b'[a]\nbackend = "x"\nbackend = "y"\n', "not valid TOML: "),
-        (b"a = 1\nb = 2\nc = \n", "not valid TOML: Invalid value (at line 3"),
+        (b"a = 1\nb = 2\nc = \n", "not valid TOML: Invalid value (at line 3, column 5): 'c ='"),
+        (
+            b"[a]\nbackend = Identity\n",
+            "not valid TOML: Invalid value (at line 2, column 11): 'backend = Identity'; a text stands in quotes",
+        ),
+        (b"[a]\n[a]\n", "not valid TOML: Cannot declare ('a',) twice (at line 2, column 3): '[a]'"),
         (b"[a]\nx = " + b"9" * 5000, "not valid TOML: "),
         (b"[a]\nx = " + b"[" * 3000 + b"]" * 3000, "not valid TOML: "),
         (b"[a]\nx = " + b"{a = " * 3000 + b"1" + b"}" * 3000, "not valid TOML: "),
@@ -196,7 +201,7 @@ def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture)
         (os.mkfifo, "not a regular file"),
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_files_that_are_none(tmp_path: Path, content: Any, problem: str) -> None:
     path = tmp_path / "a.toml"
@@ -278,6 +283,12 @@ REFUSED = [
     (f"[a]\n{RESIZE}workers = 2", "node 'a': key 'workers'", "unknown key; --workers is an option of torchpipe-serve"),
     ("[a]\nhttp_port = 1", "node 'a': key 'http_port'", "unknown key; --http-port is an option of torchpipe-serve"),
     ("[a]\nhttp-port = 1", "node 'a': key 'http-port'", "unknown key; --http-port is an option of torchpipe-serve"),
+    (f"[a]\n{RESIZE}max_batch = 2", "node 'a': key 'max_batch'", "unknown key; the largest batch is 'max' here; "),
+    (
+        f"[a]\n{RESIZE}pad_value = 2",
+        "node 'a': key 'pad_value'",
+        "unknown key; it belongs to ResizePadMat or LetterBoxMat or ResizePadTensor, which this node does not name",
+    ),
     # keys of other servers
     (
         f"[a]\n{RESIZE}max_batch_size = 8",

@@ -34,7 +34,7 @@ class Param:
         convert: Callable[[Any], Any],
         default: Any = REQUIRED,
         *,
-        doc: str,
+        doc: str = "",
         low: float | None = None,
         high: float | None = None,
         choices: Sequence[str] = (),
@@ -78,3 +78,4 @@ class Remark:
     key: str
     text: str
     is_doubt: bool = False
+    is_unused: bool = False  # said only where no other backend of the node takes the key

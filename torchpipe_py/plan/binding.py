@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -119,6 +120,7 @@ class Binder:
         self.ignored: dict[str, str] = {}
         self.missing: list[ConfigError] = []
         self._sources: dict[str, Any] = {}
+        self._valid: list[tuple[type[Backend], Mapping[str, Any], Mapping[str, str]]] = []
         source = node.place.source
         self._folder = os.path.dirname(source) if source.endswith(".toml") else None
         self._reads_beside = False
@@ -201,7 +203,7 @@ class Binder:
         before = self.problems.count
         params, keys = self._values(scope, cls, position)
         if self.problems.count == before and not self.missing and not cls.any_params:
-            self._remark(cls, params, keys)
+            self._valid.append((cls, params, keys))
         return params, keys
 
     def _values(self, scope: str, source: Any, position: _Position) -> tuple[dict[str, Any], dict[str, str]]:
@@ -229,11 +231,22 @@ class Binder:
                 params[f"{name}_params"] = self._typed(written, inner, _ALONE)[0]
         return params, keys
 
-    def _remark(self, cls: type[Backend], params: Mapping[str, Any], read: Mapping[str, str]) -> None:
+    def check_combinations(self) -> None:
+        """Tell what is wrong between valid parameters of each backend, once all of them are bound."""
+        declaring = [source for source in self._sources.values() if not source.any_params]
+        takers = Counter(param.key for source in declaring for param in source.parameters().values())
+        for cls, params, read in self._valid:
+            self._remark(cls, params, read, takers)
+
+    def _remark(
+        self, cls: type[Backend], params: Mapping[str, Any], read: Mapping[str, str], takers: Mapping[str, int]
+    ) -> None:
         keys = {param.key: read.get(name, param.key) for name, param in cls.parameters().items()}
         own = [name for name, key in keys.items() if key in self.node.own]
         for remark in cls.remarks(params, own):
             key = keys[remark.key]
+            if remark.is_unused and takers[key] > 1:
+                continue  # another backend of the node takes it
             place = self.node.at(key) if key in self.node.params else replace(self.node.place, key=key)
             if remark.is_doubt:
                 self.problems.doubt(f"{place}: {remark.text}")
@@ -244,7 +257,7 @@ class Binder:
         if key is None:
             if param.default is REQUIRED:
                 place = Place(self.node.place.source, self.node.name, param.key)
-                self.missing.append(place.error(f"{scope} needs it: {param.doc}"))
+                self.missing.append(place.error(f"{scope} needs it{': ' * bool(param.doc)}{param.doc}"))
             return param.default
         with self.problems.gathered():
             return self._read(key, scope, param, position)
@@ -345,6 +358,9 @@ class Binder:
         is_other = is_service_flag(name) or _is_nearly(name, [known.rpartition("::")[2] for known in names])
         if undeclared and not is_other:
             return "; ".join(filter(None, ("unknown key", elsewhere(key), undeclared)))
+        takers = [] if is_other or elsewhere(key) else self.registry.backends_with(name)
+        if takers:
+            return f"unknown key; it belongs to {' or '.join(takers)}, which this node does not name"
         return f"unknown key; {instead_of(key, names)}"
 
 

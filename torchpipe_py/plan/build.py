@@ -167,6 +167,7 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
             expanded = expand(call, binder.node)
             binder.check_names(expanded)
             backends.append(isolated(binder.bind(expanded), binder))
+            binder.check_combinations()
     used = set().union(*(binder.used for binder in binders))
     unused = [key for key in node.params if key in node.own and key not in used]
     ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}

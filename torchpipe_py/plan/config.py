@@ -185,10 +185,21 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
-        raise ConfigError(f"{name}: not valid TOML: {error}") from None
+        raise ConfigError(f"{name}: not valid TOML: {error}{_line_of(error, text)}") from None
     parsed = Tables(_with_global(tables, Place(name)))
     parsed.source = name
     return parsed
+
+
+def _line_of(error: Exception, text: str) -> str:
+    """The line that a TOML error is in, to be added to its message, and what is most often wrong with one like it."""
+    place = re.search(r"at line (\d+), column (\d+)", str(error))
+    if place is None:
+        return ""
+    line = text.splitlines()[int(place[1]) - 1].strip()
+    _, equals, value = line.partition("=")
+    hint = "; a text stands in quotes" if equals and value.strip()[:1].isalpha() else ""
+    return f": {quoted(line)}{hint}"
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:

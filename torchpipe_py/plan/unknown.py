@@ -91,6 +91,8 @@ def instead_of(key: str, valid: Iterable[str]) -> str:
 
 def elsewhere(key: str) -> str:
     """The same of a key of another server, or of an option of torchpipe-serve; empty for other keys."""
+    if key.replace("-", "_") == "max_batch":
+        return f"{_LARGEST}; --max-batch of torchpipe-serve bounds the images of one infer_many"
     if is_service_flag(key):
         return f"--{key.replace('_', '-')} is an option of torchpipe-serve"
     return ELSEWHERE.get(key.rpartition("::")[2].replace("-", "_"), "")

@@ -109,6 +109,8 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
         return Framing(False, "binary")
     if start[:1] >= b"\x80" and start != b"\x80":
         raise ProtocolError("not_thrift", f"a stream that begins with {start[0]:#04x}")
+    if start.startswith(b"\x16\x03"):
+        raise ProtocolError("not_thrift", "TLS, which a proxy in front of this port ends (docs/deployment.md)")
     if start.startswith(bytes(4)):
         raise ProtocolError("not_thrift", "a stream that begins with a zero length")
     if len(start) < 5:

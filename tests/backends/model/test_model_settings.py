@@ -15,7 +15,7 @@ import torch
 from conftest import Register
 from model_kit import one_node, onnx_node
 
-from torchpipe_py import Backend, ConfigError, Param, Registry, pipe, registry
+from torchpipe_py import Backend, ConfigError, ItemBackend, Param, Registry, pipe, registry
 from torchpipe_py.backends.params import REQUIRED
 from torchpipe_py.cli import main, signature
 from torchpipe_py.plan.build import plan_pipeline
@@ -56,6 +56,15 @@ def labels(tmp_path: Path) -> str:
 )
 def test_what_is_surely_wrong_is_refused(config: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
     refused_or_not({**config, **settings}, problem)
+
+
+def test_a_key_that_another_backend_of_the_node_takes(config: dict[str, Any], register: Register) -> None:
+    class Keep(ItemBackend):
+        threshold = Param(float, 0.5)
+
+    both = {**config, "backend": f"Sequential[{config['backend']},{register(Keep)}]"}
+    plan_pipeline({**both, "threshold": 0.3})
+    refused_or_not({**both, "k": 3}, "'k': nothing uses it")
 
 
 @pytest.mark.parametrize("postprocessor", [None, "", "cpu", "SoftmaxCpu"])

@@ -139,6 +139,7 @@ def test_sizes_beside_the_image_are_not_normalised(tmp_path: Path) -> None:
     [
         (torch.zeros(1, 4, 8, 8), "input 'x' takes 1x3x?x?, got 1x4x8x8"),
         (torch.zeros(2, 3, 8, 8), "input 'x' takes 1x3x?x?, got 2x3x8x8"),
+        (torch.zeros(1, 8, 9, 3), "got 1x8x9x3; Mat2Tensor makes such a Tensor of H×W×C"),
         (np.full((1, 3, 1, 1), "words"), "input 'x' takes float32, got <U5"),
         (np.array(1.0), "input 'x' takes 1x3x?x?, got a scalar"),
     ],

@@ -108,6 +108,13 @@ def fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
     )
 
 
+def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int]) -> str:
+    """The sentence for a value of ``shape`` where an item of ``dims`` is wanted."""
+    turned = (*shape[:-3], shape[-1], *shape[-3:-1]) if len(shape) >= 3 else ()
+    hint = "; Mat2Tensor makes such a Tensor of H×W×C" if fits(turned[-len(dims) :], dims) else ""
+    return f"input {name!r} takes {shown_dims((1, *dims))}, got {shown_dims(shape)}{hint}"
+
+
 def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
     """``InvalidRequest`` for an array that loses more than precision in ``dtype``: fractions, or too large integers."""
     if array.dtype == dtype:
@@ -168,7 +175,7 @@ class InputSpec:
         shape = self._row_shape(value)
         dims = self.dims
         if dims is not None and not fits(shape, dims):
-            raise InvalidRequest(f"input {self.name!r} takes {shown_dims((1, *dims))}, got {shown_dims(value.shape)}")
+            raise InvalidRequest(misfit(self.name, dims, value.shape))
         if not self.dtype.is_floating_point and value.dtype != self.dtype:
             self._check_integers(value)
         return shape

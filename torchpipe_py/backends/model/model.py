@@ -78,7 +78,7 @@ class ModelBackend(Backend):
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):
                 names = ", ".join(each.__name__ for each in postprocess.BUILT_IN if key in each.uses)
-                yield Remark(key, f"nothing uses it without a postprocessor that does: {names}")
+                yield Remark(key, f"nothing uses it without a postprocessor that does: {names}", is_unused=True)
 
     @classmethod
     def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:

@@ -10,11 +10,11 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with_batch
-from torchpipe_py.backends.model.inputs import check_numbers, fits, laid_out, request_values, tensor_to_numpy
+from torchpipe_py.backends.model.inputs import check_numbers, fits, laid_out, misfit, request_values, tensor_to_numpy
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
 from torchpipe_py.backends.params import Param
-from torchpipe_py.backends.signature import TensorSpec, shown_dims
+from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, nearest
@@ -224,7 +224,7 @@ class _Input:
         if array.ndim == len(dims) - 1:
             array = array[None]
         if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
-            raise InvalidRequest(f"input {name!r} takes {shown_dims((1, *dims[1:]))}, got {shown_dims(given.shape)}")
+            raise InvalidRequest(misfit(name, dims[1:], given.shape))
         check_numbers(array, self.dtype, name)
         # NOTE: of integers that might become smaller ones, every number is looked at.
         if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
