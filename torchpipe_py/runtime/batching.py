@@ -217,27 +217,38 @@ class BatchingNode(Node):
 
     def _collect(self, instance: Instance) -> list[Request]:
         """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
-        batches, queue = self._batches, self._queue
         while True:
             if self._source is not None:
                 self._source.fetch(self)
-            while queue.normal or queue.low:
-                instance.taken = (request := queue.take(),)
-                try:
-                    batches.add(request)
-                except BaseException as error:
-                    self.fail(request, self._backend_error(error))
-            if self.is_closing:
-                return batches.clear()
-            if not batches:
-                return []
-            quiet = self._timeout <= 0 or not self.is_awaiting()
-            now = perf_counter()
-            times = self.times if self.delay is not None or batches.low else None
-            instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), times) or []
-            if batch:
+            batch = self.closing(instance, perf_counter())
+            if batch is not None:
                 return batch
             self._wait(instance)
+
+    def closing(self, instance: Instance, now: float) -> list[Request] | None:
+        """For the leader, the batch that closes now: empty if nothing waits, ``None`` while all wait for company.
+
+        It neither reads a clock nor sleeps, so that it runs in virtual time as well.
+        """
+        batches, queue = self._batches, self._queue
+        while queue.normal or queue.low:
+            instance.taken = (request := queue.take(),)
+            try:
+                batches.add(request)
+            except BaseException as error:
+                self.fail(request, self._backend_error(error))
+        if self.is_closing:
+            return batches.clear()
+        if not batches:
+            return []
+        quiet = self._timeout <= 0 or not self.is_awaiting()
+        times = self.times if self.delay is not None or batches.low else None
+        instance.taken = batch = batches.take(instance.max, now, quiet, self._lead_time(instance), times) or []
+        return batch or None
+
+    def next_close(self, leader: Instance) -> float | None:
+        """When the next batch closes if nothing else comes; ``None`` if nothing waits."""
+        return self._batches.next_close(leader.max, self._lead_time(leader))
 
     def _wait(self, leader: Instance) -> None:
         """Sleep until a request comes, the next batch closes by the clock, or nothing is under way any more."""
@@ -247,7 +258,7 @@ class BatchingNode(Node):
             if self.is_awaiting():
                 if self.both_ways:
                     self._wake_leaders()  # one of them may wait for nothing else any more
-                close = self._batches.next_close(leader.max, self._lead_time(leader))
+                close = self.next_close(leader)
                 if close is not None:
                     self.idle.wait(leader, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))
         finally:

@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.deferred import DeferredBackend, HandOverBackend
@@ -33,7 +34,7 @@ from torchpipe_py.runtime.batching import BatchingNode
 from torchpipe_py.runtime.hand_over import HandOverNode
 from torchpipe_py.runtime.inflight import InFlight
 from torchpipe_py.runtime.instance import THREAD_PREFIX, Instance, creator
-from torchpipe_py.runtime.node import Node
+from torchpipe_py.runtime.node import Fail, Node
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
 from torchpipe_py.runtime.routes import Routes
 from torchpipe_py.runtime.single import DeferredNode, SingleNode
@@ -63,7 +64,7 @@ class Runtime:
         self._logical = pipeline.spec.logical()
         self._is_forked = False
         self._abandoned: set[Instance] = set()
-        self._waiting: set[Node] = set()
+        self._waiting: set[Any] = set()
         self._instances: dict[str, list[Instance]] = {}
         for name in self.graph.order:
             if plans[name].spec.owner == name:
@@ -90,11 +91,11 @@ class Runtime:
                 if error is not None:
                     plan = self.plans[instance.node]
                     raise self._failure(error, f"{plan.spec.place}: {plan.label}") from error
-            self.nodes = {name: self._node(name) for name in self._instances}
+            self.nodes = {name: self.make_node(name) for name in self._instances}
             for name, node in self.nodes.items():
                 if self.plans[name].spec.ordered_by:
                     node.keep_order(self.plans[name].spec.ordered_by, self.plans[name].spec.state_seconds)
-            self._connect(filters)
+            self.connect(filters)
             for instance in self.instances:
                 instance.open(self.nodes[instance.node].serve)
         except BaseException:
@@ -109,9 +110,10 @@ class Runtime:
         except Exception as error:
             raise self._failure(error, f"{plan.spec.place}: filter {plan.spec.filter!r}") from error
 
-    def _node(self, name: str) -> Node:
+    def make_node(self, name: str) -> Node:
+        """The node with the kind that its instances, which are set up, ask for."""
+        common = self.parts_of(name)
         instances = self._instances[name]
-        common = name, instances, self.inflight.complete, self._waiting
         if any(instance.max > 1 for instance in instances):
             return BatchingNode(*common, self.plans[name].spec.batching_timeout / 1000)
         if isinstance(instances[0].backend, HandOverBackend):
@@ -120,7 +122,11 @@ class Runtime:
             return DeferredNode(*common)
         return SingleNode(*common)
 
-    def _connect(self, filters: Mapping[str, Filter]) -> None:
+    def parts_of(self, name: str) -> tuple[str, list[Instance], Fail, set[Any]]:
+        """What a node of any kind is made of."""
+        return name, self._instances[name], self.inflight.complete, self._waiting
+
+    def connect(self, filters: Mapping[str, Filter]) -> None:
         """Settle where requests go from each node, and from which nodes they come."""
         nodes = self.nodes
         routes = Routes(self.graph, self.plans, filters, self._logical, nodes, self.inflight.complete)
