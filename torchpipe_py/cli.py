@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("encrypt", "encryption", "encrypt a model, or make a key"),
         ("parity", "tools.parity", "compare two configurations on a directory of images"),
         ("quantize", "tools.quantize", "write an int8 copy of a configuration's model, if it is as good"),
+        ("tune", "tools.tune", "choose workers, batches and threads of a configuration by measurements"),
     ):
         command = commands.add_parser(name, help=text)
         getattr(options, f"add_{name}_options")(command)

@@ -194,6 +194,34 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=above_zero("seconds"), metavar="S", help="stop after that time")
 
 
+def to_bytes(text: str) -> int:
+    """``6G`` or ``800M`` as bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.upper(), re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected bytes, as 6G or 800M, got {text!r}")
+    return int(float(match[1]) * 1024.0 ** " KMG".index(match[2] or " "))
+
+
+def add_tune_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe tune``."""
+    add, default = parser.add_argument, "; default %(default)g"
+    add("config", metavar="CONFIG.toml", help="the pipe whose settings are chosen")
+    add("--img_dir", type=Path, required=True, metavar="DIR", help="images as they will come, searched in it and below")
+    slo = "find the most requests per second of which 99 %% are answered within MS"
+    add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)
+    rate = "find the shortest p99 at R requests per second"
+    add("--rate", type=above_zero("requests per second"), metavar="R", help=rate)
+    add("--replay", type=Path, metavar="FILE", help="arrivals: times in seconds, one a line; default: Poisson")
+    add("--cores", type=at_least(1), metavar="N", help="cores that the service will have; default: all")
+    add("--gpu-memory", type=to_bytes, metavar="BYTES", help="of a GPU that the service may take, as 6G")
+    budget = number("a number of seconds from 5 to 3600", 5, 3600)
+    add("--budget", type=budget, default=120.0, metavar="S", help="seconds that it may take, about" + default)
+    add("--out", type=output_file, metavar="FILE", help="the tuned file; default: CONFIG.tuned.toml")
+    add("--json", type=output_file, metavar="FILE", help="write everything that was measured to FILE")
+    add("--html", type=output_file, metavar="FILE", help="write a page with a plot, which needs nothing but itself")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+
+
 # --- torchpipe bench and torchpipe load
 
 DEFAULT_TOTAL = 10_000

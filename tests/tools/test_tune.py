@@ -1,0 +1,386 @@
+"""``torchpipe tune``: simulated queues against those computed by hand, search, verdict, bad inputs, a whole run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchpipe_py.cli import main
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.config import Tables
+from torchpipe_py.tools.tune import tune
+from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
+from torchpipe_py.tools.tune.search import Goal, Predictor, Search
+from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
+from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
+from torchpipe_py.tools.tune.verify import LEAST_TURNS, Point, Trial, is_off, judge, limit_of
+from torchpipe_py.tools.tune.worker import Captured
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "configs" / "demo" / "images"
+FREE = Machine(cores=2, hand_over=0.0)
+DEMO_MODEL = {"model": str(ROOT / "configs/demo/model.onnx"), "labels": str(ROOT / "configs/demo/labels.txt")}
+DEMO_MODEL["postprocessor"] = "SoftmaxMax"
+
+
+def tables(**nodes: dict[str, Any]) -> Tables:
+    return Tables({"global": {}, **nodes})
+
+
+def model(**keys: Any) -> dict[str, Any]:
+    return {"backend": "OnnxTensor", "model": DEMO_MODEL["model"], "max": 4, **keys}
+
+
+def simulation(config: Tables, costs: dict[str, Cost], machine: Machine = FREE, workers: int = 1) -> Simulation:
+    return Simulation([Candidate(Shape.of("x", config)).plan()] * workers, costs, machine)
+
+
+# --- simulation: queues computed by hand, in milliseconds
+
+ALONE = Cost([[0.010]])
+BATCHES = Cost([[0.010]], {1: 1.0, 2: 0.5, 4: 0.5}, limits=(1, 4))
+PAIR = tables(one={"backend": "Identity", "next": "two"}, two={"backend": "Identity"})
+
+
+@pytest.mark.parametrize(
+    ("config", "costs", "machine", "dues", "latencies"),
+    [
+        pytest.param(tables(n={"backend": "Identity"}), {"n": ALONE}, FREE, (0, 4, 50), (10, 16, 10), id="one queue"),
+        pytest.param(
+            tables(n={"backend": "Identity", "instance_num": 2}),
+            {"n": ALONE},
+            FREE,
+            (0, 0, 0),
+            (10, 10, 20),
+            id="two instances",
+        ),
+        pytest.param(
+            tables(n={"backend": "Identity", "instance_num": 2}),
+            {"n": ALONE},
+            Machine(1, 0.0),
+            (0, 0),
+            (20, 20),
+            id="two instances share one core",
+        ),
+        pytest.param(
+            tables(n={"backend": "Identity", "instance_num": 2}),
+            {"n": Cost([[0.010]], lock=0.5)},
+            FREE,
+            (0, 0),
+            (15, 15),
+            id="two instances share a lock",
+        ),
+        pytest.param(PAIR, {"one": ALONE, "two": Cost([[0.020]])}, FREE, (0, 0), (30, 50), id="a pipeline"),
+        pytest.param(
+            PAIR, {"one": Cost([[0.010], []]), "two": ALONE}, FREE, (0, 0), (20, 10), id="an image skips a node"
+        ),
+        pytest.param(
+            tables(n=model()), {"n": BATCHES}, FREE, (0, 1, 2), (10, 19, 18), id="what waits for an instance is a batch"
+        ),
+        pytest.param(
+            tables(one={"backend": "Identity", "instance_num": 2, "next": "n"}, n=model(batching_timeout=6)),
+            {"one": Cost([[0.002], [0.020]]), "n": BATCHES},
+            FREE,
+            (0, 0),
+            (18, 30),
+            id="a batch waits as long as its timeout for one under way",
+        ),
+        pytest.param(
+            tables(one={"backend": "Identity", "instance_num": 2, "next": "n"}, n=model(batching_timeout=60)),
+            {"one": Cost([[0.002], [0.020]]), "n": BATCHES},
+            FREE,
+            (0, 0),
+            (30, 30),
+            id="and for its company where that comes in time",
+        ),
+        pytest.param(
+            tables(
+                all={"backend": "MapReduce", "jump": "each", "split": "data", "merge": "result"},
+                each={"backend": "Identity"},
+            ),
+            {"each": Cost([[0.010, 0.020], []])},
+            FREE,
+            (0, 1),
+            (30, 0),
+            id="elements of a list, and an empty list",
+        ),
+    ],
+)
+def test_latencies_are_those_computed_by_hand(
+    config: Tables, costs: dict[str, Cost], machine: Machine, dues: tuple[int, ...], latencies: tuple[int, ...]
+) -> None:
+    found = simulation(config, costs, machine).open_loop([due / 1000 for due in dues])
+    assert [round(1000 * each, 6) for each in found] == list(latencies)
+
+
+def test_a_closed_loop_is_bound_by_the_slowest_node() -> None:
+    rate, latencies = simulation(PAIR, {"one": ALONE, "two": Cost([[0.020]])}).closed_loop(clients=4, calls=100)
+    assert rate == pytest.approx(50)
+    assert max(latencies) == pytest.approx(0.080)
+
+
+def test_workers_take_turns() -> None:
+    nodes = tables(n={"backend": "Identity"})
+    assert simulation(nodes, {"n": ALONE}, workers=2).open_loop([0, 0, 0, 0]) == pytest.approx([0.01, 0.01, 0.02, 0.02])
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shape", "backends"),
+    [
+        (
+            {"n": {"backend": "S[DecodeMat,ResizeMat,OnnxTensor]", "resize_h": 64, "resize_w": 64, **DEMO_MODEL}},
+            "apart",
+            {"n": "S[DecodeMat,ResizeMat]", "n_model": "OnnxTensor"},
+        ),
+        (
+            {
+                "read": {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 64, "resize_w": 64, "next": "n"},
+                "n": {"backend": "OnnxTensor", **DEMO_MODEL},
+            },
+            "one node",
+            {"read": "S[DecodeMat,ResizeMat,OnnxTensor]"},
+        ),
+    ],
+)
+def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: str, backends: dict[str, str]) -> None:
+    config = tables(**nodes)
+    found = {
+        each.name: {name: table.get("backend") for name, table in each.config.items() if table}
+        for each in shapes_of(config)
+    }
+    assert found == {WRITTEN: {name: table["backend"] for name, table in nodes.items()}, shape: backends}
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        {"a": {"backend": "Identity", "next": "b,c"}, "b": {"backend": "Identity"}, "c": {"backend": "Identity"}},
+        {"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "Identity", "filter": "or"}},
+        {"a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "Identity", "map": "a[result:data]"}},
+        {
+            "a": {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 9, "resize_w": 9, "next": "b"},
+            "b": {"backend": "ResizeMat", "resize_h": 8, "resize_w": 8},
+        },
+    ],
+    ids=["a fork", "a filter", "a map", "other values of a key"],
+)
+def test_nodes_that_would_compute_something_else_stay_as_they_are(nodes: dict[str, Any]) -> None:
+    assert [shape.name for shape in shapes_of(tables(**nodes))] == [WRITTEN]
+
+
+def test_an_engine_keeps_its_batches() -> None:
+    (plan,) = Shape.of(
+        "x", tables(n={"backend": "FirstAvailable[TensorrtTensor,OnnxTensor]", **DEMO_MODEL})
+    ).pipeline.plans.values()
+    assert {"max", "threads"} <= set(knobs_of(plan, has_gpu=False))
+    assert {"max", "threads"} & set(knobs_of(plan, has_gpu=True)) == set()
+
+
+# --- the search
+
+
+def profile_of(config: Tables, each_ms: dict[tuple[int, int], float], **more: Any) -> tuple[Profile, list[Shape]]:
+    """Of a node that takes so many milliseconds an image, by threads and batch."""
+    shape = Shape.of(WRITTEN, config)
+    (unit,) = shape.units.values()
+    profile = Profile(cores=2, limits={unit: (1, 8)}, names={unit: "n"})
+    for (threads, size), ms in each_ms.items():
+        cell = Cell(unit, threads, size)
+        names = [(0, 0)] * size
+        profile.cells[cell] = Figures([ms / 1000], [float(threads)], [0.0], [(names, size * ms / 1000)])
+    for instances, processes, ms in more.get("together", [(2, 1, each_ms[1, 1] / 2), (1, 2, each_ms[1, 1] / 2)]):
+        profile.cells[Cell(unit, 1, 1, instances, processes)] = Figures([ms / 1000], [1.0], [0.0])
+    captured = Captured({"n": [1]}, {"n": (1, 8)}, [0.001], {}, [], 0)
+    profile.captured[WRITTEN] = captured
+    return profile, [shape]
+
+
+EVEN = [float(number) for number in range(4000)]
+"""Arrivals at a constant rate."""
+
+
+@pytest.mark.parametrize(
+    ("each_ms", "together", "best"),
+    [
+        pytest.param(
+            {(1, 1): 10, (1, 2): 10, (2, 1): 9, (2, 2): 9},
+            [(2, 1, 10), (1, 2, 5)],
+            {"workers": 2, "max": 1, "threads": 1},
+            id="a lock: a worker for each core",
+        ),
+        pytest.param(
+            {(1, 1): 10, (1, 8): 2.5, (2, 1): 9, (2, 8): 2.4},
+            [(2, 1, 5), (1, 2, 5)],
+            {"max": 8, "threads": 1},
+            id="batches gain",
+        ),
+    ],
+)
+def test_the_search_finds_what_was_planted(
+    each_ms: dict[tuple[int, int], float], together: Any, best: dict[str, int]
+) -> None:
+    profile, shapes = profile_of(tables(n=model(max=4, threads=1)), each_ms, together=together)
+    predictor = Predictor(profile, 1, FREE, Goal(slo=0.2, rate=None, times=EVEN))
+    search = Search(predictor, shapes, False, lambda _: True)
+    first = search.run(Candidate(shapes[0], 1), 60.0, lambda *_: None)[0]
+    settings = {key: first.candidate.value("n", key) for key in ("max", "threads")}
+    settings["workers"] = first.candidate.workers
+    assert best.items() <= settings.items()
+    ideal = 2000 / min(each_ms.values())
+    assert first.limit >= 0.85 * ideal
+
+
+# --- the verdict
+
+
+def trial(*figures: float, predicted: float = 100.0) -> Trial:
+    config = tables(n={"backend": "Identity"})
+    found: Any = type("Found", (), {"limit": predicted, "p99": predicted})
+    return Trial(Candidate(Shape.of("x", config)), found, 100.0, [], list(figures))
+
+
+MOST = Goal(0.02, None, EVEN)
+
+
+@pytest.mark.parametrize(
+    ("yours", "others", "disturbed", "kind"),
+    [
+        ((100, 101, 99), [(120, 121, 119), (90, 91, 92)], 0.0, "better"),
+        ((100, 101, 99), [(101, 99, 100)], 0.0, "as good"),
+        ((100, 130, 90), [(120, 95, 125)], 0.0, "as good"),
+        ((100, 130, 90), [(120, 95, 125)], 0.5, "cannot tell"),
+        ((100, 101, 99), [(80, 81, 79)], 0.0, "as good"),
+        ((100, 101, 99), [], 0.0, "as good"),
+    ],
+)
+def test_a_gain_counts_only_beyond_the_noise(
+    yours: tuple[float, ...], others: list[tuple[float, ...]], disturbed: float, kind: str
+) -> None:
+    assert judge(trial(*yours), [trial(*figures) for figures in others], MOST, disturbed).kind == kind
+
+
+def test_a_shorter_p99_is_a_gain_at_a_given_rate() -> None:
+    verdict = judge(trial(0.030, 0.031, 0.029), [trial(0.020, 0.021, 0.019)], Goal(0.02, 50.0, EVEN), 0.0)
+    assert (verdict.kind, round(verdict.gain, 1)) == ("better", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("p99s", "limit"),
+    [
+        ((5, 10, 40), 105),  # in log p99 half way between the last two
+        ((5, 6, 7), 1.15 * 110),
+        ((30, 40, 50), 90 / 1.15),
+        ((10, math.inf, math.inf), 90),
+    ],
+)
+def test_the_limit_lies_where_p99_passes_the_slo(p99s: tuple[float, ...], limit: float) -> None:
+    points = [Point(rate, 0.001, p99 / 1000) for rate, p99 in zip((90, 100, 110), p99s, strict=True)]
+    assert limit_of(points, slo=0.02) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    ("trials", "is_told"),
+    [
+        ([trial(100, 101, 99, predicted=110), trial(90, 91, 89, predicted=95)], False),
+        ([trial(100, 101, 99, predicted=130)], True),
+        ([trial(90, 91, 89, predicted=105), trial(110, 111, 109, predicted=100)], True),
+    ],
+    ids=["right", "far off", "another order"],
+)
+def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool) -> None:
+    assert bool(is_off(trials, MOST)) == is_told
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ok.toml", "--img_dir", "none"], "--img_dir none: no image in it (looked for .jpg"),
+        (["missing.toml", "--img_dir", "bad"], "missing.toml: no such file (working directory: "),
+        (["ok.toml", "--img_dir", "bad"], "ok.toml: no image has a result: "),
+        (
+            ["fails.toml", "--img_dir", "images"],
+            "fails.toml: node 'n': S[DecodeMat,OnnxTensor]: model bad.onnx: ONNX",
+        ),
+        (["two.toml", "--img_dir", "images"], "two.toml: requests enter at a, b; one root can be tuned"),
+        (["ok.toml", "--img_dir", "images", "--slo-p99", "0.001"], "p99 within 0.001 ms: a request alone takes "),
+        (["ok.toml", "--img_dir", "images", "--cores", "1"], "one core: there is nothing to share out; "),
+        (["ok.toml", "--img_dir", "images", "--out", "ok.toml"], "--out ok.toml: would replace the file that is tuned"),
+        (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
+        (["ok.toml", "--img_dir", "images", "--gpu-memory", "6 G"], "expected bytes, as 6G or 800M, got '6 G'"),
+        (["ok.toml", "--img_dir", "images", "--budget", "1"], "expected a number of seconds from 5 to 3600, got '1'"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(
+    arguments: list[str], message: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["tune", *arguments])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    printed = [line for line in capfd.readouterr().err.splitlines() if message in line]
+    assert (status in (1, 2), len(printed)) == (True, 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: configurations, four images, and a folder with bytes that are none."""
+    files = {
+        "ok.toml": '[n]\nbackend = "DecodeMat"\ninstance_num = 1\n',
+        "fails.toml": '[n]\nbackend = "S[DecodeMat,OnnxTensor]"\nmodel = "bad.onnx"\n',
+        "two.toml": '[a]\nbackend = "DecodeMat"\n[b]\nbackend = "DecodeMat"\n',
+        "bad.onnx": "no model",
+        "bad/one.jpg": "no image",
+        "none/readme": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "images").mkdir()
+    for path in sorted(IMAGES.glob("*.jpg"))[:4]:
+        (tmp_path / "images" / path.name).write_bytes(path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_whole_run_reports_what_it_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["tune", "ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json", "--html", "r.html"]) == 0
+    )
+    report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
+    printed = capsys.readouterr().out
+    assert report["verdict"] in ("better", "as good", "cannot tell")
+    assert len(report["yours"]["turns"]) >= LEAST_TURNS
+    assert {(cell["batch"], cell["instances"], cell["processes"]) for cell in report["profile"]["cells"]} >= {
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+    }
+    assert "goal       the most requests/s with p99 within " in printed
+    assert "<svg" in (folder / "r.html").read_text(encoding="utf-8")
+    tuned = folder / "ok.tuned.toml"
+    assert tuned.exists() == (report["verdict"] == "better") == ("torchpipe-serve ok.tuned.toml" in printed)
+    if tuned.exists():
+        assert plan_pipeline(tuned).plans["n"].label == "DecodeMat"
+
+
+@pytest.mark.parametrize("phase", ["profile", "calibrate", "verify"])
+def test_ctrl_c_gives_what_is_known(phase: str, folder: Path) -> None:
+    def stop(now: str, share: float, left: float) -> None:
+        if now == phase:
+            raise KeyboardInterrupt
+
+    report = tune("ok.toml", "images", budget=5, slo_p99=0.5, progress=stop)
+    assert report["verdict"] == "interrupted"
+    known = [key for key in ("profile", "calibration") if key in report]
+    assert known == {"profile": [], "calibrate": ["profile"], "verify": ["profile", "calibration"]}[phase]
+    assert (report["yours"] is not None) == (phase == "verify")

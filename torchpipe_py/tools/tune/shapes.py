@@ -1,0 +1,239 @@
+"""What may be changed in a configuration: its shape, and the settings of its nodes; never what it computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchpipe_py.errors import ConfigError
+from torchpipe_py.plan.binding import BackendPlan
+from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
+from torchpipe_py.plan.config import GLOBAL, Tables
+from torchpipe_py.plan.expression import Call, parse_expression
+
+ROUTING = ("next", "map", "filter", "or")
+KNOBS = ("instance_num", "max", "batching_timeout", "threads")
+WRITTEN = "as written"
+
+Knobs = tuple[tuple[str, str, float], ...]
+"""Node, key and value of each setting that differs from the shape's own, sorted."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration with other nodes and the same computation; ``units`` names what each node computes."""
+
+    name: str
+    config: Tables
+    pipeline: Pipeline
+    units: Mapping[str, str]
+
+    @classmethod
+    def of(cls, name: str, config: Tables) -> Shape:
+        """Check and plan it; ``ConfigError`` where it cannot be built."""
+        pipeline = plan_pipeline(config)
+        nodes = {each: plan for each, plan in pipeline.plans.items() if plan.spec.owner == each and not plan.jumps()}
+        return cls(name, config, pipeline, {each: _unit(plan) for each, plan in nodes.items()})
+
+    def alone(self, node: str, **settings: Any) -> dict[str, dict[str, Any]]:
+        """The configuration of one node, without its neighbours."""
+        table = {key: value for key, value in self.config[node].items() if key not in ROUTING}
+        shared = {key: value for key, value in self.config.get(GLOBAL, {}).items() if key != "max_inflight"}
+        return {GLOBAL: shared, "node": {**table, **settings}}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings to be judged: a shape, worker processes, and what nodes are set to."""
+
+    shape: Shape
+    workers: int = 1
+    knobs: Knobs = ()
+
+    def with_knob(self, node: str, key: str, value: float) -> Candidate:
+        """The same with another setting."""
+        others = [each for each in self.knobs if each[:2] != (node, key)]
+        return replace(self, knobs=tuple(sorted([*others, (node, key, value)])))
+
+    def value(self, node: str, key: str) -> float:
+        """What a node's setting is, the shape's own where the candidate says nothing."""
+        for name, knob, value in self.knobs:
+            if (name, knob) == (node, key):
+                return value
+        spec = self.shape.pipeline.plans[node].spec
+        if key == "instance_num":
+            return max(spec.instance_num)
+        if key == "batching_timeout":
+            return spec.batching_timeout
+        if key == "max":
+            return (self.shape.pipeline.plans[node].batch_range() or (1, 1))[1]
+        return float(spec.params.get(key, 0))  # type: ignore[arg-type]
+
+    def config(self) -> Tables:
+        """The tables with all settings."""
+        tables = Tables({name: dict(table) for name, table in self.shape.config.items()})
+        tables.source = self.shape.config.source
+        for node, key, value in self.knobs:
+            tables[node][key] = int(value) if value == int(value) else value
+        return tables
+
+    def plan(self) -> Pipeline:
+        """The plan of one of its workers."""
+        return plan_pipeline(self.config(), processes=self.workers)
+
+    def __str__(self) -> str:
+        settings = [f"{node}.{key} {value:g}" for node, key, value in self.knobs]
+        return ", ".join([self.shape.name, f"{self.workers} worker{'s' * (self.workers > 1)}", *settings])
+
+
+def _unit(plan: NodePlan) -> str:
+    spec = plan.spec
+    params = {key: value for key, value in spec.params.items() if key not in KNOBS}
+    calls = "&".join(map(str, spec.calls))
+    return json.dumps([calls, spec.device_id, spec.decode_isolation, params], sort_keys=True, default=str)
+
+
+def knobs_of(plan: NodePlan, has_gpu: bool = False) -> tuple[str, ...]:
+    """The settings of a node that may change; of an ``&`` composition none, of an engine not its batches."""
+    values = [plan.spec.params.get(key) for key in KNOBS]
+    if plan.jumps() or len(plan.spec.calls) > 1 or any("|" in str(value) for value in values):
+        return ()
+    declared = _keys(plan.backends)
+    keys = ["instance_num"]
+    keys += ["threads"] if "threads" in declared and not has_gpu else []
+    if "max" in declared and not ("model::cache" in declared and has_gpu):
+        keys.append("max")
+    high = (plan.batch_range() or (1, 1))[1]
+    return (*keys, "batching_timeout") if high > 1 or "max" in keys else tuple(keys)
+
+
+def _keys(backends: Iterable[BackendPlan]) -> set[str]:
+    """Of all parameters of the backends and those inside them."""
+    parts = [part for backend in backends for part in backend.parts()]
+    return {param.key for part in parts for param in part.cls.parameters().values()}
+
+
+# --- shapes
+
+
+def shapes_of(config: Tables) -> list[Shape]:
+    """As written, with neighbours in one node, and with decoder and model apart; as far as these are other shapes."""
+    written = Shape.of(WRITTEN, config)
+    found = [written]
+    for name, change in (("one node", _joined), ("apart", _apart)):
+        tables = change(written)
+        try:
+            shape = tables and Shape.of(name, tables)
+        except ConfigError:
+            continue
+        if shape and _computes(shape) == _computes(written):
+            several = name == "one node" and len(shape.pipeline.plans) > 1
+            found.append(replace(shape, name="joined") if several else shape)
+    return found
+
+
+def _computes(shape: Shape) -> list[tuple[type, str]]:
+    """The backends that compute something, with their parameters, in the order of the nodes."""
+    plans = [shape.pipeline.plans[name] for name in shape.pipeline.graph.order]
+    parts = [
+        part for plan in plans for backend in plan.backends for part in backend.parts() if not part.cls.is_sequence
+    ]
+    free = {"max", "threads"}
+    return [(part.cls, str({k: v for k, v in part.params.items() if k not in free})) for part in parts]
+
+
+def _joined(shape: Shape) -> Tables | None:
+    """Each pair of neighbours that only have each other, as one node."""
+    tables, graph = _copy(shape.config), shape.pipeline.graph
+    read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
+    is_changed = False
+    for name in reversed(graph.order):
+        after = graph.successors[name]
+        if len(after) != 1 or len(graph.predecessors[after[0]]) != 1 or {name, after[0]} & read:
+            continue
+        one, two = shape.pipeline.plans[name], shape.pipeline.plans[after[0]]
+        plain = all(len(plan.spec.calls) == 1 and not plan.jumps() for plan in (one, two))
+        alone = all(len(shape.pipeline.spec.logical()[plan.spec.owner]) == 1 for plan in (one, two))
+        if two.spec.map or two.spec.filter or not (plain and alone) or one.spec.device_id != two.spec.device_id:
+            continue
+        first, second = tables[name], tables[after[0]]
+        both = set(first) & set(second) - {*KNOBS, *ROUTING, "backend"}
+        if any(first[key] != second[key] for key in both) or any("|" in str(each) for each in (first, second)):
+            continue
+        kept = {key: value for key, value in first.items() if key not in ("next", "backend")}
+        expression = f"S[{','.join([*_items(first, shape), *_items(second, shape)])}]"
+        tables[name] = {"backend": expression, **kept, **{k: v for k, v in second.items() if k != "backend"}}
+        tables[name].pop("instance_num", None)
+        del tables[after[0]]
+        is_changed = True
+    return tables if is_changed else None
+
+
+def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
+    """The parts of a node's expression."""
+    (call,) = parse_expression(str(table.get("backend", shape.config.get(GLOBAL, {}).get("backend", "Identity"))))
+    is_list = call.name in ("S", "Sequential") and not any(arg.filter for arg in call.args)
+    return [str(arg) for arg in call.args] if is_list else [str(call)]
+
+
+def _apart(shape: Shape) -> Tables | None:
+    """Each node that prepares images and runs a model as two nodes."""
+    tables = _copy({})
+    tables.source = shape.config.source
+    is_changed = False
+    read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
+    for name, table in shape.config.items():
+        parts = None if name == GLOBAL else _two_parts(shape.pipeline.plans[name])
+        model = f"{name}_model"
+        if parts is None or name in read or model in shape.config or "backend" not in table:
+            tables[name] = dict(table)
+            continue
+        (head, head_keys), tail = parts
+        own = {key: value for key, value in table.items() if key not in ("backend", "next", *KNOBS)}
+        entry = {key: own[key] for key in own if key in (*ROUTING, "decode_isolation", "device_id")}
+        first = {key: value for key, value in own.items() if _bare(key, head) in head_keys}
+        second = {key: value for key, value in own.items() if key not in first and key not in ROUTING}
+        second |= {key: table[key] for key in ("next", *KNOBS) if key in table and key != "instance_num"}
+        second.pop("decode_isolation", None)
+        tables[name] = {"backend": f"S[{','.join(map(str, head))}]", **first, **entry, "next": model}
+        tables[model] = {"backend": str(tail[0]) if len(tail) == 1 else f"S[{','.join(map(str, tail))}]", **second}
+        is_changed = True
+    return tables if is_changed else None
+
+
+def _two_parts(plan: NodePlan) -> tuple[tuple[list[Call], set[str]], list[Call]] | None:
+    """Before the first backend that takes batches, with the keys that these know; and from there on."""
+    spec = plan.spec
+    if len(spec.calls) != 1 or len(plan.backends[0].children) != len(spec.calls[0].args):
+        return None
+    args, children = spec.calls[0].args, plan.backends[0].children
+    if not plan.backends[0].cls.is_sequence or any(arg.filter for arg in args) or "|" in str(dict(spec.params)):
+        return None
+    place = next((at for at, child in enumerate(children) if "max" in _keys([child])), 0)
+    if not place or any(part.cls.any_params for child in children for part in child.parts()):
+        return None
+    return (list(args[:place]), _keys(children[:place])), list(args[place:])
+
+
+def _bare(key: str, calls: Iterable[Call]) -> str:
+    """A key without the scope of a backend that is among the calls."""
+    names = {each.name for call in calls for each in call.walk()}
+    scope, _, rest = key.partition("::")
+    return rest if scope in names else key
+
+
+def _copy(config: Mapping[str, Mapping[str, Any]]) -> Tables:
+    tables = Tables({name: dict(table) for name, table in config.items()})
+    tables.source = getattr(config, "source", tables.source)
+    return tables
+
+
+def steps(candidate: Candidate, node: str, choices: Mapping[str, list[float]]) -> Iterator[Candidate]:
+    """The candidate with one setting of a node changed, to each of the ``choices`` of its key."""
+    for key, values in choices.items():
+        now = candidate.value(node, key)
+        for value in values:
+            if value != now:
+                yield candidate.with_knob(node, key, value)

@@ -1,0 +1,346 @@
+"""A service in virtual time: the runtime's own nodes, routes and batches, with measured compute times for backends."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Any
+
+from torchpipe_py.filters import Status
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.runtime.batching import BatchingNode
+from torchpipe_py.runtime.instance import Instance
+from torchpipe_py.runtime.node import Node
+from torchpipe_py.runtime.request import Request
+from torchpipe_py.runtime.runtime import Runtime
+from torchpipe_py.runtime.single import SingleNode
+
+MOST_UNDER_WAY = 2000
+"""Requests under way at which a simulation gives up: the queue only grows."""
+
+
+@dataclass
+class Cost:
+    """What a node's backend takes, as measured.
+
+    ``times`` has the seconds of each visit of each image alone; an image without one does not come to the node.
+    ``ladder`` has, by batch size, the seconds of an item as a share of those alone. ``cores`` are kept busy meanwhile.
+    A neighbour in the same process slows it by ``lock``, one anywhere by ``slowing``: 0.3 is 30 % longer.
+    ``limits`` are the batches that an instance takes.
+    """
+
+    times: Sequence[Sequence[float]]
+    ladder: dict[int, float] = field(default_factory=lambda: {1: 1.0})
+    cores: float = 1.0
+    lock: float = 0.0
+    slowing: float = 0.0
+    limits: tuple[int, int] = (1, 1)
+
+    def seconds(self, items: Sequence[tuple[int, int]]) -> float:
+        """Of a batch of ``(image, visit)``."""
+        alone = sum(self.alone(*item) for item in items)
+        return alone * self.share(max(len(items), self.limits[0]))
+
+    def alone(self, image: int, visit: int) -> float:
+        """Seconds of one item alone."""
+        visits = self.times[image % len(self.times)]
+        return visits[visit % len(visits)] if visits else 0.0
+
+    def share(self, size: int) -> float:
+        """Of an item in a batch of ``size``, between the sizes that were measured."""
+        if size in self.ladder:
+            return self.ladder[size]
+        below = max((each for each in self.ladder if each < size), default=min(self.ladder))
+        above = min((each for each in self.ladder if each > size), default=below)
+        if above == below:
+            return self.ladder[below]
+        part = (size - below) / (above - below)
+        return self.ladder[below] + part * (self.ladder[above] - self.ladder[below])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Its cores, the seconds that a request costs on its way from node to node, and how much neighbours weigh."""
+
+    cores: int
+    hand_over: float = 5e-5
+    neighbours: float = 1.0
+
+
+class _Job:
+    """A batch that an instance computes; ``left`` are seconds of it at full speed."""
+
+    __slots__ = ("batch", "instance", "kind", "left", "node")
+
+    def __init__(self, node: Any, instance: Instance, batch: Sequence[Request], left: float) -> None:
+        self.node, self.instance, self.batch, self.left = node, instance, batch, left
+        self.kind: Hashable = (node.worker, node.name)
+
+
+class _InVirtualTime(Node):
+    """A node whose instances are no threads: the simulation starts their batches and ends them."""
+
+    simulation: Simulation
+    runtime: Runtime
+    worker: int
+    cost: Cost
+    free: list[Instance]
+
+    def put(self, request: Request) -> None:
+        request.arrived = self.simulation.now
+        self._queue.append(request)
+        self.simulation.look.append(self)
+
+    def start_batches(self) -> None:
+        """Give idle instances what closes now."""
+        while self.free and self._queue:
+            instance = self.free.pop()
+            self.simulation.start(self, instance, [self._queue.take()])
+
+    def ended(self, instance: Instance, batch: Sequence[Request]) -> None:
+        """The batch is computed: deliver it."""
+        for request in batch:
+            request.data.update(self.simulation.keys(request.data))
+            self.deliver(request)
+        instance.rest()
+        self.free.append(instance)
+        self.simulation.look += [self, *self._waiting]
+
+
+class _Single(_InVirtualTime, SingleNode):
+    """One request at a time."""
+
+
+class _Deferred(_InVirtualTime, SingleNode):
+    """``Jump`` and ``MapReduce``: the work is that of another graph."""
+
+    roots: Sequence[str]
+
+    def ended(self, instance: Instance, batch: Sequence[Request]) -> None:
+        for request in batch:
+            image = request.data[TASK_DATA_KEY][0]
+            inner = [(root, visit) for root in self.roots for visit in range(self.simulation.visits(root, image))]
+            left = count(1 - len(inner))
+
+            def on_done(errors: list[BaseException | None], request: Request = request, left: Any = left) -> None:
+                if next(left) >= 0:
+                    request.data.update(self.simulation.keys(request.data))
+                    self.deliver(request)
+
+            for root, visit in inner:
+                self.runtime.run_graphs(root, [self.simulation.data(image, visit)], on_done, request)
+            if not inner:
+                on_done([])
+        instance.rest()
+        self.free.append(instance)
+        self.simulation.look += [self, *self._waiting]
+
+
+class _Batching(_InVirtualTime, BatchingNode):
+    """The real rule of when a batch closes; a timer takes the place of sleep."""
+
+    def start_batches(self) -> None:
+        while self.free:
+            instance = self.free[-1]
+            batch = self.closing(instance, self.simulation.now)
+            if batch is None:
+                self._waiting.add(self)
+                close = self.next_close(instance)
+                if close is not None:
+                    self.simulation.wake_at(close, self)
+                return
+            self._waiting.discard(self)
+            if not batch:
+                return
+            self.free.pop()
+            self.simulation.start(self, instance, batch)
+
+
+class _VirtualRuntime(Runtime):
+    """A worker process of the simulation."""
+
+    def __init__(self, pipeline: Pipeline, simulation: Simulation, worker: int) -> None:
+        super().__init__(pipeline)
+        self._simulation, self._worker = simulation, worker
+        owners = {instance.node for instance in self.instances}
+        for instance in self.instances:
+            instance.min, instance.max = simulation.limits(instance.node, self.plans[instance.node].batch_range())
+        self.nodes = {name: self.make_node(name) for name in self.plans if name in owners}
+        self.connect({name: self._passes(name) for name in self.plans})
+
+    def make_node(self, name: str) -> Node:
+        parts, plan = self.parts_of(name), self.plans[name]
+        jumps, instances = list(plan.jumps()), parts[1]
+        node: Any
+        if max(instance.max for instance in instances) > 1:
+            node = _Batching(*parts, plan.spec.batching_timeout / 1000)
+        else:
+            node = _Deferred(*parts) if jumps else _Single(*parts)
+            node.roots = jumps
+        node.simulation, node.runtime, node.worker = self._simulation, self, self._worker
+        node.free, node.cost = list(instances), self._simulation.costs.get(name, Cost([[]]))
+        made: Node = node
+        return made
+
+    def _passes(self, name: str) -> Callable[[dict[str, Any]], Status]:
+        """The filter of a node: it runs on the images that came to it when they were run once."""
+        visits, owner = self._simulation.visits, self.plans[name].spec.owner
+        jumps = bool(self.plans[name].jumps())
+
+        def decide(data: dict[str, Any]) -> Status:
+            return Status.Run if jumps or visits(owner, data[TASK_DATA_KEY][0]) else Status.Skip
+
+        return decide
+
+
+class Simulation:
+    """Worker processes, each with the runtime of its plan, on the cores of a machine.
+
+    Batches under way share the cores evenly, and slow each other as their costs say. ``costs`` is by node.
+    """
+
+    def __init__(self, plans: Sequence[Pipeline], costs: dict[str, Cost], machine: Machine) -> None:
+        self.costs, self.machine, self.now = costs, machine, 0.0
+        self.look: list[_InVirtualTime] = []
+        self.waited: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds, by node, from the arrival to the start of the batch
+        self._timers: list[tuple[float, int, _InVirtualTime]] = []
+        self._numbers = count()
+        self._jobs: list[_Job] = []
+        self._speeds: dict[Hashable, dict[Hashable, float]] = {}
+        sources = [source for plan in plans for node in plan.spec.nodes.values() for source in node.map]
+        self._names = {key for source in sources for pair in source.pairs for key in pair}
+        self._workers = [_VirtualRuntime(plan, self, worker) for worker, plan in enumerate(plans)]
+
+    # -- what nodes ask for ---------------------------------------------------------------------------------------
+
+    def data(self, image: int, visit: int = 0) -> dict[str, Any]:
+        """The dict of a request: its data says which image it is, and which of its elements."""
+        return {TASK_DATA_KEY: (image, visit)}
+
+    def keys(self, data: dict[str, Any]) -> dict[str, Any]:
+        """What a backend may have written, for filters and maps."""
+        return dict.fromkeys((*self._names, TASK_RESULT_KEY), data[TASK_DATA_KEY])
+
+    def visits(self, node: str, image: int) -> int:
+        """How often an image comes to a node; once where that is not known."""
+        cost = self.costs.get(node)
+        return 1 if cost is None else len(cost.times[image % len(cost.times)])
+
+    def limits(self, node: str, planned: tuple[int, int] | None) -> tuple[int, int]:
+        """The batches of an instance: as planned, or as measured where only a set-up knows."""
+        return planned or self.costs.get(node, Cost([[]])).limits
+
+    def start(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
+        """The instance computes the batch from now on."""
+        instance.busy = len(batch)
+        self.waited[node.name] += sum(self.now - request.arrived for request in batch)
+        work = node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch])
+        self._jobs.append(_Job(node, instance, batch, work + self.machine.hand_over * len(batch)))
+
+    def wake_at(self, time: float, node: _InVirtualTime) -> None:
+        """Look at the node then."""
+        heappush(self._timers, (time, next(self._numbers), node))
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+
+    def open_loop(self, dues: Sequence[float]) -> list[float]:
+        """The latency of each request in seconds, infinite where it was never answered; workers take turns."""
+        latencies = [inf] * len(dues)
+        left = deque(enumerate(dues))
+        self._until(
+            lambda: left[0][1] if left else inf,
+            lambda: self._arrive(left, latencies),
+            lambda: sum(len(worker.inflight) for worker in self._workers) > MOST_UNDER_WAY,
+        )
+        return latencies
+
+    def closed_loop(self, clients: int, calls: int) -> tuple[float, list[float]]:
+        """Requests per second of clients that wait for each answer, and latencies; the first tenth is left out."""
+        ends: list[tuple[float, float]] = []
+        numbers = count()
+
+        def call(client: int) -> None:
+            began = self.now
+
+            def on_done(*_: object) -> None:
+                ends.append((self.now, self.now - began))
+                if len(ends) < calls:
+                    starting.append(client)
+
+            self._submit(next(numbers), on_done, client)
+
+        starting = deque(range(clients))
+        self._until(lambda: self.now if starting else inf, lambda: call(starting.popleft()), lambda: len(ends) >= calls)
+        first = len(ends) // 10
+        counted = ends[first:]
+        return (len(counted) - 1) / max(1e-12, counted[-1][0] - counted[0][0]), [latency for _, latency in counted]
+
+    def _arrive(self, left: deque[tuple[int, float]], latencies: list[float]) -> None:
+        index, due = left.popleft()
+
+        def on_done(*_: object) -> None:
+            latencies[index] = self.now - due
+
+        self._submit(index, on_done, index)
+
+    def _submit(self, image: int, on_done: Callable[..., None], turn: int) -> None:
+        worker = self._workers[turn % len(self._workers)]
+        entered = worker.graph.entered or worker.graph.roots
+        worker.inflight.submit([Request(self.data(image), on_done, entered[0])])
+
+    def _until(self, next_call: Callable[[], float], call: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        """Let time pass from event to event: calls, timers of batches, ends of batches."""
+        jobs, timers = self._jobs, self._timers
+        while not is_over():
+            speeds = self._speed_of()
+            arrival, timer = next_call(), timers[0][0] if timers else inf
+            first, end = None, inf
+            for job in jobs:
+                at = self.now + job.left / speeds[job.kind]
+                if at < end:
+                    first, end = job, at
+            time = min(arrival, timer, end)
+            if time == inf:
+                return
+            passed = max(0.0, time - self.now)
+            for job in jobs:
+                job.left -= passed * speeds[job.kind]
+            self.now = max(self.now, time)
+            if arrival <= time:
+                call()
+            elif end <= time and first is not None:
+                jobs.remove(first)
+                first.node.ended(first.instance, first.batch)
+            else:
+                self.look.append(heappop(timers)[2])
+            while self.look:
+                self.look.pop().start_batches()
+
+    def _speed_of(self) -> dict[Hashable, float]:
+        """By kind of job: its share of full speed beside the others that run now."""
+        kinds = Counter(job.kind for job in self._jobs)
+        key = frozenset(kinds.items())
+        if key not in self._speeds:
+            self._speeds[key] = self._shares({job.kind: job.node.cost for job in self._jobs}, kinds)
+        return self._speeds[key]
+
+    def _shares(self, costs: dict[Any, Cost], kinds: Counter[Any]) -> dict[Hashable, float]:
+        asked = sum(costs[kind].cores * number for kind, number in kinds.items())
+        fair = min(1.0, self.machine.cores / asked) if asked else 1.0
+        shares: dict[Hashable, float] = {}
+        for kind, cost in costs.items():
+            longer = 1.0
+            for other, number in kinds.items():
+                others, neighbour = number - (other == kind), costs[other]
+                longer += others * self.machine.neighbours * min(cost.slowing, neighbour.slowing)
+                if other[0] == kind[0]:
+                    longer += others * min(cost.lock, neighbour.lock)
+            shares[kind] = fair / longer
+        return shares
