@@ -93,12 +93,12 @@ class _InVirtualTime(Node):
 
     def put(self, request: Request) -> None:
         request.arrived = self.simulation.now
-        self._queue.append(request)
+        self._queue.normal.append(request)
         self.simulation.look.append(self)
 
     def start_batches(self) -> None:
         """Give idle instances what closes now."""
-        while self.free and self._queue:
+        while self.free and self._queue.normal:
             instance = self.free.pop()
             self.simulation.start(self, instance, [self._queue.take()])
 
