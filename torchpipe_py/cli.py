@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
     _add_config(check)
-    check.set_defaults(run=lambda args: _check(args.config))
+    check.add_argument("--streams", metavar="FILE", help="check this file of streams as well")
+    check.set_defaults(run=lambda args: _check(args.config, args.streams))
     graph = commands.add_parser("graph", help="draw the graph of a configuration, without loading a model")
     _add_config(graph)
     graph.add_argument(
@@ -109,7 +110,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", dest="imports", metavar="CODE", action="append", help=text)
 
 
-def _check(config: str) -> None:
+def _check(config: str, streams: str | None) -> None:
     pipeline = plan_pipeline(config)
     graph = pipeline.graph
     for name, plan in pipeline.plans.items():
@@ -118,6 +119,10 @@ def _check(config: str) -> None:
         shared = ", shared" if plan.spec.shared else ""
         print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}{shared}")
     print(f"{config}: ok, {counted(len(graph.order), 'node')}")
+    if streams is not None:
+        from torchpipe_py.streams.config import read_streams
+
+        print(f"{streams}: ok, {counted(len(read_streams(streams, graph.roots)), 'stream')}")
 
 
 # What only one command needs is imported in its function, so that the other commands stay light.

@@ -18,8 +18,11 @@ LEAST_TARGET = 0.05
 COMPUTES = 4
 """So many recent compute times are the target, where that is more."""
 
-LEAST_LEFT = 0.1
-"""The share of its compute time that a batch takes from now on that should be through already."""
+COMPUTES_LEFT = 2.5
+"""So many compute times a request may take where more comes than can be taken."""
+
+LEAST_LONGEST = 0.01
+"""Seconds: the least such time; threads are woken in milliseconds."""
 
 PATIENT = 10
 """So many times the target a request may wait while all clients wait for their answers."""
@@ -74,15 +77,13 @@ class ComputeTimes:
             size = (size + 1) // 2
         return size
 
-    def remaining(self, size: int, started: float, now: float) -> float:
-        """Seconds until a batch of ``size`` that began at ``started`` (0.0: unknown) is through."""
-        expected = self.expected(size, now) if size else 0.0
-        return max(LEAST_LEFT * expected, started + expected - now) if started else expected / 2
-
-    def wait(self, waiting: int, remaining: Sequence[float], most: int, now: float) -> float:
-        """Seconds until a newcomer is begun, behind ``waiting`` others; ``remaining`` until each instance is free."""
-        rounds, place = divmod(waiting // most, len(remaining))
-        return rounds * self.expected(min(most, max(1, waiting)), now) + sorted(remaining)[place]
+    def wait(self, waiting: int, busy: int, instances: int, most: int, now: float) -> float:
+        """Seconds until a newcomer is begun, behind ``waiting`` others; busy instances are half through on average."""
+        free = instances - busy
+        if not waiting and free > 0:
+            return 0.0
+        rounds = waiting // (most * instances)
+        return (rounds + 0.5) * self.expected(min(most, max(1, waiting)), now)
 
 
 class ControlledDelay:
@@ -90,8 +91,8 @@ class ControlledDelay:
 
     A queue stands once its oldest request has waited longer than ``target`` seconds for ``INTERVAL`` without a break.
     When one has then waited more than twice the target, more comes than the node can take, and it sheds: as long as
-    requests are refused, those are that could not be finished within the target, or before clients leave. A longer
-    queue would only make each answer later. A burst that the instances work off in time loses nothing.
+    requests are refused, those are that could not be finished within ``COMPUTES_LEFT`` times what they take alone. A
+    longer queue would only make each answer later. A burst that the instances work off in time loses nothing.
     Where nobody leaves (a fixed number of clients that wait for each answer, say) queues may be ``PATIENT`` times as
     long, unless the target is configured.
     """
@@ -132,9 +133,9 @@ class ControlledDelay:
 
     def longest(self, compute: float) -> float:
         """Seconds that a request which takes ``compute`` alone may take while it sheds."""
-        if self._target is not None or self._patience is None or self._patience.is_endless:
+        if self._target is not None or self._is_patient():
             return self._allowed(compute)
-        return min(self._allowed(compute), self._patience.allows(compute))
+        return max(LEAST_LONGEST, COMPUTES_LEFT * compute)
 
     def _allowed(self, compute: float) -> float:
         """The target of such a request, seconds."""
@@ -149,22 +150,21 @@ class ControlledDelay:
 class Patience:
     """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
 
-    Judged once in ``WINDOW`` seconds, and after ``SEEN`` requests: where more than ``MOST`` of them ended because their
-    client left, ``WINDOWS`` times one after the other (many may be closed at once and mean nothing), the median of how
-    long those had waited, at least ``LEAST``. From then on ``SHARE`` of them once is enough. Where fewer left, it grows
-    by ``GROWTH``: faster, and a tenth of the answers would be late. Beyond ``FORGOTTEN`` it is over.
+    Judged once in ``WINDOW`` seconds: where more than ``MOST`` of the requests ended because their client left, and in
+    the window before as well (many may be closed at once and mean nothing), the median of how long those had waited,
+    at least ``LEAST``: a few clients that leave early must not keep others out. From then on ``SHARE`` of them is
+    enough. Where fewer left, it grows by ``GROWTH``, and beyond ``FORGOTTEN`` it is over.
     """
 
-    WINDOW, SEEN, WINDOWS = 0.1, 8, 3
-    MOST, SHARE, GROWTH, LEAST, FORGOTTEN = 0.5, 0.1, 1.002, 0.01, 60.0
-    MARGIN = 0.85
-    """Of that time an answer may take: it has a way back, and an answer that is late is of no use."""
+    WINDOW, MOST, SHARE, GROWTH, LEAST, FORGOTTEN = 0.25, 0.5, 0.1, 1.025, 0.05, 60.0
+    MARGIN = 0.6
+    """Of that time an answer may take: estimates are off by a batch, and an answer that is late is of no use."""
 
     def __init__(self) -> None:
         self._seconds = math.inf
         self._left: list[float] = []
         self._admitted = 0
-        self._were_leaving = 0  # windows one after the other
+        self._were_leaving = False
         self._until = -math.inf
 
     @property
@@ -178,20 +178,17 @@ class Patience:
 
     def bound(self, admitted: int, now: float) -> float:
         """How long most wait; ``admitted`` counts the requests since the start."""
-        if now >= self._until and admitted - self._admitted >= self.SEEN:
+        if now >= self._until:
             left, self._left = self._left, []
-            are_leaving = len(left) > (self.MOST if self.is_endless else self.SHARE) * (admitted - self._admitted)
-            self._were_leaving = self._were_leaving + 1 if are_leaving else 0
-            if are_leaving and (self._were_leaving >= self.WINDOWS or not self.is_endless):
+            share = self.MOST if self.is_endless else self.SHARE
+            are_leaving = len(left) > share * (admitted - self._admitted)
+            if are_leaving and self._were_leaving:
                 self._seconds = max(self.LEAST, sorted(left)[len(left) // 2])
             elif not are_leaving and self._seconds < math.inf:
                 self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
+            self._were_leaving = are_leaving
             self._admitted, self._until = admitted, now + self.WINDOW
         return self._seconds
-
-    def allows(self, compute: float) -> float:
-        """Seconds that a request which takes ``compute`` alone may take."""
-        return max(self.MARGIN * self._seconds, 2 * compute)
 
 
 class Queued(Protocol):
@@ -266,7 +263,7 @@ class Door:
             if shedding and takes > min(delay.longest(computes) for delay in shedding):
                 for delay in shedding:
                     delay.refused(now)
-            elif takes <= (bound if seconds is not None or self.patience is None else self.patience.allows(computes)):
+            elif takes <= (bound if seconds is not None else max(Patience.MARGIN * bound, 2 * computes)):
                 continue
             limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))

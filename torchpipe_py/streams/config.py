@@ -88,18 +88,21 @@ def _secrets(source: str, where: Place) -> list[str]:
     try:
         parts = urlsplit(source)
         given = [parts.netloc.rpartition("@")[0], parts.query, parts.password or "", unquote(parts.password or "")]
-    except ValueError as error:
-        raise where.error(f"not a URL: {error}; write %5B for [, %40 for @ within a password") from None
+    except ValueError:  # whose text may hold the password
+        raise where.error("not a URL; write %5B for [, %40 for @ within a password") from None
     return [secret for secret in given if secret]
 
 
 PARAMS: dict[str, Param] = {name: param for name, param in vars(StreamOptions).items() if isinstance(param, Param)}
 
 
-def read_streams(config: str | os.PathLike[str] | Mapping[str, Any]) -> list[StreamOptions]:
-    """The streams of a TOML file or a dict of dicts; ``ConfigError`` that names every mistake with its place."""
+def read_streams(config: str | os.PathLike[str] | Mapping[str, Any], roots: Sequence[str] = ()) -> list[StreamOptions]:
+    """The streams of a TOML file or a dict of dicts; ``ConfigError`` that names every mistake with its place.
+
+    Where ``roots`` are given, a ``node_name`` has to be one of them.
+    """
     if isinstance(config, Mapping):
-        tables, place = dict(config), Place("streams")
+        tables, place = dict(config), Place(getattr(config, "source", None) or "streams")
     else:
         tables, place = dict(parse_toml(config)), Place(os.fspath(config))
     defaults = tables.pop(GLOBAL, {})
@@ -107,7 +110,10 @@ def read_streams(config: str | os.PathLike[str] | Mapping[str, Any]) -> list[Str
     streams = []
     for name, table in tables.items():
         with problems.gathered():
-            streams.append(read_stream(str(name), {**defaults, **_table(table, place, name)}, place))
+            streams.append(stream := read_stream(str(name), {**defaults, **_table(table, place, name)}, place))
+            if roots and (stream.node_name or len(roots) > 1) and stream.node_name not in roots:
+                where = _StreamPlace(place.source, stream.name, "node_name")
+                raise where.error(f"{quoted(stream.node_name)} is not a root; {nearest(stream.node_name, roots)}")
     problems.raise_all()
     if not streams:
         raise place.error("no stream in it: each is a table with a source")

@@ -65,7 +65,7 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
     try:
         container = av.open(options.source, timeout=options.timeout, **settings)
     except (av.FFmpegError, OSError, ValueError) as error:
-        raise SourceError(first_line(error)) from error
+        raise _source_error(av, options, error) from error
     with closing(container):
         if not container.streams.video:
             raise SourceError("no video in it")
@@ -89,7 +89,13 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
                     _check_size(frame.width, frame.height)
                     yield Picture(frame.time, partial(frame.to_ndarray, format="bgr24"))
         except (av.FFmpegError, OSError, ValueError) as error:
-            raise SourceError(first_line(error)) from error
+            raise _source_error(av, options, error) from error
+
+
+def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceError:
+    if isinstance(error, av.error.ExitError):  # FFmpeg was interrupted by the time limit
+        return SourceError(f"nothing came for {options.timeout:g} s")
+    return SourceError(first_line(error))
 
 
 def _by_opencv(options: StreamOptions) -> Iterator[Picture]:

@@ -61,6 +61,7 @@ class Stream:
         self._pause = FIRST_PAUSE
         self._blocked: list[threading.Thread] = []
         self._overdue_at = float("inf")
+        self._last_at = monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -120,12 +121,13 @@ class Stream:
             self._overdue_at = now + LONGEST_PAUSE  # one of them may have ended by then
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start; under the lock."""
+        """Counts since the start, and for how many seconds no frame has come; under the lock."""
         return {
             "source": self.options.masked(self.options.shown),
             "state": self.state,
             "waiting": len(self.waiting),
             "in_flight": self.in_flight,
+            "silent_s": max(0.0, monotonic() - self._last_at),
             **self.counts,
             **({"last_error": self.last_error} if self.last_error else {}),
         }
@@ -194,6 +196,7 @@ class Stream:
                 return
             self._pause = FIRST_PAUSE
             self._overdue_at = monotonic() + self.options.timeout + _GRACE
+            self._last_at = monotonic()
             self._note("playing")
             number = self.counts["decoded"]
             self.counts["decoded"] += 1

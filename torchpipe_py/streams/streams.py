@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import deque
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchpipe_py.errors import ConfigError, PipeClosed
+from torchpipe_py.errors import ConfigError, NoResult, PipeClosed, describe
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.config import Place
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams.config import ALL, read_stream, read_streams
 from torchpipe_py.streams.stream import Stream, Waiting
+from torchpipe_py.wire.json_values import json_line, to_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,6 +55,25 @@ class Frame:
     """Seconds from when it came, or a file's clock had it due, until its result was there."""
     seen: float = field(default=0.0, repr=False)
     is_done: bool = field(default=False, repr=False)
+
+    def to_line(self) -> bytes:
+        """A line of JSON: where the frame is from, times in seconds, and the result or the error."""
+        members = {
+            "stream": json.dumps(self.stream),
+            "number": str(self.number),
+            "pts": "null" if self.pts is None else f"{self.pts:.4f}",
+            "age": f"{self.age:.4f}",
+            "dropped_before": str(self.dropped_before),
+        }
+        error = self.error
+        if error is None:
+            try:
+                members.update(to_json("result", self.result))
+            except NoResult as problem:
+                error = problem
+        if error is not None:
+            members["error"] = json.dumps(describe(error))
+        return json_line(members)
 
 
 class Streams:
@@ -92,16 +113,22 @@ class Streams:
         self._feeder = threading.Thread(target=self._feed, name="torchpipe-streams", daemon=True)
         self._feeder.start()
 
-    def add(self, name: str, **options: Any) -> None:
-        """Read one more stream; ``options`` are the keys of its table. ``ConfigError`` where the name is taken."""
-        read = read_stream(name, options, Place("streams"))
+    def add(self, name: str, *, beside: str | os.PathLike[str] = "streams", **options: Any) -> None:
+        """Read one more stream; ``options`` are the keys of its table. ``ConfigError`` where the name is taken.
+
+        A relative file is looked for in the working directory, then ``beside`` that file, which messages name.
+        """
+        read = read_stream(name, options, Place(os.fspath(beside)))
         with self._changed:
             if name in self._streams:
                 raise ConfigError(f"there is a stream {name!r} already")
             self._start(Stream(read, self._changed))
 
-    def remove(self, name: str) -> None:
-        """Read a stream no further; results of what is in the pipe still come. ``KeyError`` if there is none."""
+    def remove(self, name: str, wait: bool = True) -> None:
+        """Read a stream no further; results of what is in the pipe still come. ``KeyError`` if there is none.
+
+        ``wait`` for the read that is under way to return, for two seconds at most.
+        """
         with self._changed:
             stream = self._streams.pop(name)
             stream.stop()
@@ -109,7 +136,8 @@ class Streams:
                 self._removed.add(stream)
             else:
                 self._order.pop(stream, None)
-        stream.join(monotonic() + CLOSE_SECONDS)
+        if wait:
+            stream.join(monotonic() + CLOSE_SECONDS)
 
     def stats(self) -> dict[str, Any]:
         """Of each stream: its state, frames by what became of them, attempts to connect, the last error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,12 +10,10 @@ from threading import Timer
 from time import monotonic
 from typing import IO
 
-from torchpipe_py.errors import NoResult, describe
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.wire.json_values import json_line, to_json
 
 REPORT_SECONDS = 5.0
 
@@ -27,6 +24,7 @@ def run_watch(options: argparse.Namespace) -> int:
     results = 0
     with ExitStack() as stack:
         out = stack.enter_context(open(options.out, "wb")) if options.out else None
+        lines: IO[bytes] = out or sys.stdout.buffer
         run = stack.enter_context(pipe(options.config))
         streams = stack.enter_context(Streams(run, options.streams, in_flight=options.in_flight))
         began = seen_at = monotonic()
@@ -37,7 +35,8 @@ def run_watch(options: argparse.Namespace) -> int:
         try:
             for frame in streams:
                 results += frame.error is None
-                write(frame, out or sys.stdout.buffer)
+                lines.write(frame.to_line())
+                lines.flush()
                 if show is not None:
                     show(frame)
                 now = monotonic()
@@ -49,27 +48,6 @@ def run_watch(options: argparse.Namespace) -> int:
             status = 130
         print(summary(streams, monotonic() - began), file=sys.stderr)
     return status
-
-
-def write(frame: Frame, out: IO[bytes]) -> None:
-    """A frame as a line of JSON; times are in seconds."""
-    members = {
-        "stream": json.dumps(frame.stream),
-        "number": str(frame.number),
-        "pts": "null" if frame.pts is None else f"{frame.pts:.4f}",
-        "age": f"{frame.age:.4f}",
-        "dropped_before": str(frame.dropped_before),
-    }
-    error = frame.error
-    if error is None:
-        try:
-            members.update(to_json("result", frame.result))
-        except NoResult as problem:
-            error = problem
-    if error is not None:
-        members["error"] = json.dumps(describe(error))
-    out.write(json_line(members))
-    out.flush()
 
 
 def summary(streams: Streams, seconds: float) -> str:
