@@ -117,6 +117,8 @@ def _start_lines(options: Options, listener: socket.socket, http: socket.socket 
     if http is not None:
         how = " (--http-host 0.0.0.0 opens it)" if _is_local(http) else ""
         lines.append(f"http://{_address(http)}/ shows how it does{how}")
+        if options.streams:
+            lines.append(f"http://{_address(http)}/streams shows {options.streams}")
     return lines
 
 

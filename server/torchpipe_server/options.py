@@ -11,7 +11,7 @@ import torchpipe_py
 from torchpipe_py.arguments import ArgumentParser
 
 MEBIBYTE = 2**20
-MONITORING_PATHS = ("/", "/graph.svg", "/live", "/ready", "/metrics", "/stats")
+MONITORING_PATHS = ("/", "/graph.svg", "/live", "/ready", "/metrics", "/stats", "/streams")
 """Of ``--http-port``."""
 
 
@@ -49,6 +49,7 @@ class Options:
     import_code: str = _option(
         "", "modules or .py files with backends of your own, separated by commas", flag="--import"
     )
+    streams: str = _option("", "TOML file of cameras, video files and network streams that the workers read as well")
     max_connections: int = _option(
         1024, "connections at a time; a newcomer takes the place of an idle one, or is answered 'overloaded'", 1
     )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
-from torchpipe_server.front.services import Cancellable, Service, Services
+from torchpipe_server.front.services import OK, Cancellable, Service, Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION
@@ -75,6 +75,30 @@ class Call:
     def done(self, result: Any) -> None:
         """Answer with the result, or with the exception there is in its place."""
         self.connection.owner.answer(self, *self.service.reply(self.message, result))
+
+    @staticmethod
+    def of(done: Any) -> Call:
+        """The call that is answered by ``done``, for an answer that is written in parts."""
+        call: Call = done.__self__
+        return call
+
+    def begin(self, head: bytes) -> None:
+        """Write the head of an answer in parts, which ends with the connection: nothing more is read."""
+        self.connection.close_when_answered()
+        self.write(head)
+
+    def write(self, data: bytes) -> bool:
+        """Write a part; whether the client has room for more. On the loop; ``write_more`` of the ticket is called when
+        there is room again."""
+        connection = self.connection
+        if connection.call is self and not connection.transport.is_closing():
+            connection.last_active = monotonic()
+            connection.transport.write(data)
+        return not connection.is_full
+
+    def end(self, method: str) -> None:
+        """The last part is written."""
+        self.connection.owner.answer(self, b"", method, OK)
 
     def expire(self) -> None:
         """Its deadline is over."""
@@ -194,6 +218,8 @@ class Connection(asyncio.BufferedProtocol):
             self._marks[self._base + 1] = IDLE
             # NOTE: later, since asyncio's transport ends twice if it is aborted in here.
             self._go_on_soon()
+        else:
+            self.owner.loop.call_soon(getattr(self.call.ticket, "write_more", bool))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.drop()
@@ -393,7 +419,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is LINGERING:
             is_over = silent >= LINGER_SECONDS
         elif self.is_full:
-            is_over = silent > seconds  # the client does not take its reply
+            # The client does not take its reply. Of one in parts it loses some, until TCP gives it up.
+            is_over = silent > seconds and self.call is None
         elif self.ended_at:
             is_over = now - self.ended_at >= ENDED_SECONDS
         elif self.call is not None:

@@ -14,7 +14,18 @@ from typing import Any, Literal
 
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.logs.stderr import StderrPipe
-from torchpipe_server.supervisor.figures import Closed, End, Failed, Message, Ready, Released, Stats, parse_message
+from torchpipe_server.supervisor.figures import (
+    Closed,
+    End,
+    Event,
+    Failed,
+    Message,
+    Ready,
+    Released,
+    Snapshot,
+    Stats,
+    parse_message,
+)
 from torchpipe_server.supervisor.forker import Forked
 from torchpipe_server.worker.channel import Channel
 
@@ -68,6 +79,7 @@ class Child:
         self.reason: Reason = "died"
         self.has_served = False  # whether it was given a connection, or a client
         self.is_asked = False  # for its figures
+        self.has_streams = False  # whether it was given some to read
         self.started_at = monotonic()
         self.ready_at = 0.0
         self.process = forked.process
@@ -182,6 +194,19 @@ class Child:
             self.is_asked = True
             self._channel.send({"type": "stats"})
 
+    def read_streams(self, file: str, tables: Any) -> None:
+        """Have it read these streams of the file, and no others."""
+        self.has_streams = True
+        self._channel.send({"type": "streams", "file": file, "tables": tables})
+
+    def watch(self, names: list[str]) -> None:
+        """Have it send the results of these streams as events, and of no others."""
+        self._channel.send({"type": "watch", "names": names})
+
+    def ask_snapshot(self, name: str) -> None:
+        """It answers with the last frame of the stream."""
+        self._channel.send({"type": "snapshot", "name": name})
+
     def shed(self, count: int) -> None:
         """Have it give back so many connections."""
         self._channel.send({"type": "shed", "count": count})
@@ -246,6 +271,8 @@ class Child:
             case End() if self.answered is None:
                 self.answered, self.stats = message.answered, message.stats
             case Closed() | Released() if message.slot in self.connections:
+                pass
+            case Event() | Snapshot() if self.has_streams:
                 pass
             case _:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")

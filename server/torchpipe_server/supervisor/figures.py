@@ -25,6 +25,7 @@ NOTHING: Figures = {
     "requests": {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
     "nodes": {},
     "hand_over": dict.fromkeys(HAND_OVER, 0),
+    "streams": {},
     "log_lines_dropped": 0,
 }
 """The totals of no worker."""
@@ -55,14 +56,29 @@ _NODE = _object(
         "histograms": _object(dict.fromkeys(HISTOGRAMS, _Histogram)),
     }
 )
-_BY_METHOD = Annotated[_dict[str, Annotated[_dict[str, _Number], _few]], _few]
+_COUNTS = Annotated[_dict[str, _Number], _few]
+_BY_METHOD = Annotated[_dict[str, _COUNTS], _few]
 _REQUESTS = _object({"by_method": _BY_METHOD, "latency": _object({"counts": _Histogram, "sum_ms": _Number})})
 _GPU = _object({"index": _Number, "name": str, "used_bytes": _Number, "total_bytes": _Number})
+_text = Annotated[str, Meta(max_length=8192)]
+_STREAM_NOW = _object(
+    {
+        **dict.fromkeys(("state", "source", "last_error"), _text),
+        **dict.fromkeys(("silent_s", "waiting", "in_flight", "fps", "age_ms"), _Number),
+    },
+    total=False,
+)
+_STREAM = _object(
+    {
+        **{"decoded": _Number, "reconnects": _Number, "frames": _COUNTS, "now": _STREAM_NOW},
+        "age": _object({"counts": _Histogram, "sum_ms": _Number}),
+    }
+)
 _STATS = _object(
     {
         **{"inflight": _Number, "requests": _REQUESTS, "nodes": Annotated[_dict[str, _NODE], _few]},
         "hand_over": _object(dict.fromkeys(HAND_OVER, _Number), total=False),
-        **{"log_lines_dropped": _Number, "gpus": _list[_GPU]},
+        **{"log_lines_dropped": _Number, "gpus": _list[_GPU], "streams": Annotated[_dict[str, _STREAM], _few]},
     }
 )
 
@@ -104,7 +120,23 @@ class End(Struct, tag="end"):
     stats: _STATS  # type: ignore[valid-type]
 
 
-Message = Ready | Failed | Closed | Released | Stats | End
+class Event(Struct, tag="event"):
+    """The result of a frame, a line of JSON; ``missed`` events before it were not sent."""
+
+    stream: str
+    data: Annotated[str, Meta(max_length=2**17, pattern=r"^[^\r\n]*\Z")]
+    missed: Annotated[int, _amount]
+
+
+class Snapshot(Struct, tag="snapshot"):
+    """The last frame of a stream as JPEG, or the ``problem`` that there is none."""
+
+    stream: str
+    jpeg: bytes
+    problem: _text
+
+
+Message = Ready | Failed | Closed | Released | Stats | End | Event | Snapshot
 
 parse_message: Callable[[bytes], Message] = Decoder(Message).decode
 """A worker's message. It has read bytes from clients: ``ValueError`` or ``RecursionError`` for anything else."""
@@ -126,7 +158,8 @@ def add(one: Any, other: Any) -> Any:
 def add_past(past: Figures, ended: Figures) -> Figures:
     """The totals of all workers that have ended, one more of them."""
     nodes = {name: {key: node[key] for key in SINCE_START} for name, node in ended["nodes"].items()}
-    totals: Figures = add(past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes})
+    streams = {name: {**stream, "now": {}} for name, stream in ended["streams"].items()}
+    totals: Figures = add(past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes, "streams": streams})
     return totals
 
 

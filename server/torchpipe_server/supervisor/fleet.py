@@ -18,7 +18,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
-from torchpipe_server.supervisor.figures import NOTHING, Closed, Message, Ready, Released, add_past
+from torchpipe_server.supervisor.figures import NOTHING, Closed, Event, Message, Ready, Released, Snapshot, add_past
 from torchpipe_server.supervisor.forker import Forked, Forker, Role
 from torchpipe_server.worker.worker import HUNG, engine_processes, has_engine
 
@@ -143,6 +143,7 @@ class Fleet:
         self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
         self.has_lost = False  # a request that was accepted, since the stop began
         self._loop, self._options, self._connections = loop, options, connections
+        self.on_stream_message: Callable[[Child, Event | Snapshot], object] = lambda *_: None
         self._load, self._on_failure = load, on_failure
         self._forker = Forker(loop, options, connections.journal)
         self._leaving: set[Child] = set()
@@ -259,6 +260,8 @@ class Fleet:
                 self._connections.closed(child, message.slot)
             case Released():
                 self._connections.released(child, message.slot)
+            case Event() | Snapshot():
+                self.on_stream_message(child, message)
 
     def _slot_of(self, child: Child) -> WorkerSlot | None:
         return next((slot for slot in self._slots if slot.child is child), None)

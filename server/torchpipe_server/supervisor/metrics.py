@@ -51,7 +51,9 @@ class _FiguresCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every family, once."""
-        for kind, name, text, label, values in [*_service(self._figures), *_nodes(self._figures)]:
+        figures = self._figures
+        rows = [*_service(figures), *_nodes(figures), *_streams(figures["streams"], figures["bounds_ms"])]
+        for kind, name, text, label, values in rows:
             family = kind(name, text, labels=label.split())
             for key, value in values.items():
                 labels = key if isinstance(key, tuple) else (str(key),)
@@ -115,6 +117,19 @@ def _nodes(figures: dict[str, Any]) -> Iterator[_Row]:
         yield HistogramMetricFamily, name, text, "node", times
     sizes = {node: _sizes(each["batch_sizes"], each["max"]) for node, each in nodes.items()}
     yield HistogramMetricFamily, "torchpipe_node_batch_size", "Requests in a batch", "node", sizes
+
+
+def _streams(streams: dict[str, Any], bounds_ms: list[float]) -> Iterator[_Row]:
+    frames = {(name, outcome): count for name, one in streams.items() for outcome, count in one["frames"].items()}
+    playing = {name: one["state"] == "playing" for name, one in streams.items()}
+    read = {name: one for name, one in streams.items() if one["age"] is not None}
+    ages = {name: _times(one["age"]["counts"], one["age"]["sum_ms"], bounds_ms) for name, one in read.items()}
+    yield CounterMetricFamily, "torchpipe_stream_frames", "Frames of a stream, by outcome", "stream outcome", frames
+    yield (CounterMetricFamily, "torchpipe_stream_reconnects", "Times that a stream was opened again", "stream",
+        _column(streams, "reconnects"))  # fmt: skip
+    yield GaugeMetricFamily, "torchpipe_stream_playing", "1 where frames of a stream come", "stream", playing
+    yield (HistogramMetricFamily, "torchpipe_stream_age_seconds", "Time of a frame from when it came to its result",
+        "stream", ages)  # fmt: skip
 
 
 def _column(rows: dict[Any, Any], key: str) -> dict[Any, Any]:

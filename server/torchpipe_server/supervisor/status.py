@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from urllib.parse import unquote
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
@@ -20,10 +21,11 @@ from torchpipe_py.wire.errors import RouteError
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server
-from torchpipe_server.front.services import Done, HttpService, Routes, Services, code_of, route
+from torchpipe_server.front.services import Cancellable, Done, HttpService, Routes, Services, code_of, route
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.streams import NoStreamError
 from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
@@ -33,6 +35,7 @@ REQUEST_SECONDS = 10.0  # for a client to send its request, a pause before it in
 ASK_PAUSE_SECONDS = 0.05  # between two questions for the workers' figures, however many clients ask
 REPLY_BYTES = 2**26
 METHODS = frozenset({"GET", "HEAD"})
+EVENTS = "text/event-stream"
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _HEADERS = {
@@ -63,15 +66,18 @@ class StatusServer:
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
         self._last, self._fresh_until = _StatusAnswers({}), 0.0
-        self._paths: Mapping[str, Callable[[Done], object]] = {
+        self._paths: Mapping[str, Callable[[HttpRequest, Done], Any]] = {
             "/": _constant(_file("index.html", "text/html")),
             "/page.js": _constant(_file("page.js", "text/javascript")),
             "/page.css": _constant(_file("page.css", "text/css")),
-            "/graph.svg": lambda done: done(self._graph()),
+            "/graph.svg": lambda _, done: done(self._graph()),
             "/live": _constant(_text(200, "live")),
-            "/ready": lambda done: done(_text(200, "ready") if service.is_ready else _text(503, "not ready")),
+            "/ready": lambda _, done: done(_text(200, "ready") if service.is_ready else _text(503, "not ready")),
             "/stats": partial(self._answer_figures, "stats"),
             "/metrics": partial(self._answer_figures, "metrics"),
+            "/streams": partial(self._answer_figures, "streams"),
+            "/streams/{name}/events": self._follow,
+            "/streams/{name}/snapshot.jpg": self._snapshot,
         }
         routes = Routes([route("GET", path, partial(self._answer, start)) for path, start in self._paths.items()])
         http = HttpService(routes, 0, REPLY_BYTES, METHODS, _HEADERS, self._failure)
@@ -91,11 +97,11 @@ class StatusServer:
         else:
             self._server.adopt(sock, 0, Entry(memoryview(bytearray(SLOT_BYTES)), 0))
 
-    def _answer(self, start: Callable[[Done], object], request: HttpRequest, done: Done) -> None:
+    def _answer(self, start: Callable[[HttpRequest, Done], Any], request: HttpRequest, done: Done) -> Any:
         if self._is_local and request.path not in _PROBES and _is_foreign(request.host):
             done(_FOREIGN)
-        else:
-            start(done)
+            return None
+        return start(request, done)
 
     def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
@@ -103,7 +109,29 @@ class StatusServer:
             return _text(503, "no worker has drawn it yet")
         return HttpAnswer(200, "image/svg+xml", drawing.encode())
 
-    def _answer_figures(self, name: str, done: Done) -> None:
+    def _follow(self, request: HttpRequest, done: Done) -> Cancellable | None:
+        if request.method == "HEAD":
+            done(HttpAnswer(200, EVENTS, b""))
+            return None
+        try:
+            return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, _HEADERS), done)
+        except NoStreamError as error:
+            done(_text(error.status, str(error)))
+            return None
+
+    def _snapshot(self, request: HttpRequest, done: Done) -> None:
+        def answer(made: bytes | NoStreamError) -> None:
+            if isinstance(made, bytes):
+                done(HttpAnswer(200, "image/jpeg", made))
+            else:
+                done(_text(made.status, str(made)))
+
+        try:
+            self._service.streams.snapshot(_name(request), answer)
+        except NoStreamError as error:
+            answer(error)
+
+    def _answer_figures(self, name: str, request: HttpRequest, done: Done) -> None:
         """However many clients ask, the workers are asked once in ``ASK_PAUSE_SECONDS``."""
 
         def answer(figures: dict[str, Any]) -> None:
@@ -147,12 +175,22 @@ class _StatusAnswers:
         return HttpAnswer(200, "application/json", answers.utf8_json(json.dumps(self.figures, ensure_ascii=False)))
 
     @cached_property
+    def streams(self) -> HttpAnswer:
+        text = json.dumps({"streams": self.figures["streams"]}, ensure_ascii=False)
+        return HttpAnswer(200, "application/json", answers.utf8_json(text))
+
+    @cached_property
     def metrics(self) -> HttpAnswer:
         return HttpAnswer(200, CONTENT_TYPE, render(self.figures))
 
 
-def _constant(answer: HttpAnswer) -> Callable[[Done], object]:
-    return lambda done: done(answer)
+def _constant(answer: HttpAnswer) -> Callable[[HttpRequest, Done], object]:
+    return lambda _, done: done(answer)
+
+
+def _name(request: HttpRequest) -> str:
+    """The stream's, which may have any characters."""
+    return unquote(request.parameters["name"], errors="replace")
 
 
 def _file(name: str, kind: str) -> HttpAnswer:

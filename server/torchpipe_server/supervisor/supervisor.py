@@ -24,6 +24,7 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add, service_figures
 from torchpipe_server.supervisor.fleet import Fleet, WorkerSlot
+from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -42,13 +43,21 @@ class Supervisor:
     """
 
     def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
-        tables = load()
+        tables, streams = load(), read_tables(options.streams)
         self._options = options
         self.loop = new_loop(is_fast=False)
         self._connections = Connections(
             self.loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering
         )
-        self._fleet = Fleet(self.loop, options, self._connections, tables, load, self._fail)
+        self.streams = SharedStreams(self.loop, options.streams, streams)
+
+        def load_again() -> Any:
+            tables = load()
+            self.streams.load()
+            return tables
+
+        self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
+        self._fleet.on_stream_message = self.streams.hear
         self.monitoring: Any = None  # the other port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
         self._problem = ""
@@ -103,11 +112,15 @@ class Supervisor:
         if self._stopping_until is None:
             logger.debug("stopping: answering what was accepted")
             self._stopping_until = monotonic() + self._options.drain_seconds + EXIT_SECONDS
+            self.streams.close()
             self._connections.drain()
             self._fleet.drain()
 
     def _step(self) -> None:
         if self._stopping_until is None:
+            workers = self._fleet.now.workers
+            ready = {worker.child: worker.index for worker in workers if worker.child and worker.child.is_ready}
+            self.streams.share_out(self._fleet.now, ready)
             return
         children, is_late = self._fleet.children, monotonic() >= self._stopping_until
         self._has_lost = self._has_lost or is_late
@@ -159,6 +172,7 @@ class Supervisor:
         connections, answered = self._connections.figures()
         service["log_lines_dropped"] += dropped_lines()
         service["requests"] = add(service["requests"], answered)
+        service["streams"] = self.streams.figures(service["streams"])
         return {
             "state": "stopping" if self._stopping_until is not None else "ready" if self.is_ready else "starting",
             "ready": self.is_ready,

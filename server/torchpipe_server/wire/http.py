@@ -141,6 +141,12 @@ class HttpRequest:
             return head + b"\r\n"
         return b"%b\r\n%b" % (head, body)
 
+    def head_of_parts(self, kind: str, headers: Mapping[str, str]) -> bytes:
+        """The head of an answer that comes in parts, and ends with the connection."""
+        self.is_last = True
+        lines = {"Date": _date(int(time())).decode(), "Content-Type": kind, **headers, "Connection": "close"}
+        return "".join(["HTTP/1.1 200 OK\r\n", *(f"{name}: {lines[name]}\r\n" for name in lines), "\r\n"]).encode()
+
 
 @lru_cache(maxsize=64)
 def _start_of_head(status: int, kind: str) -> bytes:

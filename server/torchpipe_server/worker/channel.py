@@ -67,6 +67,11 @@ class Channel:
             self._unsent.append((data[sent:], os.dup(descriptor) if is_left else -1))
             self._loop.add_writer(self._sock.fileno(), self._flush)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a message waits for the other side to read."""
+        return bool(self._unsent)
+
     def finish(self, seconds: float) -> None:
         """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
         if not self._is_closed:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchpipe_py import pipe
     from torchpipe_py.plan.build import Pipeline
     from torchpipe_py.proc.engine import EngineClient
+    from torchpipe_server.worker.streams import WorkerStreams
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -134,6 +135,11 @@ class Post:
         self._heart = Heart(start.heartbeat, loop, stats)
         self.send = self._channel.send
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the supervisor does not read at the moment."""
+        return self._channel.is_behind
+
     def run(self, graph: str) -> None:
         """Say that it is ready, and run the loop until it is stopped."""
         self._heart.start()
@@ -153,7 +159,13 @@ class Post:
             self._hear[message["type"]](message, descriptor)
 
     def _all_figures(self) -> dict[str, Any]:
-        return {"hand_over": {}, **self._figures(), "log_lines_dropped": dropped_lines(), "gpus": used_gpus()}
+        return {
+            "hand_over": {},
+            "streams": {},
+            **self._figures(),
+            "log_lines_dropped": dropped_lines(),
+            "gpus": used_gpus(),
+        }
 
 
 class Worker:
@@ -191,10 +203,13 @@ class Worker:
             "connection": self._adopt,
             "link": self._adopt_link,
             "shed": lambda message, _: self._server.shed(message["count"]),
-            "release": lambda *_: self._server.release(),
-            "drain": lambda *_: self._server.drain(),
+            "release": lambda *_: self._end(self._server.release),
+            "drain": lambda *_: self._end(self._server.drain),
         }
         self._post = Post(start, self._loop, hear, self._figures, self._run.stats, self._orphaned)
+        self._streams: WorkerStreams | None = None
+        if options.streams:
+            self._streams = self._read_streams(hear)
 
     def serve(self) -> NoReturn:
         """Until told to end, and the process with it."""
@@ -208,6 +223,21 @@ class Worker:
             if not tracing.shut_down(self._provider, CLOSE_SECONDS):
                 logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
         end_process(self._run, is_closed, 0 if answered else 1)
+
+    def _read_streams(self, hear: dict[str, Callable[[dict[str, Any], int], object]]) -> WorkerStreams:
+        """Read those that the supervisor names from now on."""
+        from torchpipe_server.worker.streams import WorkerStreams
+
+        streams = WorkerStreams(self._run, self._loop, self._post.send, lambda: self._post.is_behind)
+        hear["streams"] = lambda message, _: streams.set(message["tables"], message["file"])
+        hear["watch"] = lambda message, _: streams.watch(message["names"])
+        hear["snapshot"] = lambda message, _: streams.snapshot(message["name"])
+        return streams
+
+    def _end(self, how: Callable[[], object]) -> None:
+        if self._streams is not None:
+            self._streams.close()
+        how()
 
     def _adopt(self, message: dict[str, Any], descriptor: int) -> None:
         slot = message["slot"]
@@ -229,7 +259,7 @@ class Worker:
 
     def _orphaned(self) -> None:
         logger.error("the supervisor is gone: answering what was accepted, then ending")
-        self._server.drain()
+        self._end(self._server.drain)
 
     def _end_if_finished(self) -> None:
         if self._server.is_finished:
@@ -237,6 +267,8 @@ class Worker:
 
     def _figures(self) -> dict[str, Any]:
         stats = {**self._run.stats(), "requests": self._server.counters.summary()}
+        if self._streams is not None:
+            stats["streams"] = self._streams.figures()
         if self._engine is not None:
             # NOTE: the nodes that the engine process runs are in its own figures.
             stats["nodes"] = {name: node for name, node in stats["nodes"].items() if name not in self._engine.sections}

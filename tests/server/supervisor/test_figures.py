@@ -41,10 +41,17 @@ def node(factor: int = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
+def stream(factor: int = 1) -> dict[str, Any]:
+    """What a worker says of a stream."""
+    frames = {"ok": 5 * factor, "dropped": 4 * factor}
+    age = {"counts": counts(b12=5 * factor), "sum_ms": 15.0 * factor}
+    return {"decoded": 9 * factor, "reconnects": factor, "frames": frames, "age": age, "now": {"state": "playing"}}
+
+
 def worker(nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, **more: Any) -> dict[str, Any]:
     total = sum(count for found in by_method.values() for count in found.values())
     requests = {"by_method": by_method, "latency": {"counts": counts(b12=total), "sum_ms": 3.0 * total}}
-    rest = {"hand_over": {}, "log_lines_dropped": 0, "gpus": []}
+    rest = {"hand_over": {}, "log_lines_dropped": 0, "gpus": [], "streams": {"yard": stream(inflight)}}
     return {"inflight": inflight, "nodes": nodes, "requests": requests, **rest, **more}
 
 
@@ -86,6 +93,11 @@ REFUSED: dict[str, Any] = {
     "too many nodes": end(nodes={str(index): node() for index in range(5000)}),
     "no object in hand_over": end(hand_over=None),
     "a text in hand_over": end(hand_over={**SHARED, "requests": "1"}),
+    "a state that is none": end(streams={"yard": {**stream(), "now": {"state": 1}}}),
+    "frames that are none": end(streams={"yard": {**stream(), "frames": {"ok": "1"}}}),
+    "an event of two lines": {"type": "event", "stream": "yard", "data": "{}\n", "missed": 0},
+    "an event that is too long": {"type": "event", "stream": "yard", "data": "x" * 2**18, "missed": 0},
+    "a picture that is none": {"type": "snapshot", "stream": "yard", "jpeg": "%", "problem": ""},
     "too large": end(hand_over={**SHARED, "in_engine_ms": 2.0**63}),
 }
 
@@ -115,6 +127,7 @@ def test_two_workers_are_summed() -> None:
     }
     now = {"instances": 4, "alive": 4, "busy": 2, "oldest_batch_s": 1.0}
     assert figures["nodes"] == {"model": node(3, **now, instance_compute_ms=[30.0, 10.0, 60.0, 20.0])}
+    assert figures["streams"] == {"yard": {**stream(3), "now": {}}}
     assert before == (ONE, TWO), "what the workers said stays theirs"
 
 
@@ -176,6 +189,8 @@ def parsed(*workers: dict[str, Any], **changes: Any) -> dict[str, Any]:
         **service_figures(workers, NOTHING),
         **changes,
     }
+    for name, one in figures["streams"].items():
+        figures["streams"][name] = {**one, "state": "playing"}
     return {family.name: family for family in text_string_to_metric_families(render(figures).decode())}
 
 
@@ -207,6 +222,10 @@ VALUES = {
     "node_batch_wait_seconds": ("histogram", None),
     "node_compute_seconds": ("histogram", None),
     "node_batch_size": ("histogram", None),
+    "stream_frames": ("counter", {"ok yard": 15, "dropped yard": 12}),
+    "stream_reconnects": ("counter", {"yard": 3}),
+    "stream_playing": ("gauge", {"yard": 1}),
+    "stream_age_seconds": ("histogram", None),
     "engine_processes": ("gauge", {"ready": 2, "waiting": 1}),
     "hand_over_requests": ("counter", {"": 2}),
     "hand_over_seconds": ("counter", {"slot_wait": 0.0005, "there": 0.001, "in_engine": 0.008, "back": 0.0015}),

@@ -73,6 +73,13 @@ def snapshot(seconds: float, nodes: dict[str, Any], **changes: Any) -> dict[str,
         "engines": [{**worker, "restarts": 1, "uptime_s": seconds, "rss_bytes": 200 * 2**20}],
         "requests": {"inflight": 2, "by_method": {}, "latency": {"counts": histogram(), "sum_ms": 0.0}},
         "nodes": nodes,
+        "streams": {
+            "gate 1/2": {
+                **{"state": "blocked", "frames": {"ok": 1200, "dropped": 7}, "fps": 7.5, "age_ms": 31.0, "worker": 1},
+                **{"reconnects": 3, "last_error": "nothing came for 10 s"},
+            },
+            "new": {"state": "starting", "frames": {}, "reconnects": 0, "worker": None, "last_error": ""},
+        },
         "gpus": [{"index": 0, "name": "NVIDIA H200", "used_bytes": 35 * 2**30, "total_bytes": 140 * 2**30}],
     }
     return {**stats, **changes}
@@ -246,6 +253,11 @@ def test_figures_are_those_between_two_snapshots(browser: Browser, detector: str
     assert text_of(digit["expired"]) == "1 (0.5 /s)"
     assert text_of(page.table("workers")["0"]["memory"]) == "300 MiB"
     assert text_of(page.table("workers")["engine 0"]["memory"]) == "200 MiB"
+    assert [text_of(cell) for cell in page.table("streams")["gate 1/2"].values()][1:] == [
+        *("blocked", "7.5", "31.0", "1,200", "–", "7", "–", "–", "3", "1", "nothing came for 10 s")
+    ]
+    assert text_of(page.table("streams")["new"]["frames /s"]) == "–"
+    assert [link.get("href") for link in page.root.iter("a")][:1] == ["streams/gate%201%2F2/snapshot.jpg"]
     assert [text_of(cell) for cell in page.table("gpus")["0"].values()] == [
         *("0", "NVIDIA H200", "35.0 GiB of 140.0 GiB", "25 %")
     ]
@@ -268,7 +280,7 @@ def test_names_are_text(browser: Browser) -> None:
         stats["nodes"] = {HOSTILE: stats["nodes"]["decode"], "decode": stats["nodes"]["digit"]}
         stats["config"] = stats["workers"][0]["state"] = HOSTILE
         stats["requests"]["by_method"][HOSTILE] = {HOSTILE: 1}
-        stats["gpus"][0]["name"] = HOSTILE
+        stats["gpus"][0]["name"] = stats["streams"]["new"]["last_error"] = HOSTILE
     drawing = svg(
         Picture(
             HOSTILE,
@@ -286,6 +298,7 @@ def test_names_are_text(browser: Browser) -> None:
     assert page.text("config") == HOSTILE
     assert text_of(page.table("workers")["0"]["state"]) == HOSTILE
     assert text_of(page.table("gpus")["0"]["name"]) == HOSTILE
+    assert text_of(page.table("streams")["new"]["last problem"]) == HOSTILE
 
 
 # -- what may go wrong ----------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_garbage_harms_nobody(served: Served):
 
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers engines "
-    "bounds_ms requests nodes hand_over log_lines_dropped gpus",
+    "bounds_ms requests nodes hand_over log_lines_dropped gpus streams",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",

@@ -354,6 +354,17 @@ function gpuRows(stats) {
   });
 }
 
+const OUTCOMES = ["ok", "error", "dropped", "stale", "skipped"];
+const STREAM_HEADS = ["stream", "state", "frames /s", "age ms", ...OUTCOMES, "reconnects", "worker", "last problem"];
+
+function streamRows(streams) {
+  return Object.entries(streams).map(([name, stream]) => [
+    html("a", { href: `streams/${encodeURIComponent(name)}/snapshot.jpg` }, name), stateMark(stream.state),
+    rateText(stream.fps), msText(stream.age_ms), ...OUTCOMES.map((outcome) => countText(stream.frames[outcome])),
+    countText(stream.reconnects), String(stream.worker ?? NONE), stream.last_error || NONE,
+  ]);
+}
+
 function stateMark(state) {
   return html("span", { class: "state", "data-state": state }, state);
 }
@@ -460,6 +471,8 @@ function start() {
     showGraphFigures(shown);
     fillTable(byId("nodes"), NODE_HEADS, nodeRows(shown));
     fillTable(byId("workers"), WORKER_HEADS, workerRows(stats));
+    byId("stream-section").hidden = !Object.keys(stats.streams).length;
+    fillTable(byId("streams"), STREAM_HEADS, streamRows(stats.streams));
     byId("gpu-section").hidden = !stats.gpus.length;
     fillTable(byId("gpus"), GPU_HEADS, gpuRows(stats));
   }

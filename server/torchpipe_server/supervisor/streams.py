@@ -1,0 +1,238 @@
+"""Which worker reads which stream, and what the workers say of them, for who asks."""
+
+from __future__ import annotations
+
+import logging
+from asyncio import TimerHandle
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchpipe_py import parse_toml
+from torchpipe_py.errors import counted, nearest
+from torchpipe_py.streams.config import read_streams
+from torchpipe_server.front.connection import Call
+from torchpipe_server.front.loop import Loop, every
+from torchpipe_server.front.services import Done
+from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.figures import Event, Figures, Snapshot
+
+logger = logging.getLogger("torchpipe_server")
+
+MOST_SUBSCRIBERS = 32
+EVENTS_WAITING = 64  # of a subscriber that does not read
+HEARTBEAT_SECONDS = 10.0
+SNAPSHOT_SECONDS = 5.0  # for a worker to draw a frame
+
+
+def read_tables(file: str) -> Mapping[str, Any]:
+    """The table of each stream of a file, all checked, or ``ConfigError``; without a file there are none."""
+    if not file:
+        return {}
+    tables = parse_toml(file)
+    read_streams(tables)
+    defaults = tables.pop("global")
+    return {name: {**defaults, **table} for name, table in tables.items()}
+
+
+class NoStreamError(Exception):
+    """There is no such stream, or nothing to show of it: the status, and why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Subscriber:
+    """A client that gets the results of a stream as they come. One that is too slow loses the oldest."""
+
+    deadline = None
+
+    def __init__(self, stream: str, call: Call, on_left: Callable[[Subscriber], object]) -> None:
+        self.stream = stream
+        self._call, self._on_left = call, on_left
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+
+    def begin(self, head: bytes) -> None:
+        """Write the head, and a comment for clients that wait for the first bytes."""
+        self._call.begin(head + b": results of frames\n\n")
+
+    def put(self, event: bytes, missed: int) -> None:
+        """One more event, after ``missed`` that were not sent here."""
+        self._lost += missed
+        if len(self._waiting) >= EVENTS_WAITING:
+            self._waiting.popleft()
+            self._lost += 1
+        self._waiting.append(event)
+        self.write_more()
+
+    def write_more(self) -> None:
+        """Write what waits, as far as there is room."""
+        while self._waiting and self._call.write(b""):
+            if self._lost:
+                lost, self._lost = self._lost, 0
+                self._call.write(b'event: lost\ndata: {"lost": %d}\n\n' % lost)
+            else:
+                self._call.write(self._waiting.popleft())
+
+    def beat(self) -> None:
+        """Show that the connection is alive."""
+        if self._call.write(b""):
+            self._call.write(b": heartbeat\n\n")
+
+    def end(self) -> None:
+        """There will be no more events."""
+        self._call.write(b"event: end\ndata: {}\n\n")
+        self._call.end("GET /streams/{name}/events")
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        """The client has left."""
+        self._on_left(self)
+
+
+class SharedStreams:
+    """The streams of a file, whose ``tables`` are read, shared out among the workers: each is read by one of them.
+
+    A stream stays with its worker as long as that is there, and until another one has two fewer.
+    """
+
+    def __init__(self, loop: Loop, file: str, tables: Mapping[str, Any]) -> None:
+        self._file, self._next, self._loop = file, tables, loop
+        self._tables: Mapping[str, Any] = {}  # of the generation that serves
+        self._generation: object = None
+        self._readers: dict[str, Child] = {}
+        self._workers: dict[Child, int] = {}  # and their numbers
+        self._given: dict[Child, Mapping[str, Any]] = {}
+        self._subscribers: dict[str, set[Subscriber]] = {}
+        self._asked: dict[str, tuple[list[Done], TimerHandle]] = {}
+        every(loop, HEARTBEAT_SECONDS, self._beat)
+
+    def close(self) -> None:
+        """Tell every client that there are no more events."""
+        self._tables = {}
+        self._end_removed()
+
+    def load(self) -> None:
+        """Read the file again, for the next generation of workers. ``ConfigError`` for a mistake in it."""
+        self._next = read_tables(self._file)
+
+    def share_out(self, generation: object, workers: dict[Child, int]) -> None:
+        """Give each stream to one of the workers that are ready; at once again where these or the streams change."""
+        if generation is self._generation and workers == self._workers:
+            return
+        if generation is not self._generation:
+            self._generation, self._tables = generation, self._next
+            self._end_removed()
+        self._workers = workers
+        self._given = {child: given for child, given in self._given.items() if child in workers}
+        self._readers = {
+            name: child for name, child in self._readers.items() if name in self._tables and child in workers
+        }
+        if not workers:
+            return
+        names: dict[Child, list[str]] = {child: [] for child in workers}
+        for name, child in self._readers.items():
+            names[child].append(name)
+        for name in self._tables:
+            if name not in self._readers:
+                min(names.values(), key=len).append(name)
+        while len(most := max(names.values(), key=len)) > len(least := min(names.values(), key=len)) + 1:
+            least.append(most.pop())
+        self._readers = {name: child for child, each in names.items() for name in each}
+        # NOTE: those that only lose some come first: a device can be opened once.
+        for child in sorted(names, key=lambda child: bool(set(names[child]) - self._given.get(child, {}).keys())):
+            tables = {name: self._tables[name] for name in names[child]}
+            if tables != self._given.get(child, {}):
+                self._given[child] = tables
+                child.read_streams(self._file, tables)
+            if tables:
+                child.watch([name for name in tables if self._subscribers.get(name)])
+
+    def figures(self, totals: Mapping[str, Any]) -> Figures:
+        """Of each stream: how it is, and the totals of all that have read it."""
+        figures = {}
+        nothing = {"decoded": 0, "reconnects": 0, "frames": {}, "age": None}
+        for name in self._tables:
+            child = self._readers.get(name)
+            said = child.stats.get("streams", {}).get(name, {}).get("now") if child else None
+            figures[name] = {
+                **(totals.get(name) or nothing),
+                "now": None,
+                "state": "starting",
+                "last_error": "" if child else "no worker is ready to read it",
+                **(said or {}),
+                "worker": self._workers[child] if child else None,
+                "subscribers": len(self._subscribers.get(name, ())),
+            }
+            del figures[name]["now"]
+        return figures
+
+    # -- who asks -----------------------------------------------------------------------------------------------------
+
+    def subscribe(self, name: str, head: bytes, done: Done) -> Subscriber:
+        """Send the stream's results to a client from now on; ``NoStreamError`` where there is none, or no place."""
+        self._check(name)
+        if sum(map(len, self._subscribers.values())) >= MOST_SUBSCRIBERS:
+            raise NoStreamError(503, f"{counted(MOST_SUBSCRIBERS, 'client')} follow streams already")
+        subscriber = Subscriber(name, Call.of(done), self._left)
+        self._subscribers.setdefault(name, set()).add(subscriber)
+        self._watch(name)
+        subscriber.begin(head)
+        return subscriber
+
+    def snapshot(self, name: str, done: Done) -> None:
+        """``done(jpeg)``, or with the ``NoStreamError`` that says why not. All who ask at a time get the same."""
+        self._check(name)
+        if name in self._asked:
+            self._asked[name][0].append(done)
+        elif name not in self._readers:
+            done(NoStreamError(503, f"no worker is ready to read {name!r}"))
+        else:
+            late = NoStreamError(503, f"the worker that reads {name!r} does not answer")
+            self._asked[name] = [done], self._loop.call_later(SNAPSHOT_SECONDS, self._answer, name, late)
+            self._readers[name].ask_snapshot(name)
+
+    def hear(self, child: Child, message: Event | Snapshot) -> None:
+        """What a worker says of a stream; of one that is not its own any more it is too late."""
+        name = message.stream
+        if self._readers.get(name) is not child:
+            return
+        if isinstance(message, Snapshot):
+            if name in self._asked:
+                self._answer(name, message.jpeg or NoStreamError(503, f"{name!r}: {message.problem}"))
+            return
+        event = f"data: {message.data}\n\n".encode("utf-8", "replace")
+        for subscriber in list(self._subscribers.get(name, ())):
+            subscriber.put(event, message.missed)
+
+    def _check(self, name: str) -> None:
+        if name not in self._tables:
+            hint = nearest(name[:80], self._tables) if self._tables else "--streams FILE names them"
+            raise NoStreamError(404, f"no stream {name[:80]!r}; {hint}")
+
+    def _answer(self, name: str, answer: object) -> None:
+        waiting, timer = self._asked.pop(name)
+        timer.cancel()
+        for done in waiting:
+            done(answer)
+
+    def _left(self, subscriber: Subscriber) -> None:
+        self._subscribers.get(subscriber.stream, set()).discard(subscriber)
+        self._watch(subscriber.stream)
+
+    def _watch(self, name: str) -> None:
+        """Tell the reader of a stream which of its streams anybody follows."""
+        child = self._readers.get(name)
+        if child is not None:
+            child.watch([each for each in self._given[child] if self._subscribers.get(each)])
+
+    def _end_removed(self) -> None:
+        for name in self._subscribers.keys() - self._tables.keys():
+            for subscriber in self._subscribers.pop(name):
+                subscriber.end()
+
+    def _beat(self) -> None:
+        for subscribers in self._subscribers.values():
+            for subscriber in list(subscribers):
+                subscriber.beat()

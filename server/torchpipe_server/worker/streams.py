@@ -1,0 +1,208 @@
+"""The streams that the supervisor gave this worker: read, run through its pipe, and reported."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torchpipe_py.errors import TorchpipeError, describe
+from torchpipe_py.runtime.statistics import PLACES, folded
+from torchpipe_py.streams import Frame, Streams
+from torchpipe_py.streams.boxes import draw_boxes
+from torchpipe_server.front.loop import Loop, call_from_any_thread
+
+if TYPE_CHECKING:
+    from torchpipe_py import pipe
+
+logger = logging.getLogger("torchpipe_server")
+
+OUTCOMES = {"ok": "results", "error": "errors", "dropped": "dropped", "stale": "stale", "skipped": "skipped"}
+"""What becomes of a frame, and the key of ``Streams.stats``."""
+SNAPSHOT_SIDE = 1920  # pixels: a larger frame is made smaller once its boxes are drawn
+EVENT_BYTES = 2**16
+EVENTS_WAITING = 256  # while the supervisor does not read
+RETRY_SECONDS = 0.05  # until what waits is sent
+TEXT_CHARACTERS = 500
+RATE_POINTS, RATE_SECONDS = 6, 1.0  # the frame rate is that between the first and the last of so many looks
+
+
+class _Report:
+    """What is known of a stream beside ``Streams.stats``."""
+
+    def __init__(self) -> None:
+        self.before: Counter[str] = Counter()  # of readings of it that this worker has ended
+        self.last: Frame | None = None
+        self.problem = ""
+        self.is_failing = False
+        self.ages, self.age_sum = [0] * PLACES, 0.0
+        self.rate: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
+
+    def frames_per_second(self, results: int) -> float:
+        """Of the last seconds, by the looks at ``results`` that are made here."""
+        now = monotonic()
+        if not self.rate or now - self.rate[-1][0] >= RATE_SECONDS:
+            self.rate.append((now, results))
+        since, first = self.rate[0]
+        return max(0, results - first) / (now - since) if now > since else 0.0
+
+
+class WorkerStreams:
+    """``send`` takes a message for the supervisor, and ``is_behind`` says that earlier ones wait; both on the loop.
+
+    A thread takes the results. ``set``, ``watch``, ``snapshot`` and ``close`` are for the loop's thread.
+    """
+
+    def __init__(
+        self, run: pipe, loop: Loop, send: Callable[[dict[str, Any]], object], is_behind: Callable[[], bool]
+    ) -> None:
+        self._loop, self._send, self._is_behind = loop, send, is_behind
+        self._streams = Streams(run)
+        self._tables: Mapping[str, Any] = {}
+        self._reports: dict[str, _Report] = {}
+        self._watched: frozenset[str] = frozenset()
+        self._events: deque[tuple[str, bytes]] = deque()
+        self._missed: Counter[str] = Counter()  # events by stream
+        self._is_sending = False
+        self._is_closed = False
+        self._has_changed = threading.Event()
+        self._draws = ThreadPoolExecutor(1, "torchpipe-snapshot")
+        threading.Thread(target=self._take_results, name="torchpipe-stream-results", daemon=True).start()
+
+    def set(self, tables: Mapping[str, Any], file: str) -> None:
+        """Read these streams and no others; those whose table is as before go on. ``file`` is where they stand."""
+        reading = self._streams.stats()
+        for name in list(reading):
+            if tables.get(name) != self._tables[name]:
+                report, ended = self._reports[name], reading[name]
+                report.before.update({key: ended[key] for key in (*OUTCOMES.values(), "decoded", "reconnects")})
+                report.rate.clear()
+                report.last = None
+                self._streams.remove(name, wait=False)
+                del reading[name]
+        for name in tables.keys() - reading.keys():
+            report = self._reports.setdefault(name, _Report())
+            try:
+                self._streams.add(name, beside=file, **tables[name])
+                report.problem = ""
+            except TorchpipeError as error:  # the file is gone since the supervisor looked
+                report.problem = str(error)
+                logger.error("%s", error)
+        self._tables = tables
+        self._has_changed.set()
+
+    def watch(self, names: list[str]) -> None:
+        """Send the results of these streams, and of no others."""
+        self._watched = frozenset(names)
+
+    def snapshot(self, name: str) -> None:
+        """Send the last frame of the stream, with its boxes, as JPEG."""
+        self._draws.submit(self._draw, name)
+
+    def close(self) -> None:
+        """Read no stream any more; what is in the pipe is finished."""
+        self._is_closed = True
+        self.set({}, "")
+        self._draws.shutdown(wait=False, cancel_futures=True)
+
+    def figures(self) -> dict[str, Any]:
+        """Of each stream that this worker reads or has read: the counts so far, and how it is now."""
+        reading = self._streams.stats()
+        figures = {}
+        for name, report in list(self._reports.items()):
+            now, before = reading.get(name), report.before
+            counts = {key: before[key] + (now[key] if now else 0) for key in ("decoded", "reconnects")}
+            frames = {outcome: before[key] + (now[key] if now else 0) for outcome, key in OUTCOMES.items()}
+            age = {"counts": folded(report.ages), "sum_ms": 1000 * report.age_sum}
+            figures[name] = {**counts, "frames": frames, "age": age, "now": self._now(report, now, frames["ok"])}
+        return figures
+
+    def _now(self, report: _Report, now: dict[str, Any] | None, results: int) -> dict[str, Any]:
+        if now is None:
+            return {"state": "failed", "last_error": _text(report.problem)} if report.problem else {}
+        last = report.last
+        return {
+            **{key: now[key] for key in ("state", "source", "silent_s", "waiting", "in_flight")},
+            "fps": report.frames_per_second(results),
+            "age_ms": 1000 * last.age if last is not None else 0.0,
+            "last_error": _text(report.problem if report.is_failing else now.get("last_error", "")),
+        }
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _take_results(self) -> None:
+        while not self._is_closed:
+            for frame in self._streams:
+                try:
+                    self._take(frame)
+                except Exception:
+                    logger.exception("a result of stream %r is not reported", frame.stream)
+            self._has_changed.wait()  # NOTE: the iteration ends with the last stream; there may be others later
+            self._has_changed.clear()
+
+    def _take(self, frame: Frame) -> None:
+        report = self._reports[frame.stream]
+        report.ages[int(frame.age * 1e6).bit_length()] += 1
+        report.age_sum += frame.age
+        is_failing, report.is_failing = report.is_failing, frame.error is not None
+        if frame.error is not None:
+            report.problem = describe(frame.error)
+            if not is_failing:
+                logger.warning("stream %r: a frame has no result: %s", frame.stream, report.problem)
+        if frame.image is not None and frame.stream in self._tables:
+            frame.data = {}  # only the image and the result are shown
+            report.last = frame
+        if frame.stream in self._watched:
+            line = frame.to_line().rstrip(b"\n")
+            if len(line) > EVENT_BYTES:
+                frame.error, frame.result = ValueError(f"a result of {len(line)} bytes is too large for an event"), None
+                line = frame.to_line().rstrip(b"\n")
+            if len(self._events) >= EVENTS_WAITING:
+                self._missed[self._events.popleft()[0]] += 1
+            self._events.append((frame.stream, line))
+            if not self._is_sending:
+                self._is_sending = True
+                call_from_any_thread(self._loop, self._send_events)
+
+    def _send_events(self) -> None:
+        self._is_sending = False
+        while self._events:
+            if self._is_behind():
+                self._is_sending = True
+                self._loop.call_later(RETRY_SECONDS, self._send_events)
+                return
+            try:
+                name, line = self._events.popleft()
+            except IndexError:  # the other thread has dropped the last one
+                return
+            missed = self._missed.pop(name, 0)
+            self._send({"type": "event", "stream": name, "data": line.decode(), "missed": missed})
+
+    def _draw(self, name: str) -> None:
+        import cv2
+
+        report = self._reports.get(name)
+        frame = report.last if report is not None else None
+        message = {"type": "snapshot", "stream": name, "jpeg": "", "problem": "no frame has come yet"}
+        if frame is not None and frame.image is not None:
+            try:
+                image = draw_boxes(frame.image, frame.result)
+                scale = SNAPSHOT_SIDE / max(image.shape)
+                if scale < 1:
+                    image = cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
+                jpeg = base64.b64encode(cv2.imencode(".jpg", image)[1].tobytes()).decode()
+                message.update(jpeg=jpeg, problem="")
+            except Exception as error:
+                logger.exception("the boxes of stream %r cannot be drawn", name)
+                message["problem"] = _text(f"its boxes cannot be drawn: {describe(error)}")
+        call_from_any_thread(self._loop, self._send, message)
+
+
+def _text(text: str) -> str:
+    """A bounded text that every reader of JSON takes."""
+    return text[:TEXT_CHARACTERS].encode("utf-8", "replace").decode()

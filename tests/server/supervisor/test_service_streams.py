@@ -1,0 +1,296 @@
+"""Streams in a service: shared out among workers, shown while monitoring, whatever becomes of sources and workers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.monitored import Monitored
+from kit.services import Process, turn
+from kit.waits import WAIT, eventually
+from torchpipe_server.front.loop import new_loop
+from torchpipe_server.supervisor import streams as module
+from torchpipe_server.supervisor.figures import Event
+from torchpipe_server.supervisor.streams import SharedStreams, Subscriber
+
+from torchpipe_py import cli
+
+av = pytest.importorskip("av")
+
+CONFIG = 'backend = "ResizeMat"\nresize_h = 1\nresize_w = 2\n'
+SECRET = "s3cret-of-a-camera"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration, and a video of a second."""
+    folder = tmp_path_factory.mktemp("streams")
+    with av.open(str(folder / "a.ts"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for _ in range(25):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="bgr24")))
+        container.mux(stream.encode())
+    (folder / "small.toml").write_text(CONFIG)
+    return folder
+
+
+# -- who reads what -------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """What is asked of a worker."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, Any] = {}
+        self.given: list[str] | None = None
+        self.watched: list[str] = []
+
+    def read_streams(self, file: str, tables: dict[str, Any]) -> None:
+        self.given = sorted(tables)
+
+    def watch(self, names: list[str]) -> None:
+        self.watched = names
+
+
+def test_each_stream_has_one_reader_and_stays_there() -> None:
+    loop, names, readers = new_loop(is_fast=False), list("abcde"), [Reader() for _ in range(3)]
+    shared = SharedStreams(loop, "cameras.toml", {name: {} for name in names})
+    one, two, three = readers
+
+    for generation, workers, count in (
+        ("first", (one, two), 2),
+        ("first", (one, two), 0),  # nothing has changed
+        ("first", (two,), 1),
+        ("first", (two, three), 2),
+        ("first", (), 0),
+        ("next", (one, three), 2),
+    ):
+        for reader in readers:
+            reader.given = None
+        shared.share_out(generation, dict.fromkeys(workers, 0))  # type: ignore[arg-type]
+        given = [reader.given for reader in readers if reader.given is not None]
+        assert len(given) == count
+        assert sorted(chain(*given)) == (names if count else [])
+        assert max(map(len, given), default=3) - min(map(len, given), default=3) <= 1
+        assert {each["worker"] for each in shared.figures({}).values()} == ({0} if workers else {None})
+    loop.close()
+
+
+class SlowCall:
+    """A client that takes what it ``has_room`` for."""
+
+    def __init__(self) -> None:
+        self.has_room = True
+        self.written = b""
+
+    def begin(self, head: bytes) -> None:
+        self.write(head)
+
+    def write(self, data: bytes) -> bool:
+        self.written += data
+        return self.has_room
+
+    def end(self, method: str) -> None:
+        self.written += b"(ended)"
+
+
+def test_a_slow_client_loses_the_oldest_events_and_is_told_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVENTS_WAITING", 2)
+    loop, reader, call = new_loop(is_fast=False), Reader(), SlowCall()
+    shared: Any = SharedStreams(loop, "cameras.toml", {"a": {}})
+    shared.share_out("first", {reader: 0})
+    follow = SimpleNamespace(call=call)
+    monkeypatch.setattr(module, "Call", SimpleNamespace(of=lambda done: done.call))
+    subscriber: Subscriber = shared.subscribe("a", b"head\n", follow)
+    assert reader.watched == ["a"]
+    shared.hear(reader, Event("a", "0", 0))
+    shared.hear(Reader(), Event("a", "of who does not read it", 0))
+    call.has_room = False
+    for number in range(1, 6):
+        shared.hear(reader, Event("a", str(number), int(number == 4)))
+    assert call.written == b"head\n: results of frames\n\ndata: 0\n\n"
+    call.has_room, call.written = True, b""
+    subscriber.write_more()
+    assert call.written == b'event: lost\ndata: {"lost": 4}\n\ndata: 4\n\ndata: 5\n\n'
+    monkeypatch.setattr(module, "MOST_SUBSCRIBERS", 1)
+    with pytest.raises(module.NoStreamError, match="1 client follow"):
+        shared.subscribe("a", b"", follow)
+    subscriber.cancel()
+    assert reader.watched == []
+    shared.subscribe("a", b"", follow)
+    shared.close()
+    assert call.written.endswith(b"event: end\ndata: {}\n\n(ended)")
+    turn(loop)
+    loop.close()
+
+
+# -- the whole service ----------------------------------------------------------------------------------------------
+
+
+class Followed(Monitored):
+    """A service with streams."""
+
+    @property
+    def streams(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get("streams")[1])["streams"]
+        return found
+
+    def ok(self, name: str) -> int:
+        return int(self.streams.get(name, {}).get("frames", {}).get("ok", 0))
+
+    @contextmanager
+    def ask(self, path: str) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(self.address.split("/")[2], timeout=WAIT)
+        connection.request("GET", path)
+        with closing(connection), closing(connection.getresponse()) as answer:
+            yield answer
+
+    def reload(self, tables: str) -> None:
+        self.file.write_text(tables)
+        self.signal(signal.SIGHUP)
+
+    file = Path()
+
+
+@contextmanager
+def source(data: bytes, then_silent: bool) -> Iterator[int]:
+    """An HTTP server whose answer begins with ``data``, and then ends, or never goes on."""
+    listener, kept = socket.create_server(("127.0.0.1", 0)), []
+
+    def serve() -> None:
+        while True:
+            try:
+                sock = listener.accept()[0]
+            except OSError:
+                return
+            kept.append(sock)
+            sock.recv(4096)
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: video/mp2t\r\nConnection: close\r\n\r\n" + data)
+            if not then_silent:
+                sock.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for sock in kept:
+            sock.close()
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Followed]:
+    video = (folder / "a.ts").read_bytes()
+    garbage = np.random.default_rng(0).bytes(20_000)
+    with source(video, True) as frozen, source(garbage, False) as garbled:
+        (folder / "cameras.toml").write_text(
+            '["front door"]\nsource = "a.ts"\nrepeat = true\n[yard]\nsource = "a.ts"\nrepeat = true\nfps = 5\n'
+            f'[frozen]\nsource = "http://viewer:${{CAMERA}}@127.0.0.1:{frozen}/live"\ntimeout = 0.3\n'
+            f'[garbled]\nsource = "http://viewer:{SECRET}@127.0.0.1:{garbled}/live?token={SECRET}"\n'
+        )
+        arguments = ("--workers", "2", "--streams", str(folder / "cameras.toml"))
+        with Followed(*arguments, config=str(folder / "small.toml"), env={"CAMERA": SECRET}) as service:
+            service.file = folder / "cameras.toml"
+            yield service.wait_started()
+            service.signal()
+            assert service.wait() == 0, service.stderr
+
+
+def next_event(answer: http.client.HTTPResponse) -> dict[str, Any]:
+    while not (line := answer.readline()).startswith(b"data: "):
+        assert line, "the events have ended"
+    found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+    return found
+
+
+def test_results_are_sent_as_they_come(service: Followed) -> None:
+    with service.ask("/streams/front%20door/events") as answer:
+        assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream")
+        assert answer.readline() == b": results of frames\n"
+        events = [next_event(answer) for _ in range(5)]
+        assert service.streams["front door"]["subscribers"] == 1
+    assert [event["number"] for event in events] == sorted({event["number"] for event in events})
+    assert all(event["stream"] == "front door" and event["result"]["shape"] == [1, 2, 3] for event in events)
+    eventually(lambda: service.streams["front door"]["subscribers"] == 0, "a client that left is followed")
+
+
+def test_the_last_frame_is_a_jpeg(service: Followed) -> None:
+    cv2 = pytest.importorskip("cv2")
+    eventually(lambda: service.ok("yard") > 0)
+    with service.ask("/streams/yard/snapshot.jpg") as answer:
+        assert (answer.status, answer.getheader("Content-Type")) == (200, "image/jpeg")
+        assert cv2.imdecode(np.frombuffer(answer.read(), np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
+    for path, status, text in (
+        ("streams/yord/snapshot.jpg", 404, "no stream 'yord'; did you mean 'yard'?\n"),
+        ("streams/yord/events", 404, "no stream 'yord'; did you mean 'yard'?\n"),
+        ("streams/garbled/snapshot.jpg", 503, "'garbled': no frame has come yet\n"),
+    ):
+        assert service.get(path) == (status, text)
+
+
+def test_a_frozen_and_a_garbled_source_are_told_and_cost_no_other(service: Followed) -> None:
+    eventually(lambda: all(service.streams[name]["reconnects"] for name in ("frozen", "garbled")))
+    streams = service.streams
+    assert streams["frozen"]["decoded"] > 0
+    for name in ("frozen", "garbled"):
+        assert "opening it again" in streams[name]["last_error"]
+    before = service.ok("front door")
+    eventually(lambda: service.ok("front door") > before)
+    frames = service.streams["front door"]["frames"]
+    assert frames["error"] == frames["stale"] == 0
+    metrics = service.get("metrics")[1]
+    assert 'torchpipe_stream_frames_total{outcome="ok",stream="front door"}' in metrics
+    assert 'torchpipe_stream_playing{stream="front door"} 1.0' in metrics
+    shown = metrics + str(service.stats) + str(service.streams) + service.stderr
+    assert SECRET not in shown
+    assert "***" in shown
+
+
+def test_streams_move_when_a_worker_is_killed(service: Followed) -> None:
+    with service.ask("/streams/front%20door/events") as answer:
+        first, before = next_event(answer)["number"], service.ok("front door")
+        eventually(lambda: service.ok("front door") > before)
+        worker = service.stats["workers"][service.streams["front door"]["worker"]]
+        os.kill(worker["pid"], signal.SIGKILL)
+        eventually(lambda: service.stats["restarts"] == 1 and len(service.pids()) == 2)
+        eventually(lambda: all(service.streams[name]["state"] == "playing" for name in ("front door", "yard")))
+        assert service.ok("front door") >= before, "the counts fall"
+        assert any(next_event(answer)["number"] < first for _ in range(500)), "it is not read anew"
+
+
+def test_sighup_reads_the_streams_again(service: Followed) -> None:
+    with service.ask("/streams/yard/events") as answer:
+        service.reload('[new]\nsource = "a.ts"\nrepeat = true\n[wrong]\nsource = "b.ts"\n')
+        eventually(lambda: "stream 'wrong': key 'source': no such file: 'b.ts'" in service.stderr)
+        assert "yard" in service.streams
+        service.reload('[new]\nsource = "a.ts"\nrepeat = true\n')
+        eventually(lambda: list(service.streams) == ["new"] and service.ok("new") > 0)
+        assert answer.read().endswith(b"event: end\ndata: {}\n\n")
+
+
+def test_a_wrong_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong, config = folder / "wrong.toml", str(folder / "small.toml")
+    wrong.write_text('[a]\nsource = "a.ts"\nwieght = 2\n')
+    said = f"{wrong}: stream 'a': key 'wieght': unknown; did you mean 'weight'?"
+    with Process("--streams", str(wrong), config=config) as process:
+        assert process.wait() == 1
+        assert process.stderr == f"torchpipe-serve: {said}\n"
+    assert cli.main(["check", config, "--streams", str(wrong)]) == 1
+    assert said in capsys.readouterr().err
+    wrong.write_text('[a]\nsource = "a.ts"\nnode_name = "root"\n')
+    assert cli.main(["check", config, "--streams", str(wrong)]) == 1
+    assert "key 'node_name': 'root' is not a root; " in capsys.readouterr().err
