@@ -15,6 +15,7 @@ from benchmarks.io_cost import io_cost
 from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
 from benchmarks.sharing import shared
+from benchmarks.streams import streams
 
 from torchpipe_py.arguments import ArgumentParser
 
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "shared": shared,
     "goodput": goodput,
     "priorities": priorities,
+    "streams": streams,
 }
 
 

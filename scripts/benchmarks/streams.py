@@ -1,0 +1,211 @@
+"""Video on a model that is too slow for it: how old results are, how fair it is, and what broken sources cost others.
+
+The model sleeps, and takes half of the frames. Files are played as live; broken sources come over HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.common import Load, Report, load_of, progress
+from torchpipe_py import Registry, pipe
+from torchpipe_py.streams import Streams
+from torchpipe_py.streams.config import read_streams
+from torchpipe_py.streams.source import read_pictures
+
+COUNTS, FPS, INSTANCES = (2, 16, 64), 25, 2
+FRAMES = 250  # of the file
+LATE_FRAMES = 2
+WARM_UP_SECONDS = 2.0
+BROKEN = ("killed", "frozen", "garbled")
+BREAK_SECONDS = (0.5, 2.0)  # until a source breaks
+
+
+def streams(args: argparse.Namespace) -> Report:
+    """Streams as live in growing numbers, some of them broken, and files at full speed."""
+    report = Report(f"streams: {FPS} fps each, for a model that takes half of them; QPS are frames, latency their age")
+    with tempfile.TemporaryDirectory() as folder:
+        video = Path(folder, "a.ts")
+        _write_video(video)
+        for number in range(args.rounds):
+            for count in COUNTS:
+                _live(report, video, count, args.seconds)
+            _broken(report, video, args.seconds)
+            for compute_ms in (0.1, 4.0):
+                _file(report, video, compute_ms / 1000)
+            progress(f"round {number + 1} of {args.rounds}")
+    return report
+
+
+@contextmanager
+def _model(compute_s: float) -> Iterator[pipe]:
+    class Sleep:
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            time.sleep(compute_s)
+            for item in items:
+                item["result"] = 1
+
+    registry = Registry()
+    registry.register_backend(Sleep, "Sleep")
+    with pipe({"backend": "Sleep", "instance_num": INSTANCES}, registry=registry) as run:
+        yield run
+
+
+def _live(report: Report, video: Path, count: int, seconds: float) -> None:
+    """Every other stream weighs twice as much, where they compete for an instance."""
+    compute_s = INSTANCES / (FPS * count / 2)
+    tables: dict[str, dict[str, Any]] = {
+        f"{index:02}": {"source": str(video), "repeat": True, "weight": 1 + index % 2 if count > INSTANCES else 1}
+        for index in range(count)
+    }
+    with _model(compute_s) as run, Streams(run, tables) as frames:
+        _take(frames, WARM_UP_SECONDS)
+        before = psutil.Process().memory_info().rss
+        ages = _take(frames, seconds)
+        growth = psutil.Process().memory_info().rss - before
+    results = {name: len(ages.get(name, ())) / table["weight"] for name, table in tables.items()}
+    fair = sum(results.values()) / count
+    deviation = max(abs(each - fair) for each in results.values()) / fair
+    bound = 1000 * (LATE_FRAMES / FPS + compute_s)
+    note = f"{bound:.0f} ms is late; {100 * deviation:.1f} % from fair; memory {growth / 2**20:+.1f} MiB"
+    load = _load(ages, seconds, note)
+    report.add("{} streams", count, load)
+    report.require(f"{count} streams: p99 of the age, ms", load.p99, high=bound)
+    report.require(f"{count} streams: most that one is from fair, %", 100 * deviation, high=5)
+
+
+def _broken(report: Report, video: Path, seconds: float) -> None:
+    """Some sources among 16 that break at random, and in turn the same that do not."""
+    count, compute_s = 16, INSTANCES / (FPS * 16 / 2)
+    bound = LATE_FRAMES / FPS + compute_s
+    late = {}
+    for is_broken in (False, True):
+        with closing(_Source(video.read_bytes(), is_broken)) as source, _model(compute_s) as run:
+            tables: dict[str, dict[str, Any]] = {
+                f"{index:02}": {"source": str(video), "repeat": True} for index in range(count - len(BROKEN))
+            }
+            for kind in BROKEN:
+                tables[kind] = {"source": f"http://127.0.0.1:{source.port}/{kind}", "timeout": 1}
+            with Streams(run, tables) as frames:
+                _take(frames, WARM_UP_SECONDS)
+                ages = _take(frames, seconds)
+                stats = frames.stats()
+        others = {name: each for name, each in ages.items() if name not in BROKEN}
+        late[is_broken] = sum(age > bound for each in others.values() for age in each)
+        note = ", ".join(f"{kind} {stats[kind]['reconnects']} times opened again" for kind in BROKEN)
+        name = "the others of {} streams, three " + ("broken" if is_broken else "over HTTP")
+        load = _load(others, seconds, f"{late[is_broken]} late; {note}")
+        report.add(name, count, load)
+    report.require("p99 of the others beside broken streams, ms", load.p99, high=1000 * bound)
+    report.require("late frames of the others, more than beside whole streams", late[True] - late[False], high=1)
+
+
+def _file(report: Report, video: Path, compute_s: float) -> None:
+    """A file in order as fast as it goes, against decoding it alone and the model alone."""
+    table = {"source": str(video), "keep": "all"}
+    (options,) = read_streams({"a": table})
+    start = monotonic()
+    images = [picture.to_mat() for picture in read_pictures(options)]
+    decoding = Load(len(images) / (monotonic() - start))
+    with _model(compute_s) as run:
+        start = monotonic()
+        count = sum(1 for _ in run.map({"data": image} for image in images))
+        model = Load(count / (monotonic() - start))
+        start = monotonic()
+        with Streams(run, {"a": table}) as frames:
+            numbers = [frame.number for frame in frames]
+        both = Load(len(numbers) / (monotonic() - start))
+    assert numbers == list(range(FRAMES)), "frames are missing, or out of order"
+    what = f"a file, {1000 * compute_s:g} ms x {INSTANCES}: "
+    for name, load in ((f"{what}decoding", decoding), (f"{what}model", model), (f"{what}both", both)):
+        report.add(name, 1, load)
+    slower = decoding if decoding.qps < model.qps else model
+    report.require(f"{what}share of the slower", both.qps / slower.qps, low=0.9)
+
+
+def _take(frames: Streams, seconds: float) -> dict[str, list[float]]:
+    """The ages of the frames of so many seconds, by stream."""
+    ages: dict[str, list[float]] = {}
+    until = monotonic() + seconds
+    while monotonic() < until:
+        frame = next(frames)
+        ages.setdefault(frame.stream, []).append(frame.age)
+    return ages
+
+
+def _load(ages: dict[str, list[float]], seconds: float, note: str) -> Load:
+    load = load_of([age for each in ages.values() for age in each], seconds)
+    return Load(load.qps, load.p50, load.p99, note=note)
+
+
+class _Source:
+    """Sends two seconds of the video, and the rest at its own pace, again and again.
+
+    Where it ``is_broken``, each path breaks in its way.
+    """
+
+    def __init__(self, video: bytes, is_broken: bool) -> None:
+        self._video, self._is_broken = video, is_broken
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._random = random.Random(0)
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more, and send no more."""
+        self._is_closed.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listener.accept()[0],), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with suppress(OSError), sock:
+            kind = sock.recv(4096).split()[1].decode().strip("/")
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: video/mp2t\r\nConnection: close\r\n\r\n")
+            breaks_at = monotonic() + self._random.uniform(*BREAK_SECONDS) if self._is_broken else float("inf")
+            step = len(self._video) // FRAMES
+            at = 2 * FPS * step
+            sock.sendall(self._video[:at])
+            while not self._is_closed.wait(1 / FPS):
+                piece, at = self._video[at : at + step], (at + step) % len(self._video)
+                if monotonic() > breaks_at:
+                    if kind == "killed":
+                        return
+                    if kind == "frozen":
+                        continue
+                    piece = self._random.randbytes(len(piece))
+                sock.sendall(piece)
+
+
+def _write_video(path: Path) -> None:
+    import av
+
+    import cv2
+
+    few = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    picture = cv2.resize(few, (320, 240), interpolation=cv2.INTER_CUBIC)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=FPS)
+        stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"  # type: ignore[attr-defined]
+        for index in range(FRAMES):
+            frame = av.VideoFrame.from_ndarray(np.roll(picture, 2 * index, axis=1), format="bgr24")
+            container.mux(stream.encode(frame))  # type: ignore[attr-defined]
+        container.mux(stream.encode())  # type: ignore[attr-defined]
