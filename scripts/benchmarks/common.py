@@ -41,6 +41,7 @@ class Load:
     cpu_ms: float = 0.0
     failed: float = 0.0
     note: str = ""
+    more: dict[str, float] = field(default_factory=dict)
 
 
 class Subject(NamedTuple):
@@ -92,7 +93,8 @@ class Report:
         rounds = self.loads[name, clients]
         names = ("qps", "p50", "p99", "cpu_ms", "failed")
         figures = {name: statistics.median(getattr(load, name) for load in rounds) for name in names}
-        return Load(**figures, note=rounds[-1].note)
+        more = {name: statistics.median(load.more[name] for load in rounds) for name in rounds[-1].more}
+        return Load(**figures, note=rounds[-1].note, more=more)
 
     def ratio(self, ours: tuple[str, int], theirs: tuple[str, int]) -> float:
         """Of the calls per second: the median of the rounds' ratios, since a busy machine changes between rounds."""
@@ -125,7 +127,8 @@ class Report:
         for key, name in names.items():
             load = self.median(*key)
             p50, p99 = (f"{value:8.2f}" if value else " " * 8 for value in (load.p50, load.p99))
-            note = load.note or (f"{load.cpu_ms:.2f} ms CPU" if load.cpu_ms else "")
+            note = load.note or ", ".join(f"{name} {value:.3g}" for name, value in load.more.items())
+            note = note or (f"{load.cpu_ms:.2f} ms CPU" if load.cpu_ms else "")
             note += f", {load.failed:.1f} % without result" if load.failed else ""
             print(f"  {name:{width}}  {load.qps:9.0f}  {p50}  {p99}  {note}".rstrip())
         for target in self.targets:

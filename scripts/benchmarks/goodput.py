@@ -33,6 +33,7 @@ DEADLINES = 3
 AGAIN = 0.3
 """The share of those without an answer in time who try once more."""
 BURST_CV = 4.0
+WASTED, REFUSALS_P99 = "wasted %", "refusals' p99 ms"
 BODY = bytes(200)
 BACKEND = """
 import time
@@ -145,17 +146,14 @@ async def _run(service: Service, dues: Sequence[float], seconds: float) -> Load:
     before = service.computed() if service.computed else 0
     outcomes = Outcomes()
     await _send(service, dues, deadline, outcomes)
-    note = [f"left {outcomes.left}", f"refused {len(outcomes.refused)}"]
-    if outcomes.refused:
-        note.append(f"refusals' p99 {1000 * _quantile(outcomes.refused, 0.99):.1f} ms")
-    if outcomes.broken:
-        note.append(f"broken {outcomes.broken}")
+    good, refused = outcomes.good, outcomes.refused
+    more: dict[str, float] = {"left": outcomes.left, "refused": len(refused), "broken": outcomes.broken}
+    more[REFUSALS_P99] = 1000 * _quantile(refused, 0.99)
     if service.computed:
         computed = service.computed() - before
-        note.append(f"wasted {100 * max(0, computed - len(outcomes.good)) / max(1, computed):.0f} %")
-    good = outcomes.good
+        more[WASTED] = 100 * max(0, computed - len(good)) / max(1, computed)
     p50, p99 = (1000 * _quantile(good, share) for share in (0.5, 0.99))
-    return Load(len(good) / seconds, p50, p99, note=", ".join(note))
+    return Load(len(good) / seconds, p50, p99, more=more)
 
 
 async def _send(service: Service, dues: Sequence[float], deadline: float, outcomes: Outcomes) -> None:
@@ -244,10 +242,14 @@ def _step(report: Report, name: str, service: Service, args: argparse.Namespace)
 def _hold(report: Report, service: str) -> None:
     for arrivals in ARRIVALS:
         name = f"{service}, {arrivals}, {{}} % of capacity"
-        rates = [report.median(name, round(100 * offered)).qps for offered in OFFERED]
+        loads = [report.median(name, round(100 * offered)) for offered in OFFERED]
+        rates = [load.qps for load in loads]
         report.require(
             f"{service}, {arrivals}, {OFFERED[-1]:g} x capacity against the best", rates[-1] / max(rates), low=0.95
         )
+        for figure, high in ((WASTED, 5.0), (REFUSALS_P99, 5.0)):
+            worst = max(load.more[figure] for load in loads)
+            report.require(f"{service}, {arrivals}, {figure}, at the worst load", worst, high=high)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
