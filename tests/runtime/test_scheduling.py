@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import Register
 from kit.backends import Gate
-from kit.waits import WAIT, all_idle, error_of, outcome
+from kit.waits import WAIT, all_idle, error_of, eventually, outcome
 
 from torchpipe_py import ItemBackend, pipe
 
@@ -222,3 +222,26 @@ def test_stats(register: Register) -> None:
     assert b["batches"] == sum(b["batch_sizes"].values()) >= 3
     assert all(node[key] >= 0 for node in (a, b) for key in ("queue_ms", "batch_wait_ms", "compute_ms"))
     assert b["queue_ms"] > 0
+
+
+def test_a_batch_waits_for_requests_that_are_due_and_for_no_others(register: Register) -> None:
+    gate = Gate(most=4)
+    asked: list[tuple[float, float]] = []
+    due = [True]
+
+    def is_due(since: float, until: float) -> bool:
+        asked.append((since, until))
+        return due[0]
+
+    with pipe({"backend": register(gate.backend), "batching_timeout": 1000 * WAIT}) as run, gate:
+        gate.open()
+        with run.expecting(is_due):
+            first = run.submit({"data": 1})
+            eventually(lambda: bool(asked))
+            assert not first.done()
+            due[0] = False
+            second = run.submit({"data": 2})
+            assert [future.result(WAIT)["result"] for future in (first, second)] == [1, 2]
+        run({"data": 3})
+    assert gate.batches == [[1, 2], [3]]
+    assert all(since == -WAIT and 0 < until <= WAIT for since, until in asked)

@@ -9,13 +9,16 @@ import time
 from collections import Counter
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
+from torchpipe_py.plan.config import Place
 from torchpipe_py.streams import Streams
-from torchpipe_py.streams.config import read_streams
+from torchpipe_py.streams.config import read_stream, read_streams
+from torchpipe_py.streams.stream import Stream
 
 av = pytest.importorskip("av")
 
@@ -348,3 +351,20 @@ def test_a_stream_that_is_removed_leaves_nothing(video):
             next(streams)
             streams.remove("a")
         wait_for(lambda: not streams._order and not streams._removed)
+
+
+def test_says_which_frames_are_due(video):
+    with bright() as run:
+        streams = Streams(run, in_flight=2)
+        streams.close()  # so that nothing takes a frame
+        stream = Stream(read_stream("a", {"source": str(video)}, Place("streams")), streams._changed)
+        streams._streams["a"] = stream
+        assert not streams._is_due(-1, 1)
+        for seen in (time.monotonic() - 0.5, time.monotonic()):
+            stream._offer(SimpleNamespace(pts=None), seen, threading.Event())
+        stream.waiting.clear()
+        assert [streams._is_due(-1, until) for until in (0.1, 5)] == [False, True]
+        stream.in_flight = 1
+        assert not streams._is_due(-1, 5), "its next frame waits for the one in the pipe"
+        stream.in_flight, stream.due = 0, time.monotonic() - 2
+        assert not streams._is_due(-1, 5), "it is late"

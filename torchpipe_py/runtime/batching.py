@@ -20,6 +20,9 @@ from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.node import Fail, Node, RequestQueue, Source
 from torchpipe_py.runtime.request import Request
 
+Due = Callable[[float, float], bool]
+"""``is_due(since, until)``: whether a request is due in that time, in seconds from now, that has not come yet."""
+
 LOW_SECONDS = 0.01
 """As long as batches may take that requests of low priority make larger, or twice as long as one request alone."""
 
@@ -160,6 +163,7 @@ class BatchingNode(Node):
         self._batches = BatchQueue(timeout, lambda data: instances[0].backend.batch_key(data))
         self.idle: Leadership = Leadership(self._queue.normal, self._queue.low, self._batches)
         self._source: Source | None = None
+        self.dues: Sequence[Due] = ()
 
     def draw_from(self, source: Source) -> None:
         """Before the first request: have the leader fetch what waits there."""
@@ -174,14 +178,17 @@ class BatchingNode(Node):
         return super().queued_before(priority) - (0 if priority else self._batches.low)
 
     def is_awaiting(self) -> bool:
-        """Whether some request in flight could still reach this node."""
+        """Whether some request in flight could still reach this node, or one is due before the batch closes anyway."""
         for node in self.upstream:
             if node is not self:
                 if node.load() and not (node in self.both_ways and self._closes_before(node)):
                     return True
             elif any(instance.busy for instance in self.instances):
                 return True  # through a logical node, a request comes by a second time
-        return False
+        if not self.dues:
+            return False
+        left = self._batches.oldest() + self._timeout - perf_counter()
+        return any(is_due(-self._timeout, left) for is_due in list(self.dues))
 
     def _closes_before(self, other: Node) -> bool:
         """Whether all that the other node holds waits too, and has waited less long.

@@ -24,7 +24,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
-from torchpipe_py.runtime.batching import BatchingNode
+from torchpipe_py.runtime.batching import BatchingNode, Due
 from torchpipe_py.runtime.idle import is_main_thread
 from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.node import Node, Source
@@ -182,6 +182,19 @@ class pipe:
         for node in fetching:
             node.draw_from(source)
         return len(fetching) == len(entered)
+
+    @contextmanager
+    def expecting(self, is_due: Due) -> Iterator[None]:
+        """Meanwhile batches wait for requests that are due before they close by their ``batching_timeout``.
+
+        ``is_due(since, until)`` says whether one is that has not come yet, in seconds from now; it must not block.
+        """
+        dues = self._runtime.dues
+        dues.append(is_due)
+        try:
+            yield
+        finally:
+            dues.remove(is_due)
 
     def max(self) -> int:
         """The largest batch any node forms."""

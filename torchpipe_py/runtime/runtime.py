@@ -30,7 +30,7 @@ from torchpipe_py.filters import Filter
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
 from torchpipe_py.runtime.admission import Door, Path
-from torchpipe_py.runtime.batching import BatchingNode
+from torchpipe_py.runtime.batching import BatchingNode, Due
 from torchpipe_py.runtime.hand_over import HandOverNode
 from torchpipe_py.runtime.inflight import InFlight
 from torchpipe_py.runtime.instance import THREAD_PREFIX, Instance, creator
@@ -60,6 +60,7 @@ class Runtime:
         self.inflight = InFlight(self.name, pipeline.spec.max_inflight, self.retry_after_ms)
         self.nodes: dict[str, Node] = {}
         self.recorders: list[Recorder] = []
+        self.dues: list[Due] = []
         self.is_left = False  # nobody waits any more for a backend that does not return
         self._logical = pipeline.spec.logical()
         self._is_forked = False
@@ -115,7 +116,9 @@ class Runtime:
         common = self.parts_of(name)
         instances = self._instances[name]
         if any(instance.max > 1 for instance in instances):
-            return BatchingNode(*common, self.plans[name].spec.batching_timeout / 1000)
+            node = BatchingNode(*common, self.plans[name].spec.batching_timeout / 1000)
+            node.dues = self.dues
+            return node
         if isinstance(instances[0].backend, HandOverBackend):
             return HandOverNode(*common)
         if all(isinstance(instance.backend, DeferredBackend) for instance in instances):

@@ -56,7 +56,10 @@ class Stream:
         self.counts = dict.fromkeys(("decoded", "skipped", "dropped", "stale", "results", "errors", "reconnects"), 0)
         self.last_error = ""
         self._changed = changed
+        self.due = float("inf")
+        """Seconds of ``time.monotonic``: when the next frame is wanted that comes by a clock, by the last two."""
         self._dropped_before = 0
+        self._last_seen = float("-inf")
         self._next_pts: float | None = None
         self._pause = FIRST_PAUSE
         self._blocked: list[threading.Thread] = []
@@ -212,6 +215,8 @@ class Stream:
                     self.drop(self.waiting.popleft(), "dropped")
             if stop.is_set():
                 return
+            if self.options.live or not self.options.is_file:
+                self.due, self._last_seen = 2 * seen - self._last_seen, seen
             self.waiting.append(Waiting(picture, number, seen, self._dropped_before))
             self._dropped_before = 0
             self._overdue_at = monotonic() + self.options.timeout + _GRACE

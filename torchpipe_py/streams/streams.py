@@ -103,14 +103,14 @@ class Streams:
         self._finished: deque[Frame] = deque()
         self._under_way = 0
         self._used = self._look_at = 0.0
-        self._is_closing = False
+        self._is_closing = self._is_converting = False
         stats = run.stats()
         most = in_flight or 1 + max(node["instances"] * node["max"] for node in stats["nodes"].values())
         self._most = min(most, stats["max_inflight"])
         with self._changed:
             for options in read_streams(streams) if streams else ():
                 self._start(Stream(options, self._changed))
-        self._feeder = threading.Thread(target=self._feed, name="torchpipe-streams", daemon=True)
+        self._feeder = threading.Thread(target=self._expect_and_feed, name="torchpipe-streams", daemon=True)
         self._feeder.start()
 
     def add(self, name: str, *, beside: str | os.PathLike[str] = "streams", **options: Any) -> None:
@@ -186,6 +186,20 @@ class Streams:
         self._streams[stream.options.name] = stream
         stream.start()
 
+    def _expect_and_feed(self) -> None:
+        with self._run.expecting(self._is_due):
+            self._feed()
+
+    def _is_due(self, since: float, until: float) -> bool:
+        """Whether a frame for which there is room has come, or will have by then; a moment's estimate."""
+        now = monotonic()
+        has_room = self._under_way < self._most
+        return self._is_converting or any(
+            stream.waiting or now + since <= stream.due < now + until
+            for stream in list(self._streams.values())
+            if has_room and stream.in_flight < self._room(stream)
+        )
+
     def _feed(self) -> None:
         """Take the next frame whenever there is room; the loop of the feeder's thread."""
         while True:
@@ -205,6 +219,7 @@ class Streams:
                 stream.used = max(stream.used, self._used) + 1 / stream.options.weight
                 stream.in_flight += 1
                 self._under_way += 1
+                self._is_converting = True
                 name = stream.options.name
                 frame = Frame(name, waiting.number, waiting.picture.pts, waiting.dropped_before, seen=waiting.seen)
                 self._order.setdefault(stream, deque()).append(frame)
@@ -233,7 +248,10 @@ class Streams:
         """Bring a frame to the pipe."""
         on_done: Callable[[Any, BaseException | None], None] = lambda _, error: self._leave(stream, frame, error)  # noqa: E731
         try:
-            frame.image = waiting.picture.to_mat()
+            try:
+                frame.image = waiting.picture.to_mat()
+            finally:
+                self._is_converting = False  # NOTE: before it enters: what waits for it is not woken again
             frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: "bgr", STREAM_KEY: frame.stream}
             if stream.options.node_name:
                 frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
