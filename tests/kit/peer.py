@@ -39,10 +39,10 @@ class HangUpError(Exception):
 
 
 class ScriptedServer:
-    """Does the next step of ``script`` for each call, and ``answer`` once there is none; framed, binary protocol."""
+    """Does the next step of ``script`` for each call, then ``default``, or ``answer``; framed, binary protocol."""
 
-    def __init__(self, *script: Step, tls: Any = None, port: int = 0) -> None:
-        self.script = list(script)
+    def __init__(self, *script: Step, tls: Any = None, port: int = 0, default: Step | None = None) -> None:
+        self.script, self._default = list(script), default or answer
         self.calls: list[Call] = []
         self.connections = 0
         self.connections_ended = threading.Semaphore(0)
@@ -76,7 +76,7 @@ class ScriptedServer:
                 while (call := self._read(sock, connection)) is not None:
                     with self._lock:
                         self.calls.append(call)
-                        step = self.script.pop(0) if self.script else answer
+                        step = self.script.pop(0) if self.script else self._default
                     step(self, sock, call)
         except (HangUpError, OSError):
             pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,18 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import Register
 from kit.backends import Gate
+from kit.steered import steering
 
-from torchpipe_py import Backend
 from torchpipe_py.cli import main
-from torchpipe_py.tools.load import measure
 from torchpipe_py.tools.load import run as command
-from torchpipe_py.tools.load.measure import node_figures, node_rows
-from torchpipe_py.tools.load.records import CallLog
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_IMAGES = ROOT / "configs" / "demo" / "images"
 
 IDENTITY = 'backend = "Identity"\n'
+STEERED = 'backend = "Steered"\nmost = {}\n'
 
 
 class Run(NamedTuple):
@@ -54,31 +51,6 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
     return run
 
 
-class Seen:
-    """A backend that remembers what it was given."""
-
-    def __init__(self, most: int = 1) -> None:
-        self.data: list[bytes] = []
-        lock, data = threading.Lock(), self.data
-
-        class Recorder(Backend):
-            """Result is ``(label, score)``, the label being the data; ``bad`` is a defect, ``none`` has no result."""
-
-            def forward(self, items: list[dict[str, Any]]) -> None:
-                with lock:
-                    data.extend(item["data"] for item in items)
-                if any(item["data"] == b"bad" for item in items):
-                    raise ValueError("a defect\nand its second line")
-                for item in items:
-                    if item["data"] != b"none":
-                        item["result"] = (item["data"].decode(), 0.5)
-
-            def max(self) -> int:
-                return most
-
-        self.backend = Recorder
-
-
 # --- what is sent
 
 
@@ -90,32 +62,15 @@ ALONE = "--request_client 1 --warmup 0"
     [  # with three clients, which start apart, 11 of the images from a on, and 10 each from b and c on
         ("abc", "--total_number 31 --request_client 3 --warmup 0", 1, {b"a": 10, b"b": 11, b"c": 10}, (31, 31, 31)),
         ("a", "--total_number 10 --warmup 3", 1, {b"a": 16}, (10, 10, 10)),
-        (
-            "ab",
-            "--total_number 21 --request_batch 4 --request_client 1 --warmup 0",
-            4,
-            {b"a": 11, b"b": 10},
-            (21, 21, 6),
-        ),
+        ("ab", f"--total_number 21 --request_batch 4 {ALONE}", 4, {b"a": 11, b"b": 10}, (21, 21, 6)),
     ],
     ids=["in turn", "warm-up is not counted", "several images a call"],
 )
-def test_what_is_sent(
-    files: str,
-    options: str,
-    most: int,
-    seen: dict[bytes, int],
-    figures: tuple[int, ...],
-    bench: Bench,
-    images: Callable[..., Path],
-    register: Register,
-) -> None:
-    backend = Seen(most)
-    run = bench(
-        f'backend = "{register(backend.backend)}"\n', images(**{name: name for name in files}), *options.split()
-    )
+def test_what_is_sent(files: str, options: str, most: int, seen: Any, figures: Any, bench: Bench, images: Any) -> None:
+    with steering() as backend:
+        run = bench(STEERED.format(most), images(**{name: name for name in files}), *options.split())
     assert run.status == 0, run.err
-    assert Counter(backend.data) == seen
+    assert Counter(backend.seen) == seen
     assert tuple(run.report[name] for name in ("images_sent", "images_ok", "calls")) == figures
     assert sum(run.report["images_ok_per_second"]) == figures[1]
     (node,) = run.report["nodes"].values()
@@ -124,27 +79,6 @@ def test_what_is_sent(
 
 
 # --- what is reported
-
-
-def test_clients_that_are_the_limit(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    log = CallLog(2)
-    for latency in (30, 45):
-        log.enter(0, latency, end=0, ok=1, late=0, lag=0, size=1)
-    log.close(cpu_ns=0, wall_ns=100)
-    assert command.time_outside([log, CallLog(1)]) == 0.25
-    assert command.time_outside([]) == 0.0
-    monkeypatch.setattr(command, "time_outside", lambda logs: 0.25)
-    run = bench(IDENTITY, images(a="a"), "--total_number", 10)
-    assert (run.status, run.report["valid"]) == (0, False)
-    assert "clients spent 25% of their time between calls" in run.err
-
-
-def test_without_psutil(bench: Bench, images: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "psutil", None)
-    run = bench(IDENTITY, images(a="a"), "--total_number", 10)
-    assert run.status == 0
-    assert run.report["process_cpu_percent"] > 0
-    assert run.report["other_cpu_percent"] is run.report["machine_busy"] is None
 
 
 def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,50 +95,24 @@ def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert lines["load"].endswith("20 clients, closed loop, 1 image per call")
 
 
-def stats(**changes: Any) -> dict[str, Any]:
-    """The stats of a pipe with one node of two instances that has seen 10 requests in 5 batches."""
-    node = {"instances": 2, "min": 1, "max": 4, "requests": 10, "batches": 5, "failed": 1, "expired": 0}
-    times = {"queue_ms": 100.0, "batch_wait_ms": 10.0, "compute_ms": 50.0}
-    return {"nodes": {"crop": node | times | {"batch_sizes": {1: 1, 2: 4}} | changes}}
-
-
-def test_node_figures_are_of_the_run_alone() -> None:
-    after = stats(
-        requests=18, batches=7, queue_ms=104.0, batch_wait_ms=10.0, compute_ms=850.0, batch_sizes={1: 1, 2: 4, 4: 2}
-    )
-    nodes = node_figures(stats(), after, seconds=1.0)
-    expected = {"requests": 8, "batches": 2, "failed": 0, "mean_batch": 4.0, "batch_sizes": {4: 2}, "busy": 0.4}
-    expected |= {"queue_ms": 0.5, "batch_wait_ms": 0.0, "compute_ms": 100.0}  # busy: 800 ms of two instances' second
-    assert expected.items() <= nodes["crop"].items()
-    line = "8 requests, mean batch 4.00; queue 0.50  batch wait 0.00  compute 100.00  ms each; 2 instances, 40% busy"
-    assert node_rows(nodes) == [("node crop", line)]
-
-
 # --- errors
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_images_that_fail_are_counted_by_type(
-    batch: int, bench: Bench, images: Callable[..., Path], register: Register
-) -> None:
-    config = f'backend = "{register(Seen(most=batch).backend)}"\n'
+def test_images_that_fail_are_counted_by_type(batch: int, bench: Bench, images: Any) -> None:
     options = ("--total_number", 16, "--request_batch", batch)
-    folder = images(a="a", b="bad", c="none", d="d")
-    run = bench(config, folder, *options)
+    folder = images(a="a", b="raise", c="none", d="d")
+    with steering():
+        run = bench(STEERED.format(batch), folder, *options)
     assert (run.status, run.report["errors"]) == (0, {"BackendError:ValueError": 4, "NoResult": 4})
     assert (run.report["images_answered"], run.report["images_ok"], run.report["images_failed"]) == (16, 8, 8)
-    if batch == 1:
-        assert (run.report["latency_ms"]["count"], run.report["latency_failed_ms"]["count"]) == (8, 8)
     assert "8 images failed" in run.err
-    assert (run.err.count("a defect"), "second line" in run.err) == (1, False)
     run = bench('backend = "DecodeMat"\n', folder, *options)  # of which none is an image
     assert (run.status, run.report["errors"], run.report["latency_ms"]) == (1, {"DecodeError": 16}, None)
     assert "DecodeError, for example: " in run.err
 
 
-def test_interrupt_reports_what_was_done(
-    bench: Bench, images: Callable[..., Path], register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_reports_what_was_done(bench: Bench, images: Any, register: Register, monkeypatch: Any) -> None:
     gate = Gate(blocks=lambda data: data == b"stall")
 
     @contextmanager
@@ -238,9 +146,7 @@ def test_interrupt_reports_what_was_done(
         ('backend = "Identty"\n', (), "key 'backend': no backend 'Identty'; did you mean 'Identity'?"),
     ],
 )
-def test_runs_that_cannot_start(
-    config: str, options: tuple[str, ...], why: str, bench: Bench, images: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_runs_that_cannot_start(config: str, options: Any, why: str, bench: Bench, images: Any, tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     Path(root).mkdir()
     run = bench(config, images(a="a"), *(text.replace("ROOT", root) for text in options))

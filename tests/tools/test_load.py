@@ -13,27 +13,25 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from fake_servers import Images, Serve, ToyServer, command, http_server, load, refused, running
+from fake_servers import FRAMED, Images, Serve, ToyServer, command, http_server, load, refused, running
 from kit.waits import WAIT, eventually, is_alive
 
-from torchpipe_py.tools.load.measure import find_server
 from torchpipe_py.tools.load.run import main
 
-ONE_CALL = ("--rate", 2, "--total_number", 1)
 """An open loop that is stable on the busiest machine: of one call there is no rate that could fall behind."""
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(running(ToyServer(**options)))
+        yield lambda **options: stack.enter_context(ToyServer(**options))
 
 
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -64,10 +62,9 @@ def test_every_image_is_sent_once_and_the_report_is_complete(serve: Serve, image
     assert all(name in done.stdout for name in ("QPS", "goodput", "latency", "p99.9", "server CPU", "tester CPU"))
 
 
-@pytest.mark.parametrize("transport", ["buffered", "framed"])
-def test_batches_and_their_rest(transport: str, serve: Serve, images: Images) -> None:
-    server = serve(framed=transport == "framed")
-    options = ("--total_number", 21, "--request_batch", 4, "--transport", transport)
+def test_batches_and_their_rest(serve: Serve, images: Images) -> None:
+    server = serve()
+    options = ("--total_number", 21, "--request_batch", 4)
     done, report = load(images(a="ok:a", b="ok:b" + "x" * 70_000), server.port, *options)
     assert done.returncode == 0, done.stderr
     assert Counter(server.call_sizes) == {4: 4, 3: 1, 2: 1}  # 11 and 10 images
@@ -75,6 +72,7 @@ def test_batches_and_their_rest(transport: str, serve: Serve, images: Images) ->
 
 
 ALONE = ("--request_client", 1)
+SLOW = "trickle:" + 600 * "x"  # 10 ms for each byte
 HALF = {"images_sent": 4, "images_answered": 2, "images_ok": 2}
 
 
@@ -87,34 +85,15 @@ HALF = {"images_sent": 4, "images_answered": 2, "images_ok": 2}
             {"InferenceError:overloaded": 4, "TApplicationException:internal_error": 4},
             {"images_answered": 16, "images_ok": 8, "images_failed": 8, "latency_ms": 8, "latency_failed_ms": 8},
         ),
-        (
-            ("ok:a", "refuse"),
-            ("--total_number", 16, "--request_batch", 4),
-            {"InferenceError:overloaded": 8},
-            {"images_ok": 8},
-        ),
         (("ok:a", "lose"), (*ALONE, "--total_number", 4, "--request_batch", 2), {"ReplyError": 4}, {}),
         (("ok:a", "close"), (*ALONE, "--total_number", 4), {"ConnectionClosed": 2}, HALF),
-        (("ok:a", "reset"), (*ALONE, "--total_number", 4), {"ConnectionResetError": 2}, HALF),
-        (("stall", "ok:a"), (*ALONE, "--total_number", 2, "--timeout", 2), {"timeout": 1}, {"images_ok": 1}),
-        (("trickle", "ok:a"), (*ALONE, "--total_number", 2, "--timeout", 2), {"timeout": 1}, {"images_ok": 1}),
+        ((SLOW, "ok:a"), (*ALONE, "--total_number", 2, "--timeout", 2), {"timeout": 1}, {"images_ok": 1}),
         (("close",), ("--total_number", 1000), {"ConnectionClosed": 20, "unsent": 980}, {"latency_ms": 0}),
-        (
-            ("close",),
-            (*ALONE, "--rate", 500, "--total_number", 100),
-            {"ConnectionClosed": 10, "unsent": 90},
-            {"latency_actual_ms": 0},
-        ),
         (("kill", "ok:b"), (*ALONE, "--total_number", 20), {"ClientProcessDied": 20}, {"images_sent": 0}),
     ],
 )
 def test_errors_are_counted_by_type(
-    words: tuple[str, ...],
-    options: tuple[object, ...],
-    errors: dict[str, int],
-    figures: dict[str, int],
-    serve: Serve,
-    images: Images,
+    words: Any, options: Any, errors: dict[str, int], figures: dict[str, int], serve: Serve, images: Images
 ) -> None:
     """Latencies are counted in calls."""
     done, report = load(images(**dict(zip("abcd", words, strict=False))), serve().port, *options)
@@ -124,16 +103,9 @@ def test_errors_are_counted_by_type(
     assert set(report["error_examples"]) <= set(errors)
     for kind, message in report["error_examples"].items():
         assert f"{kind}, for example: {message}" in done.stderr
-        assert kind != "InferenceError:overloaded" or message == "try later"
+        assert kind != "InferenceError:overloaded" or message == "on purpose"
     for name, figure in figures.items():
         assert (report[name] if name.startswith("images") else (report[name] or {"count": 0})["count"]) == figure
-
-
-def test_a_server_that_reads_nothing(serve: Serve, images: Images) -> None:
-    more_than_the_kernel_buffers = b"ok:" + b"x" * 16_000_000
-    options = (*ALONE, "--total_number", 1, "--timeout", 2)
-    done, report = load(images(a=more_than_the_kernel_buffers), serve(deaf=True).port, *options)
-    assert (done.returncode, report["errors"]) == (2, {"timeout": 1})
 
 
 def test_images_over_http(images: Images) -> None:
@@ -155,8 +127,7 @@ def test_images_over_http(images: Images) -> None:
 # --- ends
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("is_open", [False, True], ids=["a call is under way", "nothing is due"])
+@pytest.mark.parametrize(("is_open", "ending"), [(False, signal.SIGINT), (True, signal.SIGTERM)])
 def test_interrupt_reports_what_was_done(
     is_open: bool, ending: signal.Signals, serve: Serve, images: Images, tmp_path: Path
 ) -> None:
@@ -178,7 +149,7 @@ def test_clients_do_not_outlive_a_killed_parent(serve: Serve, images: Images) ->
     server = serve()
     options = ("--request_client", 3, "--total_number", 3_000_000)
     with subprocess.Popen(command(images(a="ok:a", b="stall"), server.port, *options), stderr=-1) as process:
-        assert server.stalled.wait(WAIT)
+        assert server.has_stalled.wait(WAIT)
         clients = psutil.Process(process.pid).children()
         process.kill()
     assert len(clients) >= 1
@@ -196,17 +167,19 @@ def test_more_clients_than_there_are_descriptors_for(serve: Serve, images: Image
     )
 
 
-@pytest.mark.parametrize("closed", ["sys.stdout = None", "sys.stderr = None"])
-def test_a_load_whose_output_is_closed_writes_its_reports(
-    closed: str, serve: Serve, images: Images, tmp_path: Path
-) -> None:
-    """So Python has it where a shell has closed it: ``>&-``."""
+def test_a_load_whose_output_is_closed_writes_its_report(serve: Serve, images: Images, tmp_path: Path) -> None:
+    """So Python has it where a shell has closed it: ``>&-``. A limit that is missed is the exit status."""
     path = tmp_path / "report.json"
-    code = f"import sys; from torchpipe_py.cli import main\nif __name__ == '__main__':\n {closed}\n sys.exit(main())"
-    arguments = ["load", "--img_dir", str(images(a="ok:a")), "--port", str(serve().port), "--json", str(path)]
-    done = run([sys.executable, "-c", code, *arguments, "--total_number", "4", "--warmup", "0"])
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert json.loads(path.read_text())["images_ok"] == 4
+    code = (
+        "import sys; from torchpipe_py.cli import main\n"
+        "if __name__ == '__main__':\n sys.stdout = None\n sys.exit(main())"
+    )
+    arguments = ["load", "--img_dir", str(images(a="ok:a")), "--port", str(serve().port), *FRAMED, "--json", str(path)]
+    limit = ["--slo-p99", "0.0001", "--total_number", "4", "--warmup", "0"]
+    done = run([sys.executable, "-c", code, *arguments, *limit])
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
+    report = json.loads(path.read_text())
+    assert (report["images_ok"], report["slo"]["met"]) == (4, False)
 
 
 # --- open loops
@@ -220,16 +193,6 @@ def test_open_loop_sends_its_total(serve: Serve, images: Images) -> None:
     assert (report["images_ok"], report["calls"], report["images_unsent"]) == (101, 26, 0)
     assert [sum(row[name] for row in report["per_second"]) for name in ("offered", "ok", "failed")] == [101, 101, 0]
     assert "poisson arrivals at 400 images/s, seed 0" in done.stdout
-
-
-def test_duration_of_open_and_closed_loops(serve: Serve, images: Images) -> None:
-    directory, server = images(a="ok:a"), serve()
-    _, report = load(directory, server.port, "--rate", 100, "--duration", 0.5)
-    assert (report["images_sent"], report["settings"]["total_number"]) == (50, None)
-    server.uuids.clear()
-    done, report = load(directory, server.port, "--duration", 0.3)
-    assert report["images_sent"] == report["images_ok"] == len(server.uuids)
-    assert (done.returncode, "stable" in report) == (0, False)
 
 
 def test_a_stall_shows_only_from_when_calls_were_due(serve: Serve, images: Images) -> None:
@@ -252,18 +215,6 @@ def test_a_stall_shows_only_from_when_calls_were_due(serve: Serve, images: Image
     assert max(row["p99_ms"] for row in report["per_second"] if row["p99_ms"] is not None) > 500
 
 
-def test_sends_late_by_the_testers_own_fault_make_a_run_invalid(serve: Serve, images: Images, tmp_path: Path) -> None:
-    """The client is stopped while it has nothing to wait for but its schedule, until most of that is over."""
-    replay = tmp_path / "times.txt"
-    replay.write_text("\n".join(["0", *(f"{1.5 + number / 100:.2f}" for number in range(50))]))
-    done, report = load(images(a="pause"), serve().port, "--replay", replay, *ALONE)
-    assert report["images_ok"] == 51
-    assert report["late_sends"]["share_by_tester"] > 0.1
-    assert (report["valid"], report["tester_limited"]) == (False, True)
-    assert "INVALID" in done.stdout
-    assert "although their client was free" in done.stderr
-
-
 def test_clients_that_cannot_keep_up_are_not_blamed_on_the_tester(serve: Serve, images: Images) -> None:
     """One connection, answers after 0.1 s at best, 100 of them wanted in a second."""
     server = serve(before_answer=lambda _: time.sleep(0.1))
@@ -278,16 +229,6 @@ def test_clients_that_cannot_keep_up_are_not_blamed_on_the_tester(serve: Serve, 
 
 
 # --- judgement, several runs, files
-
-
-@pytest.mark.parametrize(
-    ("pace", "limit", "status"), [(ONE_CALL, 100_000, 0), (ONE_CALL, 0.0001, 3), (("--total_number", 4), 0.0001, 3)]
-)
-def test_slo(pace: tuple[object, ...], limit: float, status: int, serve: Serve, images: Images) -> None:
-    done, report = load(images(a="ok:a"), serve().port, "--slo-p99", limit, *pace)
-    assert done.returncode == status, done.stdout
-    assert (report["slo"]["met"], report["slo"]["p99_ms"]) == (status == 0, report["latency_ms"]["p99"])
-    assert "SLO" in done.stdout
 
 
 def test_sweep_of_clients(serve: Serve, images: Images, tmp_path: Path) -> None:
@@ -306,13 +247,6 @@ def test_sweep_of_clients(serve: Serve, images: Images, tmp_path: Path) -> None:
     assert all(point in done.stdout for point in points)
 
 
-def test_search_reports_every_probe(serve: Serve, images: Images) -> None:
-    done, report = load(images(a="ok:a"), serve().port, "--search", "--slo-p99", 0.0001, "--duration", 0.5)
-    assert (done.returncode, report["search"]["best_rate"], report["runs"][0]["point"]) == (3, None, "closed loop")
-    assert len(report["runs"]) > 3
-    assert "no rate holds" in done.stdout
-
-
 def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: Path) -> None:
     path, rows = tmp_path / "run.html", tmp_path / "run.csv"
     options = ("--rate", 60, "--total_number", 150, "--html", path, "--csv", rows, "--slo-p99", 50)
@@ -328,55 +262,7 @@ def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: P
     assert float(row["latency_p99_ms"]) == report["latency_ms"]["p99"]
 
 
-def test_page_of_a_run_without_a_single_answer(serve: Serve, images: Images, tmp_path: Path) -> None:
-    path = tmp_path / "\udcff.html"
-    load(images(a="close"), serve().port, "--total_number", 4, "--html", path)
-    text = path.read_text(encoding="utf-8")
-    assert all(part in text for part in ("4 failed", "\\udcff.html"))
-    assert "Latency by percentile" not in text
-
-
-def test_compare(serve: Serve, images: Images, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, server = images(a="ok:a"), serve()
-    paths = [directory.parent / name for name in ("a.json", "b.json")]
-    for path, clients in zip(paths, (1, 2), strict=True):
-        _, report = load(directory, server.port, "--total_number", 10, "--request_client", clients)
-        path.write_text(json.dumps(report))
-    compare = ["compare", *map(str, paths)]
-    assert main(compare) == 0
-    assert "DIFFERENT settings: request_client is 1 in A, 2 in B" in capsys.readouterr().out
-    report["latency_ms"]["p99"] = 3 * json.loads(paths[0].read_text())["latency_ms"]["p99"]
-    report["qps"] = report["goodput"] = 1e9
-    paths[1].write_text(json.dumps(report))
-    assert [main([*compare, "--max-regression", percent]) for percent in ("100", "300")] == [2, 0]
-
-
 # --- the service: its processes, nodes and GPUs
-
-
-_WORKERS = """
-import os, socket, sys
-listener = socket.create_server(("127.0.0.1", 0))
-workers = []
-for _ in range(2):
-    pid = os.fork()
-    if not pid:
-        sys.stdin.read()
-        os._exit(0)
-    workers.append(pid)
-port = listener.getsockname()[1]
-listener.close()
-print(port, *workers, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_workers_with_one_socket_are_all_found() -> None:
-    with subprocess.Popen([sys.executable, "-c", _WORKERS], stdin=-1, stdout=-1, text=True) as supervisor:
-        assert supervisor.stdout is not None
-        port, *workers = map(int, supervisor.stdout.readline().split())
-        assert find_server("127.0.0.1", port, None) == sorted(workers)
-        supervisor.communicate()
 
 
 def service_stats(number: int) -> dict[str, Any]:
@@ -427,12 +313,7 @@ def test_figures_of_nodes_and_gpus_are_reported(serve: Serve, images: Images, tm
     ("status", "answer", "why"),
     [
         *((200, answer, "it is not a torchpipe-serve of this version\n") for answer in ({}, [], {"nodes": {}})),
-        (
-            404,
-            {},
-            "it answers 404, as the port that takes images does (torchpipe-serve --port); "
-            "give the port of torchpipe-serve --http-port\n",
-        ),
+        (404, {}, "it answers 404, as the port that takes images does (torchpipe-serve --port); give the port of "),
         (0, None, "Connection refused>\n"),
     ],
 )
@@ -442,12 +323,15 @@ def test_refuses_statistics_of_another_server(
     with http_server(lambda path, body: (status, answer)) as answering, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = answering if status else bound.getsockname()[1]
-        said = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, "--http-port", port)
+        said = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, *FRAMED, "--http-port", port)
     assert f"--http-port: http://127.0.0.1:{port}/stats does not report what the service does: " in said
-    assert said.endswith(why)
+    assert why in said
 
 
 # --- refusals
+
+
+BUFFERED = ("--transport", "buffered")
 
 
 class OnlyHttp(socketserver.BaseRequestHandler):
@@ -460,13 +344,13 @@ class OnlyHttp(socketserver.BaseRequestHandler):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--port", "SILENT", "--timeout", 0.2), "does not answer ping (buffered transport): timeout"),
+        ((*BUFFERED, "--port", "SILENT", "--timeout", 0.2), "does not answer ping (buffered transport): timeout"),
         (("--port", "DEAD"), "cannot connect to 127.0.0.1:DEAD: Connection refused; start the service first, or say"),
-        (("--port", "WEB"), "127.0.0.1:WEB does not answer ping (buffered transport): ReplyError: it answers HTTP: "),
+        ((*BUFFERED, "--port", "WEB"), "does not answer ping (buffered transport): ReplyError: it answers HTTP: "),
         (("--port", "WEB", "--transport", "framed"), "it answers HTTP: give --transport http, or the service's --por"),
         (
-            ("--transport", "http"),
-            "does not answer OPTIONS /infer over HTTP: ConnectionClosed: closed by the server",
+            ("--transport", "http", "--port", "SILENT", "--timeout", 0.2),
+            "OPTIONS /infer over HTTP: timeout",
         ),
         (("--img_dir", "ROOT/empty"), "no image in it"),
         (("--img_dir", "ROOT/missing"), "no such directory"),
@@ -493,16 +377,11 @@ class OnlyHttp(socketserver.BaseRequestHandler):
     ],
 )
 def test_runs_that_cannot_start(
-    options: tuple[object, ...],
-    why: str,
-    serve: Serve,
-    images: Images,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: tuple[object, ...], why: str, serve: Serve, images: Images, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("no image")
-    usual = () if options[0] == "compare" else ("--img_dir", images(a="ok:a"), "--port", serve().port)
+    usual = () if options[0] == "compare" else ("--img_dir", images(a="ok:a"), "--port", serve().port, *FRAMED)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         socket.socket() as dead,
@@ -516,13 +395,6 @@ def test_runs_that_cannot_start(
             return re.sub("SILENT|DEAD|ROOT|WEB", lambda match: str(names[match[0]]), str(text))
 
         assert named(why) in refused(capsys, *usual, *map(named, options))
-
-
-def test_without_thriftpy2(images: Images, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    find_spec: Callable[..., Any] = lambda name: None  # noqa: E731
-    monkeypatch.setattr("torchpipe_py.tools.load.run.importlib.util.find_spec", find_spec)
-    said = refused(capsys, "--img_dir", images(a="ok:a"))
-    assert said == "torchpipe load: thriftpy2 is not installed (pip install 'torchpipe_py[server]')\n"
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from torchpipe_py import files
 from torchpipe_py.idl import load_idl
 from torchpipe_py.tools.load import compare, judge, run, wire
 from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_load, poisson_times, rate_of, read_replay
-from torchpipe_py.tools.load.client import LagMeter, _Selector
+from torchpipe_py.tools.load.client import LagMeter
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
 from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, collect
-from torchpipe_py.tools.report import ToolError, write_json
+from torchpipe_py.tools.report import ToolError
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -32,12 +29,7 @@ SECOND = 1000 * MS
 def test_schedules_are_dealt_out_whole_and_end_by_number_or_time() -> None:
     times = cut(constant_times(10), None, 1.0)
     assert list(times) == [tenth * 100 * MS for tenth in range(10)]
-    assert [[at // MS for at in share[:2]] for share in deal(times, 4)] == [
-        [0, 400],
-        [100, 500],
-        [200, 600],
-        [300, 700],
-    ]
+    assert [share[0] // MS for share in deal(times, 4)] == [0, 100, 200, 300]
     for clients in (1, 3, 20):
         times = cut(poisson_times(50, seed=4), 100, None)
         assert sorted(time for share in deal(times, clients) for time in share) == list(times)
@@ -53,16 +45,6 @@ def options(**changes: Any) -> argparse.Namespace:
     usual = {"arrivals": "constant", "rate": 100.0, "seed": 0, "replay": None, "replay_column": None}
     usual |= {"request_client": 3, "request_batch": 1, "total_number": None, "duration": None, "warmup": 0}
     return argparse.Namespace(**{**usual, "timeout": 10.0, "slo_p99": None, **changes})
-
-
-@pytest.mark.parametrize("arrivals", ["constant", "poisson"])
-@pytest.mark.parametrize(("total", "batch"), [(103, 8), (100, 1), (2, 5), (8, 8)])
-def test_open_loads_have_their_total(arrivals: str, total: int, batch: int) -> None:
-    load = make_load(options(arrivals=arrivals, total_number=total, request_batch=batch), 5)
-    assert load.total == sum(plan.share for plan in load.plans) == sum(load.offered_images()) == total
-    assert load.times is not None
-    assert len(load.times) == -(-total // batch)
-    assert [plan.calls for plan in load.plans] == [len(share) for share in deal(load.times, 3)]
 
 
 def test_loads_by_rate_and_by_time() -> None:
@@ -92,10 +74,6 @@ def test_refuses_a_call_that_is_never_due(rate: float, arrivals: str, tmp_path: 
         make_load(options(arrivals="replay", replay=path), 1)
 
 
-def test_records_of_a_run_of_days_take_no_memory_in_advance() -> None:
-    assert CallLog(2**38).rows.shape == (0, 6)
-
-
 # --- answers of a service
 
 
@@ -117,29 +95,7 @@ def test_answers_in_pieces(speaks: Any, reply: bytes) -> None:
     assert speaks.answers(reply, 7, 1) == [Answer("a")]
 
 
-@pytest.mark.parametrize(
-    ("speaks", "reply", "why"),
-    [
-        (wire.ThriftWire(load_idl(), False, 1), REPLY, "infer_batch number 7 in place of infer_batch number 8"),
-        (wire.ThriftWire(load_idl(), False, 2), REPLY, "in place of infer_many number 8"),
-        (wire.HttpWire("host", "/infer"), OVER_HTTP + b"more", "4 bytes after the answer"),
-        (wire.HttpWire("host", "/infer"), b"HTTP/1.1 200 OK\r\n\r\n", "no answer with a Content-Length"),
-    ],
-)
-def test_replies_to_something_else_are_refused(speaks: Any, reply: bytes, why: str) -> None:
-    with pytest.raises(wire.ReplyError, match=why):
-        speaks.answers(reply, 8, 1)
-
-
 # --- replay files
-
-
-def test_replay_of_lines_and_of_a_column(tmp_path: Path) -> None:
-    path = tmp_path / "times"
-    path.write_text("# a comment\n0\n\n0.5  # half\n0.5\n2e0\n")
-    assert read_replay(path, None) == [0, 0.5, 0.5, 2.0]
-    path.write_text("id,at\nx,0.25\ny,1\n")
-    assert read_replay(path, "at") == [0.25, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -185,16 +141,6 @@ def test_lag_of_late_sends(calls: tuple[tuple[int, int, int, int], ...], lags: l
     assert measured == lags
 
 
-def test_a_client_process_knows_how_long_it_was_without_a_cpu() -> None:
-    selector = _Selector()
-    assert selector.select(0) == selector.select(60) == []  # it naps
-    before = selector.starved
-    time.sleep(0.05)
-    selector.select(0)
-    assert selector.starved - before >= 49 * MS
-    selector.close()
-
-
 def made_records(*rows: tuple[int, int]) -> Records:
     """From ``(late, lag)`` in ms: calls that took 1 ms."""
     count = len(rows)
@@ -207,12 +153,7 @@ def made_records(*rows: tuple[int, int]) -> Records:
 
 def test_late_sends_are_blamed_on_the_greater_part() -> None:
     late = judge.late_sends(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
-    assert (late["calls"], late["share_by_tester"], late["share_by_waiting"], late["worst_ms"]) == (
-        4,
-        2 / 6,
-        2 / 6,
-        100,
-    )
+    assert (late["share_by_tester"], late["share_by_waiting"], late["worst_ms"]) == (2 / 6, 2 / 6, 100)
     assert "33.3% of the sends" in judge.late_limits(late)[0]
     assert "raise --request_client" in judge.late_warnings(late, 4, 400, 10.0)[0]
     assert "single answers took long" in judge.late_warnings(late, 4, 40, 1.0)[0]
@@ -324,16 +265,6 @@ def test_points_of_a_sweep(text: str, values: list[float] | None) -> None:
         assert points == pytest.approx(values)
 
 
-@pytest.mark.parametrize("limit", [1.0, 40.0, 95.0, 101.0, 400.0])
-@pytest.mark.parametrize("estimate", [100.0, 120.0])
-def test_search_finds_the_limit(limit: float, estimate: float) -> None:
-    probes: list[float] = []
-    best, _ = run.search_rate(lambda rate: bool(probes.append(rate)) or rate <= limit, estimate)
-    assert best is not None
-    assert best <= limit <= best * (1 + run.TOLERANCE) + 1e-9
-    assert len(set(probes)) == len(probes) <= run.MOST_PROBES
-
-
 def made_report(p99: float = 10.0, **changes: Any) -> dict[str, Any]:
     latency = dict.fromkeys(("mean", "p50", "p90", "p99", "p99_9", "max", "min"), p99)
     usual = {"qps": 100.0, "calls_per_s": 100.0, "goodput": 100.0, "latency_ms": latency, "errors": {}, "warnings": []}
@@ -429,8 +360,13 @@ def test_comparison_reports_what_is_different() -> None:
         ({"latency_ms": None, "goodput": 0.0}, 2),
     ],
 )
-def test_regressions(changes: dict[str, Any], count: int) -> None:
-    assert len(compare.regressions(made_report(), made_report(**changes), 5.0)) == count
+def test_a_regression_is_the_exit_status(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
+    reports = made_report(), made_report(**changes)
+    assert len(compare.regressions(*reports, 5.0)) == count
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path, report in zip(paths, reports, strict=True):
+        Path(path).write_text(json.dumps(report))
+    assert run.main(["compare", *paths, "--max-regression", "5"]) == (2 if count else 0)
 
 
 @pytest.mark.parametrize(
@@ -447,17 +383,3 @@ def test_compare_refuses_files_without_a_report(text: str, why: str, tmp_path: P
     path.write_text(text)
     with pytest.raises(ToolError, match=why):
         compare.read_report(path)
-
-
-@pytest.mark.parametrize("read", [compare.read_report, lambda path: read_replay(path, None)])
-def test_refuses_a_file_without_an_end(read: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_READ", 2**20)
-    with pytest.raises(ToolError, match="/dev/zero: it has more than 1 MiB"):
-        read(Path("/dev/zero"))
-
-
-def test_a_report_is_utf_8_whatever_its_paths_are(tmp_path: Path) -> None:
-    report, file = {"images": "größe/\udcff"}, tmp_path / "report.json"
-    write_json(file, report)
-    assert '"images": "größe/\\udcff"' in file.read_text(encoding="utf-8")
-    assert json.loads(file.read_text(encoding="utf-8")) == report

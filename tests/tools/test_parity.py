@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,11 @@ import pytest
 import torch
 from conftest import Register, encode, picture
 
-from torchpipe_py import ItemBackend, Registry
+from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main
-from torchpipe_py.tools.parity.figures import Compared, Prediction, accuracy, labelled, paired, wilson
-from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
-from torchpipe_py.tools.parity.run import BATCH, Settings, compare_configs, shown_name
+from torchpipe_py.tools.parity.figures import Prediction, paired, wilson
+from torchpipe_py.tools.parity.results import read_pixels, read_prediction
+from torchpipe_py.tools.parity.run import Settings, compare_configs, shown_name
 from torchpipe_py.tools.report import ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +29,6 @@ SIZE = "resize_h = 64\nresize_w = 64\n"
 BILINEAR = f'backend = "S[DecodeMat,ResizeMat]"\n{SIZE}'
 AREA = f'{BILINEAR}interpolation = "area"\n'
 PILLOW = f'backend = "S[DecodeMat,PillowResizeMat]"\n{SIZE}'
-RGB_TENSOR = f'backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"\ncolor = "rgb"\n{SIZE}'
-BGR_TENSOR = f'backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"\ncolor = "bgr"\n{SIZE}'
 AS_DECODED = 'backend = "DecodeMat"\n'
 DEMO_MODEL = f"""
 backend = "OnnxTensor"
@@ -104,35 +99,14 @@ def parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parity:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_intervals_from_the_literature() -> None:
+@pytest.mark.parametrize(
+    ("counts", "interval"),
+    [((81, 263), (0.2553, 0.3662)), ((15, 148), (0.0624, 0.1605)), ((0, 20), (0, 0.1611)), ((29, 29), (0.883, 1))],
+)
+def test_intervals_from_the_literature(counts: tuple[int, int], interval: tuple[float, float]) -> None:
     """Newcombe 1998, tables I and II."""
-    for counts, interval in (
-        ((81, 263), (0.2553, 0.3662)),
-        ((15, 148), (0.0624, 0.1605)),
-        ((0, 20), (0.0, 0.1611)),
-        ((29, 29), (1 - 0.1170, 1.0)),
-    ):
-        assert wilson(*counts) == pytest.approx(interval, abs=1e-4)
+    assert wilson(*counts) == pytest.approx(interval, abs=1e-4)
     assert paired(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=1e-4)
-    assert paired(2, 0, 0, 0)[0] < 0 < paired(2, 0, 0, 0)[1]
-
-
-def named(*rows: tuple[str, Any, Any]) -> list[Compared]:
-    return [Compared(name, None, Prediction(a), Prediction(b)) for name, a, b in rows]
-
-
-def test_accuracy_is_that_of_names_or_folders() -> None:
-    compared = labelled(
-        named(("x_1.jpg", "x", "x"), ("x/2.jpg", "x", "y"), ("y_3.jpg", "x", "y"), ("y_4.jpg", "y", "x"))
-    )
-    right = accuracy(compared)
-    assert right is not None
-    assert (right.a.hits, right.b.hits, right.a.total, right.drop) == (3, 2, 4, 25)
-    assert right.low < 25 < right.high
-    assert [image.truth for image in labelled(named(("7/a.jpg", 7, 7), ("8/a.jpg", 7, 7)))] == ["7", "8"]
-    for name in ("IMG_1.jpg", "1.jpg", "more/1.jpg"):  # which say no class
-        assert accuracy(labelled(named((name, 1, 1), (name, 2, 2)))) is None
-    assert accuracy([]) is None
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -183,29 +157,7 @@ def test_reads_classes(result: Any, wanted: Prediction | None) -> None:
             read_prediction(result, "m.toml")
 
 
-def test_an_image_without_usable_values() -> None:
-    for tensor in (torch.zeros(1, 3, 0, 4), torch.full((1, 3, 2, 2), math.nan), torch.full((1, 3, 2, 2), math.inf)):
-        with pytest.raises(Unusable):
-            read_pixels({"result": tensor}, "x.toml")
-    for result in (torch.tensor([[1.0, math.nan]]), ("ring", math.nan)):
-        with pytest.raises(Unusable):
-            read_prediction(result, "m.toml")
-
-
 # -- two configurations -----------------------------------------------------------------------------------------------
-
-
-def test_equal_configurations_do_not_differ(parity: Parity, write: Write, images: Path) -> None:
-    config, model = write("a", RGB_TENSOR), write("model", DEMO_MODEL)
-    run = parity(config, config, images, "--model", model, "--max-mean", "0", "--min-agreement", "1")
-    assert run.status == 0
-    assert run.json["counts"] == {"found": 5, "compared": 5, "refused": 0, "shapes_differ": 0, "unclassified": 0}
-    assert {figure["worst"] for figure in run.json["summary"].values()} == {0.0}
-    assert (run.json["agreement"]["share"], run.json["agreement"]["score_mean"]) == (1.0, None)
-    assert all(isinstance(image["a"]["label"], int) and image["a"]["score"] is None for image in run.json["images"])
-    assert run.json["worst"] == []
-    assert [bar["ok"] for bar in run.json["bars"]] == [True, True]
-    assert "0 for 5 images." in run.html
 
 
 @pytest.mark.parametrize("other", [AREA, PILLOW])
@@ -213,11 +165,7 @@ def test_the_figures_are_those_of_the_images(parity: Parity, write: Write, image
     a, b = write("a", BILINEAR), write("b", other)
     run = parity(a, b, images)
     assert (run.status, run.json["schema"], run.json["a"], run.json["b"], run.json["model"]) == (0, 1, a, b, None)
-    assert set(run.json) == {
-        *("schema", "a", "b", "model", "img_dir", "notes", "counts", "summary", "agreement", "accuracy", "bars"),
-        *("worst", "images", "refused", "unclassified", "shapes_differ"),
-    }
-    assert {tuple(figure) for figure in run.json["summary"].values()} == {("median", "mean", "worst", "worst_name")}
+
     assert len(run.json["images"]) == len(run.json["worst"]) == 5
     for image in run.json["images"]:
         mat = cv2.imread(str(images / image["name"]))
@@ -229,31 +177,6 @@ def test_the_figures_are_those_of_the_images(parity: Parity, write: Write, image
     means = [image["mean"] for image in run.json["images"]]
     assert run.json["summary"]["mean"]["median"] == pytest.approx(np.median(means))
     assert run.json["summary"]["mean"]["worst"] == max(means) > 0
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "note"),
-    [
-        (RGB_TENSOR, RGB_TENSOR.replace("Mat2Tensor", "Mat2Tensor,Scaled"), "not on one scale"),
-        (BILINEAR, RGB_TENSOR, "A: Mat, BGR, converted to RGB before comparing"),
-        (BGR_TENSOR, RGB_TENSOR, "A: Tensor, BGR, converted to RGB before comparing"),
-        (RGB_TENSOR, BGR_TENSOR, "B gives BGR, A RGB: compared in RGB, but a model sees red and blue swapped"),
-    ],
-)
-def test_notes_say_what_was_compared(
-    parity: Parity, write: Write, images: Path, restored: Registry, a: str, b: str, note: str
-) -> None:
-    class Scaled(ItemBackend):
-        """0..255 to 0..1."""
-
-        def forward_item(self, item: dict[str, Any]) -> None:
-            item["result"] = item["data"].float() / 255
-
-    restored.register_backend(Scaled, "Scaled")
-    run = parity(write("a", a), write("b", b), images)
-    assert (run.json["summary"]["max"]["worst"] == 0) is ("Scaled" not in b)
-    assert any(note in line for line in run.json["notes"])
-    assert note in run.out
 
 
 def test_images_that_cannot_be_compared_are_listed(
@@ -292,15 +215,6 @@ def test_images_that_cannot_be_compared_are_listed(
     assert "the first 2 of 8 images" in run.out
 
 
-def test_more_images_than_may_be_in_flight(parity: Parity, write: Write, images: Path) -> None:
-    for index in range(2 * BATCH):
-        (images / f"more_{index}.jpg").write_bytes(encode(picture(30, 40, index)))
-    run = parity(write("a", f"max_inflight = 3\n{BILINEAR}"), write("b", f"[node]\n{PILLOW}"), images)
-    names = [image["name"] for image in run.json["images"]]
-    assert len(names) == 5 + 2 * BATCH
-    assert names == sorted(names)
-
-
 # -- a model ----------------------------------------------------------------------------------------------------------
 
 
@@ -316,9 +230,6 @@ def test_two_models_are_compared_by_class(parity: Parity, write: Write, tmp_path
     assert right["drop"] == pytest.approx(100 * lost / 48)
     assert 0 < lost <= run.json["agreement"]["total"] - run.json["agreement"]["same"]
     assert [bar["ok"] for bar in run.json["bars"]] == [False, False]
-    assert f"({right['a']['hits']} of 48; 95 % interval 0." in run.out
-    assert "B loses" in run.html
-    assert "per image" not in run.out
     assert parity(write("a", a), write("a2", a), demo, "--max-drop", "0").status == 0
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "IMG_1.jpg").write_bytes((demo / "ring_00.jpg").read_bytes())
@@ -381,9 +292,7 @@ def test_wrong_arguments(option: tuple[str, ...]) -> None:
     assert caught.value.code == 2
 
 
-def test_what_cannot_be_compared(
-    capsys: pytest.CaptureFixture[str], write: Write, images: Path, tmp_path: Path, register: Register
-) -> None:
+def test_what_cannot_be_compared(capsys: Any, write: Write, images: Path, tmp_path: Path, register: Register) -> None:
     class Label(ItemBackend):
         """A class, not an image."""
 
@@ -414,8 +323,7 @@ def test_what_cannot_be_compared(
         (label, images, f"torchpipe: {label}: its result is neither Mat nor Tensor: "),
         (label, images, "expected a Mat (uint8 array, HxWxC) or a Tensor (1xCxHxW), got tuple of 2\n"),
     ]
-    if not torch.cuda.is_available():
-        cases.append((write("cuda", f'{RGB_TENSOR}device = "cuda"\n'), images, "finds no CUDA device"))
+
     for config, folder, message in cases:
         assert main(["parity", good, config, "--img_dir", str(folder)]) == 1
         printed = capsys.readouterr()
@@ -476,16 +384,3 @@ def test_a_name_cannot_break_the_page(parity: Parity, write: Write, tmp_path: Pa
     assert all(name in page.text for name in [*names, "<i>broken.jpg"])
     for path, shown in (("a\nb\x1b.jpg", "a?b?.jpg"), ("\udcff.jpg", "?.jpg"), ("süß/ß.jpg", "süß/ß.jpg")):
         assert shown_name(Path(path)) == shown
-
-
-# -- the images to compare with ---------------------------------------------------------------------------------------
-
-
-def test_made_images_go_through(parity: Parity, write: Write, tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "run.py"), "parity_images", "--out", str(tmp_path / "made")]
-    subprocess.run([*script, "--count", "17", "--odd"], capture_output=True, timeout=100, check=True)
-    run = parity(write("a", BILINEAR), write("b", PILLOW), tmp_path / "made")
-    assert (run.status, run.json["counts"]["found"]) == (0, 17 + 7)
-    assert {image["name"] for image in run.json["refused"]} >= {"odd_empty.jpg", "odd_no_image.jpg"}
-    assert all(image["name"].startswith("odd_") for image in run.json["refused"])
-    assert any(image["name"] == "odd_cmyk.jpg" for image in run.json["images"])

@@ -1,10 +1,25 @@
-"""What the tools' reports share: charts whose ticks and marks stay in their frame, aligned and clipped text."""
+"""Charts and tables of reports, torchpipe doctor, and torchvision's models."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, clip, linear_axis, log_axis, table, value_axis
+import pytest
+import torch
+
+from torchpipe_py.cli import main
+from torchpipe_py.tools import doctor
+from torchpipe_py.tools.export.models import torchvision_models
+from torchpipe_py.tools.report import Axis, Bars, Line, ToolError, chart, linear_axis, log_axis, value_axis
+
+# -- what the tools' reports share -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -39,18 +54,79 @@ def test_charts_escape_names_and_stay_in_their_frame() -> None:
     assert chart("", x, y, [], ("limit", 5)).count("<polyline") == 1
 
 
-def test_text_is_aligned_and_clipped_in_its_middle() -> None:
-    assert aligned([("a", "1", "x"), ("bcd", "22", "yy")], ("", "n", "")) == ["      n", "a     1  x", "bcd  22  yy"]
-    assert aligned([("a", "b")], least=4) == ["a     b"]
-    assert aligned([]) == []
-    assert clip("abc", 3) == "abc"
-    assert clip("abcdefgh", 5) == "ab…gh"
-    assert [len(clip("x" * 50, width)) for width in (2, 7, 49)] == [2, 7, 49]
+# -- ``torchpipe doctor`` names what is installed, what is missing, and what is broken ---------------------------------
 
 
-def test_tables_are_escaped() -> None:
-    text = table(("<h>", "n"), [("a&b", "<1>")], "<t>", numbers=(1,))
-    assert "<h2>&lt;t&gt;</h2>" in text
-    assert '<td>a&amp;b</td><td class="n">&lt;1&gt;</td>' in text
-    assert "<th>name</th>" in table((), [("name", "value")])
-    assert table((), []) == ""
+def test_reports_versions_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", str(tmp_path / "report.json")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^numpy +{re.escape(metadata.version('numpy'))} ", printed, re.MULTILINE)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["cores"] >= 1
+    assert "CPU" in report["providers"]
+    assert {entry["name"] for entry in report["libraries"]} == {entry[1] for entry in doctor.LIBRARIES}
+
+
+def test_a_missing_required_library_is_exit_status_1(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(doctor, "LIBRARIES", (("no_such_module", "no-such-distribution", doctor.REQUIRED, "all"),))
+    assert main(["doctor"]) == 1
+    assert "pip install no-such-distribution" in capsys.readouterr().out
+
+
+def test_a_library_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_library.py").write_text('raise RuntimeError("operator nms does not exist\\nmore")')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = doctor._library("broken_library", "broken-library", "train", "nothing")
+    assert found.remedy == "cannot be imported: RuntimeError: operator nms does not exist"
+    assert "broken_library" not in sys.modules
+
+
+# -- torchvision itself ------------------------------------------------------------------------------------------------
+
+
+OPERATORS = """
+import torch
+
+@torch.library.register_fake("torchvision::an_operator_that_could_not_be_loaded")
+def described(boxes): ...
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package called torchvision, which comes before an installed one."""
+    before = _torchvision()
+    for name in before:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "torchvision"
+    folder.mkdir()
+    (folder / "models.py").write_text("ours = True", encoding="utf-8")
+    yield folder
+    for name in _torchvision():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def _torchvision() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torchvision"}
+
+
+def test_a_build_for_cuda_goes_with_a_pytorch_for_the_cpu(package: Path) -> None:
+    (package / "__init__.py").write_text(OPERATORS, encoding="utf-8")
+    register = torch.library.register_fake
+    with pytest.raises(RuntimeError, match="operator torchvision::an_operator"):
+        register("torchvision::an_operator_that_could_not_be_loaded")(print)
+    assert torchvision_models().ours
+    assert torch.library.register_fake is register
+
+
+def test_a_broken_one_is_told_with_what_to_install(package: Path) -> None:
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.99:\\n  no such file')", encoding="utf-8")
+    with pytest.raises(ToolError) as caught:
+        torchvision_models()
+    version = torch.__version__.partition("+")[0]
+    assert str(caught.value) == (
+        "torchvision cannot be imported (OSError: libcudart.so.99: no such file): "
+        f"pip install torchvision 'torch=={version}'; a model of yours is file.py:function"
+    )
