@@ -60,7 +60,7 @@ GOOD = {
     "cmyk jpeg": saved("JPEG", mode="CMYK"),
     "thumbnail": JPEG[:2] + jpeg_segment(0xE1, b"Exif\0\0" + saved("JPEG", 8, 8)) + JPEG[2:],
     "fill bytes": JPEG[:2] + b"\xff\xff" + JPEG[2:],
-    "a frame within a usual segment": JPEG[:2]
+    "a frame within a segment": JPEG[:2]
     + jpeg_segment(0xE0, b"\xff\xc0\0\x11\x08\x7f\xff\x7f\xff\3\1\x11\0\2")
     + JPEG[2:],
     "a marker without content": JPEG[:2] + b"\xff\xd0" + JPEG[2:],
@@ -105,12 +105,9 @@ def test_reads_what_a_header_says() -> None:
     deep, progressive = EVERY(saved("PNG", mode="I;16")), EVERY(PROGRESSIVE)
     assert (EVERY(JPEG).format, EVERY(JPEG).channels, EVERY(JPEG).scans) == ("jpeg", 3, 1)
     assert (deep.format, deep.channels, deep.bits) == ("png", 1, 16)
-    assert [EVERY(GOOD[name]).scans for name in ("progressive", "scans in a comment", "scans after the end")] == [
-        10
-    ] * 3
+    assert {EVERY(GOOD[name]).scans for name in ("progressive", "scans in a comment", "scans after the end")} == {10}
     assert progressive.memory > EVERY(JPEG).memory >= 24 * 32 * 3
-    assert EVERY(bmp(32, -24)).height == 24
-    assert EVERY(bmp(32, 24, header=12)).width == 32
+    assert (EVERY(bmp(32, -24)).height, EVERY(bmp(32, 24, header=12)).width) == (24, 32)
     assert EVERY(b"P5 # 9 9\n #\n 32\t24 255\n").width == 32
     three = JPEG.replace(b"\xff\xda\0\x0c\x03", b"\xff\xda\0\x0c\x01")  # not all components in the first scan
     assert EVERY(with_scans(three, 3)).scans == 3
@@ -259,7 +256,7 @@ def many_chunks() -> bytes:
         many_chunks(),
         png_of([ihdr(), (b"iCCP", b"a\0\0" + zlib.compress(np.random.default_rng(0).bytes(100_000))), idat(), IEND]),
         png_of([ihdr(), (b"iTXt", b"a\0\0\0\0\0" + bytes(10**6)), (b"zTXt", b"damaged" * 9999), idat(), IEND]),
-        png_of([ihdr(), *[(b"zTXt", b"a\0\0" + TEXT), (b"iTXt", b"a\0\1\0\0\0" + TEXT)] * 9, idat(), IEND]),
+        png_of([ihdr(), *[(b"zTXt", b"a\0\0" + TEXT), (b"iTXt", b"a\0\1\0\0\0" + TEXT)] * 3, idat(), IEND]),
         png_of([ihdr(), *[(b"iCCP", b"a\0\0" + TEXT)] * 9, idat(), IEND]),
     ],
     ids=["chunks", "profile", "texts", "texts that grow", "profiles that grow"],
@@ -387,16 +384,6 @@ def test_a_large_image_has_more_than_a_quarter_of_max_pixels() -> None:
         with made("DecodeMat", max_pixels=max_pixels) as backend:
             assert backend.is_large({"data": JPEG}) is large
             assert not backend.is_large({"data": b"no image"})
-
-
-def test_an_error_of_opencv_is_a_decode_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def imdecode(*args: Any) -> None:
-        raise cv2.error("OpenCV(4) grfmt.cpp:1: error: (-2) broken\nin function")
-
-    monkeypatch.setattr(cv2, "imdecode", imdecode)
-    error = decode(JPEG)["error"]
-    assert isinstance(error, DecodeError)
-    assert f"{len(JPEG)} bytes: OpenCV: " in str(error)
 
 
 def test_max_pixels() -> None:

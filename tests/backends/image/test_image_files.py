@@ -65,17 +65,6 @@ def test_a_tensor_is_saved_and_loaded(tmp_path: Path, shape: tuple[int, ...], dt
     assert loaded.dtype == dtype
 
 
-def test_each_loaded_tensor_is_a_copy(tmp_path: Path) -> None:
-    torch.save(torch.nn.Parameter(torch.ones(3)), path := tmp_path / "one.pt")
-    with pipe({"backend": "LoadTensor", "tensor_name": str(path), "instance_num": 2}) as p:
-        items: list[Data] = [{"data": number} for number in range(4)]
-        for item in items:
-            p(item)
-            item["result"] += 1
-    assert all(item["result"].tolist() == [2.0] * 3 for item in items)
-    assert not items[0]["result"].requires_grad
-
-
 class Runs:
     """Would run when it is unpickled."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from torchpipe_py.backends.image.nvimgcodec import NvImageCodec
 CPU = torch.device("cpu")
 STREAM = SimpleNamespace(cuda_stream=77)
 TRIAL = [b"2x2", b"2x2"]
-VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
+
 
 ENGINES, CORES = ("HW_GPU_ONLY",), ("GPU_ONLY", "HYBRID_CPU_GPU")
 GARBAGE = 99  # in memory that was given back, and in what was decoded by half
@@ -66,10 +65,9 @@ class Library(ModuleType):
     ColorSpec = SimpleNamespace(SRGB="SRGB")
     BackendKind = SimpleNamespace(**{kind: kind for kind in ENGINES + CORES})
 
-    def __init__(self, has_engines: bool = True, has_cores: bool = True, has_images: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__("nvimgcodec")
-        self.has_images = has_images
-        self.works = {ENGINES: has_engines, CORES: has_cores}
+        self.works = {ENGINES: True, CORES: True}
         self.calls: list[tuple[str, list[bytes]]] = []
         self.made: list[dict[str, Any]] = []
         self.kept: list[tuple[Any, int]] = []
@@ -88,10 +86,7 @@ class Library(ModuleType):
         self.made.append({"device_id": device_id, "max_num_cpu_threads": max_num_cpu_threads})
         assert options == ":fancy_upsampling=1"
 
-        def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int, **more: Any) -> list[Any]:
-            images = more.pop("images", None) if self.has_images else None
-            if more:
-                raise TypeError(f"decode(): incompatible function arguments: {list(more)}")
+        def decode(encoded: list[bytes], params: dict[str, Any], cuda_stream: int, images: Any = None) -> list[Any]:
             if images is not None and len(images) != len(encoded):
                 raise ValueError("Size mismatch")
             assert params == {"apply_exif_orientation": False, "color_spec": "SRGB", "sample_format": "P_RGB"}
@@ -120,18 +115,14 @@ class Library(ModuleType):
         return None if fails else image
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, library: Library) -> Library:
-    package = ModuleType("nvidia")
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    library, package = Library(), ModuleType("nvidia")
     package.__path__ = []
     monkeypatch.setitem(sys.modules, "nvidia", package)
     monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", library)
     monkeypatch.setattr(nvimgcodec, "_keep_memory", lambda device, size: library.kept.append((device, size)))
     return library
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
-    return installed(monkeypatch, Library())
 
 
 @pytest.fixture
@@ -172,11 +163,8 @@ def test_the_cores_get_only_what_the_engines_do_not_take(library: Library, codec
     assert second.startswith("6 bytes: nvImageCodec cannot decode them")
 
 
-def test_without_engines_it_decodes_on_the_cores_and_logs_that(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_engines_it_decodes_on_the_cores_and_logs_that(library: Library, caplog: Any) -> None:
     """They may be missing, or not wanted, which is no line in the log."""
-    library = installed(monkeypatch, Library())
     unwanted = gpujpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
     assert caplog.messages == []
     library.works[ENGINES] = False
@@ -227,77 +215,7 @@ def test_what_a_failure_left_behind_is_not_decoded_into_again(library: Library, 
     assert len(set(library.pictures) - set(before)) == 1
 
 
-def test_between_calls_only_so_much_is_kept_and_the_largest_goes_first(
-    library: Library, codec: NvImageCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def capacities() -> list[int]:
-        return sorted(picture.capacity for picture in library.pictures)
-
-    monkeypatch.setattr(nvimgcodec, "KEPT_BYTES", 3 * 100)
-    codec.decode([b"5x10", b"10x10", b"5x10"])
-    assert capacities() == [150, 150, 300]
-    assert described(codec.decode([b"5x10x1"])) == [(5, 10, 1)]
-    assert capacities() == [150, 150]
-    assert described(codec.decode([b"20x10x1", b"5x10x2"])) == [(20, 10, 1), (5, 10, 2)]
-    assert capacities() == [150, 150, 600]
-    codec.decode([])
-    assert capacities() == [150, 150]
-
-
-def test_a_version_without_images_to_decode_into_makes_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = installed(monkeypatch, Library(has_images=False))
-    codec = NvImageCodec(CPU, STREAM, TRIAL)
-    first = codec.decode([b"2x3x4", b"2x3x5", b"4x5x6 cores"])
-    assert len(library.pictures) == 3  # until the next call
-    assert described(codec.decode([b"2x3x7"])) == [(2, 3, 7)]
-    assert described(first) == [(2, 3, 4), (2, 3, 5), (4, 5, 6)]
-    assert len(library.pictures) == 1
-
-
 # -- the library ------------------------------------------------------------------------------------------------------
-
-
-def test_the_library_is_silent_and_the_environment_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, library: Library, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Lines about formats that nobody asks for are left out; all others are written."""
-    seen: list[str | None] = []
-
-    def load(name: str) -> Library:
-        seen.append(os.environ.get(VERBOSITY))
-        os.write(2, b"Failed to load nvtiff library! Please install nvTIFF\n")
-        os.write(2, b"something else is wrong\nNote: it is enough to install the nvJPEG2000 wheel\nand so on")
-        return library
-
-    monkeypatch.setattr(nvimgcodec.importlib, "import_module", load)
-    monkeypatch.delenv(VERBOSITY, raising=False)
-    NvImageCodec(CPU, STREAM, TRIAL)
-    assert capfd.readouterr().err == "something else is wrong\nand so on"
-    assert VERBOSITY not in os.environ
-    monkeypatch.setenv(VERBOSITY, "3")
-    NvImageCodec(CPU, STREAM, TRIAL)
-    assert seen == ["0", "3"]
-    assert os.environ[VERBOSITY] == "3"
-
-
-@pytest.mark.parametrize(("before", "is_raised"), [(2**20 - 1, True), (2**40, False)])
-def test_a_pool_keeps_at_least_so_much(monkeypatch: pytest.MonkeyPatch, before: int, is_raised: bool) -> None:
-    def get(pool: Any, attribute: int, value: Any) -> int:
-        value._obj.value = before
-        return 0
-
-    cuda = MagicMock(cuMemPoolGetAttribute=get)
-    cuda.cuDeviceGetDefaultMemPool.return_value = 0
-    monkeypatch.setattr(nvimgcodec.ctypes, "CDLL", lambda name: cuda)
-    nvimgcodec._keep_memory(torch.device("cuda", 3), 2**20)
-    assert cuda.cuMemPoolSetAttribute.called == is_raised
-
-
-def failing(error: Exception) -> Any:
-    def decoder(**options: Any) -> None:
-        raise error
-
-    return decoder
 
 
 @pytest.mark.parametrize(
@@ -308,8 +226,8 @@ def failing(error: Exception) -> Any:
         ("SampleFormat", SimpleNamespace(), r"0\.9 or newer is needed, and nvJPEG: .*P_RGB"),
         (
             "Decoder",
-            failing(RuntimeError("no driver\nand more")),
-            r"nvImageCodec 1\.2 does not work here; 0\.9 or newer is needed, and nvJPEG: no driver$",
+            MagicMock(side_effect=RuntimeError("no driver\nand more")),
+            r"1\.2 does not work here; .*: no driver$",
         ),
     ],
     ids=["decodes nothing", "leaves images out", "other names", "raises"],

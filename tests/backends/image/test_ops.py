@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from image_kit import FLAGS, Data, made, noise, refusal, run, to_mat, to_tensor
 from PIL import Image
 
-from torchpipe_py import ConfigError, InvalidRequest, pipe
-from torchpipe_py.backends.image import ops, resampling
+from torchpipe_py import pipe
+from torchpipe_py.backends.image import resampling
 
 Size = tuple[int, int]
 
@@ -211,11 +211,9 @@ def test_gives_the_pixels_of_the_reference(case: Case, kind: str, size: tuple[in
         check(case, kind, case.source(*size[:2], channels), size[2:])
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.sampled_from(BACKENDS), st.tuples(*[st.integers(1, 90)] * 4), st.sampled_from((1, 3)), st.integers(0, 9))
-def test_any_size_gives_the_pixels_of_the_reference(
-    backend: tuple[Case, str], size: tuple[int, int, int, int], channels: int, seed: int
-) -> None:
+def test_any_size_gives_the_pixels_of_the_reference(backend: Any, size: Any, channels: int, seed: int) -> None:
     case, kind = backend
     check(case, kind, case.source(*size[:2], channels, seed), size[2:])
 
@@ -298,16 +296,6 @@ def test_a_mat_of_the_wanted_size_is_passed_on() -> None:
     assert not np.shares_memory(run("CenterCropMat", mat, crop_h=20, crop_w=30)["result"], mat)
 
 
-@pytest.mark.parametrize("case", ON_MATS, ids=str)
-def test_the_decoder_is_told_the_preferred_color(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = cv2.imencode(".png", noise(20, 30))[1].tobytes()
-    monkeypatch.setattr(cv2, "cvtColor", None)  # decoded in that order: nothing is left to convert
-    config = {"color": "rgb", "DecodeMat::color": "bgr", **case.config((5, 6))}
-    item = run(f"S[DecodeMat,{case.name}Mat,cvtColorMat]", {"data": encoded, **case.keys((5, 6))}, **config)
-    assert item["color"] == "rgb"
-    assert np.array_equal(item["result"], case.reference(noise(20, 30)[:, :, ::-1].copy(), (5, 6)))
-
-
 # -- inverse_trans ----------------------------------------------------------------------------------------------------
 
 
@@ -343,48 +331,9 @@ def test_pillow_resize_takes_the_passes_in_pillows_order(old: Size, new: Size, v
     check(CASES[5], "Tensor", noise(*old), new)
 
 
-def test_values_between_the_levels_are_kept() -> None:
-    result = run("ResizeTensor", torch.tensor([[[[0.0, 0.25]]]]), resize_h=1, resize_w=4)["result"]
-    assert result.flatten().tolist() == [0.0, 0.0625, 0.1875, 0.25]
-
-
-# -- batches on a GPU -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("together", [3 * 3 * 20 * 30, 3], ids=["three of the larger", "none"])
-@pytest.mark.parametrize("interpolation", list(FLAGS)[:4])
-def test_images_of_one_size_are_resized_by_one_call(
-    interpolation: str, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images = [to_tensor(noise(*((20, 30), (9, 14))[number % 2], seed=number)) for number in range(8)]
-    images.append(images[0].float())
-    items: list[Data] = [{"data": image} for image in [*images, b"bytes"]]
-    calls: list[int] = []
-    cat = torch.cat
-    config = {"resize_h": 7, "resize_w": 11, "interpolation": interpolation}
-    with made("ResizeTensor", **config) as backend:
-        backend.forward(alone := [{"data": image} for image in images])
-        monkeypatch.setattr(torch, "cat", lambda tensors: calls.append(len(tensors)) or cat(tensors))
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(ops, "TOGETHER", together)  # values
-        backend.forward(items)
-        monkeypatch.undo()
-    assert sorted(calls) == ([3, 4] if together > 3 else [])
-    assert isinstance(items[-1]["error"], InvalidRequest)
-    for item, one in zip(items, alone, strict=False):
-        assert torch.equal(item["result"], one["result"])
-        assert one["result"].untyped_storage().nbytes() == 4 * 3 * 7 * 11, "on the CPU each has memory of its own"
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
-NO_MATS = [
-    b"bytes",
-    np.zeros((4, 4, 3), np.float64),
-    np.zeros(4, np.uint8),
-    np.zeros((0, 4, 3), np.uint8),
-    torch.zeros(3),
-]
+NO_MATS = [b"bytes", *map(np.zeros, ((4, 4, 3), 4, (0, 4, 3)), (np.float64, np.uint8, np.uint8)), torch.zeros(3)]
 NO_IMAGES = [b"bytes", noise(4, 4), torch.zeros(3), torch.zeros(2, 3, 4, 4), torch.zeros(1, 3, 0, 4), [torch.zeros(3)]]
 
 
@@ -406,12 +355,13 @@ def test_bounds_the_channels_of_a_request() -> None:
 
 @pytest.mark.parametrize("kind", ["Mat", "Tensor"])
 def test_bounds_the_size_that_a_request_names(kind: str) -> None:
-    def asked(height: int, width: int, channels: int, **config: Any) -> Data:
+    def asked(height: Any, width: Any, channels: int, **config: Any) -> Data:
         mat = noise(2, 2, channels)
         data = mat if kind == "Mat" else to_tensor(mat)
         return run(f"DynamicResize{kind}", {"data": data, **RESIZED((height, width))}, **config)
 
     assert "result" in asked(10, 10, 1, max_pixels=100)
+    assert "result" in asked(np.int64(10), torch.tensor([[10]]), 1), "a number in any array"
     assert str(asked(10, 10, 1, max_pixels=99)["error"]) == "10x10 pixels were asked for, more than max_pixels = 99"
     assert "25000x25000 pixels" in str(asked(25000, 25000, 3)["error"])
     if kind == "Mat":
@@ -420,11 +370,6 @@ def test_bounds_the_size_that_a_request_names(kind: str) -> None:
     line = np.zeros((1, 2000, 3), np.uint8)
     message = refusal(f"ResizeShorter{kind}", line if kind == "Mat" else to_tensor(line), size=256)
     assert message == "512000x256 pixels were asked for, more than max_pixels = 67108864"
-
-
-@pytest.mark.parametrize("side", [np.int64(9), np.array(9), np.array([[9]], np.int32), torch.tensor([[9]])], ids=repr)
-def test_a_side_is_a_number_in_any_array(side: Any) -> None:
-    assert run("DynamicResizeMat", {"data": noise(20, 30), **RESIZED((side, side))})["result"].shape == (9, 9, 3)
 
 
 @pytest.mark.parametrize(
@@ -505,23 +450,6 @@ def test_rejects_boxes_that_cannot_be_cropped_to(box: Any) -> None:
     assert "an image of 10x8 pixels" in message
     assert len(message) < 1000
     assert refusal("CropTensor", {"data": to_tensor(mat), "box": box}) == message
-
-
-@pytest.mark.parametrize(
-    ("backend", "config", "message"),
-    [
-        ("ResizeTensor", {"resize_h": 0, "resize_w": 3}, "resize_h.*at least 1"),
-        ("ResizeTensor", {"resize_h": 3}, "resize_w.*needs it"),
-        ("ResizeTensor", {"resize_h": 3, "resize_w": 3, "interpolation": "lanczos"}, "expected one of nearest"),
-        ("ResizePadTensor", {"max_h": 3, "max_w": 3, "pad_value": 256}, "pad_value.*at most 255"),
-        ("ResizeShorterMat", {"size": 9, "interpolation": "area"}, "expected one of bilinear, bicubic"),
-        ("cvtColorTensor", {"color": "hsv"}, "expected one of bgr, rgb, gray"),
-        ("Tensor2Mat", {"data_format": "nhwc"}, "data_format.*expected one of auto, chw, hwc"),
-    ],
-)
-def test_rejects_wrong_parameters(backend: str, config: Data, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        pipe({"backend": backend, **config})
 
 
 # -- torchvision ------------------------------------------------------------------------------------------------------

@@ -120,16 +120,6 @@ def test_an_image_that_becomes_another_kind_has_its_color_named(channels: int, i
 # -- to Mats and lists ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize("channels", [1, 2, 3, 4, 6])
-def test_a_mat_there_and_back(dtype: type, channels: int) -> None:
-    mat = noise(7, 9, channels).astype(dtype) / (1 if dtype is np.uint8 else 3)
-    mat = mat.astype(dtype)
-    result = run("S[Mat2Tensor,Tensor2Mat]", mat)["result"]
-    assert np.array_equal(result, mat)
-    assert (result.dtype, result.flags.c_contiguous, result.flags.writeable) == (dtype, True, True)
-
-
 INF = float("inf")
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from conftest import picture, save_model
 from kit.fake_gpu import cpu_as_gpu
-from kit.waits import in_threads
 from model_kit import Data, answer, batched, one_node, onnx_node, refused, torch_model
 from onnx import helper
 
-from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor
+from torchpipe_py import BackendError, ConfigError, pipe
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, ROWS, BatchCheck
 from torchpipe_py.backends.signature import TensorSpec
 
@@ -35,12 +34,7 @@ def node_with(path: Path, kind: str, gives: Any, size: Any = 6, attributes: Any 
 @pytest.mark.parametrize(
     ("kind", "gives", "to", "problem"),
     [
-        (
-            "Reshape",
-            [1, "M"],
-            [1, -1],
-            r"output 'y' is 1x\? for every batch, but batches here are 1\.\.4, .* write x\.f",
-        ),
+        ("Reshape", [1, "M"], [1, -1], r"output 'y' is 1x\? for every batch, but batches here are 1\.\.4"),
         ("Reshape", [4, 6], [4, 6], r"output 'y' is 4x6 for every batch"),
         ("Reshape", ["M"], [-1], r"output 'y' is 6 for one item, .*; or set max = 1: an item that runs alone"),
         ("ReduceSum", [], None, "output 'y' is a scalar for one item, so it does not follow the batch"),
@@ -123,22 +117,9 @@ def test_random_outputs_are_told_apart(tmp_path: Path, caplog: pytest.LogCapture
     assert "gives another output each time for the same input, as random numbers and dropout in training" in caplog.text
 
 
-def check(run: Run, tolerance: float = EXACT, dtype: str = "float32", least: int = 1, most: int = 5) -> None:
-    spec = TensorSpec("x", (None, 3, 4, 4), dtype)
-    BatchCheck("m.onnx", ROWS, tolerance, False).require(run, [spec], ["y"], least, most)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "uint8", "int64", "bool", "bfloat16"])
-@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 5), (3, 7), (4, 4)])
-def test_a_right_model_of_any_type_and_range_passes(dtype: str, least: int, most: int) -> None:
-    sizes = []
-
-    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
-        sizes.append(len(inputs[0]))
-        return [inputs[0]]
-
-    check(run, dtype=dtype, least=least, most=most)
-    assert {least, most} == set(sizes)
+def check(run: Run, tolerance: float = EXACT) -> None:
+    spec = TensorSpec("x", (None, 3, 4, 4), "float32")
+    BatchCheck("m.onnx", ROWS, tolerance, False).require(run, [spec], ["y"], 1, 5)
 
 
 @pytest.mark.parametrize(("tolerance", "error"), [(EXACT, 1e-4), (HALF, 1e-2), (QUANTISED, 5e-2)])
@@ -157,13 +138,6 @@ def odd_numbers(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def classes(rows: np.ndarray, share: float) -> np.ndarray:
-    found = (rows.reshape(len(rows), -1) > 0).astype(np.int64)
-    if len(rows) > 1:
-        found[:, : round(share * found.shape[1])] += 1
-    return found
-
-
 def no_memory(rows: np.ndarray) -> np.ndarray:
     if len(rows) > 1:
         raise MemoryError("Unable to allocate 56.1 GiB")
@@ -175,8 +149,6 @@ def no_memory(rows: np.ndarray) -> np.ndarray:
     [
         (odd_numbers, ""),
         (lambda rows: odd_numbers(rows) if len(rows) == 1 else np.nan_to_num(odd_numbers(rows)), "differs by inf"),
-        (lambda rows: classes(rows, 0.1), ""),
-        (lambda rows: classes(rows, 0.5), "50% of output 'y' differ"),
         (lambda rows: np.zeros((len(rows), len(rows)), np.float32), "output 'y' is 1x5 in a batch, 1x1 alone"),
         (no_memory, "no memory for a batch of max = 5: Unable .*; set a smaller max"),
     ],
@@ -187,37 +159,6 @@ def test_what_differs_in_a_batch(run: Any, problem: str) -> None:
         return
     with pytest.raises(ConfigError, match=problem):
         check(lambda inputs: [run(inputs[0])])
-
-
-def test_one_trial_for_all_instances_and_its_verdict_stays() -> None:
-    runs: list[int] = []
-    mixing = BatchCheck("m.onnx", ROWS, EXACT, True)
-
-    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
-        runs.append(len(inputs[0]))
-        return [inputs[0] - inputs[0].mean(0)]
-
-    def refuse(_: int) -> None:
-        with pytest.raises(ConfigError, match="depends on what else"):
-            mixing.require(run, [TensorSpec("x", (None, 2))], [], 1, 3)
-
-    in_threads(4, refuse)
-    assert runs == [1, 1, 1, 1, 3]
-
-
-def test_inputs_that_cannot_be_made_up_are_tried_with_other_shapes(caplog: pytest.LogCaptureFixture) -> None:
-    def run(inputs: list[np.ndarray]) -> list[np.ndarray]:
-        if inputs[0].shape[1] == 1:
-            raise ValueError("too small")
-        return [inputs[0] - inputs[0].mean(0)]
-
-    checked, hopeless = (BatchCheck("m.onnx", ROWS, EXACT, False) for _ in range(2))
-    small = [TensorSpec("x", (None, 1))]
-    assert not checked.require(run, small, [], 1, 3)
-    assert "m.onnx: not warmed up: too small" in caplog.text
-    with pytest.raises(ConfigError, match="depends on what else"):
-        checked.require(run, [TensorSpec("x", (None, 2))], [], 1, 3)
-    assert [hopeless.require(run, small, [], 1, 3) for _ in range(4)] == [False, False, True, True]
 
 
 # -- outputs of one item, whole -------------------------------------------------------------------------------------
@@ -261,39 +202,6 @@ def test_a_detector_with_its_nms_inside(detector: str, more: Data) -> None:
     assert boxes.tolist() == [FOUND[0][:4], FOUND[2][:4]]
     assert scores.tolist() == pytest.approx([0.9, 0.7])
     assert count.item() == 2
-
-
-@pytest.mark.parametrize(
-    ("shape", "declared"),
-    [([24], [24]), ([4, 6], [4, 6]), ([-1, 2], ["M", 2]), ([1, 24], ["N", 24]), ([1, 4, 6], [1, 4, 6])],
-)
-@pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}])
-def test_an_output_of_any_shape_is_the_items(tmp_path: Path, shape: list[int], declared: Any, more: Data) -> None:
-    values = torch.arange(24.0).reshape(1, 4, 6)
-    model = one_node(tmp_path / "m", ["N", 4, 6], "Reshape", "to", gives=declared, constants={"to": shape})
-    assert torch.equal(answer(onnx_node(model, **more), values)["result"], values.reshape(shape))
-
-
-@pytest.mark.parametrize("postprocessor", ["SoftmaxMax", "TopK", "SoftmaxCpu"])
-def test_postprocessors_that_need_rows_are_told(tmp_path: Path, postprocessor: str) -> None:
-    """What is set already is not proposed."""
-    model = one_node(tmp_path / "m", ["N", 4, 6], "Reshape", "to", gives=["M", 6], constants={"to": [-1, 6]})
-    with pytest.raises(ConfigError, match=r"output 'y' is 4x6 for one item, so it does not follow the batch") as caught:
-        pipe(onnx_node(model, postprocessor=postprocessor))
-    assert "set max = 1" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("restored")
-def test_a_postprocessor_of_ones_own_gets_the_outputs_whole(detector: str) -> None:
-    class Best:
-        def forward(self, outputs: list[torch.Tensor]) -> list[Any]:
-            boxes, scores, count = outputs
-            assert len(boxes) == len(scores) == count
-            return [boxes.tolist()]
-
-    register_postprocessor(Best, "best")
-    items = answer(onnx_node(detector, postprocessor="best"), torch.tensor(FOUND), torch.tensor(NOTHING))
-    assert [len(item["result"]) for item in items] == [2, 0]
 
 
 @pytest.mark.parametrize("size", [[8, 10], ["H", "W"]])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture, save_model
-from model_kit import Data, answer, batched, one_node, onnx_node, refused, torch_model
+from model_kit import Data, answer, one_node, onnx_node, refused, torch_model
 from onnx import TensorProto, helper
 
 from torchpipe_py import InvalidRequest, pipe
@@ -153,21 +153,6 @@ def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: Any, shape: Any
         np.testing.assert_array_equal(item["result"][0].numpy(), planes if gives == "planes" else image)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_torch_takes_a_mat_of_one_channel(tmp_path: Path, dtype: Any) -> None:
-    mat = picture(3, 4)[:, :, 0].astype(dtype)
-    config = torch_model(tmp_path / "m.pt2", torch.nn.ReLU(), torch.zeros(2, 1, 3, 4), shapes=batched()) | {"max": 2}
-    np.testing.assert_array_equal(answer(config, mat)["result"].numpy().reshape(3, 4), mat)
-
-
-@pytest.mark.parametrize("given", [{}, {"color": "rgb"}])
-def test_an_image_from_a_model_has_the_channel_order_of_its_mat(tmp_path: Path, given: dict[str, str]) -> None:
-    config = identity(tmp_path, ["N", 3, "H", "W"]) | {"dtype": "uint8", "color": "rgb"}
-    with pipe({**config, "backend": "S[OnnxTensor,Tensor2Mat,cvtColorMat]"}) as run:
-        run(item := {"data": picture(6, 8), **given})
-    assert np.array_equal(item["result"], picture(6, 8)[:, :, :: 1 if given else -1])
-
-
 # -- numbers and bounds -----------------------------------------------------------------------------------------------
 
 
@@ -185,16 +170,6 @@ def test_numbers_that_the_input_cannot_hold(tmp_path: Path, dtype: int, value: A
     bad, good = answer(identity(tmp_path, ["N", 2], dtype), value, [1, 2])
     assert str(bad["error"]) == problem
     assert good["result"].tolist() == [[1, 2]]
-
-
-def test_a_tensor_of_the_shape_and_dtype_of_the_last_one_may_hold_other_numbers(tmp_path: Path) -> None:
-    with pipe(identity(tmp_path, ["N", 2], TensorProto.UINT8)) as run:
-        for numbers, is_taken in (([1, 2], True), ([1, 300], False), ([3, 255], True), ([-1, 0], False)):
-            data = run({"data": torch.tensor([numbers])})
-            assert ("result" in data) is is_taken
-            assert data["result"].tolist() == [numbers] if is_taken else isinstance(data["error"], InvalidRequest)
-        assert run({"data": torch.tensor([[4, 5]], dtype=torch.uint8)})["result"].tolist() == [[4, 5]]
-        assert isinstance(run({"data": torch.tensor([[4, 5, 6]], dtype=torch.uint8)})["error"], InvalidRequest)
 
 
 def test_min_and_max_bound_shapes(classifier: str) -> None:

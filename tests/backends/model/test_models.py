@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from conftest import Register, encode, picture, save_model
@@ -20,8 +18,7 @@ from kit.waits import PROGRAM_WAIT, outcome
 from model_kit import Data, answer, one_node, onnx_node, reference, refused, tensors
 from onnx import TensorProto, helper
 
-from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor
-from torchpipe_py.backends.model.postprocess import SoftmaxMax
+from torchpipe_py import BackendError, pipe, register_postprocessor
 
 
 def run_together(register: Register, values: list[Any], dense: bool = True, **config: Any) -> list[Data]:
@@ -68,23 +65,6 @@ def test_results_are_not_overwritten_by_the_next_batch(classifier: str) -> None:
     assert not torch.equal(second["result"], kept)
 
 
-FORMS = {
-    "tensor": lambda value: value,
-    "CHW": lambda value: value[0],
-    "array": lambda value: value.numpy(),
-    "float64": lambda value: value.double(),
-    "float16": lambda value: value.half(),
-    "non-contiguous": lambda value: value.transpose(2, 3).contiguous().transpose(2, 3),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_an_input(classifier: str, form: str) -> None:
-    value = tensors(1, 3, 8, 8)[0].half().float()
-    item = answer(onnx_node(classifier), FORMS[form](value))
-    np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=value)[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "mean", "std"),
     [
@@ -103,20 +83,6 @@ def test_pixels_are_converted_and_normalised_inside_the_model(
     normal = (value.float() - torch.tensor(mean)) / std
     np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=normal)[0], atol=1e-5)
     assert Path(classifier).read_bytes() == before
-
-
-def test_mean_reaches_a_branch_inside_the_model(tmp_path: Path) -> None:
-    """The branches of an ``If`` read the input by its name from outside."""
-    output = helper.make_tensor_value_info("branch", TensorProto.FLOAT, None)
-    branches = {
-        name: helper.make_graph([helper.make_node("Identity", ["x"], ["branch"])], name, [], [output])
-        for name in ("then_branch", "else_branch")
-    }
-    dims: Any = ["N", 3, "H", "W"]
-    nodes = [helper.make_node("If", ["yes"], ["y"], **branches)]
-    model = save_model(tmp_path / "branch.onnx", nodes, {"x": dims}, {"y": dims}, {"yes": np.array(True)})
-    item = answer(onnx_node(model, mean=5, std=2), torch.full((1, 3, 2, 2), 7.0))
-    assert item["result"].unique().tolist() == [1.0]
 
 
 def test_sizes_beside_the_image_are_not_normalised(tmp_path: Path) -> None:
@@ -178,31 +144,6 @@ def test_a_lone_request_to_a_fixed_batch_of_two(fixed_batch: str, classifier: st
         refused(onnx_node(fixed_batch, **batch), r"input 'x' has a fixed batch of 2, .* set min = 2 and max = 2$")
 
 
-def test_one_session_for_all_instances_is_tried_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    made = onnxruntime.InferenceSession
-
-    class Watched:
-        count = 0
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._session = made(*args, **kwargs)
-            Watched.count += 1
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._session, name)
-
-        def run(self, names: Any, feed: Any) -> Any:
-            sizes.append(len(next(iter(feed.values()))))
-            return self._session.run(names, feed)
-
-    monkeypatch.setattr(onnxruntime, "InferenceSession", Watched)
-    model = str(Path(__file__).parents[3] / "configs" / "demo" / "model.onnx")
-    with pipe(onnx_node(model, max=8, instance_num=3, providers="CPUExecutionProvider")):
-        assert sizes == [1, 1, 1, 1, 1, 8]
-    assert Watched.count == 1
-
-
 def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
     """From 1.29 on it keeps an identifier at home, and tells its maker which models it loads."""
     code = f"from torchpipe_py import pipe; pipe({{'backend': 'OnnxTensor', 'model': {classifier!r}}}).close()"
@@ -240,30 +181,19 @@ def test_normalisation_needs_one_image(sum_and_difference: str) -> None:
     refused(onnx_node(sum_and_difference, mean=1), "one input NxCxHxW; of its 2 inputs 0")
 
 
-@pytest.mark.parametrize("config", [{}, {"mean": 1}])
-def test_what_a_file_is_that_is_no_model(tmp_path: Path, classifier: str, config: Data) -> None:
+def test_what_a_file_is_that_is_no_model(tmp_path: Path, classifier: str) -> None:
     path = tmp_path / "model.onnx"
     whole = Path(classifier).read_bytes()
-    checkpoint = f"torchpipe export MODEL --weights {path} makes an ONNX file of it"
-    state = {"weight": torch.zeros(2)}
-
-    def script() -> None:
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("model/constants.pkl", b"")
-
+    state, checkpoint = {"weight": torch.zeros(2)}, f"torchpipe export MODEL --weights {path} makes an ONNX file of it"
     for write, said in (
-        (lambda: torch.save(state, path), f"it is a PyTorch checkpoint: {checkpoint}"),
         (lambda: torch.save(state, path, _use_new_zipfile_serialization=False), f"it is a pickle, .*: {checkpoint}"),
-        (lambda: path.write_bytes(b"PK\x03\x04" + bytes(600)), "it is a zip archive, .*cut short or damaged"),
-        (lambda: path.write_text("\n<!DOCTYPE html><p>Sign in"), "it is an HTML page"),
         (lambda: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (lambda: path.write_bytes(whole[: len(whole) // 2]), "begins as an ONNX file does; OnnxTensor takes .* whole"),
         (lambda: path.write_text("no model"), ""),
-        (lambda: path.write_bytes(b""), "it is empty"),
-        (script, r"TorchScript or a \.pt2 file: TorchTensor takes it"),
     ):
         write()
-        refused(onnx_node(str(path), **config), f"model {path}: .*{said}")
+        for config in ({}, {"mean": 1}):
+            refused(onnx_node(str(path), **config), f"model {path}: .*{said}")
 
 
 @pytest.mark.parametrize("normalised", [{}, {"mean": 127}])
@@ -296,25 +226,12 @@ ZEROS = torch.zeros(1, 3, 8, 8)
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_subclass_may_make_rows_of_an_output_of_another_shape(tmp_path: Path) -> None:
-    class Pooled(SoftmaxMax):
-        def forward(self, outputs: list[Any]) -> list[Any]:
-            return super().forward([outputs[0].mean((2, 3))])
-
-    register_postprocessor(Pooled, "pooled")
-    config = onnx_node(one_node(tmp_path / "features.onnx", ["N", 3, 2, 2]), postprocessor="pooled")
-    assert answer(config, torch.zeros(1, 3, 2, 2))["result"] == (0, pytest.approx(1 / 3))
-
-
-@pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize(
     ("gives", "problem"),
     [
-        ([3], ""),
         ([], "Wrong gave 0 results for 1 item"),
         ({"a": 1}, "Wrong gave a dict; expected a list of one result for each item"),
         (None, "Wrong gave a NoneType; expected a list of one result for each item"),
-        ("x", "Wrong gave a str; expected a list of one result for each item"),
     ],
 )
 def test_what_a_postprocessor_gives(gives: Any, problem: str, classifier: str) -> None:
@@ -323,12 +240,8 @@ def test_what_a_postprocessor_gives(gives: Any, problem: str, classifier: str) -
             return gives
 
     assert register_postprocessor(Wrong, "wrong") is Wrong
-    with pipe(onnx_node(classifier, postprocessor="wrong")) as p:
-        if not problem:
-            assert p({"data": ZEROS})["result"] == 3
-            return
-        with pytest.raises(BackendError, match=problem):
-            p({"data": ZEROS})
+    with pipe(onnx_node(classifier, postprocessor="wrong")) as p, pytest.raises(BackendError, match=problem):
+        p({"data": ZEROS})
 
 
 @pytest.mark.usefixtures("restored")
@@ -345,11 +258,8 @@ def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> N
         def forward(self, outputs: list[Any]) -> list[Any]:
             return [(self.factor, self.threshold, self.names)] * len(outputs[0])
 
-    class Odd(Boxes):
-        table: dict[str, int]
-
     register_postprocessor(Boxes, "boxes")
-    register_postprocessor(Odd, "odd")
+
     config = onnx_node(classifier, postprocessor="boxes")
     for given, result in [
         ({"factor": 2}, (2.0, 0.3, "")),
@@ -359,23 +269,3 @@ def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> N
     refused(config, "key 'factor': boxes needs it")
     refused({**config, "factor": "x"}, "key 'factor': expected a finite number, got 'x'")
     refused({**config, "factor": 1, "factr": 2}, "key 'factr': unknown key; did you mean 'factor'")
-    refused({**config, "postprocessor": "odd"}, "key 'postprocessor': Odd: parameter 'table' is annotated")
-
-
-@pytest.mark.usefixtures("restored")
-def test_labels_that_a_postprocessor_annotates_are_found_beside_the_file(classifier: str, tmp_path: Path) -> None:
-    class Named:
-        labels: str
-
-        def init(self, config: Data) -> None:
-            assert config["labels"] == self.labels
-
-        def forward(self, outputs: list[Any]) -> list[Any]:
-            return [Path(self.labels).read_text(encoding="utf-8")] * len(outputs[0])
-
-    register_postprocessor(Named, "named")
-    (tmp_path / "names.txt").write_text("one", encoding="utf-8")
-    toml = f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\npostprocessor = "named"\nlabels = "names.txt"\n'
-    (tmp_path / "a.toml").write_text(toml, encoding="utf-8")
-    with pipe(str(tmp_path / "a.toml")) as p:
-        assert p({"data": ZEROS})["result"] == "one"
