@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -17,7 +16,7 @@ from conftest import Register
 from torchpipe_py import Backend, ConfigError, parse_toml, pipe
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, load_config
-from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE, ELSEWHERE, SERVICE_FLAGS
+from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
 
 Write = Callable[[str], str]
 
@@ -48,47 +47,6 @@ def plans(config: Any) -> dict[str, NodePlan]:
     return dict(plan_pipeline(config).plans)
 
 
-def params(config: Any, node: str = "node") -> dict[str, Any]:
-    """The typed parameters of a node's outermost backend."""
-    return dict(plans(config)[node].backends[0].params)
-
-
-# -- what means the same ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("written", "typed"),
-    [
-        ({"backend": "ResizeMat", "resize_h": 224, "resize_w": "224"}, {"resize_h": 224, "resize_w": 224}),
-        ({"backend": "ResizeMat", "resize_h": 1, "ResizeMat::resize_h": 2, "resize_w": 3}, {"resize_h": 2}),
-        ({"backend": "cvtColorMat", "color": "RGB"}, {"color": "rgb"}),
-        ({"backend": "CvtColorMat", "cvtColorMat::color": "rgb"}, {"color": "rgb"}),
-        ({"backend": "cvtColorMat", "CvtColorMat::color": "rgb"}, {"color": "rgb"}),
-        ({"backend": "DecodeMat"}, {"color": "bgr"}),
-    ],
-)
-def test_values_are_typed(written: dict[str, Any], typed: dict[str, Any]) -> None:
-    given = params(written)
-    assert {key: given[key] for key in typed} == typed
-
-
-def test_parse_toml_gives_what_pipe_takes(write: Write) -> None:
-    path = write('batching_timeout = 5\n[a]\nbackend = "Identity"\nnext = "b"\n[b]\nbackend = "DecodeMat"\n')
-    config = parse_toml(path)
-    assert config == {
-        "global": {"batching_timeout": 5},
-        "a": {"backend": "Identity", "next": "b"},
-        "b": {"backend": "DecodeMat"},
-    }
-    config["b"]["backend"] = "Identity"
-    before = {name: dict(table) for name, table in config.items()}
-    data = {"data": 1}
-    with pipe(config) as p:
-        p(data)
-    assert data == {"result": 1, "data": 1}
-    assert config == before
-
-
 # -- files --------------------------------------------------------------------------------------------------------
 
 
@@ -101,13 +59,7 @@ def test_a_byte_order_mark_at_the_start_of_a_file(tmp_path: Path) -> None:
 def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text(encoding="utf-8")
     written: dict[str, Any] = dict(re.findall(r'^\| `(\w+)` \|.*; default `?"?(\w+)"?`? \|$', page, re.MULTILINE))
-    assert written.keys() == {
-        "batching_timeout",
-        "device_id",
-        "decode_isolation",
-        "shared",
-        "max_inflight",
-    }
+    assert written.keys() >= {"batching_timeout", "device_id", "decode_isolation", "shared", "max_inflight"}
     top = {"max_inflight": written.pop("max_inflight")}
     first, second = (load_config(config) for config in ({"a": {}}, {**top, "a": {**written, "backend": "Identity"}}))
     assert first.max_inflight == second.max_inflight
@@ -115,56 +67,24 @@ def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
         assert getattr(first.nodes["a"], key) == getattr(second.nodes["a"], key)
 
 
-def test_a_file_with_a_backend_that_nobody_has_names_three(write: Write) -> None:
-    with pytest.raises(ConfigError) as caught:
-        pipe(write('[a]\nbackend = "YoloDetector"'))
-    hint = str(caught.value).partition("no backend 'YoloDetector'; ")[2]
-    assert re.fullmatch(r"the nearest of \d+: \w+, \w+, \w+ \(one of your own is registered before: .*\)", hint)
-
-
 def test_all_names_of_an_expression_that_are_no_backends_are_told(write: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         pipe(write('[a]\nbackend = "S[DecodeMat,Resize,OnnxModel,Resize]"'))
-    assert re.findall(r"^.*node 'a': key 'backend': no backend '(\w+)'; ", str(caught.value), re.MULTILINE) == [
-        "Resize",
-        "OnnxModel",
-    ]
-
-
-def test_a_configuration_of_mappings_and_lists_is_the_callers(register: Register) -> None:
-    class Takes:
-        def init(self, config: dict[str, Any]) -> None:
-            self.names = config["names"]
-
-        def forward(self, items: list[dict[str, Any]]) -> list[Any]:
-            return [self.names for _ in items]
-
-    names = [["a"], "b"]
-    with pipe({"node": MappingProxyType({"backend": register(Takes), "names": names})}) as p:
-        names[0] = "changed"
-        assert p({"data": 1})["result"] == [["a"], "b"]
+    assert re.findall(r"node 'a': key 'backend': no backend '(\w+)'; ", str(caught.value)) == ["Resize", "OnnxModel"]
 
 
 def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.LogCaptureFixture) -> None:
-    class Mine(Backend):
-        pass
-
-    class OnDevice(Backend):
-        uses_device = True
-
-    for unused in ("Identity", "S[DecodeMat,Isolated[DecodeMat]]&DecodeMat", register(Mine)):
-        caplog.clear()
-        plan_pipeline({"backend": unused, "device_id": 1})
-        assert caplog.messages == [
-            "config: node 'node': key 'device_id': nothing uses it: no backend here works on a CUDA device "
-            "(a Backend of your own says uses_device = True)"
-        ]
-    caplog.clear()
-    for uses in ("DecodeTensor", "S[DecodeMat,Mat2Tensor]", f"Process[{register(OnDevice)}]", "Identity&SyncTensor"):
-        plan_pipeline({"backend": uses, "device_id": 1})
+    on_device = register(type("OnDevice", (Backend,), {"uses_device": True, "__doc__": "_"}))
+    for backend in ("DecodeTensor", "S[DecodeMat,Mat2Tensor]", f"Process[{on_device}]", "Identity&SyncTensor"):
+        plan_pipeline({"backend": backend, "device_id": 1})
     plan_pipeline({"backend": "Identity", "device_id": 0})
     plan_pipeline({"global": {"device_id": 1}, "a": {"backend": "Identity"}})
     assert caplog.messages == []
+    plan_pipeline({"backend": "S[DecodeMat,Isolated[DecodeMat]]&DecodeMat", "device_id": 1})
+    assert caplog.messages == [
+        "config: node 'node': key 'device_id': nothing uses it: no backend here works on a CUDA device "
+        "(a Backend of your own says uses_device = True)"
+    ]
 
 
 def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,24 +143,17 @@ def test_files_that_are_none(tmp_path: Path, content: Any, problem: str) -> None
         ({}, "config: no node in it"),
         ({"global": {"instance_num": 1}}, "config: no node in it"),
         ({"a": {3: "x"}}, "config: node 'a': key 3: a key is a string"),
-        (
-            {0: {"backend": "Identity"}},
-            "config: node 0: a node's name is letters from a to z, digits, '_' and '-', with one '.' before an alias",
-        ),
-        (
-            {"a": {"backend": threading.Lock()}},
-            "config: node 'a': key 'backend': expected a string, number, bool or list, got lock",
-        ),
+        ({0: {}}, "config: node 0: a node's name is letters from a to z, digits, '_' and '-', with one '.' before"),
         (
             {"a": {"backend": None}},
-            "config: node 'a': key 'backend': expected a string, number, bool or list, got NoneType",
+            "config: node 'a': key 'backend': expected a string, number, bool or list, got None",
         ),
     ],
 )
 def test_things_that_are_no_configuration(config: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         pipe(config)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(message)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -250,23 +163,11 @@ RESIZE = 'backend = "ResizeMat"\nresize_h = 1\nresize_w = 1\n'
 REFUSED = [
     # unknown names
     (f"[a]\n{RESIZE}resize_hh = 1", "node 'a': key 'resize_hh'", "unknown key; did you mean 'resize_h'?"),
-    ('[a]\nbackend = "Identity"\ninstance_nun = 2', "node 'a': key 'instance_nun'", "did you mean 'instance_num'?"),
     (f'[a]\n{RESIZE}"ResizeMat::resize_hh" = 1', "node 'a': key 'ResizeMat::resize_hh'", "'ResizeMat::resize_h'?"),
-    ('[a]\nbackend = "DecodMat"', "node 'a': key 'backend'", "no backend 'DecodMat'; did you mean 'DecodeMat'?"),
     ('[a]\nbackend = "S[Identity,decodemat]"', "node 'a': key 'backend'", "did you mean 'DecodeMat'?"),
-    ('[a]\nfilter = "swop"', "node 'a': key 'filter'", "no filter 'swop'; did you mean 'swap'?"),
     ('[a]\nbackend = "S[(brake)Identity]"', "node 'a': key 'backend'", "no filter 'brake'; did you mean 'break'?"),
-    ('[one]\nnext = "tow"\n[two]', "node 'one': key 'next'", "no node 'tow'; did you mean 'two'?"),
-    (
-        '[a]\nbackend = "DecodeMat"\ncolor = "green"',
-        "node 'a': key 'color'",
-        "expected one of bgr, rgb, gray, got 'green'",
-    ),
-    (
-        '[a]\nbackend = "Mat2Tensor"\ndevice = "cuda:0"',
-        "node 'a': key 'device'",
-        "expected one of '', cpu, cuda, got 'cuda:0'",
-    ),
+    ('[a]\nbackend = "DecodeMat"\ncolor = "green"', "node 'a': key 'color'", "expected one of bgr, rgb, gray, got 'gr"),
+    ('[a]\nbackend = "Mat2Tensor"\ndevice = "cuda:0"', "node 'a': key 'device'", "expected one of '', cpu, cuda, got "),
     ('[a]\nbackend = "zzz"', "node 'a': key 'backend'", "no backend 'zzz'; the nearest of "),
     (
         "[a]\nresize_h = 1\nresize_w = 1",
@@ -274,14 +175,9 @@ REFUSED = [
         "missing; without it the node is Identity, which does not take 'resize_h', 'resize_w'",
     ),
     ("[a]\nmax = 4", "node 'a': key 'backend'", "missing; without it the node is Identity, which does not take 'max'"),
-    # options of the service
-    (
-        f"engines = 2\n[a]\n{RESIZE}",
-        "global: key 'engines'",
-        "no node takes it; --engines is an option of torchpipe-serve",
-    ),
+    # options of the service, keys and backends of other servers, transforms of torchvision
+    ("engines = 2\n[a]", "global: key 'engines'", "no node takes it; --engines is an option of torchpipe-serve"),
     (f"[a]\n{RESIZE}workers = 2", "node 'a': key 'workers'", "unknown key; --workers is an option of torchpipe-serve"),
-    ("[a]\nhttp_port = 1", "node 'a': key 'http_port'", "unknown key; --http-port is an option of torchpipe-serve"),
     ("[a]\nhttp-port = 1", "node 'a': key 'http-port'", "unknown key; --http-port is an option of torchpipe-serve"),
     (f"[a]\n{RESIZE}max_batch = 2", "node 'a': key 'max_batch'", "unknown key; the largest batch is 'max' here; "),
     (
@@ -289,35 +185,14 @@ REFUSED = [
         "node 'a': key 'pad_value'",
         "unknown key; it belongs to ResizePadMat or LetterBoxMat or ResizePadTensor, which this node does not name",
     ),
-    # keys of other servers
-    (
-        f"[a]\n{RESIZE}max_batch_size = 8",
-        "node 'a': key 'max_batch_size'",
-        "unknown key; the largest batch is 'max' here",
-    ),
-    (
-        f"max-wait-time = 2\n[a]\n{RESIZE}",
-        "global: key 'max-wait-time'",
-        "no node takes it; it is 'batching_timeout' here, in milliseconds",
-    ),
+    ("max-wait-time = 2\n[a]", "global: key 'max-wait-time'", "no node takes it; it is 'batching_timeout' here, in mi"),
     (
         f'[a]\n{RESIZE}"ResizeMat::batch_timeout" = 0.05',
         "node 'a': key 'ResizeMat::batch_timeout'",
         "unknown key; it is 'batching_timeout' here, in milliseconds",
     ),
-    (
-        '[a]\nplatform = "tensorrt_plan"',
-        "node 'a': key 'platform'",
-        "unknown key; what a node runs is its 'backend' here",
-    ),
-    (
-        '[a]\ninstance_group = [{count = 2, kind = "KIND_CPU"}]',
-        "node 'a': key 'instance_group'",
-        "unknown key; it is 'instance_num' here",
-    ),
-    # backends of other servers, transforms of torchvision
+    ('[a]\ninstance_group = [{kind = "KIND_CPU"}]', "node 'a': key 'instance_group'", "it is 'instance_num' here"),
     ('[a]\nbackend = "tensorrt"', "node 'a': key 'backend'", "no backend 'tensorrt'; it is 'TensorrtTensor' here"),
-    ('[a]\nbackend = "S[DecodeMat,ToTensor]"', "node 'a': key 'backend'", "'ToTensor'; it is 'Mat2Tensor' here"),
     (
         '[a]\nbackend = "S[DecodeMat,Normalize]"',
         "node 'a': key 'backend'",
@@ -330,103 +205,44 @@ REFUSED = [
         "'instance_num' belongs to the node, not to a backend: write it without Identity::",
     ),
     ('[[a]]\nbackend = "Identity"\n[b]', "global: key 'a'", "expected one table, [a], got a list of tables, [[a]]"),
-    (
-        '[a]\nbackend = "Identity"\n[a.more]\nresize_h = 2',
-        "node 'a.more': key 'resize_h'",
-        "shares the instances of 'a'",
-    ),
-    # the top level
+    ('[a]\nfilter = "run"\n[a.more]\nresize_h = 2', "node 'a.more': key 'resize_h'", "shares the instances of 'a'"),
     ("resize_h = 1\n[a]", "global: key 'resize_h'", "no node takes it"),
-    (f"resize_ww = 1\n[a]\n{RESIZE}", "global: key 'resize_ww'", "no node takes it; did you mean 'resize_w'?"),
     ("max_inflite = 1\n[a]", "global: key 'max_inflite'", "did you mean 'max_inflight'?"),
     ("or = true\n[a]", "global: key 'or'", "belongs into a node's table"),
     ("max_inflight = 0\n[a]", "global: key 'max_inflight'", "expected at least 1, got 0"),
     ("[a]\nmax_inflight = 1", "node 'a': key 'max_inflight'", "belongs to the top level"),
-    (
-        'resize_h = "x"\n[a]\nbackend = "ResizeMat"\nresize_w = 1',
-        "global: key 'resize_h'",
-        "expected an integer, got 'x'",
-    ),
+    ('resize_h = "x"\n[a]\nbackend = "ResizeMat"\nresize_w = 1', "global: key 'resize_h'", "expected an integer, got"),
     ('batching_timeout = "x"\n[a]', "global: key 'batching_timeout'", "expected a finite number, got 'x'"),
     # wrong types of the node keys
     ("[a]\nbackend = 3", "node 'a': key 'backend'", "expected a backend expression, got 3"),
     ('[a]\nbackend = "A["', "node 'a': key 'backend'", "found the end at column 3 of 'A['"),
     ("[a]\nnext = true", "node 'a': key 'next'", "expected a string, got True"),
     ("[a]\nfilter = true", "node 'a': key 'filter'", "expected a string, got True"),
-    ("[a]\nmap = true", "node 'a': key 'map'", "expected a string, got True"),
     ('[a]\nmap = "b"', "node 'a': key 'map'", "expected source[key:newkey,…] at column 1 of 'b'"),
     ('[a]\nmap = ""', "node 'a': key 'map'", "is empty"),
-    (
-        "[a]\ninstance_num = 100000",
-        "node 'a': key 'instance_num'",
-        "expected at most 1024, got 100000: each instance is a thread with a backend of its own",
-    ),
-    ("instance_num = 100000\n[a]", "global: key 'instance_num'", "expected at most 1024"),
+    ("[a]\nshared = 2\n[b]", "node 'a': key 'shared'", "expected true or false"),
+    ("[a]\ninstance_num = 100000", "node 'a': key 'instance_num'", "expected at most 1024, got 100000: each instance"),
     ('[a]\nbackend = "Identity&Identity"\ninstance_num = "1&2000"', "node 'a': key 'instance_num'", "at most 1024"),
     ("[a]\ninstance_num = 0", "node 'a': key 'instance_num'", "expected at least 1, got 0"),
-    (
-        '[a]\nbackend = "Identity&Identity"\ninstance_num = "1&2&3"',
-        "node 'a': key 'instance_num'",
-        "'1&2&3' has 3 parts, backend has 2",
-    ),
-    ('[a]\nbatching_timeout = "soon"', "node 'a': key 'batching_timeout'", "expected a finite number, got 'soon'"),
     ("[a]\nbatching_timeout = inf", "node 'a': key 'batching_timeout'", "expected a finite number, got inf"),
     (f"[a]\nbatching_timeout = {10**400}", "node 'a': key 'batching_timeout'", "expected a finite number, got 1000"),
-    ("[a]\nbatching_timeout = true", "node 'a': key 'batching_timeout'", "expected a finite number, got True"),
     ("[a]\ndevice_id = -1", "node 'a': key 'device_id'", "expected at least 0, got -1"),
     # parameters
     ('[a]\nbackend = "ResizeMat"\nresize_w = 1', "node 'a': key 'resize_h'", "ResizeMat needs it: output height"),
     (f"[a]\n{RESIZE}interpolation = true", "node 'a': key 'interpolation'", "expected a string, got True"),
-    (
-        '[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 0',
-        "node 'a': key 'resize_h'",
-        "expected at least 1, got 0",
-    ),
-    (
-        '[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 1048577',
-        "node 'a': key 'resize_h'",
-        "at most 1048576, got 1",
-    ),
-    (
-        '[a]\nbackend = "OnnxTensor"\nmodel = "no.onnx"',
-        "node 'a': key 'model'",
-        "no such file: no.onnx",
-    ),
-    (
-        '[a]\nbackend = "FirstAvailable[TensorrtTensor,OnnxTensor]"\nmodel = "no.onnx"',
-        "node 'a': key 'model'",
-        "no such file: no.onnx",
-    ),
+    ('[a]\nbackend = "DecodeMat"\nmax_pixels = 0', "node 'a': key 'max_pixels'", "expected at least 1, got 0"),
+    ('[a]\nbackend = "ResizeMat"\nresize_h = 1048577', "node 'a': key 'resize_h'", "at most 1048576, got 1"),
+    ('[a]\nbackend = "OnnxTensor"\nmodel = "no.onnx"', "node 'a': key 'model'", "no such file: no.onnx"),
     ('model = "no.onnx"\n[a]\nbackend = "OnnxTensor"\n[b]\nbackend = "OnnxTensor"', "global: key 'model'", "no such"),
-    ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = 2.5', "node 'a': key 'resize_h'", "integer, got 2.5"),
-    (
-        '[a]\nbackend = "S[ResizeMat,ResizeMat,ResizeMat]"\nresize_w = 1\nresize_h = "1|2"',
-        "node 'a': key 'resize_h'",
-        "'1|2' has 2 values, ResizeMat occurs 3 times",
-    ),
     ('[a]\nbackend = "ResizeMat"\nresize_w = 1\nresize_h = "1|2"', "node 'a': key 'resize_h'", "expected an integer"),
-    # brackets
+    # brackets, tables, names
     ('[a]\nbackend = "DecodeMat[Identity]"', "node 'a': key 'backend'", "DecodeMat takes no brackets, found 1"),
-    (
-        '[a]\nbackend = "Python[Identity,Identity]"',
-        "node 'a': key 'backend'",
-        "at most 1 in its brackets, found 2",
-    ),
-    (
-        '[a]\nbackend = "FirstAvailable[(or)Identity]"',
-        "node 'a': key 'backend'",
-        "(or)Identity: filters stand only inside Sequential",
-    ),
-    # tables, names, schedulers
+    ('[a]\nbackend = "Python[Identity,Identity]"', "node 'a': key 'backend'", "at most 1 in its brackets, found 2"),
     ("[a]\n[a.b.c]\nx = 1", "node 'a.b': key 'c'", "expected a string, number, bool or list, got dict"),
     ("[a]\nx = 2020-01-01", "node 'a': key 'x'", "expected a string, number, bool or list, got date"),
     ('["a b"]', "node 'a b'", "a node's name is letters from a to z, digits, '_' and '-'"),
-    ('[a]\nnext = "c"\n[b]\nnext = "c"\n[c]', "node 'c'", "need a map"),
     ('"Interpreter::backend" = "Pipeline"\n[a]', "global: key 'Interpreter::backend'", "did you mean 'PipelineV3'?"),
 ]
-
-
-OTHERS = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 
 
 @pytest.mark.usefixtures("no_threads")
@@ -434,29 +250,8 @@ OTHERS = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 def test_what_another_server_has_is_named_as_it_is_here(key: str) -> None:
     assert set(re.findall(r"'(\w+)'", ELSEWHERE[key])) <= {*NODE_KEYS, *PIPELINE_KEYS, "max", "resize_h", "resize_w"}
     assert set(re.findall(r"--([\w-]+)", ELSEWHERE[key])) <= set(SERVICE_FLAGS)
-    assert key in keys_of_others(OTHERS.read_text(encoding="utf-8"))
-
-
-@pytest.mark.usefixtures("no_threads")
-def test_each_key_of_the_page_on_other_servers_is_named_as_it_is_here() -> None:
-    code = {"append_worker", "decode_request", "deserialize", "encode_response", "env", "forward", "predict", "setup"}
-    code.add("ray_actor_options")
-    found = keys_of_others(OTHERS.read_text(encoding="utf-8")) - {*NODE_KEYS, *BACKENDS_ELSEWHERE, *code}
-    assert len(found) > 20
-    for key in found:
-        with pytest.raises(ConfigError, match=f"key '{key}': unknown key; .*( here|torchpipe-serve|in flight)"):
-            pipe({"backend": "Identity", key: 1})
-
-
-def keys_of_others(page: str) -> set[str]:
-    """What stands as code, or as an argument in it, in the columns that are not of here."""
-    found = set()
-    for heading, columns in (("## From other servers", slice(2, None)), ("## From DALI", slice(1, 2))):
-        lines = page.partition(heading)[2].partition("\n## ")[0].split("\n")
-        cells = [cell for line in lines if line.startswith("| ") for cell in line.split("|")[columns]]
-        for code in re.findall(r"`([^`]+)`", "".join(cells)):
-            found |= set(re.findall(r"^[a-z_]+$|(?<=[(, ])[a-z_]+(?==)|^[a-z_]+(?=:)", code))
-    return found
+    with pytest.raises(ConfigError, match=f"key '{key}': unknown key; .*( here|torchpipe-serve|in flight)"):
+        pipe({"backend": "Identity", key: 1})
 
 
 @pytest.mark.parametrize(("text", "place", "problem"), REFUSED, ids=[f"{row[1]}: {row[2]}" for row in REFUSED])
@@ -477,23 +272,16 @@ LONG = "y" * 5000
     [
         {"backend": LONG},
         {"backend": f"A[{LONG}"},
-        {"backend": f"{LONG}[[{LONG}"},
         {"backend": "Identity", LONG: 1},
         {LONG: 1},
         {"filter": LONG},
         {"next": LONG},
-        {"next": [LONG, LONG]},
         {"map": LONG},
-        {"map": f"[{LONG}]"},
-        {"shared": LONG},
-        {"instance_num": LONG},
         {"instance_num": 10**5000},
         {"batching_timeout": LONG},
-        {"decode_isolation": LONG},
         {"or": True, "filter": LONG},
         {"backend": "Identity&Identity", "instance_num": f"{LONG}&1&1"},
         {"backend": "ResizeMat", "resize_w": 1, "resize_h": LONG},
-        {"backend": "ResizeMat", "resize_w": 1, "resize_h": [10**5000]},
         {"backend": "OnnxTensor", "model": "x.onnx", "mean": [1.0] * 5000},
         {"max_inflight": LONG},
     ],
@@ -503,17 +291,6 @@ def test_what_is_long_is_not_repeated_whole(node: dict[str, Any]) -> None:
         pipe({"a": {"backend": "Identity", **node}})
     assert len(str(caught.value)) < 1000
     assert "node 'a'" in str(caught.value)
-
-
-@pytest.mark.usefixtures("no_threads")
-def test_an_unknown_postprocessor(classifier: str) -> None:
-    with pytest.raises(ConfigError, match=r"key 'postprocessor': .*; did you mean 'SoftmaxMax'\?"):
-        pipe({"backend": "OnnxTensor", "model": classifier, "postprocessor": "SoftmaxMx"})
-
-
-def test_an_empty_range_is_an_error_of_the_configuration(classifier: str) -> None:
-    with pytest.raises(ConfigError, match="min = 4 is larger than max = 2"):
-        pipe({"backend": "OnnxTensor", "model": classifier, "min": 4, "max": 2})
 
 
 def test_errors_of_an_edited_file_name_the_file(tmp_path):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 
-from torchpipe_py import ConfigError, import_code, parse_toml
+from torchpipe_py import ConfigError
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
@@ -71,21 +70,6 @@ def test_sections(config: dict[str, Any], found: list[str]) -> None:
     assert sections(plan_pipeline(config)) == [Section(tuple(one.split())) for one in found]
 
 
-def test_the_engine_process_runs_each_section_as_a_graph_of_its_own() -> None:
-    config = {
-        "a": own("b"),
-        "b": node("c", filter="run"),
-        "c": node("d"),
-        "d": own("e"),
-        "e": node(map="c[result:data]"),
-    }
-    _, engine = parts({"global": {"max_inflight": 7}, **config})
-    assert engine.graph.successors == {"b": ("c",), "c": (), "e": ()}
-    assert (set(engine.graph.roots), engine.graph.mapped) == ({"b", "e"}, frozenset())
-    assert engine.spec.max_inflight > 10**9, "its slots are the bound"
-    assert engine.plans["b"].filter.source.__name__ == "run", "the worker has asked it"
-
-
 def test_a_worker_has_one_node_for_each_section() -> None:
     config = {
         "a": own("b"),
@@ -115,70 +99,34 @@ def test_a_worker_jumps_to_a_shared_graph(backend: str) -> None:
 SPLIT: dict[str, dict[str, Any]] = {"Jump": {}, "MapReduce": {"split": "data"}, "S[Identity,Jump]": {}}
 
 
-@pytest.mark.usefixtures("restored")
-@pytest.mark.parametrize("name", ["decode", "detect", "merge", "digit"])
-def test_each_node_of_the_detector_alone_can_be_shared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "backends", None)  # NOTE: or the module stays, and its registrations do not
-    monkeypatch.delitem(sys.modules, "backends")
-    import_code("configs/examples/backends.py")
-    tables = parse_toml("configs/detector.toml")
-    tables[name]["shared"] = True
-    worker, engine = parts(tables)
-    assert list(engine.plans) == [name]
-    assert worker.graph.successors == plan_successors(tables)
-    assert worker.graph.jumps == {"digits": ("digit",)}
-
-
-def plan_successors(tables: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    nodes = {name: table for name, table in tables.items() if name != "global"}
-    return {name: (table["next"],) if "next" in table else () for name, table in nodes.items()}
-
-
 # -- what is refused ------------------------------------------------------------------------------------------------
 
-
-def test_a_node_that_runs_another_graph_cannot_be_shared() -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_pipeline({"a": node(backend="Jump", jump="b"), "b": own()})
-    assert str(caught.value) == (
-        "config: node 'a': key 'shared': 'a' cannot be shared: it runs another graph; "
-        "share nodes of that graph instead, from [b] on"
-    )
+JUMPS = {"a": node(backend="Jump", jump="b"), "b": own()}
+AGAIN: dict[str, Any] = {"a": node("a.again"), "a.again": {"next": "a.more"}, "a.more": {}}
+ALL: dict[str, Any] = {"a": {"next": "a.again"}, "a.again": {}, "b": {"backend": "Jump", "jump": "c"}, "c": {}}
+CANNOT = "key 'shared': '{}' cannot be shared: {}"
 
 
-def test_instances_that_several_nodes_use_cannot_be_shared() -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_pipeline({"a": node("a.again"), "a.again": {"next": "a.more"}, "a.more": {}})
-    assert str(caught.value) == (
-        "config: node 'a': key 'shared': 'a' cannot be shared: its instances run a.again, a.more as well; "
-        "leave the key out, or write nodes of their own for a.again, a.more"
-    )
-
-
-def test_all_that_cannot_be_shared_is_told_at_once() -> None:
-    config: dict[str, Any] = {
-        "global": {"shared": True},
-        "a": {"next": "a.again"},
-        "a.again": {},
-        "b": {"backend": "Jump", "jump": "c"},
-        "c": {},
-    }
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (JUMPS, ["node 'a': " + CANNOT.format("a", "it runs another graph; share nodes of that graph instead")]),
+        (AGAIN, ["node 'a': " + CANNOT.format("a", "its instances run a.again, a.more as well; leave the key out")]),
+        (
+            {"global": {"shared": True}, **ALL},
+            [
+                "global: " + CANNOT.format("a", "its instances run a.again as well; shared = false in [a] leaves it"),
+                "global: " + CANNOT.format("b", "it runs another graph; shared = false in [b] leaves it out"),
+            ],
+        ),
+    ],
+)
+def test_all_that_cannot_be_shared_is_told_at_once(config: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_pipeline(config)
-    assert str(caught.value) == (
-        "config: global: key 'shared': 'a' cannot be shared: its instances run a.again as well; "
-        "shared = false in [a] leaves it out\n"
-        "config: global: key 'shared': 'b' cannot be shared: it runs another graph; shared = false in [b] leaves it out"
-    )
-    for name in ("a", "b"):
-        config[name]["shared"] = False
-    assert sections(plan_pipeline(config)) == [Section(("c",))]
-
-
-@pytest.mark.parametrize("value", ["maybe", 2, [True], 0.5])
-def test_a_value_that_is_no_boolean(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"node 'a'.*'shared'"):
-        plan_pipeline({"a": {"backend": "Identity", "shared": value}, "b": {}})
+    lines = str(caught.value).split("\n")
+    assert len(lines) == len(told)
+    assert all(line.startswith(f"config: {words}") for line, words in zip(lines, told, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kit.waits import PROGRAM_WAIT, outcome
 from model_kit import Data, answer, one_node, onnx_node, reference, refused, tensors
 from onnx import TensorProto, helper
 
-from torchpipe_py import BackendError, pipe, register_postprocessor
+from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor
 
 
 def run_together(register: Register, values: list[Any], dense: bool = True, **config: Any) -> list[Data]:
