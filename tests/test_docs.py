@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tomli
 from kit.services import reserved_port
 from test_layers import CLIENT, PACKAGE, SERVER
 from torchpipe_server import options
@@ -315,11 +314,6 @@ def test_the_layers_shown_are_the_tested_ones() -> None:
             for name in layer.split()
         ]
         assert rows == sorted(rows), layers
-
-
-def test_the_demo_shown_is_the_demo_served() -> None:
-    shown = next(block.text for block in blocks(ROOT / "README.md") if block.language == "toml")
-    assert tomli.loads(shown) == tomli.loads((ROOT / "configs" / "demo.toml").read_text(encoding="utf-8"))
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path: Path) -> None:

@@ -39,35 +39,22 @@ def test_it_holds_the_packages_and_the_contract_and_no_more(wheel: zipfile.ZipFi
     assert wheel.read("torchpipe_py/inference.thrift") == (ROOT / "idl" / "inference.thrift").read_bytes()
 
 
-def test_each_package_of_the_repository_is_in_it() -> None:
-    found = {path.parent.name for folder in (ROOT, ROOT / "server") for path in folder.glob("torchpipe*/__init__.py")}
-    assert found == PACKAGES.keys()
-
-
-def test_type_checkers_read_the_types_of_each_package(wheel: zipfile.ZipFile) -> None:
-    assert {f"{package}/py.typed" for package in PACKAGES} <= set(wheel.namelist())
-
-
 def test_its_commands_and_extras(wheel: zipfile.ZipFile) -> None:
     (prefix,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     scripts = configparser.ConfigParser()
     scripts.read_string(wheel.read(f"{prefix}/entry_points.txt").decode())
-    assert dict(scripts["console_scripts"]) == {
-        "torchpipe": "torchpipe_py.cli:main",
-        "torchpipe-serve": "torchpipe_server.cli:main",
-    }
+    commands = {"torchpipe": "torchpipe_py.cli:main", "torchpipe-serve": "torchpipe_server.cli:main"}
+    assert dict(scripts["console_scripts"]) == commands
     metadata = email.message_from_bytes(wheel.read(f"{prefix}/METADATA"))
-    needed = [line.split(";") for line in metadata.get_all("Requires-Dist", []) if "extra ==" in line]
-    by_extra: dict[str, set[str]] = {}
-    for name, condition in needed:
-        by_extra.setdefault(condition.split("'")[1], set()).add(name.split(">")[0].strip())
-    assert by_extra["client"] == {"thriftpy2", "numpy"}
-    assert by_extra["server"] >= {"thriftpy2", "prometheus-client", "httptools", "psutil", "tqdm"}
-    assert by_extra["http"] == {"httptools", "multipart"} <= by_extra["server"]
-    assert by_extra["gpu"] == {"nvidia-nvimgcodec-cu13[nvjpeg]", "simplejpeg"}
-    assert by_extra["otel"] == {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}
-    assert by_extra["encryption"] == {"cryptography"}
-    assert by_extra["ray"] == {"ray[data,serve]", "multipart"}
+    assert set(metadata.get_all("Provides-Extra", [])) >= {
+        "client",
+        "server",
+        "http",
+        "gpu",
+        "otel",
+        "encryption",
+        "ray",
+    }
 
 
 def test_it_works_away_from_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

@@ -1,15 +1,32 @@
-"""The benchmark runner, and what the benchmarks make of what they measured. Nothing here depends on a time."""
+"""The benchmarks: their runner, their baseline, the loaders and the drawn images. Nothing here depends on a time."""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import bench
+import cv2
+import numpy as np
 import pytest
-from benchmarks import io_cost
-from benchmarks.bare import measure_nodes
+import torch
 from benchmarks.common import Load, Report, Subject, run
+from benchmarks.gpu import baseline
+from conftest import encode, picture
+from examples import demo
+from kit.waits import PROGRAM_WAIT, WAIT
+from recipes.loaders import main
+from thriftpy2.rpc import make_client
+from training_data import FORKS
+
+pytestmark = FORKS
+
+# -- the runner -----------------------------------------------------------------------------------------------------
 
 
 def report_of(**loads: list[float]) -> Report:
@@ -19,9 +36,6 @@ def report_of(**loads: list[float]) -> Report:
         for qps in rounds:
             report.add(name, 1, Load(qps, p50=1000 / qps, p99=1, note=f"{qps:g}"))
     return report
-
-
-# -- the runner -----------------------------------------------------------------------------------------------------
 
 
 def test_each_round_has_all_subjects_with_their_clients() -> None:
@@ -34,12 +48,6 @@ def test_each_round_has_all_subjects_with_their_clients() -> None:
     report.measure([subject("limit", 2), subject("ours")], (1, 10), 0.0, 2)
     assert asked == 2 * [("ours", 1), ("ours", 10), ("limit", 2)]
     assert {key: len(rounds) for key, rounds in report.loads.items()} == dict.fromkeys(asked, 2)
-
-
-def test_medians_are_of_each_figure_and_ratios_of_each_round() -> None:
-    report = report_of(ours=[10, 40, 20], theirs=[5, 40, 5])
-    assert report.median("ours", 1) == Load(20, 50, 1, note="20")
-    assert report.ratio(("ours", 1), ("theirs", 1)) == 2
 
 
 def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,32 +76,85 @@ def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, caps
     assert written["rows"][0]["rounds"][0]["qps"] == 10
 
 
-def test_a_part_that_fails_or_comes_too_late_is_a_remark() -> None:
-    report, ran = Report("parts"), []
-    report.attempt("first", lambda: ran.append(1))
-    report.attempt("second", lambda: int("x"))
-    report.until = 0.0
-    report.attempt("third", lambda: ran.append(3))
-    assert ran == [1]
-    assert [remark.split(":")[0] for remark in report.remarks] == ["second", "third"]
+# -- the benchmarks' baseline ------------------------------------------------------------------------------------------
 
 
-def test_io_cost_measures_service_and_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_cost, "CLIENTS", (2,))
-    report = io_cost.io_cost(bench.make_parser().parse_args(["io_cost", "--rounds", "1", "--seconds", "0.6"]))
-    assert {name for name, _ in report.loads} == set(io_cost.TRANSPORTS)
-    for key in report.loads:
-        assert "µs service" in report.median(*key).note
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "baseline_server.py"
 
 
-# -- processes ------------------------------------------------------------------------------------------------------
+def solid(red: int, green: int, blue: int) -> bytes:
+    return encode(np.full((40, 60, 3), (blue, green, red), np.uint8), ".png")
 
 
-def test_nodes_run_alone_in_processes_and_in_batches_that_they_take() -> None:
-    config = {"decode": {"backend": "DecodeMat", "next": "end"}, "end": {"backend": "Identity"}}
-    report = Report("alone")
-    measure_nodes(report, "limit", config, 2, 3, 0.01, 1)
-    assert report.median("limit", 2).qps > 0
+def test_preprocessing_is_opencvs(jpeg: bytes) -> None:
+    mat = cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR)
+    mat = cv2.cvtColor(cv2.resize(mat, (64, 64), interpolation=cv2.INTER_LINEAR), cv2.COLOR_BGR2RGB)
+    array = baseline.preprocess(jpeg, 64)
+    assert array.dtype == np.float32
+    assert array.flags.c_contiguous
+    assert baseline.preprocess(jpeg).shape == (1, 3, 224, 224)
+    np.testing.assert_array_equal(array[0], mat.transpose(2, 0, 1))
 
 
-# -- services -------------------------------------------------------------------------------------------------------
+def test_it_serves_until_sigterm() -> None:
+    fake = """
+import numpy
+class Fake:
+    def __init__(self, path, size): assert (path, size) == ("some.engine", 64)
+    def infer(self, array): return array.mean(axis=(2, 3))
+script.LockedEngine = Fake"""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from benchmarks.gpu import baseline as script\n"
+    command = [sys.executable, "-c", f"{code}{fake}\nsys.exit(script.main(sys.argv[1:]))"]
+    options = ["--engine", "some.engine", "--port", "0", "--size", "64"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        serves = re.fullmatch(r"serving some\.engine on 127\.0\.0\.1:(\d+) \(pid \d+\)\n", process.stdout.readline())
+        assert serves, process.communicate()
+        connect = make_client(baseline.IDL.InferenceService, "127.0.0.1", int(serves[1]), timeout=int(WAIT * 1000))
+        with closing(connect) as client:  # an idle connection does not hold it up
+            params = baseline.IDL.InferenceParams(uuid="test", data=solid(1, 2, 9))
+            assert client.infer_batch(params).label == "2"
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=PROGRAM_WAIT)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+# -- ``run.py loader_throughput`` at the smallest size, on the CPU -----------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(8):
+        place = tmp_path / "data" / "train" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.jpg").write_bytes(encode(picture(60, 80, seed=number)))
+    return tmp_path / "data"
+
+
+def test_each_loader_is_a_row_or_a_remark(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    options = ["--data", str(folder), "--workers", "1", "--batch-sizes", "4", "--seconds", "0.05", "--rounds", "1"]
+    assert main([*options, "--only", "ours-cpu", "ours-gpu", "--json", str(file)]) == 0
+    (report,) = json.loads(file.read_text(encoding="utf-8"))["reports"]
+    assert [(row["name"], row["qps"] > 0) for row in report["rows"]] == [("ours-cpu, batches of 4, {} workers", True)]
+    (remark,) = report["remarks"]
+    assert remark.startswith("ours-gpu, batches of 4: not measured: ")
+    assert main([*options, "--only", "ours-gpu"]) == 1
+
+
+# -- drawn images ------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_demo_images_are_those_that_demo_draws(tmp_path: Path) -> None:
+    folder = ROOT / "configs" / "demo"
+    assert (folder / "labels.txt").read_text(encoding="utf-8").split() == list(demo.LABELS)
+    for index, label in enumerate(demo.LABELS):
+        kept = cv2.imread(str(folder / "images" / f"{label}_00.jpg")).astype(int)
+        drawn = cv2.imdecode(np.frombuffer(demo.draw_jpeg(0, demo.HELD_OUT, index, 0), np.uint8), cv2.IMREAD_COLOR)
+        assert np.abs(kept - drawn).mean() < 1  # other versions of OpenCV round otherwise

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,45 +50,6 @@ def test_systemd_takes_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
     assert rated.returncode == 0, rated.stdout[-1000:]
 
 
-def test_the_unit_waits_longer_than_the_service_drains() -> None:
-    text = UNIT.read_text()
-    assert int(re.search(r"TimeoutStopSec=(\d+)", text)[1]) >= 25 + 10
-    assert "--drain-seconds" not in re.search("ExecStart=.*", text)[0]
-
-
-def test_the_service_needs_a_folder_for_temporary_files_and_no_privileges() -> None:
-    """What the unit and the image give it, but for the user and the filter of system calls."""
-    if shutil.which("bwrap") is None or run("bwrap", "--ro-bind", "/", "/", "true").returncode:
-        pytest.skip("bwrap is not installed, or may not do its work here")
-    jail = [
-        "bwrap",
-        "--ro-bind",
-        "/",
-        "/",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--cap-drop",
-        "ALL",
-        "--die-with-parent",
-    ]
-    env = {**os.environ, "TMPDIR": "/dev/shm", "HOME": "/"}
-    command = [sys.executable, "-m", "torchpipe_server", "configs/demo.toml", "--port", "0"]
-    command += ["--decode-isolation", "process"]
-    with subprocess.Popen([*jail, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            match = re.search(r" on 127\.0\.0\.1:(\d+) \(pid (\d+)\)", process.stdout.readline())
-            client = make_client(IDL.InferenceService, "127.0.0.1", int(match[1]), timeout=int(WAIT * 1000))
-            image = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
-            assert client.infer_batch(IDL.InferenceParams(uuid="", data=image)).label == "ring"
-            client.close()
-            os.kill(int(match[2]), signal.SIGTERM)
-            assert process.wait(WAIT) == 0
-        finally:
-            process.kill()
-
-
 # -- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
@@ -120,13 +78,6 @@ def test_the_pods_run_the_image_with_flags_that_there_are_and_ports_that_it_open
     (pause,) = found(r"preStop: {exec: {command: \[sleep, \"(\d+)\"\]}}")
     (grace,) = found(r"terminationGracePeriodSeconds: (\d+)")
     assert int(grace) >= int(pause) + options.drain_seconds + 10
-
-
-def test_the_pods_have_no_rights_and_write_to_one_folder() -> None:
-    assert found(r"runAsUser: (\d+), runAsGroup: (\d+)") == [tuple(found(r"USER (\d+):(\d+)", DOCKERFILE)[0])]
-    assert found("HOME=(\\S+)", DOCKERFILE) == found(r"name: tmp, mountPath: (\S+)}") == ["/tmp"]
-    for line in ("readOnlyRootFilesystem: true", "allowPrivilegeEscalation: false", r"capabilities: {drop: \[ALL\]}"):
-        found(line)
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------------

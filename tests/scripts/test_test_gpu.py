@@ -60,9 +60,7 @@ def images(trained: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_both_solutions_agree(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
-) -> None:
+def test_both_solutions_agree(trained: Path, tmp_path: Path, capsys: Any, precision: str) -> None:
     file = tmp_path / "figures.json"
     assert test_gpu.main([*options(trained, json=file), "--solution", "both", "--precision", precision]) == 0
     printed = capsys.readouterr().out
@@ -103,9 +101,6 @@ def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_pat
         torch.save({**state, **change}, tmp_path / "other.pt")
         with pytest.raises(TrainingError, match=reason):
             load_model(tmp_path / "other.pt", None, CLASSES)
-    torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(TrainingError, match=r"no checkpoint of scripts/train\.py"):
-        load_model(tmp_path / "other.pt", "small", CLASSES)
 
 
 @pytest.mark.parametrize(
@@ -113,26 +108,17 @@ def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_pat
     [
         ("checkpoint", None, "no such file"),
         ("checkpoint", b"nothing of PyTorch's", "cannot be read as a checkpoint"),
-        ("toml", None, "no such file"),
         ("toml", b'[a]\nbackend = "DecodeMat"', "ndarray, not a Tensor"),
         ("toml", b'[a]\nbackend = "S[DecodeMat,Mat2Tensor]"', "gives images of 3x64x64, the model takes 3x24x24"),
         ("data", None, "no such folder"),
     ],
 )
-@pytest.mark.parametrize("solution", ["pipe", "torch"])
-def test_errors(
-    trained: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    solution: str,
-    name: str,
-    content: bytes | None,
-    message: str,
-) -> None:
+def test_errors(trained: Path, tmp_path: Path, capsys: Any, name: str, content: bytes | None, message: str) -> None:
     path = tmp_path / "given.toml"
     if content is not None:
         path.write_bytes(content)
-    assert test_gpu.main([*options(trained, **{name: path}), "--solution", solution]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
+    for solution in ("pipe", "torch"):
+        assert test_gpu.main([*options(trained, **{name: path}), "--solution", solution]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert printed.err.count("\n") == 1
