@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,9 @@ def http_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[int
             self.send_response(status)
             self.send_header("content-LENGTH", str(len(text)))
             self.end_headers()
-            self.wfile.write(text[:1])
-            self.wfile.write(text[1:])
+            with suppress(ConnectionError):  # whoever has seen the status may hang up
+                self.wfile.write(text[:1])
+                self.wfile.write(text[1:])
 
         def do_GET(self) -> None:
             self.do_POST()
