@@ -197,7 +197,6 @@ class _Source:
 
 def _write_video(path: Path) -> None:
     import av
-
     import cv2
 
     few = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
