@@ -32,6 +32,7 @@ from torchpipe_py.keys import (
     TASK_RESULT_KEY,
 )
 from torchpipe_py.plan.config import parse_toml
+from torchpipe_py.plan.folder import parse_folder
 from torchpipe_py.registry import Registry, import_code, register_backend, register_filter, register_postprocessor
 from torchpipe_py.runtime.pipe import Ticket, pipe
 
@@ -72,6 +73,7 @@ __all__ = [
     "UnknownNode",
     "WorkerDied",
     "import_code",
+    "parse_folder",
     "parse_toml",
     "pipe",
     "register_backend",

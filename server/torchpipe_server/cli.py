@@ -57,12 +57,13 @@ def _serve(options: Options) -> int:
     _require_libraries(options)
     # NOTE: imported only now, under the signal handler: it takes a moment.
     import torchpipe_py
-    from torchpipe_py import parse_toml
+    from torchpipe_py import parse_folder, parse_toml
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
 
     files = _raise_file_limit()
-    tables = parse_toml(options.config)
+    read = parse_folder if os.path.isdir(options.config) else parse_toml
+    tables = read(options.config)
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     if options.http_port > 0 and options.http_port == options.port:
         raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring has a port of its own")
@@ -72,7 +73,7 @@ def _serve(options: Options) -> int:
         if http is not None:
             options = replace(options, http_port=http.getsockname()[1])
         idl = None if options.handler else load_idl()
-        supervisor = Supervisor(listener, options, lambda: parse_toml(options.config), idl)
+        supervisor = Supervisor(listener, options, lambda: read(options.config), idl)
         if http is not None:
             from torchpipe_server.supervisor.status import StatusServer
 

@@ -23,7 +23,7 @@ def _option(
 
 @dataclass(frozen=True)
 class Options:
-    """What ``torchpipe-serve`` was told; ``config`` is the one positional argument."""
+    """What ``torchpipe-serve`` was told; ``config``, a file or a folder, is the one positional argument."""
 
     config: str
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: is every interface")
@@ -90,6 +90,9 @@ class Options:
     trace_ratio: float = _option(
         -1.0, "OpenTelemetry's spans of this share of the requests, and of those whose caller wants it; -1: none", -1, 1
     )
+    repository_control: bool = _option(
+        False, "load and unload a folder's models on --port as well, not on --http-port alone"
+    )
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(
@@ -137,11 +140,14 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     description = "Serve a pipeline over Thrift and HTTP."
     parser = ArgumentParser(prog="torchpipe-serve", description=description, elsewhere=_ELSEWHERE)
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
-    parser.add_argument("config", help="TOML file of the pipeline")
+    parser.add_argument("config", help="TOML file of the pipeline, or a folder of them: NAME.toml, NAME/2.toml")
     for option in _SETTINGS:
         flag, kind, default = _flag(option), type(option.default), option.default
         if flag == "--import":
             parser.add_argument(flag, dest=option.name, action=_Join, default=default, metavar="X", help=_help(option))
+            continue
+        if kind is bool:
+            parser.add_argument(flag, dest=option.name, action="store_true", help=_meaning(option.metadata))
             continue
         parser.add_argument(flag, type=kind, default=default, metavar="X", help=_help(option))
     # What --import was called before.
@@ -161,7 +167,7 @@ def markdown_table() -> list[str]:
     """The rows that ``docs/service.md`` shows: flag, default, meaning."""
     rows = []
     for option in _SETTINGS:
-        default = f"`{option.default}`" if option.default != "" else ""
+        default = "" if option.default == "" or option.default is False else f"`{option.default}`"
         rows.append(f"| `{_flag(option)}` | {default} | {_meaning(option.metadata)} |")
     return rows
 

@@ -11,13 +11,18 @@ from torchpipe_py import Backend, Param, register_backend
 
 @register_backend
 class ChaosEcho(Backend):
-    """``(data, its length)``, ``service_ms`` after each batch began; keeps ``leak_bytes`` of each request."""
+    """``(data, its length)``, ``service_ms`` after each batch began; keeps ``leak_bytes`` of each request.
+
+    It holds ``held_mib`` of memory, as a model does.
+    """
 
     most = Param(int, 8, doc="largest batch")
     service_ms = Param(float, 0.0, doc="time of a batch")
     leak_bytes = Param(int, 0, doc="a planted leak")
+    held_mib = Param(int, 0, doc="memory from setup on")
 
     def setup(self) -> None:
+        self._held = b"x" * (self.held_mib * 2**20)
         self._kept: list[bytes] = []
 
     def forward(self, items: list[dict[str, Any]]) -> None:

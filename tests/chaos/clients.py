@@ -39,14 +39,15 @@ def pack_post(data: bytes) -> bytes:
 class HttpClient:
     """One connection; what it raises is what ``torchpipe_client`` raises."""
 
-    def __init__(self, port: int, timeout: float) -> None:
+    def __init__(self, port: int, timeout: float, path: str = "/infer") -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+        self._path = path
 
     def infer_batch(self, data: bytes) -> Answer:
         try:
             if self._connection.sock is None:
                 self._connection.sock = connect(self._connection.port, self._connection.timeout)
-            self._connection.request("POST", "/infer", data)
+            self._connection.request("POST", self._path, data)
             answer = json.load(self._connection.getresponse())
         except TimeoutError as error:
             raise TimedOut(str(error)) from error
@@ -61,6 +62,16 @@ class HttpClient:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class NamedClient(Client):
+    """Asks the model ``name`` by the method that takes any."""
+
+    name = ""
+
+    def infer_batch(self, image: bytes, **more: Any) -> Any:
+        answer = self.infer({"data": image}, node_name=self.name, **more)
+        return answer["label"], answer["score"]
 
 
 # -- what became of them --------------------------------------------------------------------------------------------
@@ -142,7 +153,8 @@ def differs(what: str, value: object, expected: object) -> list[str]:
 class Load:
     """``clients`` threads that ask until ``total`` requests are sent, or the ``with`` block ends.
 
-    rate: requests a second of each client, 0 as many as it can. abandon_every: it goes without waiting, each
+    rate: requests a second of each client, 0 as many as it can. model: which one they ask, where there are several.
+     abandon_every: it goes without waiting, each
     so-many-th time, and in the middle of a message every second time of those. judge: what an answer counts as.
     """
 
@@ -156,7 +168,9 @@ class Load:
         abandon_every: int = 0,
         answer_within: float = WAIT,
         judge: Callable[[Answer, Answer], str] = lambda answer, expected: "ok" if answer == expected else "crossed",
+        model: str = "",
     ) -> None:
+        self._model = model
         self._port, self._ask, self._rate, self._judge = port, ask, rate, judge
         self._abandon_every, self._answer_within = abandon_every, answer_within
         self._each = -(-total // clients) if total else 2**62
@@ -197,11 +211,14 @@ class Load:
         self.join()
 
     def _run(self, client: int) -> None:
-        made: Any = (
-            HttpClient(self._port, self._answer_within)
-            if client % 2
-            else Client(f"127.0.0.1:{self._port}", timeout=self._answer_within, retries=0, idempotent=False)
-        )
+        made: Any
+        if client % 2:
+            path = f"/infer?node_name={self._model}" if self._model else "/infer"
+            made = HttpClient(self._port, self._answer_within, path)
+        else:
+            kind = NamedClient if self._model else Client
+            made = kind(f"127.0.0.1:{self._port}", timeout=self._answer_within, retries=0, idempotent=False)
+            made.name = self._model
         began = time.monotonic()
         try:
             for number in range(self._each):

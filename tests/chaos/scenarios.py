@@ -268,6 +268,44 @@ def bad_reload() -> Report:
         return Report("bad reload", load.tally.figures(), problems)
 
 
+def models(rounds: int = 2, mebibytes: int = 32) -> Report:
+    """Two models of three versions come and go while a third is asked; memory and descriptors are as before."""
+    held = {"held_mib": mebibytes}
+    actions = [(action, name) for action in ("unload", "load") for name in ("one", "two")]
+    with Service(models={"one/1": held, "one/2": held, "two": held, "steady": {}}) as it:
+        it.wait_started()
+        problems: list[str] = []
+
+        def change(action: str, name: str) -> float:
+            status, answer = it.control(action, name)
+            problems.extend(differs(f"the answer to {action} {name}, {answer}", status, 200))
+            return float(answer.get("seconds", 0))
+
+        def settled(low: float, high: float) -> bool:
+            return eventually(lambda: len(it.workers) == 1 and low <= it.sum("rss") / MEBIBYTE <= high)
+
+        seconds = [change(*each) for each in actions]  # from here on every figure is that of a reload
+        eventually(lambda: it.open_connections == 0 and len(it.workers) == 1)
+        loaded, descriptors = it.sum("rss") / MEBIBYTE, it.sum("num_fds")
+        with Load(it.port, 4, rate=50, model="steady") as load:
+            for _ in range(rounds):
+                seconds += [change(*each) for each in actions[:2]]
+                problems += differs("memory without them", settled(0, loaded - 2.5 * mebibytes), True)
+                seconds += [change(*each) for each in actions[2:]]
+            it.write("two", backend="ChaosRaise")
+            before = it.pids()
+            refused = [it.control(*each)[0] for each in (("load", "two"), ("load", "..%2Ftwo"), ("unload", "none"))]
+            problems += differs("answers to what cannot be", (refused, it.pids()), ([400] * 3, before))
+        problems += differs("whether memory is as before", settled(0.95 * loaded, 1.05 * loaded), True)
+        problems += differs(
+            "descriptors", (eventually(lambda: it.sum("num_fds") <= descriptors), it.sum("num_fds"))[0], True
+        )
+        problems += [*answered(load.tally, WAIT), *closed_by_kills(load.tally.closed, [])]
+        figures = {"changes": len(seconds), "mean_s": round(sum(seconds) / len(seconds), 2), "longest": max(seconds)}
+        memory = {"rss_mib": round(loaded), "after": round(it.sum("rss") / MEBIBYTE), "fds": descriptors}
+        return Report("models", {**figures, **memory, **load.tally.figures()}, problems)
+
+
 def supervisor_killed() -> Report:
     """Nothing is left of the service, and what was in work is answered."""
     with ExitStack() as stack:

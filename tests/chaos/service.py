@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kit.monitored import Monitored
 from kit.services import LIGHT, ROOT
@@ -33,19 +35,33 @@ def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
 
 
 class Service(Monitored):
-    """``node`` says how the backend is configured."""
+    """``node`` says how the backend is configured; ``models`` the same for each file of a folder in its place."""
 
-    def __init__(self, *args: str, **node: Any) -> None:
+    def __init__(self, *args: str, models: dict[str, dict[str, Any]] | None = None, **node: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
         self.config = Path(self._folder.name) / "chaos.toml"
-        self.write(**node)
+        for name, keys in ({"chaos": node} if models is None else models).items():
+            self.write(name, **keys)
         flags = ("--log-level", "warning", "--import", BACKENDS, *args)
-        super().__init__(*flags, config=str(self.config), env={**ENVIRONMENT, "PYTHONPATH": LIGHT})
+        config = self.config if models is None else self.config.parent
+        super().__init__(*flags, config=str(config), env={**ENVIRONMENT, "PYTHONPATH": LIGHT})
 
-    def write(self, backend: str = "ChaosEcho", **node: Any) -> None:
-        """Write the configuration."""
+    def write(self, name: str = "chaos", backend: str = "ChaosEcho", **node: Any) -> None:
+        """Write a configuration."""
         keys = {"backend": backend, **node}
-        self.config.write_text("[node]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
+        file = self.config.parent / f"{name}.toml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("[node]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
+
+    def control(self, action: str, name: str) -> tuple[int, Any]:
+        """Load or unload a model: status and answer."""
+        connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=WAIT)
+        try:
+            connection.request("POST", f"/v2/repository/models/{name}/{action}")
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)
+        finally:
+            connection.close()
 
     def exit_code(self, seconds: float = WAIT) -> int | None:
         """``None`` if it has not ended by then."""

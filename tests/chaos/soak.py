@@ -38,6 +38,7 @@ def runs(args: argparse.Namespace) -> dict[str, list[Callable[[], Report]]]:
             scenarios.crash_loop,
             scenarios.bad_reload,
         ],
+        "models": [partial(scenarios.models, 100)],
         "orphans": [scenarios.supervisor_killed],
         "soak": [partial(scenarios.soak, minute * args.minutes, 20 * MEBIBYTE)],
         "soak-control": [partial(scenarios.soak, 0.1 * minute * args.minutes, leak_bytes=2**12)],

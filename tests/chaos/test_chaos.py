@@ -28,6 +28,7 @@ ROWS: dict[str, Callable[[], Report]] = {
     "cannot start: crashes": lambda: scenarios.cannot_start("ChaosCrash", "given up after 5 attempts"),
     "crash loop": scenarios.crash_loop,
     "bad reload": scenarios.bad_reload,
+    "models": scenarios.models,
     "supervisor killed": scenarios.supervisor_killed,
 }
 

@@ -40,13 +40,15 @@ LIGHT = str(ROOT / "tests" / "light")
 class FakePipe:
     """What a handler asks of a pipe beside ``dispatch``."""
 
+    models = ()
+
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 8}}}
 
     def limit_delays(self, target: float | None = None) -> None:
         """It has no queue."""
 
-    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
+    def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         """It is never late."""
 
 

@@ -88,11 +88,14 @@ def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.L
 
 
 def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture) -> None:
-    plan_pipeline({"decode": {}, "model": {"next": "top"}, "top": {}})
+    resize = {"backend": "ResizeMat", "resize_h": 8, "resize_w": 8}
+    plan_pipeline({"decode": {"backend": "DecodeMat"}, "resize": resize})
     assert caplog.messages == [
-        "config: 2 roots: decode, model; a request must name one by node_name; "
-        "if 'model' should follow another node, that node needs next = \"model\""
+        "config: node 'resize': nothing comes before it, and 'decode' ends with a Mat; "
+        "if one should follow the other, 'decode' needs next = 'resize'"
     ]
+    caplog.clear()
+    plan_pipeline({"one": {"backend": "DecodeMat"}, "two": {"backend": "DecodeMat"}, "three": {}})
     caplog.clear()
     plan_pipeline({"decode": {"next": "model"}, "model": {"backend": "Jump", "jump": "inner"}, "inner": {}})
     with pytest.raises(ConfigError, match="no node 'iner'"):

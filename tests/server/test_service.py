@@ -211,7 +211,7 @@ class Measured(FakePipe):
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, 0
 
-    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
+    def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         if seconds is not None and self.seconds > seconds:
             raise Overloaded(f"the deadline is {1000 * seconds:.15g} ms", math.ceil(1000 * self.seconds))
 

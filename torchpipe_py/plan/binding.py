@@ -14,7 +14,7 @@ from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, Filte
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
 from torchpipe_py.filters import Filter
-from torchpipe_py.plan.config import NODE_KEYS, NodeSpec, Place
+from torchpipe_py.plan.config import NODE_KEYS, NodeSpec
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import backend_instead_of, elsewhere, instead_of, is_service_flag
 from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
@@ -256,7 +256,7 @@ class Binder:
     def _value(self, key: str | None, scope: str, param: Param, position: _Position) -> Any:
         if key is None:
             if param.default is REQUIRED:
-                place = Place(self.node.place.source, self.node.name, param.key)
+                place = replace(self.node.place, key=param.key)
                 self.missing.append(place.error(f"{scope} needs it{': ' * bool(param.doc)}{param.doc}"))
             return param.default
         with self.problems.gathered():
@@ -342,7 +342,7 @@ class Binder:
         others = [key for key in unused if elsewhere(key) or _is_nearly(key, [*NODE_KEYS, *self.known])]
         params = ", ".join(quoted(key) for key in unused if key not in others)
         if params:
-            place = Place(self.node.place.source, self.node.name, "backend")
+            place = replace(self.node.place, key="backend")
             self.problems.add(place.error(f"missing; without it the node is Identity, which does not take {params}"))
         return others
 

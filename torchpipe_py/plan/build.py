@@ -26,6 +26,7 @@ from torchpipe_py.plan.config import (
     split_variants,
 )
 from torchpipe_py.plan.fitting import refuse_misfits
+from torchpipe_py.plan.folder import Model, models_of
 from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
 from torchpipe_py.plan.isolation import decodes, isolated
 from torchpipe_py.plan.unknown import instead_of
@@ -84,11 +85,17 @@ class Pipeline:
     graph: Graph
     plans: Mapping[str, NodePlan]
 
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """Every root that a request may enter, by the name that clients have for it."""
+        return models_of(self.spec, self.graph)
+
 
 def plan_pipeline(
     config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, registry: Registry = default, processes: int = 1
 ) -> Pipeline:
-    """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, or a plan.
+    """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, what
+    ``parse_folder`` read, or a plan.
 
     ``registry`` knows the backends, filters and postprocessors that it names. ``processes`` are going to run it, and
     share the cores.
@@ -120,10 +127,11 @@ def plan_pipeline(
     for name, node in spec.nodes.items():
         usual = FilterPlan(run if node.map or not graph.predecessors[name] else swap)
         plans[name] = NodePlan(node, bound[node.owner][0], bound[name][1] or usual, reaching[node.owner], processes)
-    _check_defaults(spec, [binder for _, _, binders in bound.values() for binder in binders], problems)
+    for start, part in {f"{key}/": part for key, part in spec.parts.items()}.items() or [("", spec)]:
+        own = [binder for name, (_, _, binders) in bound.items() for binder in binders if name.startswith(start)]
+        _check_defaults(part, own, problems)
     with problems.gathered():
         graph = with_jumps(graph, spec, plans)
-        _doubt_roots(graph.entered, spec, problems)
     _check_shared(spec, plans, problems)
     _check_ordered(spec, plans, problems)
     refuse_misfits(spec, graph, {name: plan.backends for name, plan in plans.items()}, problems)
@@ -247,15 +255,6 @@ def _check_ordered(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: 
         if plan.processes > 1 and not node.shared:
             hint = f"shared = true in [{name}] has one for all; or serve with --workers 1"
             problems.add(place.error(f"each of {plan.processes} processes would have states of its own: {hint}"))
-
-
-def _doubt_roots(roots: Sequence[str], spec: PipelineSpec, problems: Problems) -> None:
-    """Several are as often a forgotten ``next`` as they are meant."""
-    if len(roots) > 1:
-        problems.doubt(
-            f"{spec.place}: {len(roots)} roots: {', '.join(roots)}; a request must name one by node_name; "
-            f'if {roots[-1]!r} should follow another node, that node needs next = "{roots[-1]}"'
-        )
 
 
 def _check_defaults(spec: PipelineSpec, binders: Sequence[Binder], problems: Problems) -> None:

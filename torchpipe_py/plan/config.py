@@ -131,18 +131,22 @@ class NodeSpec:
 
     def at(self, key: str) -> Place:
         """The place of ``key``: the node's table, or the top level where it comes from there."""
-        return Place(self.place.source, self.name if key in self.own else GLOBAL, key)
+        return Place(self.place.source, self.place.node if key in self.own else GLOBAL, key)
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """The whole configuration; ``nodes`` in file order, without the ``broken`` ones, which could not be read."""
+    """The whole configuration; ``nodes`` in file order, without the ``broken`` ones, which could not be read.
+
+    ``parts`` has those of the files, by what their nodes' names begin with here, where it is a folder of them.
+    """
 
     place: Place
     nodes: Mapping[str, NodeSpec]
     defaults: Mapping[str, Value]
     max_inflight: int = DEFAULT_MAX_INFLIGHT
     broken: tuple[str, ...] = ()
+    parts: Mapping[str, PipelineSpec] = field(default_factory=dict)
 
     def logical(self) -> dict[str, list[str]]:
         """For each node with instances, the names of all nodes that run on them; in file order."""
@@ -152,10 +156,15 @@ class PipelineSpec:
         return names
 
 
-class Tables(dict[str, dict[str, Any]]):
-    """The tables of a file; errors about them name it: ``source``."""
+class Tables(dict[str, Any]):
+    """The tables of a file, or of several; errors about them name it: ``source``."""
 
     source = "config"
+
+    def spec(self, problems: Problems) -> PipelineSpec:
+        """What they say; what is wrong with single nodes is in ``problems``, what leaves no node is raised."""
+        place = Place(self.source)
+        return _pipeline(_with_global(dict(self), place), place, problems)
 
 
 def parse_toml(path: str | os.PathLike[str]) -> Tables:
@@ -213,8 +222,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineS
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Problems) -> PipelineSpec:
     """The same, with what is wrong in ``problems``; what is no configuration at all is raised."""
     if isinstance(config, Mapping):
-        place = Place(config.source if isinstance(config, Tables) else Tables.source)
-        return _pipeline(_with_global(dict(config), place), place, problems)
+        return (config if isinstance(config, Tables) else Tables(config)).spec(problems)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
     name = os.fspath(config)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.signature import ENCODED, MAT, TENSOR, ImageSpec
-from torchpipe_py.errors import ConfigError, Problems, counted
+from torchpipe_py.errors import ConfigError, Problems, counted, quoted
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.config import DEFAULT_FILTER, NodeSpec, PipelineSpec, Place
 from torchpipe_py.plan.graph import Graph
@@ -60,6 +61,24 @@ def refuse_misfits(
         # NOTE: a node that a filter skips, its own or one upstream, hands on what came before it.
         is_certain = all(spec.nodes[each].always_runs for each in (name, *graph.upstream[name]))
         results[name] = known if is_certain else UNKNOWN
+    for end in graph.order:
+        kind = results[end].kind if not graph.successors[end] else ""
+        for root in graph.entered if kind in _NAMES else ():
+            node, first = spec.nodes[root], _first(backends[root][0])
+            is_of_file = node.place.source == spec.nodes[end].place.source
+            if is_of_file and root not in graph.reached_from[end] and (first.is_model or first.takes == kind):
+                after, last = (quoted(each.place.node) for each in (node, spec.nodes[end]))
+                problems.doubt(
+                    f"{node.place}: nothing comes before it, and {last} ends with {kind}; "
+                    f"if one should follow the other, {last} needs next = {after}"
+                )
+
+
+def _first(plan: BackendPlan) -> type[Backend]:
+    """The backend that takes what comes to a node."""
+    while plan.children and not plan.cls.takes:
+        plan = plan.children[0]
+    return plan.cls
 
 
 _UNSAID = (

@@ -60,7 +60,9 @@ def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
         return False
 
     def described(spec: PipelineSpec) -> list[Any]:
-        return [node if node.shared else (node.name, node.next, node.map, node.filter) for node in spec.nodes.values()]
+        files = {node.place.source for node in spec.nodes.values() if node.shared}
+        nodes = [node for node in spec.nodes.values() if node.place.source in files]
+        return [node if node.shared else (node.name, node.next, node.map, node.filter) for node in nodes]
 
     return described(old) == described(new)
 
@@ -113,7 +115,7 @@ def engine_part(pipeline: Pipeline) -> Pipeline:
                 filter=FilterPlan(run) if is_head else plan.filter,
                 reaches_caller=after is None or plan.reaches_caller,
             )
-    return _with_plans(replace(pipeline, spec=replace(pipeline.spec, max_inflight=MOST_INFLIGHT)), plans)
+    return _with_plans(replace(pipeline, spec=replace(pipeline.spec, max_inflight=MOST_INFLIGHT, parts={})), plans)
 
 
 def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan]) -> Pipeline:

@@ -11,7 +11,7 @@ SERVICE_FLAGS = (
     *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
     *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
     "queue-target-ms",
-    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
+    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams", "repository-control"),
 )
 """Options of ``torchpipe-serve`` that may be taken for keys."""
 

@@ -52,7 +52,7 @@ class ServedPipe:
         self._requests += 1
         self._idle.clear()
         try:
-            seconds = self._deadlines.seconds(deadline_ms, priority_in(data))
+            seconds = self._deadlines.seconds(deadline_ms, priority_in(data), data.get("node_name"))
             if seconds is None:
                 return await self.pipe.acall(data)
             return await asyncio.wait_for(self.pipe.acall(data, seconds), seconds)

@@ -207,6 +207,7 @@ class Path:
     def __init__(self, nodes: Mapping[str, Queued], predecessors: Mapping[str, Sequence[str]]) -> None:
         order = list(nodes)
         places = {name: place for place, name in enumerate(order)}
+        self.nodes = list(nodes.values())
         self._steps = [
             (nodes[name], [places[before] for before in predecessors[name] if before in places]) for name in order
         ]
@@ -251,7 +252,8 @@ class Door:
             if self.patience is None or priority:
                 return
             bound, why = self.patience.bound(admitted, now), "clients leave after"
-            shedding = [node.delay for node in self._nodes if node.delay is not None and node.delay.is_shedding(now)]
+            nodes = self._nodes if root is None else self._paths[root].nodes
+            shedding = [node.delay for node in nodes if node.delay is not None and node.delay.is_shedding(now)]
             if bound == math.inf and not shedding:
                 return
         for path in self._paths.values() if root is None else [self._paths[root]]:
@@ -275,7 +277,7 @@ class Deadlines:
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
 
-    def seconds(self, milliseconds: float | None = None, priority: int = 0) -> float | None:
+    def seconds(self, milliseconds: float | None = None, priority: int = 0, node_name: object = None) -> float | None:
         """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be kept.
 
         0 is what Thrift clients send that name none: Thrift has no other word for it in most languages.
@@ -284,5 +286,5 @@ class Deadlines:
         if self._longest_ms and not 0 < limit <= self._longest_ms:
             limit = self._longest_ms
         seconds = limit / 1000 if limit > 0 else None
-        self._pipe.check_delay(seconds, priority)
+        self._pipe.check_delay(seconds, priority, node_name)
         return seconds

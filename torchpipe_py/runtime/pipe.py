@@ -69,14 +69,19 @@ class pipe:
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, *, registry: Registry | None = None
     ) -> None:
-        self._runtime = Runtime(plan_pipeline(config, default_registry if registry is None else registry))
+        plan = plan_pipeline(config, default_registry if registry is None else registry)
+        self._runtime = Runtime(plan)
         # The threads know the runtime only: a pipe that is dropped is closed. At exit, the runtime closes itself.
         self._finalizer = weakref.finalize(self, self._runtime.drop)
         self._finalizer.atexit = False
         self._runtime.start()
-        self._roots = self._runtime.graph.roots
-        entered = self._runtime.graph.entered
-        self._only_root = entered[0] if len(entered) == 1 else None
+        self.models = plan.models
+        """Every root that a request may enter, as a ``Model``: ``name``, ``version``, ``root``."""
+        latest = {model.name: model.root for model in self.models}
+        versions = {f"{model.name}/{model.version}": model.root for model in self.models}
+        # In a folder the names of nodes are nothing that a request knows.
+        self._roots = {**versions, **latest} if plan.spec.parts else {root: root for root in plan.graph.roots}
+        self._only_root = next(iter(latest.values())) if len(latest) == 1 else None
         self._make_request: Callable[[Data, OnDone, str, float | None], Request] = Request
         self._spans: Spans | None = None
 
@@ -177,7 +182,7 @@ class pipe:
         runtime = self._runtime
         for node in runtime.nodes.values():
             node.together = source.together
-        entered = [runtime.nodes[owner] for owner in {runtime.plans[root].spec.owner for root in self._roots}]
+        entered = [runtime.nodes[owner] for owner in {runtime.plans[root].spec.owner for root in self._roots.values()}]
         fetching = [node for node in entered if isinstance(node, BatchingNode)]
         for node in fetching:
             node.draw_from(source)
@@ -209,7 +214,7 @@ class pipe:
 
         ``UnknownNode`` where the root is none, or missing where there are several.
         """
-        root = self._root(self._only_root if node_name is None else node_name)
+        root = self._only_root if node_name is None and self._only_root else self._root(node_name)
         graph = self._runtime.graph
         ends = [name for name, roots in graph.reached_from.items() if root in roots and not graph.successors[name]]
         outputs = self._signature_of(ends[0]).outputs if len(ends) == 1 else ()
@@ -234,12 +239,29 @@ class pipe:
         """
         self._runtime.door.limit_delays(target)
 
-    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
+    def nodes_of(self, node_name: str) -> list[str]:
+        """The nodes to which requests of this root may come, jumps included, by the names that ``stats`` has for them.
+
+        ``UnknownNode`` where the root is none.
+        """
+        graph, plans = self._runtime.graph, self._runtime.plans
+        found: dict[str, None] = {}
+        left = [self._root(node_name)]
+        while left:
+            root = left.pop()
+            reached = [name for name in graph.order if root in graph.reached_from[name] and name not in found]
+            found.update(dict.fromkeys(reached))
+            left += [target for name in reached for target in graph.jumps.get(name, ())]
+        return list(dict.fromkeys(plans[name].spec.owner for name in found))
+
+    def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         """``Overloaded``, with ``retry_after_ms``, where a request that comes now would not be finished in ``seconds``.
 
         Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
+        Only the way from the root ``node_name`` counts, if that is one.
         """
-        self._runtime.door.check(seconds, self._only_root, self._runtime.inflight.admitted, priority)
+        root = self._roots.get(node_name) if isinstance(node_name, str) else self._only_root
+        self._runtime.door.check(seconds, root, self._runtime.inflight.admitted, priority)
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
@@ -394,7 +416,7 @@ class pipe:
         if not isinstance(name, str) or name not in self._roots:
             hint = nearest(name if isinstance(name, str) else "", self._roots)
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
-        return name
+        return self._roots[name]
 
 
 class Ticket:

@@ -40,4 +40,5 @@ class HttpHandler:
                 answer = failure
             done(answer)
 
-        return self._pipe.dispatch(asked.data, finish, self._deadlines.seconds(asked.deadline_ms, asked.priority))
+        seconds = self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))
+        return self._pipe.dispatch(asked.data, finish, seconds)

@@ -115,7 +115,7 @@ class InferenceHandler:
                 result = result_type(error=self._to_error(failure))
             done(result)
 
-        seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data))
+        seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data), data.get("node_name"))
         return self._pipe.dispatch(data, finish, seconds)
 
     def _outputs(self, data: dict[str, Any], keys: list[str]) -> dict[str, Any]:

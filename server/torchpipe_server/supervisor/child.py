@@ -16,6 +16,7 @@ from torchpipe_server.front.loop import Loop
 from torchpipe_server.logs.stderr import StderrPipe
 from torchpipe_server.supervisor.figures import (
     Closed,
+    Control,
     End,
     Event,
     Failed,
@@ -207,6 +208,11 @@ class Child:
         """It answers with the last frame of the stream."""
         self._channel.send({"type": "snapshot", "name": name})
 
+    def tell_outcome(self, id_: int, status: int, body: dict[str, Any]) -> None:
+        """What came of its ``Control`` message of this number, as an answer over HTTP."""
+        if self.state != "gone":
+            self._channel.send({"type": "outcome", "id": id_, "status": status, "body": body})
+
     def shed(self, count: int) -> None:
         """Have it give back so many connections."""
         self._channel.send({"type": "shed", "count": count})
@@ -241,6 +247,11 @@ class Child:
             self._channel.close()
             self.stderr.close()
 
+    def forget(self) -> None:
+        """Let go of the descriptors that its exit code came by."""
+        with suppress(ValueError):  # it has not come: they stay until this object goes
+            self.process.close()
+
     def _finish(self, how: str) -> None:
         if self.state != "gone":
             self.state = "draining"
@@ -273,6 +284,8 @@ class Child:
             case Closed() | Released() if message.slot in self.connections:
                 pass
             case Event() | Snapshot() if self.has_streams:
+                pass
+            case Control() if self.is_serving:
                 pass
             case _:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
@@ -107,6 +107,14 @@ class Released(Struct, tag="released"):
     slot: int
 
 
+class Control(Struct, tag="control"):
+    """A client wants a model loaded or unloaded; ``id`` is the worker's, for the outcome."""
+
+    id: Annotated[int, Meta(ge=0, lt=2**62)]
+    action: Literal["load", "unload"]
+    name: Annotated[str, Meta(max_length=200)]
+
+
 class Stats(Struct, tag="stats"):
     """The figures that it was asked for."""
 
@@ -136,7 +144,7 @@ class Snapshot(Struct, tag="snapshot"):
     problem: _text
 
 
-Message = Ready | Failed | Closed | Released | Stats | End | Event | Snapshot
+Message = Ready | Failed | Closed | Released | Control | Stats | End | Event | Snapshot
 
 parse_message: Callable[[bytes], Message] = Decoder(Message).decode
 """A worker's message. It has read bytes from clients: ``ValueError`` or ``RecursionError`` for anything else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,17 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
-from torchpipe_server.supervisor.figures import NOTHING, Closed, Event, Message, Ready, Released, Snapshot, add_past
+from torchpipe_server.supervisor.figures import (
+    NOTHING,
+    Closed,
+    Control,
+    Event,
+    Message,
+    Ready,
+    Released,
+    Snapshot,
+    add_past,
+)
 from torchpipe_server.supervisor.forker import Forked, Forker, Role
 from torchpipe_server.worker.worker import HUNG, engine_processes, has_engine
 
@@ -29,7 +39,19 @@ FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
 EXHAUSTED_DELAY = 1.0  # where descriptors, memory or threads were missing
 SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
 RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
+FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to be there
+MOST_CHANGES = 16  # that wait for a reload to be over
 EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to tell how one has ended
+
+
+Change = tuple[Callable[[], Any], Callable[[str], object]]
+"""What gives a configuration, and what is told why it is not served, or nothing once it is."""
+OnControl = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
+"""Loads or unloads a model for a client of a worker; its last argument is told what came of it."""
+
+
+def _nobody_asks(problem: str) -> None:
+    """Of a reload by SIGHUP: the log has it."""
 
 
 @dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
@@ -72,7 +94,7 @@ class Generation:
         self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
         self.engines: list[WorkerSlot] = []
         self.has_started_workers = False
-        self._tables, self._files = tables, {}
+        self.tables, self._files = tables, {}
         if has_engine(options, tables):
             # NOTE: looked at before anybody reads the files: what changes meanwhile is different at the next reload.
             self._files = shared_files(tables)
@@ -101,14 +123,14 @@ class Generation:
         ]
         logger.info(
             "shared nodes (%s) run in %s for %d workers: %s%s",
-            ", ".join(shared_nodes(self._tables)), counted(len(named), "engine process"), options.workers,
+            ", ".join(shared_nodes(self.tables)), counted(len(named), "engine process"), options.workers,
             ", ".join(named), ", as before" if before is not None and before.engines is self.engines else "",
         )  # fmt: skip
 
     def _shares_with(self, before: Generation) -> bool:
         """Whether the engine processes of the generation before run what those of this one would."""
         are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
-        return are_ready and self._files == before._files and same_shared(before._tables, self._tables)
+        return are_ready and self._files == before._files and same_shared(before.tables, self.tables)
 
     @property
     def slots(self) -> list[WorkerSlot]:
@@ -145,11 +167,19 @@ class Fleet:
         self._loop, self._options, self._connections = loop, options, connections
         self.on_stream_message: Callable[[Child, Event | Snapshot], object] = lambda *_: None
         self._load, self._on_failure = load, on_failure
+        self.on_control: OnControl = lambda *_: None
         self._forker = Forker(loop, options, connections.journal)
         self._leaving: set[Child] = set()
         self._has_begun = self._is_ending = self._wants_reload = False
+        self._changes: deque[Change] = deque()  # that wait
+        self._on_reloaded: Callable[[str], object] = _nobody_asks
         self._on_begun: Callable[[], object] = lambda: None
         every(loop, LOOK_SECONDS, self._look)
+
+    @property
+    def tables(self) -> Any:
+        """The configuration that is served."""
+        return self.now.tables
 
     @property
     def _slots(self) -> list[WorkerSlot]:
@@ -189,6 +219,8 @@ class Fleet:
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
         self._is_ending = True
+        for done in [self._on_reloaded, *[done for _, done in self._changes]]:
+            done("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
 
@@ -262,6 +294,8 @@ class Fleet:
                 self._connections.released(child, message.slot)
             case Event() | Snapshot():
                 self.on_stream_message(child, message)
+            case Control():
+                self.on_control(message.action, message.name, partial(child.tell_outcome, message.id))
 
     def _slot_of(self, child: Child) -> WorkerSlot | None:
         return next((slot for slot in self._slots if slot.child is child), None)
@@ -342,6 +376,7 @@ class Fleet:
         if slot is not None:
             slot.child, slot.died_at = None, monotonic() if child.has_served else 0.0
         self._log_death(child, self._connections.died(child))
+        self._loop.call_later(FORGET_SECONDS, child.forget)
         if self._is_ending:
             self._drain_rest()
         elif slot is not None:
@@ -432,9 +467,33 @@ class Fleet:
         if self._next is not None:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
+            self._reload_ended("a reload came in between")
+        self._begin_reload(self._load, _nobody_asks)
+
+    def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
+        """Serve what ``load`` gives once reloads under way are over; ``done`` is told why not, or "" when it serves."""
+        if self._is_ending or not self._has_begun:
+            done("the service is not ready")
+        elif len(self._changes) >= MOST_CHANGES:
+            done(f"more than {MOST_CHANGES} changes wait; come again later")
+        else:
+            self._changes.append((load, done))
+            self._begin_change()
+
+    def _begin_change(self) -> None:
+        if self._next is None and self._changes and not self._is_ending:
+            self._begin_reload(*self._changes.popleft())
+
+    def _reload_ended(self, problem: str) -> None:
+        done, self._on_reloaded = self._on_reloaded, _nobody_asks
+        done(problem)
+        self._loop.call_soon(self._begin_change)
+
+    def _begin_reload(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
+        self._on_reloaded = done
         logger.info("reloading %s", self._options.config)
         try:
-            tables = self._load()
+            tables = load()
         except TorchpipeError as error:
             self._give_up_reload(str(error))
             return
@@ -455,10 +514,12 @@ class Fleet:
         logger.info("reloaded %s", self._options.config)
         self.now.tell_engines(self._options, before)
         self._connections.became_ready(last)
+        self._reload_ended("")
 
     def _give_up_reload(self, problem: str) -> None:
         logger.error("not reloaded, everything stays as it is: %s", problem)
         self._dismiss_successors()
+        self._reload_ended(problem)
         self._end_if_hopeless()
 
     def _dismiss_successors(self) -> None:

@@ -21,10 +21,21 @@ from torchpipe_py.wire.errors import RouteError
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server
-from torchpipe_server.front.services import Cancellable, Done, HttpService, Routes, Services, code_of, route
+from torchpipe_server.front.services import (
+    Cancellable,
+    Done,
+    HttpService,
+    Route,
+    Routes,
+    Services,
+    code_of,
+    json_answer,
+    route,
+)
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import NoStreamError
 from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.wire.http import HttpAnswer, HttpRequest
@@ -36,6 +47,7 @@ ASK_PAUSE_SECONDS = 0.05  # between two questions for the workers' figures, howe
 REPLY_BYTES = 2**26
 METHODS = frozenset({"GET", "HEAD"})
 EVENTS = "text/event-stream"
+CONTROL_BYTES = 2**16  # of a request to load or unload a model; what it may say is not looked at
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _HEADERS = {
@@ -79,8 +91,12 @@ class StatusServer:
             "/streams/{name}/events": self._follow,
             "/streams/{name}/snapshot.jpg": self._snapshot,
         }
-        routes = Routes([route("GET", path, partial(self._answer, start)) for path, start in self._paths.items()])
-        http = HttpService(routes, 0, REPLY_BYTES, METHODS, _HEADERS, self._failure)
+        routes = [route("GET", path, partial(self._answer, start)) for path, start in self._paths.items()]
+        self._methods, body_bytes = METHODS, 0
+        if service.repository is not None:
+            self._methods, body_bytes = METHODS | {"POST"}, CONTROL_BYTES
+            routes += _repository_routes(service.repository, self._refuses)
+        http = HttpService(Routes(routes), body_bytes, REPLY_BYTES, self._methods, _HEADERS, self._failure)
         limits = replace(options, message_seconds=REQUEST_SECONDS, idle_seconds=REQUEST_SECONDS, log_requests="none")
         self._server = Server(loop, Services(http, http), limits, lambda slot, is_closed: None)
         self._acceptor = Acceptor(loop, listener, self._take, self._server.close_slowest)
@@ -98,10 +114,13 @@ class StatusServer:
             self._server.adopt(sock, 0, Entry(memoryview(bytearray(SLOT_BYTES)), 0))
 
     def _answer(self, start: Callable[[HttpRequest, Done], Any], request: HttpRequest, done: Done) -> Any:
-        if self._is_local and request.path not in _PROBES and _is_foreign(request.host):
+        if request.path not in _PROBES and self._refuses(request):
             done(_FOREIGN)
             return None
         return start(request, done)
+
+    def _refuses(self, request: HttpRequest) -> bool:
+        return self._is_local and _is_foreign(request.host)
 
     def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
@@ -152,14 +171,14 @@ class StatusServer:
         """In words: the port is for people and probes."""
         path = request.path[:80]
         if isinstance(error, RouteError):
-            if self._is_local and _is_foreign(request.host):
+            if self._refuses(request):
                 return _FOREIGN
             hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
             return _text(404, f"no {path}; {hint}")
         if code_of(error) == "internal":
             logger.error("%s cannot be answered", path, exc_info=error)
             return _text(500, "internal error; see the log")
-        hint = "" if request.method in ("", *METHODS) else f"; {self._elsewhere}"
+        hint = "" if request.method in ("", *self._methods) else f"; {self._elsewhere}"
         status = getattr(error, "status", answers.STATUSES.get(code_of(error), 400))
         return _text(status, f"{getattr(error, 'detail', error)}{hint}")
 
@@ -182,6 +201,30 @@ class _StatusAnswers:
     @cached_property
     def metrics(self) -> HttpAnswer:
         return HttpAnswer(200, CONTENT_TYPE, render(self.figures))
+
+
+def _repository_routes(repository: Repository, refuses: Callable[[HttpRequest], bool]) -> list[Route]:
+    def checked(start: Callable[[HttpRequest, Done], object]) -> Callable[[HttpRequest, Done], None]:
+        def answer(request: HttpRequest, done: Done) -> None:
+            if refuses(request) or request.is_of_other_page:
+                done(_FOREIGN)
+            else:
+                start(request, done)
+
+        return answer
+
+    def control(action: str, request: HttpRequest, done: Done) -> None:
+        name = unquote(request.parameters["model"])
+        repository.control(action, name, lambda status, body: done(json_answer(body, status)))
+
+    index = checked(lambda request, done: done(json_answer(repository.index())))
+    return [
+        route("POST", "/v2/repository/index", index),
+        *(
+            route("POST", f"/v2/repository/models/{{model}}/{action}", checked(partial(control, action)))
+            for action in ("load", "unload")
+        ),
+    ]
 
 
 def _constant(answer: HttpAnswer) -> Callable[[HttpRequest, Done], object]:

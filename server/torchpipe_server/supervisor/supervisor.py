@@ -16,6 +16,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py.errors import ConfigError
+from torchpipe_py.plan.folder import Folder
 from torchpipe_py.runtime.statistics import BOUNDS_MS
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.logs import dropped_lines
@@ -24,6 +25,7 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add, service_figures
 from torchpipe_server.supervisor.fleet import Fleet, WorkerSlot
+from torchpipe_server.supervisor.repository import Outcome, Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 
 logger = logging.getLogger("torchpipe_server")
@@ -58,6 +60,8 @@ class Supervisor:
 
         self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
         self._fleet.on_stream_message = self.streams.hear
+        self._fleet.on_control = self._control
+        self.repository = Repository(self._fleet) if isinstance(tables, Folder) else None
         self.monitoring: Any = None  # the other port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
         self._problem = ""
@@ -132,6 +136,13 @@ class Supervisor:
                 child.kill()
         elif is_late or (not children and self._connections.is_drained):
             self.loop.stop()
+
+    def _control(self, action: str, name: str, done: Outcome) -> None:
+        """A client of a worker wants it."""
+        if self.repository is None or not self._options.repository_control:
+            done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
+        else:
+            self.repository.control(action, name, done)
 
     # -- what it answers ----------------------------------------------------------------------------------------
 

@@ -113,6 +113,12 @@ class HttpRequest:
         return self.fields.get("host", "")
 
     @property
+    def is_of_other_page(self) -> bool:
+        """Whether a page of another origin had a browser send it, which can do harm without reading the answer."""
+        origin = self.fields.get("origin")
+        return origin is not None and origin.partition("://")[2] != self.host
+
+    @property
     def kind(self) -> str:
         """The type of the body, in lower case and without parameters."""
         return self.fields.get("content-type", "").partition(";")[0].strip().lower()

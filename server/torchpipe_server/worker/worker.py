@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from torchpipe_py import pipe
     from torchpipe_py.plan.build import Pipeline
     from torchpipe_py.proc.engine import EngineClient
+    from torchpipe_py.runtime.admission import Deadlines
+    from torchpipe_server.methods.many import Turns
+    from torchpipe_server.methods.oip.core import Control, Models
     from torchpipe_server.worker.streams import WorkerStreams
 
 logger = logging.getLogger("torchpipe_server")
@@ -178,7 +182,9 @@ class Worker:
         self._loop, self._journal = new_loop(), start.journal
         self._engine: EngineClient | None = None
         self._provider: Any = None  # of spans
-        make_served = served_maker(options)
+        self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # that wait for their outcome
+        self._control_ids = itertools.count()
+        make_served = served_maker(options, self._control if options.repository_control else None)
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
@@ -202,6 +208,7 @@ class Worker:
         hear: dict[str, Callable[[dict[str, Any], int], object]] = {
             "connection": self._adopt,
             "link": self._adopt_link,
+            "outcome": lambda message, _: self._controls.pop(message["id"])(message["status"], message["body"]),
             "shed": lambda message, _: self._server.shed(message["count"]),
             "release": lambda *_: self._end(self._server.release),
             "drain": lambda *_: self._end(self._server.drain),
@@ -252,6 +259,12 @@ class Worker:
             logger.error(NO_DESCRIPTOR)
         else:
             self._engine.attach(socket.socket(fileno=descriptor))
+
+    def _control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
+        """Have the supervisor load or unload a model; on the loop's thread."""
+        number = next(self._control_ids)
+        self._controls[number] = done
+        self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})
 
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._post.send({"type": "closed" if is_closed else "released", "slot": slot})
@@ -339,13 +352,15 @@ def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
     What the options say otherwise is written into ``tables``.
     """
     from torchpipe_py.plan.build import plan_pipeline
+    from torchpipe_py.plan.folder import Folder
 
-    if options.max_inflight:
-        tables["global"]["max_inflight"] = options.max_inflight
-    if options.decode_isolation != "config":
-        for table in tables.values():
-            table.pop("decode_isolation", None)
-        tables["global"]["decode_isolation"] = options.decode_isolation
+    for each in tables.values() if isinstance(tables, Folder) else [tables]:
+        if options.max_inflight:
+            each["global"]["max_inflight"] = options.max_inflight
+        if options.decode_isolation != "config":
+            for table in each.values():
+                table.pop("decode_isolation", None)
+            each["global"]["decode_isolation"] = options.decode_isolation
     return plan_pipeline(tables, processes=processes)
 
 
@@ -391,10 +406,10 @@ def limit_threads() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def served_maker(options: Options) -> Callable[[pipe], Served]:
+def served_maker(options: Options, control: Control | None = None) -> Callable[[pipe], Served]:
     """What makes of a pipe what is served: the usual service, or the user's own."""
     if not options.handler:
-        return partial(usual_service, options)
+        return partial(usual_service, options, control=control)
     from torchpipe_server.methods.custom import CustomHandler, load_handler
 
     cls = load_handler(options.handler)
@@ -407,7 +422,7 @@ def served_maker(options: Options) -> Callable[[pipe], Served]:
     return make_own
 
 
-def usual_service(options: Options, run: pipe) -> Served:
+def usual_service(options: Options, run: pipe, control: Control | None = None) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
     from torchpipe_py.idl import load_idl
     from torchpipe_py.runtime.admission import Deadlines
@@ -415,7 +430,7 @@ def usual_service(options: Options, run: pipe) -> Served:
     from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.http import HttpHandler
     from torchpipe_server.methods.many import Turns
-    from torchpipe_server.methods.oip.core import Model, Models, OpenInference
+    from torchpipe_server.methods.oip.core import OpenInference
     from torchpipe_server.methods.oip.handler import OipHandler
     from torchpipe_server.methods.oip.requests import InferLimits
     from torchpipe_server.methods.thrift import InferenceHandler
@@ -425,9 +440,20 @@ def usual_service(options: Options, run: pipe) -> Served:
     thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
     http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
     limits = InferLimits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
-    models = Models([Model(Path(options.config).stem, VERSION, run, deadlines, turns)])
-    oip = OipHandler(OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes)), limits)
+    models = _models(run, Path(options.config).stem, deadlines, turns)
+    oip = OipHandler(OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes), control), limits)
     return Served(thrift.methods, Routes([*http.routes, *oip.routes], options.monitoring))
+
+
+def _models(run: pipe, stem: str, deadlines: Deadlines, turns: Turns) -> Models:
+    """Each root that requests may enter; that of a file with one root goes by the file's name, too."""
+    from torchpipe_server.methods.oip.core import Model, Models
+
+    roots = [Model(each.name, each.version, run, deadlines, turns, each.node_name) for each in run.models]
+    if any(each.root != each.name for each in run.models):
+        return Models(roots)
+    file = [Model(stem, VERSION, run, deadlines, turns)]
+    return Models(roots, file) if len(roots) > 1 else Models(file, roots)
 
 
 def limit_delays(run: pipe, options: Options) -> None:

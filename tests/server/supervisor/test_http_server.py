@@ -29,6 +29,7 @@ class Supervisor:
 
     is_ready = True
     graph = "<svg/>"
+    repository = None
 
     def __init__(self, figures: Any = None, hold: bool = False) -> None:
         self.figures = {"text": "x"} if figures is None else figures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ class NotServedError(TorchpipeError):
     code = "not_served"
 
 
+Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
+"""Does ``load`` or ``unload`` to the model of a name, and gives what came of it as an HTTP status and its JSON."""
+
+
 class Root:
     """Where requests enter a model's pipe, and what they bring and take."""
 
@@ -32,17 +36,38 @@ class Root:
 
 
 class Model:
-    """What clients call a model: a pipe under a name and a version, and the figures of its requests."""
+    """What clients call a model: a root of the pipe under a name and a version, and the figures of its requests.
 
-    def __init__(self, name: str, version: str, run: pipe, deadlines: Deadlines, turns: Turns) -> None:
+    ``node_name`` is what the pipe calls the root; without it requests may name one.
+    """
+
+    def __init__(
+        self, name: str, version: str, run: pipe, deadlines: Deadlines, turns: Turns, node_name: str | None = None
+    ) -> None:
         self.name, self.version, self.pipe, self.deadlines, self.turns = name, version, run, deadlines, turns
-        self.figures = metadata.Figures()
+        self.node_name, self.figures = node_name, metadata.Figures()
         self._roots: dict[str | None, Root] = {}
 
     @property
     def is_ready(self) -> bool:
         """Whether every node has an instance that serves."""
-        return all(node["alive"] for node in self.pipe.stats()["nodes"].values())
+        return all(node["alive"] for node in self.stats()["nodes"].values())
+
+    def stats(self) -> dict[str, Any]:
+        """Those of the pipe, as far as they are the model's."""
+        stats = self.pipe.stats()
+        if self.node_name is None:
+            return stats
+        own = self.pipe.nodes_of(self.node_name)
+        nodes = {name: node for name, node in stats["nodes"].items() if name in own}
+        # NOTE: the root is the first one.
+        return {**stats, "nodes": nodes, "admitted": nodes[own[0]]["requests"]}
+
+    def entered(self, node_name: str | None) -> str | None:
+        """The root that a request enters which names this one. ``UnknownNode`` where that is not the model's."""
+        if self.node_name is None or node_name in (None, self.node_name):
+            return self.node_name or node_name
+        raise UnknownNode(f"model {self.name!r} is the root {self.node_name!r}, not {node_name[:80]!r}")
 
     def root(self, node_name: str | None) -> Root:
         """The one that a request names; ``UnknownNode`` if there is no such root, or several and none is named."""
@@ -51,26 +76,35 @@ class Model:
             root = self._roots[node_name] = Root(self.pipe.signature(node_name))
         return root
 
-    def signature(self, node_name: str | None) -> Signature:
-        """Of the root of this name; empty without a name, if there are several roots."""
+    def signature(self, node_name: str | None) -> Signature | None:
+        """Of the root of this name; ``None`` without a name, if there are several roots."""
+        name = self.entered(node_name)
         try:
-            return self.pipe.signature(node_name)
+            return self.pipe.signature(name)
         except UnknownNode:
-            if node_name is not None:
+            if name is not None:
                 raise
-            return Signature()
+            return None
 
 
 class Models:
-    """The models of the service, by name and version; the last version of a name is its latest."""
+    """The models of the service, by name and version; the last version of a name is its latest.
 
-    def __init__(self, models: Sequence[Model]) -> None:
-        self._models = {(model.name, model.version): model for model in models}
-        self._latest = {model.name: model for model in models}
+    ``others`` are found as well, by names that no other model has, and listed nowhere.
+    """
 
-    def all(self) -> list[Model]:
+    def __init__(self, models: Sequence[Model], others: Sequence[Model] = ()) -> None:
+        self._listed = models
+        self._models = {(model.name, model.version): model for model in (*others, *models)}
+        self._latest = {model.name: model for model in (*others, *models)}
+
+    def all(self) -> Sequence[Model]:
         """Each version of each model."""
-        return list(self._models.values())
+        return self._listed
+
+    def versions(self, name: str) -> list[str]:
+        """Of a model, in ascending order."""
+        return [version for model, version in self._models if model == name]
 
     def find(self, name: str, version: str = "") -> Model:
         """An empty version is the latest. ``RouteError`` for a model, or a version of it, that does not exist."""
@@ -78,9 +112,9 @@ class Models:
         if model is not None:
             return model
         if name not in self._latest:
-            raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], self._latest)}")
-        versions = [model.version for model in self._models.values() if model.name == name]
-        raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {nearest('', versions)}")
+            raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], {model.name for model in self._listed})}")
+        versions = nearest("", self.versions(name))
+        raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {versions}")
 
 
 class Codec(Protocol):
@@ -96,11 +130,11 @@ class Codec(Protocol):
 class OpenInference:
     """The protocol's methods. Those that raise, raise ``TorchpipeError`` with a code for the client.
 
-    ``items`` bounds the batch of a request, ``reply`` an answer.
+    ``items`` bounds the batch of a request, ``reply`` an answer. ``control`` loads and unloads models, if clients may.
     """
 
-    def __init__(self, models: Models, items: int, reply: Bound) -> None:
-        self.models, self.items, self._reply = models, items, reply
+    def __init__(self, models: Models, items: int, reply: Bound, control: Control | None = None) -> None:
+        self.models, self.items, self._reply, self.control = models, items, reply, control
 
     def is_ready(self, name: str = "", version: str = "") -> bool:
         """Whether the model is, or without a name whether all are."""
@@ -109,7 +143,7 @@ class OpenInference:
     def metadata(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
         """Inputs and outputs of the model, or of the root ``node_name``."""
         model = self.models.find(name, version)
-        return metadata.model(model.name, model.version, model.signature(node_name))
+        return metadata.model(model.name, self.models.versions(name), model.signature(node_name))
 
     def config(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
         """The same in Triton's form of a configuration."""
@@ -119,7 +153,7 @@ class OpenInference:
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
         """Of the model, or without a name of all."""
         summaries = [
-            model.figures.summary(model.name, model.version, model.pipe.stats()) for model in self._named(name, version)
+            model.figures.summary(model.name, model.version, model.stats()) for model in self._named(name, version)
         ]
         return {"model_stats": summaries}
 
@@ -138,7 +172,7 @@ class OpenInference:
         """Let go of the model."""
         raise NotServedError("models stay loaded until the service ends")
 
-    def _named(self, name: str, version: str) -> list[Model]:
+    def _named(self, name: str, version: str) -> Sequence[Model]:
         return [self.models.find(name, version)] if name else self.models.all()
 
     # -- inference ----------------------------------------------------------------------------------------------
@@ -148,6 +182,8 @@ class OpenInference:
 
         ``began``: when the request was there, in seconds of ``perf_counter``.
         """
+        if model.node_name is not None:
+            asked = asked._replace(node_name=model.entered(asked.node_name))
         root = model.root(asked.node_name)
         items = asked.items(root.inputs)
         count, asked = len(items), asked._replace(rows=())  # NOTE: inputs are kept no longer than the pipe keeps them
@@ -172,7 +208,7 @@ class OpenInference:
 
         is_plain = not (asked.outputs or asked.is_binary or asked.id is not None)
         try:
-            seconds = model.deadlines.seconds(asked.deadline_ms, asked.priority)
+            seconds = model.deadlines.seconds(asked.deadline_ms, asked.priority, asked.node_name)
             if count == 1:
                 return model.pipe.dispatch(items[0], finish_one, seconds)
             return model.turns.gather(items, seconds, partial(_outcome, asked), finish)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from torchpipe_py.wire.errors import RouteError
 from torchpipe_server.front.services import Cancellable, Done, Route, json_answer, route
 from torchpipe_server.methods.oip import metadata
 from torchpipe_server.methods.oip.core import Model, OpenInference, Root
@@ -40,11 +42,23 @@ class OipHandler:
             route("GET", "/v2/health/ready", _known(lambda request: _ready({}, core.is_ready()))),
             route("GET", "/v2/models/stats", _known(lambda request: core.statistics())),
             route("POST", "/v2/repository/index", _known(lambda request: core.index()), is_traced=False),
+            *[
+                route("POST", f"/v2/repository/models/{{model}}/{action}", partial(self._control, action), False)
+                for action in ("load", "unload")
+                if core.control is not None
+            ],
         )
 
     def _model_ready(self, request: HttpRequest) -> HttpAnswer:
         name, version = _named(request)
         return _ready({"name": name}, self._core.is_ready(name, version))
+
+    def _control(self, action: str, request: HttpRequest, done: Done) -> None:
+        assert self._core.control is not None
+        if request.is_of_other_page:
+            raise RouteError("pages of other origins load and unload nothing")
+        name = unquote(request.parameters["model"])
+        self._core.control(action, name, lambda status, body: done(json_answer(body, status)))
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         began = perf_counter()

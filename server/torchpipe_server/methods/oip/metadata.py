@@ -8,7 +8,7 @@ from time import perf_counter, time
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py import Signature, TensorSpec
+from torchpipe_py import TASK_DATA_KEY, TASK_RESULT_KEY, Signature, TensorSpec
 from torchpipe_server.methods.oip.tensors import BYTES, OF_DTYPE
 
 PLATFORM = "torchpipe_py"
@@ -20,29 +20,39 @@ SERVER = {
 """``GET /v2``."""
 
 
-def model(name: str, version: str, signature: Signature) -> dict[str, Any]:
-    """``GET /v2/models/{model}``. Inputs or outputs are empty if the pipe does not declare them."""
-    return {
-        "name": name,
-        "versions": [version],
-        "platform": PLATFORM,
-        "inputs": _tensors(signature.inputs),
-        "outputs": _tensors(signature.outputs),
-    }
+def model(name: str, versions: Sequence[str], signature: Signature | None) -> dict[str, Any]:
+    """``GET /v2/models/{model}``. Inputs and outputs are empty where the request has to name a root."""
+    return {"name": name, "versions": list(versions), "platform": PLATFORM, **_declared(signature)}
 
 
-def config(name: str, signature: Signature, most: int) -> dict[str, Any]:
+def config(name: str, signature: Signature | None, most: int) -> dict[str, Any]:
     """``GET /v2/models/{model}/config``: the part of Triton's that means something here; shapes without the batch."""
+    declared = _declared(signature)
     return {
         "name": name,
         "platform": PLATFORM,
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": most,
-        "input": [_configured(tensor) for tensor in _tensors(signature.inputs)],
-        "output": [_configured(tensor) for tensor in _tensors(signature.outputs)],
+        "input": [_configured(tensor) for tensor in declared["inputs"]],
+        "output": [_configured(tensor) for tensor in declared["outputs"]],
         "dynamic_batching": {},
     }
+
+
+def _declared(signature: Signature | None) -> dict[str, list[dict[str, Any]]]:
+    if signature is None:
+        return {"inputs": [], "outputs": []}
+    return {
+        "inputs": _tensors(signature.inputs) or _undeclared(TASK_DATA_KEY),
+        "outputs": _tensors(signature.outputs) or _undeclared(TASK_RESULT_KEY),
+    }
+
+
+def _undeclared(name: str) -> list[dict[str, Any]]:
+    """Where the backends do not say: bytes, and JSON for what is neither numbers nor a text."""
+    parameters = {"declared": False, "content_type": "application/json"}
+    return [{"name": name, "datatype": BYTES, "shape": [-1, 1], "parameters": parameters}]
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:

@@ -1,0 +1,74 @@
+"""The models of a folder, loaded and unloaded while the service runs.
+
+Either is a reload: new workers with the new set of models take over, and the old ones end, with all memory that they
+held. Where the new ones cannot start, the old ones stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.plan.folder import Folder, find_models
+from torchpipe_server.supervisor.fleet import Fleet
+
+logger = logging.getLogger("torchpipe_server")
+
+Outcome = Callable[[int, dict[str, Any]], object]
+"""Takes an answer over HTTP: its status, and what is its JSON."""
+
+
+class Repository:
+    """Of the folder that ``fleet`` serves."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._problems: dict[str, str] = {}  # why a model that the folder has could not be loaded, the last time
+
+    def index(self) -> list[dict[str, str]]:
+        """Each version that is served or lies in the folder, with ``state`` and ``reason``."""
+        served: Folder = self._fleet.tables
+        try:
+            files = find_models(served.source)
+        except ConfigError as error:
+            logger.error("the index has only the models that are served: %s", error)
+            files = {}
+        keys = dict.fromkeys([*served, *(f"{name}/{version}" for name, each in files.items() for version in each)])
+        found = []
+        for key in sorted(keys):
+            name, _, version = key.partition("/")
+            state, reason = ("READY", "") if key in served else ("UNAVAILABLE", self._problems.get(name, "unloaded"))
+            found.append({"name": name, "version": version, "state": state, "reason": reason})
+        return found
+
+    def control(self, action: str, name: str, done: Outcome) -> None:
+        """``load`` or ``unload`` the model; ``done`` is told what came of it, once it serves or everything stays."""
+        began = monotonic()
+
+        def finish(problem: str) -> None:
+            served: Folder = self._fleet.tables
+            if problem:
+                if action == "load" and not served.versions(name) and len(name) <= 100:
+                    self._problems[name] = problem
+                done(400, {"error": f"{action} {name[:80]!r}: {problem}", "code": "config"})
+                return
+            self._problems.pop(name, None)
+            seconds = round(monotonic() - began, 3)
+            logger.info("%sed model %r in %.1f s", action, name, seconds)
+            done(200, {"name": name, "versions": served.versions(name), "seconds": seconds})
+
+        self._fleet.change(lambda: self._changed(action, name), finish)
+
+    def _changed(self, action: str, name: str) -> Folder:
+        served: Folder = self._fleet.tables
+        if action == "load":
+            return served.having(name)
+        if not served.versions(name):
+            raise ConfigError(f"no such model is served; {nearest(name[:80], served.names)}")
+        rest = served.without(name)
+        if not rest:
+            raise ConfigError("it is the only model; stop the service instead")
+        return rest
