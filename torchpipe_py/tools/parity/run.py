@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +13,8 @@ import numpy as np
 
 from torchpipe_py.backends.image.files import find_images, label_of
 from torchpipe_py.backends.signature import shown_dims
-from torchpipe_py.errors import TorchpipeError, UnknownNode, counted
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.errors import UnknownNode, counted
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.parity import figures
 from torchpipe_py.tools.parity.figures import Compared, Prediction
@@ -167,29 +167,14 @@ class PipeRunner:
         self.config = config
         self._pipe = stack.enter_context(pipe(source))
         self.batch = min(BATCH, int(self._pipe.stats()["max_inflight"]))
-
-    def start(self, requests: list[Data]) -> Callable[[], list[Data]]:
-        """Start up to ``batch`` requests; what is returned waits for them and returns their dicts, all finished."""
-        items = [dict(request) for request in requests]
         try:
-            future = self._pipe.submit(items)
+            self._pipe.signature()
         except UnknownNode as error:
-            raise ToolError(f"{self.config}: {error}; parity takes a configuration with one root") from error
+            raise ToolError(f"{config}: {error}; parity takes a configuration with one root") from error
 
-        def finish() -> list[Data]:
-            try:
-                future.result()
-            except TorchpipeError:  # one of them raised: the others, and it, once more alone
-                for index, request in enumerate(requests):
-                    if TASK_RESULT_KEY not in items[index]:
-                        items[index] = dict(request)
-                        try:
-                            self._pipe(items[index])
-                        except TorchpipeError as error:
-                            items[index] = {TASK_ERROR_KEY: error}
-            return items
-
-        return finish
+    def run(self, requests: Iterable[Data]) -> Iterator[Data]:
+        """The finished dicts of copies of the requests, in order; ``batch`` are in the pipe at once."""
+        return self._pipe.map(map(dict, requests), self.batch, return_errors=True)
 
 
 class _Side:
@@ -231,8 +216,7 @@ class _Comparison:
         """Run one batch through both sides at once, then through the model what both gave."""
         names, requests, unread = read_images(self._settings.img_dir, paths)
         self._parity.refused += [Unlike(name, reason, reason) for name, reason in unread]
-        wait_a, wait_b = self._a.runner.start(requests), self._b.runner.start(requests)
-        triples = list(zip(names, wait_a(), wait_b(), strict=True))
+        triples = zip(names, self._a.runner.run(requests), self._b.runner.run(requests), strict=True)
         pairs = [(self._compare(name, a, b), a, b) for name, a, b in triples]
         matched = [(image, a, b) for image, a, b in pairs if image is not None]
         if self._model is None:
@@ -318,7 +302,7 @@ def _predict(model: PipeRunner, items: Sequence[Data]) -> list[Prediction | str]
     for item in items:
         color = {TASK_COLOR_KEY: item[TASK_COLOR_KEY]} if TASK_COLOR_KEY in item else {}
         requests.append({TASK_DATA_KEY: item[TASK_RESULT_KEY], **color})
-    for item in model.start(requests)():
+    for item in model.run(requests):
         try:
             predictions.append(refusal(item) or read_prediction(item[TASK_RESULT_KEY], model.config))
         except Unusable as error:

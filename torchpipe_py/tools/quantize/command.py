@@ -49,7 +49,7 @@ def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[l
         for start in range(0, len(paths), runner.batch):
             names, requests, unread = read_images(img_dir, paths[start : start + runner.batch])
             refused += [f"{name}: {reason}" for name, reason in unread]
-            for name, item in zip(names, runner.start(requests)(), strict=True):
+            for name, item in zip(names, runner.run(requests), strict=True):
                 if reason := refusal(item):
                     refused.append(f"{name}: {reason}")
                     continue
