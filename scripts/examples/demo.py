@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (args.out / "images").mkdir(parents=True, exist_ok=True)
     (args.out / "labels.txt").write_text("".join(f"{label}\n" for label in LABELS), encoding="utf-8")
     model = args.out / "model.onnx"
-    difference = export_checked(network, model, size=SIDE, opset=17, batches=(1, 5), tolerance=1e-4)
+    difference, _ = export_checked(network, model, size=SIDE, opset=17, batches=(1, 5), tolerance=1e-4)
     held_out, expected = draw_set(args.seed, HELD_OUT, HELD_OUT_PER_CLASS)
     for place, jpeg in enumerate(held_out[: KEPT_PER_CLASS * len(LABELS)]):
         number, index = divmod(place, len(LABELS))

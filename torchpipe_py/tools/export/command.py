@@ -24,6 +24,7 @@ from torchpipe_py.tools.report import ToolError
 FORMS = "file.py:function, package.module:function or the name of a torchvision classifier"
 SOFTMAXES = (SoftmaxCpu, SoftmaxMax, SoftmaxArgMax, TopK)
 SUM_TOLERANCE = 1e-3
+NEARLY_ZERO = 1e-4
 COMMENTS = {
     "size": "the shorter side, smoothed as torchvision's Resize does",
     "color": "that the model takes",
@@ -72,7 +73,7 @@ def run_export(args: argparse.Namespace) -> int:
     axes = {name: {0: "batch"} for name in ["input", *names]}
     with tempfile.TemporaryDirectory() as folder:
         made = Files(Path(folder, files.name.name))
-        difference = export_checked(source.model, made.model, size=size, opset=args.opset, axes=axes)
+        difference, largest = export_checked(source.model, made.model, size=size, opset=args.opset, axes=axes)
         if labels:
             made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         node = model_node(made, transform, bool(labels), args.postprocessor if postprocessor else "")
@@ -84,7 +85,10 @@ def run_export(args: argparse.Namespace) -> int:
     shape = "".join(f"x{side}" for side in size)
     megabytes = files.model.stat().st_size / 1e6
     print(f"{files.model}: {title}, input N{shape}, {megabytes:.1f} MB")
-    print(f"  outputs within {difference:.1g} of PyTorch's, in batches of {', '.join(map(str, BATCHES))}")
+    batches = ", ".join(map(str, BATCHES))
+    print(f"  outputs within {difference:.1g} of PyTorch's, which reach {largest:.2g}, in batches of {batches}")
+    if largest < NEARLY_ZERO:
+        print("  NOTE: all outputs are nearly 0, so that this says little: are the weights those of a trained model?")
     print(f"{files.toml}: {pixels}")
     if uses(postprocessor, "labels"):
         print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are numbers of classes")
@@ -116,7 +120,7 @@ def _source(args: argparse.Namespace) -> Source:
             transform, origin = transform_of(args.transforms)
         return find_module(args.source, args.weights, transform, origin)
     if args.source.isidentifier():
-        return find_classifier(args.source, args.weights, args.transforms)
+        return find_classifier(args.source, args.weights, args.transforms, args.seed)
     if suffix == ".onnx":
         raise ToolError(f"{args.source}: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model")
     hint = f"perhaps {name}:{suffix[1:]} is meant" if suffix else "no such model"

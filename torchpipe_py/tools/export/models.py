@@ -10,14 +10,15 @@ import re
 import socket
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchpipe_py.backends.signature import shown_dims
-from torchpipe_py.errors import nearest
+from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.files import archive_kind, file_kind
 from torchpipe_py.registry import import_code
 from torchpipe_py.tools.export.config import Transform
@@ -173,7 +174,7 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
     import torch
 
     module_name, _, function_name = name.rpartition(":")
-    module = import_code(module_name)
+    module = _with_torchvision(partial(import_code, module_name))
     if not hasattr(module, function_name):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ToolError(f"{module_name} has no {function_name!r}; {nearest(function_name, names)}")
@@ -207,10 +208,11 @@ NOT_IN_A_FILE = ("googlenet", "inception_v3")
 """Their weights do not show whether pixels are normalised once more inside (``transform_input``)."""
 
 
-def find_classifier(name: str, weights: str | None, transforms: str | None) -> Source:
+def find_classifier(name: str, weights: str | None, transforms: str | None, seed: int = 0) -> Source:
     """A classifier by its name; ``weights`` is a file, "pretrained" (the default), "random" or a name torchvision has.
 
-    ``transforms`` names the weights whose preprocessing it gets; else those of ``weights``, or torchvision's best.
+    Those that are random are made from ``seed``. ``transforms`` names the weights whose preprocessing it gets; else
+    those of ``weights``, or torchvision's best.
     """
     weights = weights or PRETRAINED
     models = torchvision_models()
@@ -222,7 +224,7 @@ def find_classifier(name: str, weights: str | None, transforms: str | None) -> S
     labels: tuple[str, ...] = ()
     of = None
     if weights == UNTRAINED:
-        model, words = _untrained(models, name), "random weights"
+        model, words = _untrained(models, name, seed), "random weights"
     elif weights in (PRETRAINED, "DEFAULT", *known):
         of = known.get(weights, best)
         model, words = _pretrained(models, name, of), f"weights {of.name}"
@@ -264,13 +266,7 @@ def transform_of(weights: str, name: str | None = None) -> tuple[Transform, str]
 def torchvision_models() -> Any:
     """``torchvision.models``; ``ToolError`` that says what to install, and leaves PyTorch as it is."""
     try:
-        try:
-            return importlib.import_module("torchvision.models")
-        except RuntimeError as error:
-            if "torchvision::" not in str(error):
-                raise
-            with _without_operators():
-                return importlib.import_module("torchvision.models")
+        return _with_torchvision(partial(importlib.import_module, "torchvision.models"))
     except Exception as error:
         import torch
 
@@ -278,6 +274,17 @@ def torchvision_models() -> Any:
         why = "is not installed" if missing else f"cannot be imported ({one_line(error)})"
         install = f"pip install torchvision 'torch=={torch.__version__.partition('+')[0]}'"
         raise ToolError(f"torchvision {why}: {install}; a model of yours is file.py:function") from error
+
+
+def _with_torchvision(load: Callable[[], Any]) -> Any:
+    """What ``load`` imports, which may need torchvision: with its operators, or else without them."""
+    try:
+        return load()
+    except (RuntimeError, ConfigError) as error:
+        if "torchvision::" not in str(error):
+            raise
+        with _without_operators():
+            return load()
 
 
 @contextmanager
@@ -327,12 +334,12 @@ def _from_file(models: Any, name: str, weights: Weights) -> Any:
     return model.eval()
 
 
-def _untrained(models: Any, name: str) -> Any:
+def _untrained(models: Any, name: str, seed: int) -> Any:
     """Random weights with outputs that differ, so that comparing them with the ONNX file means something."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
         model = _built(models, name).eval()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and not module.weight.any():

@@ -130,8 +130,8 @@ def export_checked(
     batches: Sequence[int] = BATCHES,
     tolerance: float = TOLERANCE,
     axes: Axes = BATCH_AXES,
-) -> float:
-    """``save_onnx``, then compare at every batch size; returns the largest absolute difference.
+) -> tuple[float, float]:
+    """``save_onnx``, then compare at every batch size; the largest absolute difference, and the largest output.
 
     Raises ``ToolError`` if that exceeds ``tolerance`` times the largest output, is not a number, or the file does not
     run at some batch size.
@@ -147,7 +147,7 @@ def export_checked(
         raise ToolError(f"{path.name} {why}; {hint}") from error
     if not difference <= tolerance * scale:  # NOTE: written so that NaN is refused
         raise ToolError(f"{path.name} differs from PyTorch by {difference:.2g}, of {scale:.2g} at most")
-    return difference
+    return difference, scale
 
 
 def check_batch(model: Any, size: Size) -> list[Any]:
