@@ -96,67 +96,40 @@ def node(backend: str, path: Path, shape: Any = None, **keys: Any) -> dict[str, 
 
 RESIZE = ("PillowResizeMat", "ResizeMat", "PillowResizeTensor", "ResizeTensor")
 DECODE = {"backend": "DecodeMat", "next": "b"}
-TAKES_MAT = "ResizeMat takes a Mat, and "
-IS_DECODED = (
-    "DecodeMat takes encoded bytes, and {} before it gives a Mat; the image is decoded already: leave DecodeMat out"
-)
-
-
-@pytest.mark.parametrize(
-    ("backend", "told"),
-    [
-        (
-            "S[DecodeMat,Mat2Tensor,ResizeMat]",
-            f"{TAKES_MAT}Mat2Tensor before it gives a Tensor; ResizeTensor takes a Tensor, or put Tensor2Mat before it",
-        ),
-        (
-            "S[DecodeMat,ResizeTensor,SyncTensor]",
-            "ResizeTensor takes a Tensor, and DecodeMat before it gives a Mat; "
-            "ResizeMat takes a Mat, or put Mat2Tensor before it",
-        ),
-        ("S[ResizeMat,DecodeMat]", IS_DECODED.format("ResizeMat")),
-        (
-            "S[ResizeTensor,Mat2Tensor]",
-            "Mat2Tensor takes a Mat, and ResizeTensor before it gives a Tensor; leave Mat2Tensor out",
-        ),
-        (
-            "S[Tensor2Vector,ResizeTensor]",
-            "ResizeTensor takes a Tensor, and Tensor2Vector before it gives a list of numbers",
-        ),
-        (
-            "S[DecodeMat,Identity,CopyMakeBorderTensor]",
-            "CopyMakeBorderTensor takes a Tensor, and DecodeMat before it gives a Mat; put Mat2Tensor before it",
-        ),
-        ("S[DecodeMat,Process[Mat2Tensor],ResizeMat]", TAKES_MAT),
-        ("S[DecodeMat,FirstAvailable[Mat2Tensor,S[Identity,Mat2Tensor]],ResizeMat]", TAKES_MAT),
-        ("S[DecodeMat,Mat2Tensor,FirstAvailable[ResizeMat,PillowResizeMat]]", TAKES_MAT),
-    ],
-)
-def test_a_backend_that_cannot_take_what_its_neighbour_gives_is_refused(
-    backend: str, told: str, tmp_path: Path
-) -> None:
-    assert refusal(node(backend, tmp_path)).startswith(f"config: node 'node': key 'backend': {told}")
+RESIZES = "ResizeMat takes a Mat, and "
+AGAIN = "DecodeMat takes encoded bytes, and {} before it gives a Mat; the image is decoded already: leave DecodeMat out"
+NEXT = "ResizeTensor takes a Tensor, and "
 
 
 @pytest.mark.parametrize(
     ("nodes", "told"),
     [
         (
-            {"a": {**DECODE, "filter": "Run"}, "b": {"backend": "S[DecodeMat,Identity]"}},
-            "'b': key 'backend': " + IS_DECODED.format("DecodeMat of 'a'"),
+            "S[DecodeMat,Mat2Tensor,ResizeMat]",
+            f"{RESIZES}Mat2Tensor before it gives a Tensor; ResizeTensor takes a Tensor",
         ),
+        ("S[DecodeMat,ResizeTensor,SyncTensor]", f"{NEXT}DecodeMat before it gives a Mat; ResizeMat takes a Mat, or"),
+        ("S[ResizeMat,DecodeMat]", AGAIN.format("ResizeMat")),
+        ("S[ResizeTensor,Mat2Tensor]", "Mat2Tensor takes a Mat, and ResizeTensor before it gives a Tensor; leave Mat2"),
+        ("S[Tensor2Vector,ResizeTensor]", f"{NEXT}Tensor2Vector before it gives a list of numbers"),
+        ("S[DecodeMat,Identity,CopyMakeBorderTensor]", "CopyMakeBorderTensor takes a Tensor, and DecodeMat before it"),
+        ("S[DecodeMat,Process[Mat2Tensor],ResizeMat]", RESIZES),
+        ("S[DecodeMat,FirstAvailable[Mat2Tensor,S[Identity,Mat2Tensor]],ResizeMat]", RESIZES),
+        ("S[DecodeMat,Mat2Tensor,FirstAvailable[ResizeMat,PillowResizeMat]]", RESIZES),
         (
-            {"a": DECODE, "b": {"backend": "ResizeTensor&PillowResizeTensor", **SIZE}},
-            "'b': key 'backend': ResizeTensor takes a Tensor, and DecodeMat of 'a'",
+            {"a": {**DECODE, "filter": "Run"}, "b": {"backend": "S[DecodeMat,Identity]"}},
+            AGAIN.format("DecodeMat of 'a'"),
         ),
+        ({"a": DECODE, "b": {"backend": "ResizeTensor&PillowResizeTensor", **SIZE}}, f"{NEXT}DecodeMat of 'a'"),
         (
             {"a": DECODE, "b": {"backend": "ResizeMat", "next": "a.2", **SIZE}, "a.2": {}},
-            "'a.2': key 'backend': " + IS_DECODED.format("ResizeMat of 'b'"),
+            AGAIN.format("ResizeMat of 'b'"),
         ),
     ],
 )
-def test_a_node_that_cannot_take_what_the_one_before_gives_is_refused(nodes: dict[str, Any], told: str) -> None:
-    assert refusal(nodes).startswith(f"config: node {told}")
+def test_a_backend_that_cannot_take_what_the_one_before_gives_is_refused(nodes: Any, told: str, tmp_path: Path) -> None:
+    nodes = {"node": node(nodes, tmp_path)} if isinstance(nodes, str) else nodes
+    assert refusal(nodes).startswith(f"config: node '{list(nodes)[-1]}': key 'backend': {told}")
 
 
 @pytest.mark.parametrize(
