@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -63,10 +64,16 @@ def modules(folder: Path) -> dict[str, Path]:
     return {module_name(path, folder): path for path in sorted(folder.rglob("*.py"))}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """What the file imports, anywhere in it: names that could be modules, public ones as ``torchpipe_py``."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -162,7 +169,7 @@ def test_heavy_libraries_are_imported_inside_functions() -> None:
             heavy.remove("torch")  # without which there is nothing to train; nobody else imports these modules
         if name.split(".")[0] == "ray":
             heavy.remove("ray")  # the same, with Ray: the package imports its modules when their names are used
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not heavy & {name.split(".")[0] for name in names}, path
