@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from kit.waits import WAIT
-from torchpipe_py import Backend, pipe
+from torchpipe_py import Backend, ItemBackend, pipe
 
 
 class Gate:
@@ -67,6 +67,44 @@ class Gate:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.open()
+
+
+class Echo(ItemBackend):
+    """Result is data, unless that is an exception, which it raises."""
+
+    def forward_item(self, item: dict[str, Any]) -> None:
+        if isinstance(item["data"], BaseException):
+            raise item["data"]
+        item["result"] = item["data"]
+
+
+class EchoFour(Echo):
+    """The same, four at once."""
+
+    def max(self) -> int:
+        return 4
+
+
+class Company:
+    """Two nodes: ``first`` holds back what is ``slow``; ``second`` takes four at once and waits a minute for more."""
+
+    def __init__(self, register: Callable[[type], str]) -> None:
+        self.gate, self._second = Gate(blocks=lambda data: data == "slow"), Gate(most=4, blocks=lambda data: False)
+        self.nodes: dict[str, Any] = {
+            "first": {"backend": register(self.gate.backend), "instance_num": 2, "next": "second"},
+            "second": {"backend": register(self._second.backend), "batching_timeout": 60_000},
+        }
+
+    def meet(self, p: pipe) -> None:
+        """A slow and a quick request end as one batch of ``second``, whose leader has waited for the slow one."""
+        with self.gate:
+            slow = self.gate.hold(p, {"data": "slow"})
+            self._second.arrived.clear()
+            quick = p.submit({"data": "quick"})
+            assert self._second.arrived.wait(WAIT)
+            self.gate.open()
+            for future in (slow, quick):
+                future.result(WAIT)
 
 
 def returns(value: Any) -> type[Backend]:

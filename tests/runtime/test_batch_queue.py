@@ -33,22 +33,17 @@ def test_a_full_batch_closes_at_once_and_leaves_the_rest() -> None:
     assert waiting.take(4, 0.0, quiet=False) is None
 
 
-@pytest.mark.parametrize(("now", "closes"), [(12.9, False), (13.0, True), (20.0, True)])
-def test_the_timeout_counts_from_the_oldest_arrival(now: float, closes: bool) -> None:
-    requests = [request(3.0), request(12.0)]
-    waiting = batcher(10.0, *requests)
-    assert waiting.next_close(4) == 13.0
-    assert waiting.take(4, now, quiet=False) == (requests if closes else None)
-
-
 @pytest.mark.parametrize(
-    ("lead_time", "now", "closes"), [(0.0, 4.9, False), (0.0, 5.0, True), (2.0, 2.9, False), (2.0, 3.0, True)]
+    ("deadline", "lead_time", "closes"),
+    [(None, 0.0, 13.0), (5.0, 0.0, 5.0), (5.0, 2.0, 3.0)],
+    ids=["the timeout counts from the oldest arrival", "a deadline hurries", "early enough to compute"],
 )
-def test_a_deadline_closes_early_enough_to_compute(lead_time: float, now: float, closes: bool) -> None:
-    requests = [request(0.0), request(1.0, deadline=5.0)]
+def test_a_batch_closes_at_its_time(deadline: float | None, lead_time: float, closes: float) -> None:
+    requests = [request(3.0), request(4.0, deadline=deadline)]
     waiting = batcher(10.0, *requests)
-    assert waiting.next_close(4, lead_time) == 5.0 - lead_time
-    assert waiting.take(4, now, quiet=False, lead_time=lead_time) == (requests if closes else None)
+    assert waiting.next_close(4, lead_time) == closes
+    assert waiting.take(4, closes - 0.1, quiet=False, lead_time=lead_time) is None
+    assert waiting.take(4, closes, quiet=False, lead_time=lead_time) == requests
 
 
 def test_a_deadline_beyond_the_limit_does_not_hurry_the_batch_before_it() -> None:
@@ -56,17 +51,10 @@ def test_a_deadline_beyond_the_limit_does_not_hurry_the_batch_before_it() -> Non
     assert waiting.next_close(limit=1) == 10.0
 
 
-def test_a_bucket_for_each_key() -> None:
-    small, large, small_too = request(0.0, "small"), request(1.0, "large"), request(2.0, "small")
-    waiting = batcher(10.0, small, large, small_too)
-    assert waiting.take(2, 2.0, quiet=False) == [small, small_too]
-    assert waiting.take(2, 2.0, quiet=True) == [large]
-
-
-def test_of_several_that_close_the_oldest_goes_first() -> None:
-    late, early = request(5.0, "first in"), request(4.0, "second in")
-    waiting = batcher(10.0, late, early)
-    assert [waiting.take(4, 5.0, quiet=True) for _ in range(2)] == [[early], [late]]
+def test_a_bucket_for_each_key_of_which_the_oldest_goes_first() -> None:
+    late, early, late_too = request(5.0, "first in"), request(4.0, "second in"), request(6.0, "first in")
+    waiting = batcher(10.0, late, early, late_too)
+    assert [waiting.take(4, 6.0, quiet=True) for _ in range(2)] == [[early], [late, late_too]]
 
 
 adds = st.tuples(st.just("add"), st.integers(0, 2), st.none() | st.integers(0, 20))

@@ -10,7 +10,7 @@ from kit.waits import in_threads
 
 from torchpipe_py import DecodeError, pipe
 
-THREADS, CALLS = 64, 250
+THREADS, CALLS = 32, 60
 
 
 def test_no_answer_is_ever_lost_or_mistaken(classifier: str) -> None:

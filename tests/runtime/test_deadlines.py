@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import Any
 
 import pytest
@@ -27,27 +28,11 @@ def test_a_met_deadline_changes_the_dict_as_without(register: Register) -> None:
 
     outcomes = []
     with pipe({"a": {"next": "b"}, "b": {"backend": register(Rename)}}) as p:
-        for timeout in (None, WAIT):
+        for timeout in (None, WAIT, inf):
             data = {"data": 1, "dropped": 1, "changed": "old", "mine": 1, "error": "stale"}
             p(data, timeout=timeout)
             outcomes.append(data)
-    assert outcomes == [{"data": 1, "changed": "new", "mine": 1, "result": 1}] * 2
-
-
-def test_missed_in_the_queue(register: Register) -> None:
-    gate = Gate()
-    data: Data = {"data": "late", "mine": 1}
-    with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": "running"})
-        with pytest.raises(DeadlineExceeded, match=f"not finished within {SOON} s") as caught:
-            p(data, timeout=SOON)
-        assert isinstance(caught.value, TimeoutError)
-        assert p.stats()["inflight"] == 1
-        gate.open()
-        outcome(running)
-        p({"data": "last"})
-    assert gate.batches == [["running"], ["last"]]
-    assert data == {"data": "late", "mine": 1}
+    assert outcomes == [{"data": 1, "changed": "new", "mine": 1, "result": 1}] * 3
 
 
 def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
@@ -56,8 +41,9 @@ def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
     timeout = 0.1
     with pipe({"a": {"backend": register(gate.backend), "next": "b"}, "b": {}}) as p, gate:
         while not gate.batches:  # on a busy machine the time may be over before it is run
-            with pytest.raises(DeadlineExceeded):
+            with pytest.raises(TimeoutError, match=f"not finished within {timeout} s|passed while queued") as caught:
                 p(data, timeout=timeout)
+            assert type(caught.value) is DeadlineExceeded
             timeout *= 2
         gate.wait_entered()
         gate.open()
@@ -94,13 +80,6 @@ def test_no_time_at_all() -> None:
             with pytest.raises(DeadlineExceeded):
                 p(data, timeout=timeout)
     assert data == {"data": 1}
-
-
-def test_all_the_time_there_is() -> None:
-    data = {"data": 1}
-    with pipe({"backend": "Identity"}) as p:
-        p(data, timeout=float("inf"))
-    assert data == {"data": 1, "result": 1}
 
 
 def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> None:

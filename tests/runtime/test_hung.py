@@ -32,8 +32,7 @@ def test_the_figures_tell_how_long_the_oldest_batch_runs(register: Register, mos
         gate.open()
         outcome(first)
         outcome(second)
-        while node_of(p)["busy"]:
-            pass
+        eventually(lambda: not node_of(p)["busy"])
         assert node_of(p)["oldest_batch_s"] == 0.0
     assert node_of(p)["alive"] == 0
 
@@ -75,11 +74,9 @@ ENDS = {
     "in C": "p = pipe(config); call(p, 'pause')",
     "closed": "p = pipe(config); call(p); assert p.close() is False; del p",
     "with": "with pipe(config) as p: call(p)",
-    "submitted": "p = pipe(config); p.submit({'data': 'sleep'}); entered.wait(); print('given up')",
     "dropped": "def main():\n    p = pipe(config); p.submit({'data': 'sleep'}); entered.wait()\n"
     "main(); print('given up')",
     "an exception": "p = pipe(config)\ncall(p)\nraise ValueError('mine')",
-    "two pipes": "p, q = pipe(config), pipe(config); call(p); call(q)",
     "a forked child": "p = pipe(config); call(p)\nif os.fork():\n    assert os.wait()[1] == 0",
 }
 
@@ -89,25 +86,7 @@ def test_a_hung_backend_lets_the_interpreter_exit(end: str) -> None:
     ended = run_python(HUNG + ENDS[end])
     assert ended.returncode == (1 if end == "an exception" else 0), ended.stderr
     assert "given up" in ended.stdout
-    assert ended.stderr.count(NOT_RETURNED) == (2 if end == "two pipes" else 1), ended.stderr
-
-
-def test_close_waits_for_what_somebody_waits_for(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", 0.0)
-    gate = Gate()
-    with gate:
-        p = pipe({"backend": register(gate.backend)})
-        waited_for = gate.hold(p, {"data": 1})
-        closed: list[bool] = []
-        closer = threading.Thread(target=lambda: closed.append(p.close()))
-        closer.start()
-        closer.join(0.3)
-        assert closer.is_alive()
-        monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", WAIT)  # what returns now may take its time
-        gate.open()
-        assert outcome(waited_for)["result"] == 1
-        closer.join(WAIT)
-        assert closed == [True]
+    assert ended.stderr.count(NOT_RETURNED) == 1, ended.stderr
 
 
 @pytest.mark.parametrize("given_up", ["cancelled", "past its deadline"])

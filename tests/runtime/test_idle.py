@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from conftest import Register
+from kit.backends import EchoFour
 from kit.waits import WAIT, eventually
 
-from torchpipe_py import ItemBackend, PipeClosed, pipe
+from torchpipe_py import PipeClosed, pipe
 from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
 
 
@@ -81,7 +82,7 @@ def test_a_leader_that_is_woken_before_it_waits_does_not_wait() -> None:
 def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
     queue: deque[int] = deque()
     idle = Leadership(queue, (), ()) if leaders else IdleStack(queue)
-    total, taken = 20_000, deque[int]()
+    total, taken = 5_000, deque[int]()
     done = threading.Event()
 
     def take() -> None:
@@ -122,17 +123,8 @@ def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
 def test_closing_beside_a_leader_that_collects(register: Register) -> None:
     """No thread may end with an exception (pytest would report it), and every call gets its answer."""
 
-    class Four(ItemBackend):
-        """Result is data; takes batches."""
-
-        def max(self) -> int:
-            return 4
-
-        def forward_item(self, item: dict[str, Any]) -> None:
-            item["result"] = item["data"]
-
-    name = register(Four)
-    for _ in range(40):
+    name = register(EchoFour)
+    for _ in range(15):
         run = pipe({"backend": name, "instance_num": 3, "batching_timeout": 1})
         answers: deque[str] = deque()
 

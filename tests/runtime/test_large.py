@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import Register
 from kit.backends import Gate
-from kit.waits import error_of, outcome
+from kit.waits import error_of, eventually, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, pipe
 from torchpipe_py.backends.image.memory import DECODING
@@ -32,8 +32,7 @@ def gate() -> Gate:
     return gate
 
 
-@pytest.mark.parametrize("form", ["{}", "S[{},Identity]", "Torch[{}]"])
-@pytest.mark.parametrize("instances", [2, 3])
+@pytest.mark.parametrize(("form", "instances"), [("{}", 3), ("S[{},Identity]", 2), ("Torch[{}]", 2)])
 def test_one_instance_is_kept_for_the_others(register: Register, gate: Gate, instances: int, form: str) -> None:
     if form.startswith("Torch"):
         pytest.importorskip("torch")
@@ -57,8 +56,7 @@ def test_those_that_are_over_keep_nobody_waiting(register: Register, gate: Gate)
         late = p.submit({"data": "large 1"}, timeout=0.05)
         deadline = perf_counter() + 0.05  # no sooner than that of the request
         last = p.submit({"data": "large 2"})
-        while perf_counter() < deadline:
-            pass
+        eventually(lambda: perf_counter() > deadline)
         gate.open()
         assert isinstance(error_of(late), DeadlineExceeded)
         assert outcome(first)["result"] == "large 0"
@@ -80,8 +78,7 @@ def test_closing_ends_those_that_wait(register: Register, gate: Gate) -> None:
     with gate:
         first = gate.hold(p, {"data": "large 0"})
         waiting = p.submit({"data": "large 1"})
-        while p.stats()["nodes"]["node"]["busy"] > 1 or not p.stats()["nodes"]["node"]["queued"]:
-            pass
+        eventually(lambda: (node := p.stats()["nodes"]["node"])["busy"] == 1 and node["queued"])
         waiting.add_done_callback(lambda _: gate.open())
         p.close()
     assert isinstance(error_of(waiting), PipeClosed)

@@ -2,107 +2,40 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from itertools import chain
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from conftest import Register
-from kit.waits import WAIT
+from kit.backends import Gate
+from kit.waits import outcome
 
-from torchpipe_py import Backend, InvalidRequest, Overloaded, pipe
+from torchpipe_py import InvalidRequest, Overloaded, pipe
 from torchpipe_py.runtime.admission import ComputeTimes
 from torchpipe_py.runtime.batching import BatchQueue
 from torchpipe_py.runtime.node import RequestQueue
 from torchpipe_py.runtime.request import Request, nobody_waits
 
 
-class Gated(Backend):
-    """Notes what it runs, once the gate is open."""
-
-    gate, started = threading.Event(), threading.Event()
-    ran: ClassVar[list[list[Any]]] = []
-
-    def forward(self, items: list[dict[str, Any]]) -> None:
-        self.started.set()
-        assert self.gate.wait(WAIT)
-        self.ran.append([item["data"] for item in items])
-        for item in items:
-            item["result"] = item["data"]
-
-
-class GatedOne(Gated):
-    def max(self) -> int:
-        return 1
-
-
-class GatedThree(Gated):
-    def max(self) -> int:
-        return 3
-
-
-@pytest.fixture(params=[GatedOne, GatedThree])
-def run(request: pytest.FixtureRequest, register: Register) -> Iterator[pipe]:
-    """A pipe whose only instance is kept busy until the gate is open."""
-    Gated.gate.clear()
-    Gated.started.clear()
-    Gated.ran.clear()
-    with pipe({"backend": register(request.param), "max_inflight": 8}) as built:
-        busy = built.submit({"data": "busy"})
-        assert Gated.started.wait(WAIT)
-        yield built
-        Gated.gate.set()
-        busy.result(WAIT)
-
-
-def submit(run: pipe, data: str, priority: int) -> Future[Any]:
-    return run.submit({"data": data, "priority": priority})
-
-
-def test_takes_normal_requests_first(run: pipe) -> None:
-    futures = [submit(run, *each) for each in (("l1", 1), ("l2", 1), ("n1", 0), ("n2", 0))]
-    Gated.gate.set()
-    assert [future.result(WAIT)["result"] for future in futures] == ["l1", "l2", "n1", "n2"]
-    assert list(chain(*Gated.ran[1:])) == ["n1", "n2", "l1", "l2"]
-    if run.max() == 3:
-        assert Gated.ran[1:] == [["n1", "n2", "l1"], ["l2"]]
-
-
-def test_low_priority_gets_half_of_the_bound(run: pipe) -> None:
-    futures = [submit(run, f"l{index}", 1) for index in range(3)]
-    with pytest.raises(Overloaded, match="half of max_inflight = 8"):
-        submit(run, "l4", 1)
-    futures += [submit(run, f"n{index}", 0) for index in range(4)]
-    with pytest.raises(Overloaded, match="max_inflight = 8"):
-        submit(run, "n5", 0)
-    Gated.gate.set()
-    for future in futures:
-        future.result(WAIT)
+def test_low_priority_gets_half_of_the_bound(register: Register) -> None:
+    """Of what may be in flight; ``test_contract`` shows that normal requests are taken first."""
+    gate = Gate()
+    with pipe({"backend": register(gate.backend), "max_inflight": 8}) as run, gate:
+        futures = [run.submit({"data": index, "priority": priority}) for index, priority in enumerate([0, 1, 1, 1])]
+        with pytest.raises(Overloaded, match="half of max_inflight = 8"):
+            run.submit({"data": 1, "priority": 1})
+        futures += [run.submit({"data": index, "priority": 0}) for index in range(4)]
+        with pytest.raises(Overloaded, match="max_inflight = 8"):
+            run.submit({"data": 1, "priority": 0})
+        gate.open()
+        for future in futures:
+            outcome(future)
 
 
 @pytest.mark.parametrize("priority", [2, -1, True, "low", None, 0.5])
-def test_refuses_other_priorities(run: pipe, priority: Any) -> None:
-    with pytest.raises(InvalidRequest, match="'priority': expected 0"):
+def test_refuses_other_priorities(priority: Any) -> None:
+    with pipe({"backend": "Identity"}) as run, pytest.raises(InvalidRequest, match="'priority': expected 0"):
         run.submit({"data": 1, "priority": priority})
-
-
-def test_closing_fails_what_waits_with_low_priority(register: Register) -> None:
-    Gated.gate.clear()
-    Gated.started.clear()
-    with pipe({"backend": register(GatedOne)}) as built:
-        busy = built.submit({"data": "busy"})
-        assert Gated.started.wait(WAIT)
-        low = submit(built, "low", 1)
-        assert built.stats()["nodes"]["node"]["queued"] == 1
-        closer = threading.Thread(target=built.close)
-        closer.start()
-        assert "closed" in str(low.exception(WAIT))
-        Gated.gate.set()
-        closer.join(WAIT)
-        busy.exception(WAIT)
 
 
 def waiting(data: str, priority: int, arrived: float) -> Request:

@@ -116,7 +116,7 @@ def comparable(data: Data) -> Data:
     }
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(nodes=graphs(), context=st.booleans())
 def test_random_graphs(register: Register, nodes: dict[str, dict[str, Any]], context: bool) -> None:
     seen: dict[tuple[Any, str], Data] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kept_spans import KeptSpans
-from kit.backends import Gate
+from kit.backends import Company, Gate
 from kit.waits import WAIT, outcome
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
@@ -68,21 +68,9 @@ def test_a_call_is_a_child_of_the_span_that_is_current(memory: KeptSpans) -> Non
 
 
 def test_the_phases_of_a_batch(register: Register, memory: KeptSpans) -> None:
-    slow = Gate(blocks=lambda data: data == "slow")
-    four = Gate(most=4, blocks=lambda data: False)
-    nodes = {
-        "first": {"backend": register(slow.backend), "instance_num": 2, "next": "second"},
-        "second": {"backend": register(four.backend), "batching_timeout": 60_000},
-    }
-    with instrumented(nodes, memory) as run, slow:
-        futures = [run.submit({"data": "slow"})]
-        slow.wait_entered()
-        four.arrived.clear()
-        futures.append(run.submit({"data": "quick"}))
-        assert four.arrived.wait(30)
-        slow.open()
-        for future in futures:
-            outcome(future)
+    company = Company(register)
+    with instrumented(company.nodes, memory) as run:
+        company.meet(run)
     waits = memory.named("second: batch wait")
     computed = memory.named("second: compute")
     assert len(computed) == 2
@@ -92,14 +80,20 @@ def test_the_phases_of_a_batch(register: Register, memory: KeptSpans) -> None:
     assert {link.context.trace_id for span in computed for link in span.links} == memory.traces
 
 
-def test_elements_branches_and_jumps(memory: KeptSpans) -> None:
+def test_elements_branches_jumps_and_spans_of_a_backend(register: Register, memory: KeptSpans) -> None:
+    class Looks:
+        def forward(self, items: list[Data]) -> None:
+            with trace.get_tracer("own", tracer_provider=memory.provider).start_as_current_span("look"):
+                for item in items:
+                    item["result"] = item["data"]
+
     nodes = {
         "a": {"next": "b,c"},
         "b": {"backend": "Jump", "jump": "f", "next": "d"},
         "c": {"backend": "MapReduce", "jump": "e", "next": "d"},
         "d": {"map": "b[result:data],c[result:other]"},
         "e": {},
-        "f": {},
+        "f": {"backend": register(Looks)},
     }
     with instrumented(nodes, memory) as run:
         run({"data": [1, 2], "node_name": "a"})
@@ -111,35 +105,13 @@ def test_elements_branches_and_jumps(memory: KeptSpans) -> None:
             *2 * ["e > e: compute"],
             "b: compute > f",
             "f > f: compute",
+            "f: compute > look",
         ]
     )
     ends = {span.context.span_id: span.end_time or 0 for span in memory.spans if span.context}
     assert all((span.end_time or 0) <= ends[span.parent.span_id] for span in memory.spans if span.parent)
     assert sorted((span.attributes or {})["torchpipe.element"] for span in memory.named("e")) == [0, 1]
     assert len(memory.traces) == 1
-
-
-def test_a_backend_adds_spans_inside_an_element(register: Register, memory: KeptSpans) -> None:
-    class Looks:
-        def forward(self, items: list[Data]) -> None:
-            with trace.get_tracer("own", tracer_provider=memory.provider).start_as_current_span("look"):
-                for item in items:
-                    item["result"] = item["data"]
-
-    nodes = {"all": {"backend": "MapReduce", "jump": "each"}, "each": {"backend": f"S[{register(Looks)}]"}}
-    with instrumented(nodes, memory) as run:
-        run({"data": [1], "node_name": "all"})
-    assert memory.tree() == sorted(
-        [
-            "root > pipe all",
-            "pipe all > all: compute",
-            "all: compute > each",
-            "each > each: compute",
-            "each: compute > look",
-        ]
-    )
-    for span in memory.spans:
-        assert span.end_time is not None
 
 
 def test_errors_have_their_code_at_the_node_and_at_the_request(register: Register, memory: KeptSpans) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import Register
+from kit.backends import Echo, EchoFour
 from kit.waits import WAIT, all_idle, error_of, outcome
 
-from torchpipe_py import Backend, BackendError, Registry, Status, pipe
+from torchpipe_py import BackendError, Registry, Status, pipe
 from torchpipe_py.errors import MESSAGE_LIMIT, Failure, describe, first_line, message_of
 
 Data = dict[str, Any]
@@ -63,22 +64,14 @@ def test_a_message_is_cut_where_it_is_too_long() -> None:
     assert describe(ValueError("short")) == "ValueError: short"
 
 
-@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("backend", [Echo, EchoFour])
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_a_backend_raises_fails_its_request_only(register: Register, most: int, name: str) -> None:
-    error = ERRORS[name]
-
-    class Raises(Backend):
-        """Raises for what is no number."""
-
-        def forward(self, items: list[Data]) -> None:
-            for item in items:
-                if item["data"] == "bad":
-                    raise error
-                item["result"] = item["data"]
-
-        def max(self) -> int:
-            return most
+def test_what_a_backend_raises_fails_its_request_only(register: Register, backend: Any, name: str) -> None:
+    class Raises(backend):
+        def forward_item(self, item: Data) -> None:
+            if item["data"] == "bad":
+                raise ERRORS[name]
+            super().forward_item(item)
 
     with pipe({"node": {"backend": register(Raises), "batching_timeout": 50}}) as p:
         for _ in range(3):
@@ -97,20 +90,11 @@ def test_what_a_backend_raises_fails_its_request_only(register: Register, most: 
 def test_what_others_raise_fails_the_request_only(
     register: Register, restored: Registry, where: str, kind: type[BaseException]
 ) -> None:
-    class Batches(Backend):
-        """Result is data."""
-
-        def forward(self, items: list[Data]) -> None:
-            for item in items:
-                item["result"] = item["data"]
-
+    class Batches(EchoFour):
         def batch_key(self, item: Data) -> Any:
             if item["data"] == "batch_key":
                 raise kind
             return super().batch_key(item)
-
-        def max(self) -> int:
-            return 4
 
     def filter_(bad: str) -> Callable[[Data], Status]:
         def decide(data: Data) -> Status:
@@ -145,25 +129,14 @@ def test_what_others_raise_fails_the_request_only(
         all_idle(p)
 
 
-@pytest.mark.parametrize("kind", ["singles", "batches"])
+@pytest.mark.parametrize("backend", [Echo, EchoFour])
 def test_an_exception_in_the_loop_itself_fails_what_the_instance_has(
-    register: Register, monkeypatch: pytest.MonkeyPatch, kind: str
+    register: Register, monkeypatch: pytest.MonkeyPatch, backend: type
 ) -> None:
     """What a recorder of batches raises, say; the instance goes on."""
-
-    class Batches(Backend):
-        """Result is data."""
-
-        def forward(self, items: list[Data]) -> None:
-            for item in items:
-                item["result"] = item["data"]
-
-        def max(self) -> int:
-            return 1 if kind == "singles" else 2
-
-    with pipe({"backend": register(Batches), "instance_num": 2}) as p:
+    with pipe({"backend": register(backend), "instance_num": 2}) as p:
         for instance in p._runtime.instances:
-            monkeypatch.setattr(instance.record, "single" if kind == "singles" else "batch", None)
+            monkeypatch.setattr(instance.record, "single" if backend is Echo else "batch", None)
         errors = [error_of(future) for future in [p.submit({"data": index}) for index in range(4)]]
         assert [type(error) for error in errors] == [BackendError] * 4
         monkeypatch.undo()
