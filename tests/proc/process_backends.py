@@ -53,6 +53,9 @@ class Obedient(Backend):
     def raise_stubborn(self, item: Data) -> None:
         raise StubbornError("two", "parts")
 
+    def raise_long(self, item: Data) -> None:
+        raise ValueError("x" * 2**20)
+
     def give_lambda(self, item: Data) -> None:
         item["answer"] = lambda: 1
 
@@ -62,7 +65,7 @@ class Obedient(Backend):
     def edit(self, item: Data) -> None:
         del item["removed"]
         item["changed"] += 1
-        item["array"][0] = 7
+        item["array"] = item["array"] + [7, 0]
         item["added"] = item["same"]
         item.pop("data")
 

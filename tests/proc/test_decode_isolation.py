@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import Register, picture
-from kit.waits import PROGRAM_WAIT, WAIT
+from kit.waits import PROGRAM_WAIT, WAIT, eventually
 
 from torchpipe_py import BackendError, ConfigError, DecodeError, WorkerDied, pipe
 from torchpipe_py.plan.build import plan_pipeline
@@ -113,26 +112,18 @@ def test_a_decoder_and_what_follows_it(backend: str, expected: str) -> None:
     assert children == others
 
 
-def test_a_filter_stays_in_front_of_its_decoder() -> None:
+def test_where_isolation_stands() -> None:
+    """A filter stays in front of its decoder; the node's key comes first; limits may stay where it is off."""
     config = {"backend": "S[Identity,(or)DecodeMat,ResizeMat]", "resize_h": 8, "resize_w": 8, **PROCESS}
     (plan,) = plan_pipeline(config).plans["node"].backends
     assert [filter_ is None for filter_ in plan.filters] == [True, False]
     assert plan.children[1].children[0].filters == (None, None)
-
-
-def test_the_key_of_the_node_comes_first() -> None:
-    tables = {"global": PROCESS, "a": {"backend": "DecodeMat", "next": "b"}, "b": {"backend": "DecodeMat"}}
-    tables["b"] |= {"decode_isolation": "none", "map": "a[data:data]"}
-    plans = plan_pipeline(tables).plans
-    assert [plan.backends[0].label for plan in plans.values()] == ["Isolated[DecodeMat]", "DecodeMat"]
-
-
-def test_limits_may_stay_where_isolation_is_off() -> None:
-    config = {"backend": "DecodeMat", "max_seconds": 3, "Isolated::max_memory": 100}
-    (plan,) = plan_pipeline(config).plans["node"].backends
-    assert plan.label == "DecodeMat"
-    (plan,) = plan_pipeline({**config, **PROCESS}).plans["node"].backends
-    assert plan.params == {"max_seconds": 3.0, "max_memory": 100}
+    limits = {"max_seconds": 3, "Isolated::max_memory": 100}
+    tables = {"global": PROCESS, "a": {"backend": "DecodeMat", "next": "b", **limits}, "b": {"backend": "DecodeMat"}}
+    tables["b"] |= {"decode_isolation": "none", "map": "a[data:data]", **limits}
+    a, b = (plan.backends[0] for plan in plan_pipeline(tables).plans.values())
+    assert (a.label, b.label) == ("Isolated[DecodeMat]", "DecodeMat")
+    assert a.params == {"max_seconds": 3.0, "max_memory": 100}
 
 
 @pytest.mark.parametrize(
@@ -155,24 +146,19 @@ def test_isolation_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "no backend says that it decodes" in caplog.text
 
 
-def test_results_are_those_without_isolation(jpeg: bytes) -> None:
+@pytest.mark.parametrize("backend", ["DecodeMat,ResizeMat,cvtColorMat", "DecodeMat,ResizeMat,CropMat,cvtColorMat"])
+def test_results_are_those_of_the_backends_in_this_process(jpeg: bytes, backend: str) -> None:
     """Also the color that a backend behind the decoder's process prefers reaches the decoder."""
-    import cv2
-
     png = cv2.imencode(".png", picture(20, 30)[:, :, 0])[1].tobytes()
-    backends = ("S[DecodeMat,ResizeMat,cvtColorMat]", "S[DecodeMat,ResizeMat,CropMat,cvtColorMat]")
-    params = {"resize_h": 24, "resize_w": 32, "color": "rgb", "DecodeMat::color": "bgr"}
-    for backend in backends:
-        outcomes: list[list[Data]] = []
-        for isolation in ("none", "process"):
-            with pipe({"backend": backend, **params, "decode_isolation": isolation}) as p:
-                outcomes.append([ask(p, data, box=[1, 2, 9, 9]) for data in (jpeg, png, b"no image", b"")])
-        for here, there in zip(*outcomes, strict=True):
+    backend, params = f"S[{backend}]", {"resize_h": 24, "resize_w": 32, "color": "rgb", "DecodeMat::color": "bgr"}
+    outcomes: list[list[Data]] = []
+    for form in ({"backend": backend}, {"backend": backend, **PROCESS}, {"backend": f"Process[{backend}]"}):
+        with pipe({**form, **params}) as p:
+            outcomes.append([ask(p, data, box=[1, 2, 9, 9]) for data in (jpeg, png, b"no image", b"")])
+    for here, *elsewhere in zip(*outcomes, strict=True):
+        for there in elsewhere:
             assert here.keys() == there.keys()
-            assert (type(here.get("error")), str(here.get("error"))) == (
-                type(there.get("error")),
-                str(there.get("error")),
-            )
+            assert repr(here.get("error")) == repr(there.get("error"))
             assert here.get("color") == there.get("color")
             if "result" in here:
                 np.testing.assert_array_equal(here["result"], there["result"], strict=True)
@@ -199,13 +185,17 @@ def test_a_decoder_that_dies_costs_one_image(hostile: pipe, act: str) -> None:
     assert len(str(items[1]["error"])) < 200
 
 
-def test_a_decoder_that_takes_too_long_costs_one_image(hostile: pipe) -> None:
-    assert said(hostile, "plain") == "'plain'"
-    item = ask_in_haste(hostile, "spin")
+@pytest.mark.parametrize("act", ["spin", "plain"])
+def test_a_decoder_that_takes_too_long_costs_one_image(hostile: pipe, act: str) -> None:
+    pid = int(said(hostile, "pid"))
+    if act == "plain":
+        os.kill(pid, signal.SIGSTOP)
+    item = ask_in_haste(hostile, act)
     assert "result" not in item
     assert isinstance(item["error"], WorkerDied)
     assert "took longer than 0.2 s and was ended" in str(item["error"])
     assert said(hostile, "plain") == "'plain'"
+    wait_dead(pid)
 
 
 def test_memory_is_bounded(hostile: pipe) -> None:
@@ -306,10 +296,7 @@ def parent_of(pid: int) -> psutil.Process:
 
 
 def wait_dead(pid: int) -> None:
-    end = time.monotonic() + WAIT
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,21 +310,11 @@ def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> 
             assert np.array_equal(item["result"], image)
 
 
-def test_a_decoder_killed_while_idle_costs_nothing(hostile: pipe) -> None:
+def test_what_is_killed_while_idle_costs_nothing(hostile: pipe) -> None:
+    """A decoder, and the process that decoders come from."""
     pid = int(said(hostile, "pid"))
     os.kill(pid, signal.SIGKILL)
     assert int(said(hostile, "pid")) != pid
-
-
-def test_a_stopped_decoder_costs_its_request(hostile: pipe) -> None:
-    pid = int(said(hostile, "pid"))
-    os.kill(pid, signal.SIGSTOP)
-    assert "took longer than 0.2 s" in str(ask_in_haste(hostile, "plain")["error"])
-    assert said(hostile, "plain") == "'plain'"
-    wait_dead(pid)
-
-
-def test_the_process_that_decoders_come_from_is_killed(hostile: pipe) -> None:
     pid = int(said(hostile, "pid"))
     parent_of(pid).kill()
     wait_dead(pid)  # or else it would decode on, and nobody could end it

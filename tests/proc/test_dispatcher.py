@@ -19,7 +19,7 @@ import pytest
 from conftest import Register
 from kit.waits import WAIT, error_of, eventually, outcome
 
-from torchpipe_py import BackendError, DeadlineExceeded, ItemBackend, PipeClosed, pipe
+from torchpipe_py import DeadlineExceeded, ItemBackend, PipeClosed, pipe
 from torchpipe_py.proc.link import Link
 from torchpipe_py.proc.pool import AHEAD, Pool
 
@@ -135,6 +135,7 @@ def test_a_callback_may_close_the_pipe(start: Start) -> None:
     p.submit({"data": "x"}).add_done_callback(close)
     assert closed.wait(WAIT)
     eventually(lambda: not p.stats()["nodes"]["node"]["alive"])
+    assert p.stats()["nodes"]["node"]["oldest_batch_s"] == 0.0
 
 
 def test_a_handler_of_a_signal_may_call_the_pipe_while_a_call_is_given_up(start: Start, tmp_path: Path) -> None:
@@ -151,22 +152,15 @@ def test_a_handler_of_a_signal_may_call_the_pipe_while_a_call_is_given_up(start:
     with start(2) as p:
         held = Held(p, tmp_path)
         eventually(lambda: held.pid)
+        before = sys.gettrace()
         sys.settrace(handle)
         try:
             assert held.future.cancel()
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         assert asked
         assert answered == asked
         held.open()
-
-
-def test_a_pipe_that_is_closed_is_at_nothing(start: Start) -> None:
-    p = start()
-    p({"data": "x"})
-    assert p.close()
-    assert p.stats()["nodes"]["node"]["oldest_batch_s"] == 0.0
-    assert not p._runtime.nodes["node"].instances[0].stand_ins
 
 
 def test_a_deadline_that_passes_in_the_queue(start: Start, tmp_path: Path) -> None:
@@ -234,16 +228,3 @@ def test_a_caller_gets_copies(register: Register) -> None:
     with pipe({"backend": f"Process[{register(process_backends.Fill)}]"}) as p:
         p(item := {"data": 1})
     assert not lies_in_a_slot(item["result"])  # type: ignore[arg-type]
-
-
-def test_errors_are_the_backends(start: Start) -> None:
-    with start() as p:
-        with pytest.raises(BackendError, match=r"node 'node': Process\[Single\d+\]: ValueError: no such value"):
-            p({"data": "raise_value_error"})
-        with pytest.raises(BackendError, match="'answer' cannot come back from another process"):
-            p({"data": "give_lambda"})
-        with pytest.raises(BackendError, match="'data' cannot go to another process"):
-            p({"data": threading.Lock()})
-        p(item := {"data": "x"})
-        assert item["result"][2] == "x"  # type: ignore[index]
-        assert p.stats()["nodes"]["node"]["failed"] == 3

@@ -97,21 +97,6 @@ def test_what_waits_behind_another_is_taken_back_once_it_is_written(monkeypatch:
     assert a.pool.pending() == 0
 
 
-def test_a_link_that_is_lost_costs_what_it_had_begun() -> None:
-    a = Asking(2)
-    lost, other = a.ends
-    calls = [a.ask() for _ in range(7)]
-    assert [ends.take() for ends in a.ends] == [2, 2]
-    lost.there.begin(*lost.asked[1])
-    lost.answer()
-    died = WorkerDied("died")
-    a.pool.lose(lost.link, died)
-    for _ in range(5):
-        other.answer()
-        a.take()
-    assert [a.told[call] for call in calls] == [["done"], ["done"], [died], *4 * [["done"]]]
-
-
 @pytest.mark.parametrize("how", ["lost", "not run"])
 def test_a_call_that_is_never_begun_fails_at_last(how: str) -> None:
     a = Asking(0)

@@ -11,7 +11,7 @@ import process_backends
 import pytest
 import torch
 from conftest import Register
-from kit.waits import WAIT
+from kit.waits import WAIT, eventually, outcome
 
 from torchpipe_py import BackendError, WorkerDied, pipe
 from torchpipe_py.proc import backends
@@ -36,20 +36,15 @@ def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type) -> 
 
 
 def test_memory_beyond_the_limit_is_refused(register: Register) -> None:
+    """PyTorch is imported before the limit holds: it maps more than any limit that suits a backend."""
     with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_memory": 64}) as p:
+        p(item := {"data": "plain", "tensor": torch.ones(2)})
+        assert item["tensor"].tolist() == [1, 1]
         p({"data": "allocate", "mebibytes": 16})
         with pytest.raises(BackendError, match="MemoryError"):
             p({"data": "allocate", "mebibytes": 128})
         p(item := {"data": "plain"})
         assert item["result"][2] == "plain"
-
-
-def test_the_first_tensor_is_no_use_of_memory(register: Register) -> None:
-    """PyTorch is imported before the limit holds: it maps more than any limit that suits a backend."""
-    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_memory": 64}) as p:
-        p(item := {"data": "plain", "tensor": torch.ones(2)})
-    assert item["tensor"].tolist() == [1, 1]
-    assert item["result"][2] == "plain"
 
 
 def test_the_start_of_another_process_is_no_batch_that_hangs(register: Register, tmp_path: Path) -> None:
@@ -59,12 +54,11 @@ def test_the_start_of_another_process_is_no_batch_that_hangs(register: Register,
         hold.touch()
         os.kill(item["result"], signal.SIGKILL)
         future = p.submit(other := {"data": 0})
-        while not hold.read_text():
-            pass
+        eventually(hold.read_text)
         node = p.stats()["nodes"]["node"]
         assert (node["busy"], node["oldest_batch_s"]) == (1, 0.0)
         hold.unlink()
-        future.result(60)
+        outcome(future)
     assert other["result"] != item["result"]
 
 
