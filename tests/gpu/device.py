@@ -8,8 +8,7 @@ import io
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,15 +69,6 @@ def forward(backend: Backend, values: list[Any]) -> list[dict[str, Any]]:
     items = [{"data": value} for value in values]
     backend.forward(items)
     return items
-
-
-def in_threads(client: Callable[[int], None], count: int) -> None:
-    """``client(number)`` in ``count`` threads at once, until all are done."""
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def photo(height: int, width: int, seed: int) -> np.ndarray:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from device import backend_of, forward, in_threads, needs_gpu, photo, two_devices
+from device import backend_of, forward, needs_gpu, photo, two_devices
+from kit.waits import in_threads
 
 from torchpipe_py import Backend, ItemBackend, pipe
 
@@ -109,7 +110,7 @@ def test_memory_dropped_on_the_way_is_not_used_again_too_soon(register: Register
                 if not bool((item["result"] == value + 1).all()):
                     wrong.append((value, item["result"].unique().tolist()))
 
-        in_threads(client, 8)
+        in_threads(8, client)
     assert wrong[:3] == []
 
 

@@ -15,7 +15,6 @@ from device import (
     backend_of,
     forward,
     gpu_bytes,
-    in_threads,
     jpeg,
     needs_tensorrt,
     normalised,
@@ -23,6 +22,7 @@ from device import (
     resnet,
     work_dir,
 )
+from kit.waits import in_threads
 from onnx import TensorProto, helper, save
 
 from torchpipe_py import BackendError, ConfigError, pipe, register_postprocessor, registry
@@ -236,7 +236,7 @@ def test_eight_threads_two_thousand_calls_each(resnet18: str) -> None:
                         wrong.append(f"{index}: {item.get('result')} for {expected[index]}")
                 position += count
 
-        in_threads(client, 8)
+        in_threads(8, client)
         assert wrong[:5] == []
         sizes_seen = run.stats()["nodes"]["model"]["batch_sizes"]
     assert len(sizes_seen) > 3, "batches of several sizes were run"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from device import decoders, jpeg, needs_gpu, needs_torchvision, photo, two_devices
 from torch.utils.data import DataLoader
+from training_data import same, taken, write_images
 
 from torchpipe_py import pipe
 from torchpipe_py.training import (
@@ -49,16 +50,10 @@ def config(instances: int = 1, decoder: str = "torchvision") -> dict[str, Any]:
 @pytest.fixture
 def dataset(tmp_path: Path) -> ImageFiles:
     """JPEGs of several sizes, three classes."""
-    return write(tmp_path, [jpeg(photo(90 + number % 4, 120 - number % 5, number)) for number in range(COUNT)])
-
-
-def write(folder: Path, images: list[bytes]) -> ImageFiles:
-    samples = []
-    for number, encoded in enumerate(images):
-        path = folder / f"{number:02d}.jpg"
-        path.write_bytes(encoded)
-        samples.append((str(path), number % 3))
-    return ImageFiles(samples)
+    files = write_images(tmp_path, COUNT)
+    for number, (path, _) in enumerate(files.samples):
+        Path(path).write_bytes(jpeg(photo(90 + number % 4, 120 - number % 5, number)))
+    return files
 
 
 def wrapped(
@@ -72,16 +67,6 @@ def wrapped(
 ) -> TorchpipeLoader:
     loader = DataLoader(dataset, batch_size=4, shuffle=shuffle, num_workers=workers)
     return wrap_dataloader_torchpipe(more.pop("kind", "single"), loader, config(instances, decoder), **more)
-
-
-def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
-    return [(one.images.cpu(), one.labels.tolist(), one.indices.tolist(), one.mask.tolist()) for one in loader]
-
-
-def same(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
-    return len(one) == len(other) and all(
-        torch.equal(left[0], right[0]) and left[1:] == right[1:] for left, right in zip(one, other, strict=True)
-    )
 
 
 class Noise:
@@ -176,7 +161,7 @@ def test_bad_samples(dataset: ImageFiles, tmp_path: Path) -> None:
     with wrapped(dataset, bad_samples="mask") as loader:
         batches = taken(loader)
         masked = [
-            index for _, _, indices, mask in batches for index, good in zip(indices, mask, strict=True) if not good
+            index for _, _, indices, mask, _ in batches for index, good in zip(indices, mask, strict=True) if not good
         ]
         assert masked == [5, 9]
         assert all(float(images.sum()) == 0.0 for images in (batches[1][0][1], batches[2][0][1]))

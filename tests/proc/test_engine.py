@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from engines import Watcher, Worker, engine_of, link, workers_of
+from engines import Worker, engine_of, link, workers_of
 from kit.backends import Gate
 from kit.waits import WAIT, error_of, eventually, in_threads, outcome
 
@@ -30,7 +30,7 @@ from torchpipe_py import pipe as plain_pipe
 from torchpipe_py.errors import EngineUnavailable
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc import client
-from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
+from torchpipe_py.proc.engine import EngineClient, EngineServer
 from torchpipe_py.proc.link import MOST_SLOTS, Link
 
 Data = dict[str, Any]
@@ -162,19 +162,6 @@ def test_the_first_request_of_a_node_is_taken_while_another_computes(
         assert outcome(worker.pipe.submit({"data": 2, "node_name": "b"}))["result"] == 2
         gate.open()
         outcome(held)
-
-
-def test_more_requests_than_there_are_slots(register: Register) -> None:
-    gate = Gate(64)
-    with workers_of(shared(register(gate.backend))) as (worker,), gate:
-        held = gate.hold(worker.pipe, {"data": -1})
-        futures = [worker.pipe.submit({"data": number}) for number in range(500)]
-        eventually(lambda: queued(worker.server) == MOST_SLOTS - 1)
-        assert worker.engine.pending() == 501
-        gate.open()
-        assert [outcome(future)["result"] for future in (held, *futures)] == [-1, *range(500)]
-        assert worker.engine.pending() == 0
-    assert Counter(data for batch in gate.batches for data in batch) == Counter(range(-1, 500))
 
 
 # -- requests that end before their turn -----------------------------------------------------------------------------
@@ -415,24 +402,6 @@ def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
         engine.close()
     line = f"there is no link to the engine process: OSError: [Errno {number}] {os.strerror(number)}"
     assert [record.getMessage() for record in caplog.records] == [line]
-
-
-def test_a_worker_starts_with_the_first_engine_that_tells_what_it_runs() -> None:
-    config = shared("Identity")
-    with engine_of(config) as server:
-        watcher = Watcher()
-        engine = EngineClient(watcher.watch)
-        for _ in range(3):
-            ours, theirs = socket.socketpair()
-            ours.close()
-            assert not engine.meet(theirs)
-        ours, theirs = socket.socketpair()
-        server.attach(ours)
-        assert engine.meet(theirs)
-        with pipe_of_worker(plan_pipeline(config), engine) as p:
-            assert p({"data": 1})["result"] == 1
-        engine.close()
-        watcher.close()
 
 
 FORK = """

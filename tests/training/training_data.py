@@ -87,7 +87,7 @@ def wrapped(
 def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
     """What is left of the epoch, with all that must be equal."""
     return [
-        (batch.images.clone(), batch.labels.tolist(), batch.indices.tolist(), batch.mask.tolist(), batch.on_cpu)
+        (batch.images.cpu().clone(), batch.labels.tolist(), batch.indices.tolist(), batch.mask.tolist(), batch.on_cpu)
         for batch in loader
     ]
 
