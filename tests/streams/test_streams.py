@@ -357,7 +357,8 @@ def test_says_which_frames_are_due(video):
     with bright() as run:
         streams = Streams(run, in_flight=2)
         streams.close()  # so that nothing takes a frame
-        stream = Stream(read_stream("a", {"source": str(video)}, Place("streams")), streams._changed)
+        read = read_stream("a", {"source": str(video)}, Place("streams"))
+        stream = Stream(read, streams._lock, streams._has_work, streams._has_result)
         streams._streams["a"] = stream
         assert not streams._is_due(-1, 1)
         for seen in (time.monotonic() - 0.5, time.monotonic()):

@@ -41,11 +41,17 @@ class Waiting(NamedTuple):
 class Stream:
     """Reads a stream on a thread of its own and keeps the frames that are wanted.
 
-    ``changed`` is the condition of all streams of a ``Streams``: its lock guards what is read outside this thread, and
-    it is notified when a frame comes or the stream ends.
+    ``lock`` is that of all streams of a ``Streams``, and guards what is read outside this thread. ``has_frame`` and
+    ``has_ended``, conditions of it, are notified when a frame comes and when the stream ends.
     """
 
-    def __init__(self, options: StreamOptions, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        options: StreamOptions,
+        lock: threading.RLock,
+        has_frame: threading.Condition,
+        has_ended: threading.Condition,
+    ) -> None:
         self.options = options
         self.state = "connecting"
         """``connecting``, ``playing``, ``waiting`` (for the next attempt), ``blocked``, ``ended`` or ``failed``."""
@@ -55,9 +61,10 @@ class Stream:
         """Its share of the pipe so far, divided by its weight."""
         self.counts = dict.fromkeys(("decoded", "skipped", "dropped", "stale", "results", "errors", "reconnects"), 0)
         self.last_error = ""
-        self._changed = changed
         self.due = float("inf")
         """Seconds of ``time.monotonic``: when the next frame is wanted that comes by a clock, by the last two."""
+        self._lock, self._has_frame, self._has_ended = lock, has_frame, has_ended
+        self._has_room = threading.Condition(lock)
         self._dropped_before = 0
         self._last_seen = float("-inf")
         self._next_pts: float | None = None
@@ -80,7 +87,8 @@ class Stream:
         self._stop.set()
         self.waiting.clear()
         self.state = "ended"
-        self._changed.notify_all()
+        self._has_room.notify_all()
+        self._has_ended.notify_all()
 
     def join(self, until: float) -> None:
         """Wait for its thread, no longer than ``until`` in seconds of ``time.monotonic``."""
@@ -95,7 +103,7 @@ class Stream:
     def take(self) -> Waiting:
         """The oldest frame that waits; under the lock."""
         waiting = self.waiting.popleft()
-        self._changed.notify_all()  # a thread may wait for room
+        self._has_room.notify_all()
         return waiting
 
     def drop(self, waiting: Waiting, why: str) -> None:
@@ -142,7 +150,7 @@ class Stream:
         while not stop.is_set():
             decoded = self.counts["decoded"]
             error = self._read_once(stop)
-            with self._changed:
+            with self._lock:
                 if stop.is_set():
                     return
                 self._overdue_at = float("inf")
@@ -162,7 +170,7 @@ class Stream:
                 self._note("waiting", f"{text}; opening it again in {pause:.1f} s")
             if stop.wait(pause):
                 return
-            with self._changed:
+            with self._lock:
                 self.counts["reconnects"] += 1
                 self._overdue_at = monotonic() + self.options.timeout + _GRACE
 
@@ -194,7 +202,7 @@ class Stream:
     def _offer(self, picture: Picture, seen: float, stop: threading.Event) -> None:
         """Let a frame wait, in the place of an older one or until there is room."""
         keep = self.options.keep
-        with self._changed:
+        with self._lock:
             if stop.is_set():
                 return
             self._pause = FIRST_PAUSE
@@ -209,7 +217,7 @@ class Stream:
             if keep == ALL:
                 self._overdue_at = float("inf")
                 while len(self.waiting) >= AHEAD and not stop.is_set():
-                    self._changed.wait()
+                    self._has_room.wait()
             else:
                 while len(self.waiting) >= (1 if keep == LATEST else int(keep)):
                     self.drop(self.waiting.popleft(), "dropped")
@@ -220,7 +228,7 @@ class Stream:
             self.waiting.append(Waiting(picture, number, seen, self._dropped_before))
             self._dropped_before = 0
             self._overdue_at = monotonic() + self.options.timeout + _GRACE
-            self._changed.notify_all()
+            self._has_frame.notify()
 
     def _is_due(self, pts: float | None) -> bool:
         """Whether ``fps`` lets a frame of that time through."""
@@ -244,4 +252,4 @@ class Stream:
                 log("stream %r: %s%s", self.options.name, state, problem and f": {problem}")
         self.state = state
         if state in ("ended", "failed"):
-            self._changed.notify_all()
+            self._has_ended.notify_all()

@@ -18,7 +18,7 @@ from torchpipe_py.errors import ConfigError, NoResult, PipeClosed, describe
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.config import Place
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.streams.config import ALL, read_stream, read_streams
+from torchpipe_py.streams.config import ALL, StreamOptions, read_stream, read_streams
 from torchpipe_py.streams.stream import Stream, Waiting
 from torchpipe_py.wire.json_values import json_line, to_json
 
@@ -96,7 +96,9 @@ class Streams:
         in_flight: int | None = None,
     ) -> None:
         self._run = run
-        self._changed = threading.Condition()
+        # NOTE: a condition for each that waits: a frame wakes the feeder alone, a result who iterates.
+        self._lock = threading.RLock()
+        self._has_work, self._has_result = threading.Condition(self._lock), threading.Condition(self._lock)
         self._streams: dict[str, Stream] = {}
         self._removed: set[Stream] = set()
         self._order: dict[Stream, deque[Frame]] = {}
@@ -107,9 +109,9 @@ class Streams:
         stats = run.stats()
         most = in_flight or 1 + max(node["instances"] * node["max"] for node in stats["nodes"].values())
         self._most = min(most, stats["max_inflight"])
-        with self._changed:
+        with self._lock:
             for options in read_streams(streams) if streams else ():
-                self._start(Stream(options, self._changed))
+                self._start(options)
         self._feeder = threading.Thread(target=self._expect_and_feed, name="torchpipe-streams", daemon=True)
         self._feeder.start()
 
@@ -119,17 +121,17 @@ class Streams:
         A relative file is looked for in the working directory, then ``beside`` that file, which messages name.
         """
         read = read_stream(name, options, Place(os.fspath(beside)))
-        with self._changed:
+        with self._lock:
             if name in self._streams:
                 raise ConfigError(f"there is a stream {name!r} already")
-            self._start(Stream(read, self._changed))
+            self._start(read)
 
     def remove(self, name: str, wait: bool = True) -> None:
         """Read a stream no further; results of what is in the pipe still come. ``KeyError`` if there is none.
 
         ``wait`` for the read that is under way to return, for two seconds at most.
         """
-        with self._changed:
+        with self._lock:
             stream = self._streams.pop(name)
             stream.stop()
             if stream.in_flight:
@@ -141,17 +143,18 @@ class Streams:
 
     def stats(self) -> dict[str, Any]:
         """Of each stream: its state, frames by what became of them, attempts to connect, the last error."""
-        with self._changed:
+        with self._lock:
             return {name: stream.stats() for name, stream in self._streams.items()}
 
     def close(self) -> None:
         """Stop every stream; what is in the pipe is finished, and not yielded. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
             streams = [*self._streams.values(), *self._removed]
             for stream in streams:
                 stream.stop()
-            self._changed.notify_all()
+            self._has_work.notify_all()
+            self._has_result.notify_all()
         self._feeder.join()
         until = monotonic() + CLOSE_SECONDS
         for stream in streams:
@@ -170,18 +173,19 @@ class Streams:
 
     def __next__(self) -> Frame:
         """The next frame that is finished; waits for it."""
-        with self._changed:
+        with self._lock:
             while self._is_closing or not self._finished:
                 if self._is_closing or (not self._under_way and all(each.is_over for each in self._streams.values())):
                     raise StopIteration
-                self._changed.wait()
+                self._has_result.wait()
             frame = self._finished.popleft()
-            self._changed.notify_all()
+            self._has_work.notify()
             return frame
 
     # -- the way of a frame ---------------------------------------------------------------------------------------
 
-    def _start(self, stream: Stream) -> None:
+    def _start(self, options: StreamOptions) -> None:
+        stream = Stream(options, self._lock, self._has_work, self._has_result)
         stream.used = self._used
         self._streams[stream.options.name] = stream
         stream.start()
@@ -203,10 +207,10 @@ class Streams:
     def _feed(self) -> None:
         """Take the next frame whenever there is room; the loop of the feeder's thread."""
         while True:
-            with self._changed:
+            with self._lock:
                 self._look_after()
                 while (stream := self._next()) is None and not self._is_closing:
-                    self._changed.wait(_LOOK_SECONDS)
+                    self._has_work.wait(_LOOK_SECONDS)
                     self._look_after()
                 if stream is None:
                     return
@@ -214,6 +218,7 @@ class Streams:
                 stale_ms = stream.options.stale_ms
                 if stale_ms and 1000 * (monotonic() - waiting.seen) > stale_ms:
                     stream.drop(waiting, "stale")
+                    self._has_result.notify_all()  # it may have been the last frame of all
                     continue
                 self._used = max(self._used, stream.used)
                 stream.used = max(stream.used, self._used) + 1 / stream.options.weight
@@ -257,7 +262,7 @@ class Streams:
                 frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
             self._run.dispatch(frame.data, on_done)
         except PipeClosed as error:
-            with self._changed:
+            with self._lock:
                 self._is_closing = True
                 for each in self._streams.values():
                     each.stop()
@@ -270,7 +275,7 @@ class Streams:
         frame.error = error if error is not None else frame.data.get(TASK_ERROR_KEY)
         frame.result = None if frame.error is not None else frame.data.get(TASK_RESULT_KEY)
         frame.age = monotonic() - frame.seen
-        with self._changed:
+        with self._lock:
             frame.is_done = True
             stream.in_flight -= 1
             self._under_way -= 1
@@ -281,4 +286,5 @@ class Streams:
             if not order and stream in self._removed:
                 self._removed.discard(stream)
                 del self._order[stream]
-            self._changed.notify_all()
+            self._has_work.notify()
+            self._has_result.notify_all()

@@ -20,6 +20,7 @@ from torchpipe_server.wire.http import INVITATION
 logger = logging.getLogger("torchpipe_server")
 
 AHEAD_BYTES = 2**18  # that are read while a request is in work
+PARTS_BYTES = 2**16  # of an answer in parts that the system keeps for a client: more would be old when it is read
 LINGER_SECONDS = 2.0
 ENDED_SECONDS = 1.0  # after a client's last byte, for its answer
 QUEUED_SECONDS = 0.01  # after a client's last byte; what no instance has taken then is not computed
@@ -84,6 +85,7 @@ class Call:
 
     def begin(self, head: bytes) -> None:
         """Write the head of an answer in parts, which ends with the connection: nothing more is read."""
+        self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PARTS_BYTES)
         self.connection.close_when_answered()
         self.write(head)
 

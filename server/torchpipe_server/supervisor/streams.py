@@ -139,7 +139,9 @@ class SharedStreams:
                 min(names.values(), key=len).append(name)
         while len(most := max(names.values(), key=len)) > len(least := min(names.values(), key=len)) + 1:
             least.append(most.pop())
-        self._readers = {name: child for child, each in names.items() for name in each}
+        before, self._readers = self._readers, {name: child for child, each in names.items() for name in each}
+        for name in [name for name in self._asked if self._readers.get(name) is not before.get(name)]:
+            self._answer(name, NoStreamError(503, f"another worker reads {name!r} now"))
         # NOTE: those that only lose some come first: a device can be opened once.
         for child in sorted(names, key=lambda child: bool(set(names[child]) - self._given.get(child, {}).keys())):
             tables = {name: self._tables[name] for name in names[child]}
