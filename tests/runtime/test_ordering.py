@@ -14,7 +14,7 @@ from kit.waits import WAIT
 
 from torchpipe_py import Backend, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, PipeClosed, pipe
 from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.plan.sharing import engine_part
+from torchpipe_py.proc.engine import EngineServer
 from torchpipe_py.runtime.ordering import Order
 from torchpipe_py.runtime.request import Request, nobody_waits
 
@@ -175,4 +175,4 @@ def test_what_cannot_be_ordered_is_refused_when_it_is_built(keys: dict[str, Any]
 def test_several_engine_processes_are_refused() -> None:
     plan = plan_pipeline({"track": {"ordered_by": "camera", "shared": True}}, processes=2)
     with pytest.raises(ConfigError, match="each of 2 engine processes"):
-        engine_part(plan)
+        EngineServer(plan)

@@ -48,11 +48,11 @@ class EngineServer:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._heads = [section.head for section in sections(pipeline)]
+        self._bell = Bell(new_bell())  # before what may raise: ``__del__`` closes it
         self.pipe = pipe(engine_part(pipeline))
         # NOTE: what may keep an array beyond its ``forward`` gets a copy, since the next request comes into the slot.
         self._copies = self.pipe.has_own_code
         self._told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
-        self._bell = Bell(new_bell())
         self._links: dict[int, WorkerLink] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
