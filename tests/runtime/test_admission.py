@@ -70,30 +70,48 @@ def test_queues_may_be_longer_while_nobody_leaves() -> None:
     assert not any(waits(delay, 0.5, 1.0, 2.0))
     assert any(waits(delay, 1.7, 3.0, 4.0))
     assert any(waits(configured, 0.5, 1.0, 2.0)), "what is configured holds whatever clients do"
-    for now in (0.0, 1.0):
-        patience.left(0.05)
-        patience.bound(1, now)
+    for window in range(Patience.WINDOWS):
+        for _ in range(Patience.SEEN):
+            patience.left(0.05)
+        patience.bound((window + 1) * Patience.SEEN, float(window))
     assert not patience.is_endless
+    assert delay.longest(0.02) == Patience.MARGIN * 0.05, "no longer than clients wait"
     assert any(waits(delay, 0.5, 9.0, 10.0))
 
 
 def test_patience_is_what_clients_show_by_leaving() -> None:
     patience = Patience()
-    assert patience.bound(0, 0.0) == math.inf
-    for seconds in (0.05, 0.06, 0.07):
-        patience.left(seconds)
-    assert patience.bound(100, 2.0) == math.inf, "3 of 100"
-    for seconds in (0.05, 0.06, 0.07):
-        patience.left(seconds)
-    assert patience.bound(105, 4.0) == math.inf, "they may have been closed at once"
-    for seconds in (0.05, 0.06, 0.07):
-        patience.left(seconds)
-    assert patience.bound(110, 5.0) == 0.06
-    assert patience.bound(200, 6.0) == pytest.approx(0.0615)
-    now = 6.0
-    while patience.bound(200, now) < math.inf:
-        now += Patience.WINDOW
-    assert now < 200
+
+    def judged(left: int, of: int) -> float:
+        for place in range(left):
+            patience.left(0.05 + 0.01 * (place % 3))
+        counts[0] += of
+        counts[1] += 1
+        return patience.bound(counts[0], float(counts[1]))
+
+    counts = [0, 0]
+    assert judged(3, 100) == math.inf
+    assert [judged(6, 10), judged(6, 10), judged(0, 10)] == [math.inf] * 3, "they may have been closed at once"
+    assert [judged(6, 10) for _ in range(3)] == [math.inf, math.inf, pytest.approx(0.06)]
+    assert judged(1, 1) == pytest.approx(0.06), "too few to judge by"
+    assert judged(0, 100) == pytest.approx(0.06 * Patience.GROWTH)
+    patience.left(0.02)
+    assert judged(0, 10) > 0.06, "it left early"
+    assert judged(1, 10) < 0.06
+    while judged(0, 100) < math.inf:
+        assert counts[1] < 10_000
+
+
+def test_a_newcomer_waits_for_what_runs_and_for_what_is_before_it() -> None:
+    times = ComputeTimes()
+    times.add(1, 0.02, 1.0)
+    remaining = [times.remaining(1, started, 1.0) for started in (0.995, 0.99, 0.0)]
+    assert remaining == pytest.approx([0.015, 0.01, 0.01])
+    assert times.remaining(1, 0.9, 1.0) == pytest.approx(0.002), "any moment, but not at once"
+    assert times.remaining(0, 0.0, 1.0) == 0.0
+    assert [times.wait(waiting, [0.015, 0.01], 1, 1.0) for waiting in range(5)] == pytest.approx(
+        [0.01, 0.015, 0.03, 0.035, 0.05]
+    )
 
 
 class Lane:

@@ -18,11 +18,8 @@ LEAST_TARGET = 0.05
 COMPUTES = 4
 """So many recent compute times are the target, where that is more."""
 
-COMPUTES_LEFT = 2.5
-"""So many compute times a request may take where more comes than can be taken."""
-
-LEAST_LONGEST = 0.01
-"""Seconds: the least such time; threads are woken in milliseconds."""
+LEAST_LEFT = 0.1
+"""The share of its compute time that a batch takes from now on that should be through already."""
 
 PATIENT = 10
 """So many times the target a request may wait while all clients wait for their answers."""
@@ -77,13 +74,15 @@ class ComputeTimes:
             size = (size + 1) // 2
         return size
 
-    def wait(self, waiting: int, busy: int, instances: int, most: int, now: float) -> float:
-        """Seconds until a newcomer is begun, behind ``waiting`` others; busy instances are half through on average."""
-        free = instances - busy
-        if not waiting and free > 0:
-            return 0.0
-        rounds = waiting // (most * instances)
-        return (rounds + 0.5) * self.expected(min(most, max(1, waiting)), now)
+    def remaining(self, size: int, started: float, now: float) -> float:
+        """Seconds until a batch of ``size`` that began at ``started`` (0.0: unknown) is through."""
+        expected = self.expected(size, now) if size else 0.0
+        return max(LEAST_LEFT * expected, started + expected - now) if started else expected / 2
+
+    def wait(self, waiting: int, remaining: Sequence[float], most: int, now: float) -> float:
+        """Seconds until a newcomer is begun, behind ``waiting`` others; ``remaining`` until each instance is free."""
+        rounds, place = divmod(waiting // most, len(remaining))
+        return rounds * self.expected(min(most, max(1, waiting)), now) + sorted(remaining)[place]
 
 
 class ControlledDelay:
@@ -91,8 +90,8 @@ class ControlledDelay:
 
     A queue stands once its oldest request has waited longer than ``target`` seconds for ``INTERVAL`` without a break.
     When one has then waited more than twice the target, more comes than the node can take, and it sheds: as long as
-    requests are refused, those are that could not be finished within ``COMPUTES_LEFT`` times what they take alone. A
-    longer queue would only make each answer later. A burst that the instances work off in time loses nothing.
+    requests are refused, those are that could not be finished within the target, or before clients leave. A longer
+    queue would only make each answer later. A burst that the instances work off in time loses nothing.
     Where nobody leaves (a fixed number of clients that wait for each answer, say) queues may be ``PATIENT`` times as
     long, unless the target is configured.
     """
@@ -133,9 +132,9 @@ class ControlledDelay:
 
     def longest(self, compute: float) -> float:
         """Seconds that a request which takes ``compute`` alone may take while it sheds."""
-        if self._target is not None or self._is_patient():
+        if self._target is not None or self._patience is None or self._patience.is_endless:
             return self._allowed(compute)
-        return max(LEAST_LONGEST, COMPUTES_LEFT * compute)
+        return min(self._allowed(compute), self._patience.allows(compute))
 
     def _allowed(self, compute: float) -> float:
         """The target of such a request, seconds."""
@@ -150,21 +149,23 @@ class ControlledDelay:
 class Patience:
     """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
 
-    Judged once in ``WINDOW`` seconds: where more than ``MOST`` of the requests ended because their client left, and in
-    the window before as well (many may be closed at once and mean nothing), the median of how long those had waited,
-    at least ``LEAST``: a few clients that leave early must not keep others out. From then on ``SHARE`` of them is
-    enough. Where fewer left, it grows by ``GROWTH``, and beyond ``FORGOTTEN`` it is over.
+    Judged once in ``WINDOW`` seconds, and after ``SEEN`` requests: where more than ``MOST`` of them ended because their
+    client left, ``WINDOWS`` times one after the other (many may be closed at once and mean nothing), the median of how
+    long those had waited, at least ``LEAST``. From then on it shrinks where more than ``SHARE`` of them left after half
+    of it or more, and else grows slowly, since nobody can tell how much longer the others would wait. Beyond
+    ``FORGOTTEN`` it is over.
     """
 
-    WINDOW, MOST, SHARE, GROWTH, LEAST, FORGOTTEN = 0.25, 0.5, 0.1, 1.025, 0.05, 60.0
-    MARGIN = 0.6
-    """Of that time an answer may take: estimates are off by a batch, and an answer that is late is of no use."""
+    WINDOW, SEEN, WINDOWS, MOST, LEAST = 0.1, 8, 3, 0.5, 0.01
+    SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.002, 60.0
+    MARGIN = 0.85
+    """Of that time an answer may take: it has a way back, and an answer that is late is of no use."""
 
     def __init__(self) -> None:
         self._seconds = math.inf
         self._left: list[float] = []
         self._admitted = 0
-        self._were_leaving = False
+        self._were_leaving = 0  # windows one after the other
         self._until = -math.inf
 
     @property
@@ -178,17 +179,22 @@ class Patience:
 
     def bound(self, admitted: int, now: float) -> float:
         """How long most wait; ``admitted`` counts the requests since the start."""
-        if now >= self._until:
+        if now >= self._until and admitted - self._admitted >= self.SEEN:
             left, self._left = self._left, []
-            share = self.MOST if self.is_endless else self.SHARE
-            are_leaving = len(left) > share * (admitted - self._admitted)
-            if are_leaving and self._were_leaving:
+            count = admitted - self._admitted
+            self._were_leaving = self._were_leaving + 1 if len(left) > self.MOST * count else 0
+            if self._were_leaving >= self.WINDOWS:
                 self._seconds = max(self.LEAST, sorted(left)[len(left) // 2])
-            elif not are_leaving and self._seconds < math.inf:
+            elif sum(1 for each in left if 2 * each >= self._seconds) > self.SHARE * count:
+                self._seconds = max(self.LEAST, self.SHRINKING * self._seconds)
+            else:
                 self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
-            self._were_leaving = are_leaving
             self._admitted, self._until = admitted, now + self.WINDOW
         return self._seconds
+
+    def allows(self, compute: float) -> float:
+        """Seconds that a request which takes ``compute`` alone may take."""
+        return max(self.MARGIN * self._seconds, 2 * compute)
 
 
 class Queued(Protocol):
@@ -265,7 +271,7 @@ class Door:
             if shedding and takes > min(delay.longest(computes) for delay in shedding):
                 for delay in shedding:
                     delay.refused(now)
-            elif takes <= (bound if seconds is not None else max(Patience.MARGIN * bound, 2 * computes)):
+            elif takes <= (bound if seconds is not None or self.patience is None else self.patience.allows(computes)):
                 continue
             limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))

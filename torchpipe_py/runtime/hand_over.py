@@ -106,6 +106,10 @@ class HandOverNode(Node):
     def busy(self) -> int:
         return min(len(self._under_way), len(self.instances))
 
+    def remaining(self, now: float) -> list[float]:
+        busy = self.busy()
+        return [self.times.remaining(int(place < busy), 0.0, now) for place in range(len(self.instances))]
+
     def expected_wait(self, now: float, priority: int = 0) -> float:
         return self._backends[0].expected_wait() or super().expected_wait(now, priority)
 

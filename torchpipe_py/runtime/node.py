@@ -213,7 +213,11 @@ class Node:
 
     def expected_wait(self, now: float, priority: int = 0) -> float:
         """How long a request that comes now waits for an instance, by recent compute times, seconds."""
-        return self.times.wait(self.queued_before(priority), self.busy(), len(self.instances), self.max, now)
+        return self.times.wait(self.queued_before(priority), self.remaining(now), self.max, now)
+
+    def remaining(self, now: float) -> list[float]:
+        """Seconds until each instance is free, by recent compute times."""
+        return [self.times.remaining(each.busy, each.started, now) for each in self.instances]
 
     def expected_compute(self, now: float) -> float:
         """How long it is computed then, seconds."""
