@@ -14,7 +14,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
-from torchpipe_py.tools.tune.search import Goal, Predictor, Search
+from torchpipe_py.tools.tune.search import Goal, Prediction, Predictor, Search
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Point, Trial, is_off, judge, limit_of
@@ -197,7 +197,7 @@ def profile_of(config: Tables, each_ms: dict[tuple[int, int], float], **more: An
         profile.cells[cell] = Figures([ms / 1000], [float(threads)], [0.0], [(names, size * ms / 1000)])
     for instances, processes, ms in more.get("together", [(2, 1, each_ms[1, 1] / 2), (1, 2, each_ms[1, 1] / 2)]):
         profile.cells[Cell(unit, 1, 1, instances, processes)] = Figures([ms / 1000], [1.0], [0.0])
-    captured = Captured({"n": [1]}, {"n": (1, 8)}, [0.001], {}, [], 0)
+    captured = Captured({"n": [1]}, {"n": (1, 8)}, [0.001], [], 0)
     profile.captured[WRITTEN] = captured
     return profile, [shape]
 
@@ -242,8 +242,8 @@ def test_the_search_finds_what_was_planted(
 
 def trial(*figures: float, predicted: float = 100.0) -> Trial:
     config = tables(n={"backend": "Identity"})
-    found: Any = type("Found", (), {"limit": predicted, "p99": predicted})
-    return Trial(Candidate(Shape.of("x", config)), found, 100.0, [], list(figures))
+    candidate = Candidate(Shape.of("x", config))
+    return Trial(candidate, Prediction(candidate, predicted, predicted, 0.0, (), 0.0), 100.0, [], list(figures))
 
 
 MOST = Goal(0.02, None, EVEN)
@@ -311,7 +311,7 @@ def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool)
             ["fails.toml", "--img_dir", "images"],
             "fails.toml: node 'n': S[DecodeMat,OnnxTensor]: model bad.onnx: ONNX",
         ),
-        (["two.toml", "--img_dir", "images"], "two.toml: requests enter at a, b; one root can be tuned"),
+        (["two.toml", "--img_dir", "images"], "two.toml: requests enter at a, b; a file with one root"),
         (["ok.toml", "--img_dir", "images", "--slo-p99", "0.001"], "p99 within 0.001 ms: a request alone takes "),
         (["ok.toml", "--img_dir", "images", "--cores", "1"], "one core: there is nothing to share out; "),
         (["ok.toml", "--img_dir", "images", "--out", "ok.toml"], "--out ok.toml: would replace the file that is tuned"),
@@ -365,7 +365,7 @@ def test_a_whole_run_reports_what_it_measured(folder: Path, capsys: pytest.Captu
         (1, 2, 1),
         (1, 1, 2),
     }
-    assert "goal       the most requests/s with p99 within " in printed
+    assert "the most requests/s with p99 within " in printed
     assert "<svg" in (folder / "r.html").read_text(encoding="utf-8")
     tuned = folder / "ok.tuned.toml"
     assert tuned.exists() == (report["verdict"] == "better") == ("torchpipe-serve ok.tuned.toml" in printed)
@@ -381,6 +381,6 @@ def test_ctrl_c_gives_what_is_known(phase: str, folder: Path) -> None:
 
     report = tune("ok.toml", "images", budget=5, slo_p99=0.5, progress=stop)
     assert report["verdict"] == "interrupted"
-    known = [key for key in ("profile", "calibration") if key in report]
+    known = [key for key in ("profile", "calibration") if report[key]]
     assert known == {"profile": [], "calibrate": ["profile"], "verify": ["profile", "calibration"]}[phase]
     assert (report["yours"] is not None) == (phase == "verify")

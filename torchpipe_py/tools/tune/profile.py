@@ -5,15 +5,12 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
 
-from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Cost
-from torchpipe_py.tools.tune.worker import Captured, Worker, ask_all
+from torchpipe_py.tools.tune.worker import Captured, Team
 
 LADDER = (1, 2, 4, 8, 16, 32)
 GAIN = 0.05
@@ -25,7 +22,6 @@ DRIFT = 0.1
 _HEAD_START_S = 0.02
 _CELL_S = 0.12
 
-Items = list[tuple[tuple[int, int], ...]]
 Run = tuple[list[tuple[int, int]], float]
 
 
@@ -65,7 +61,7 @@ class Figures:
 
 @dataclass
 class Profile:
-    """All cells, and what the images did: ``captured`` by shape; ``choices`` by unit and setting what was measured."""
+    """All cells, and what the images did, by shape; ``limits`` and ``names`` are by unit."""
 
     cores: int
     captured: dict[str, Captured] = field(default_factory=dict)
@@ -105,21 +101,15 @@ class Profile:
         count = min(known, key=lambda each: abs(each - threads))
         alone: dict[tuple[int, int], list[float]] = defaultdict(list)
         base = self.cells[Cell(unit, count)]
-        for (name,), seconds in ((tuple(names), seconds) for names, seconds in base.runs):
-            alone[name].append(seconds)
+        for names, seconds in base.runs:
+            alone[names[0]].append(seconds)
         times: list[list[float]] = [[] for _ in range(images)]
         for (image, _), measured in sorted(alone.items()):
             times[image].append(statistics.median(measured))
-        one = base.seconds
-        ladder = {
-            size: self._each(Cell(unit, count, size)) / statistics.median(one) for size in self.sizes_of(unit, count)
-        }
-        lock, slowing = self.neighbours(unit)
-        cores = statistics.median(base.cores)
-        return Cost(times, ladder, max(0.01, cores), lock, slowing, self.limits[unit])
-
-    def _each(self, cell: Cell) -> float:
-        return statistics.median(self.cells[cell].seconds)
+        each = {size: 1 / self.cells[Cell(unit, count, size)].rate for size in self.sizes_of(unit, count)}
+        ladder = {size: seconds / each[1] for size, seconds in each.items()}
+        cores = max(0.01, statistics.median(base.cores))
+        return Cost(times, ladder, cores, *self.neighbours(unit), self.limits[unit])
 
     def neighbours(self, unit: str) -> tuple[float, float]:
         """How much longer a batch takes for each neighbour in its process by the lock, and for each one anywhere."""
@@ -154,90 +144,79 @@ class Profile:
 
 
 class Profiler:
-    """Measures the units of all shapes in processes of its own; ``workers`` has one for each core."""
+    """Measures the units of all shapes, in about so many seconds."""
 
-    def __init__(self, shapes: Sequence[Shape], workers: Sequence[Worker], seconds: float) -> None:
-        self.profile = Profile(len(workers))
-        self._shapes, self._workers, self._seconds = shapes, workers, seconds
+    def __init__(self, shapes: Sequence[Shape], team: Team, seconds: float) -> None:
+        self.profile = Profile(len(team))
+        self._shapes, self._team, self._seconds = shapes, team, seconds
 
     def capture(self) -> None:
         """Run the images through each shape in each process, and keep what reaches the nodes."""
         for shape in self._shapes:
-            captured, *_ = ask_all(self._workers, "capture", shape.config, dict(shape.units))
-            self.profile.captured[shape.name] = captured
+            self.profile.captured[shape.name] = self._team.all("capture", shape.config, dict(shape.units))[0]
             for node, unit in shape.units.items():
                 self.profile.names.setdefault(unit, node if shape is self._shapes[0] else f"{node} ({shape.name})")
 
     def prepare(self, has_gpu: bool) -> list[Cell]:
         """Set up instances of each unit alone; the cells to begin with."""
         cells: list[Cell] = []
-        cores = len(self._workers)
+        cores = self.profile.cores
         for shape in self._shapes:
             for node, unit in shape.units.items():
                 if unit in self.profile.limits or not any(self.profile.captured[shape.name].visits[node]):
                     continue
                 knobs = knobs_of(shape.pipeline.plans[node], has_gpu)
-                settings: dict[str, Any] = {"max": LADDER[-1]} if "max" in knobs else {}
                 for threads in (1, cores) if "threads" in knobs else (0,):
-                    count = cores if threads < 2 else 1
-                    settings["instance_num"] = count
-                    config = shape.alone(node, **settings, **({"threads": threads} if threads else {}))
-                    limits, *_ = ask_all(self._workers, "prepare", unit, config, threads, count)
-                    self.profile.limits[unit] = limits
+                    settings = {"instance_num": cores if threads < 2 else 1}
+                    settings |= {"max": LADDER[-1]} if "max" in knobs else {}
+                    settings |= {"threads": threads} if threads else {}
+                    what = unit, shape.alone(node, **settings), threads, settings["instance_num"]
+                    self.profile.limits[unit] = self._team.all("prepare", *what)[0]
                     cells.append(Cell(unit, threads))
                     if threads < 2:
                         cells += [Cell(unit, threads, 1, cores, 1), Cell(unit, threads, 1, 1, cores)]
         return cells
 
     def measure(self, cells: list[Cell], progress: Callable[[str, float], None]) -> None:
-        """Two rounds over all cells; the first one climbs each ladder, and the second repeats what it found."""
-        began, done = perf_counter(), 0
-        for rounds in range(2):
-            for cell in cells:
-                self._measure(cell)
-                done += 1
-                progress("profile", done / (2 * len(cells)))
-                if not rounds:
-                    larger = self._next(cell)
-                    late = perf_counter() - began > self._seconds / 2
-                    if larger is not None and not late:
-                        cells.append(larger)  # NOTE: the loop goes on to it
+        """Two rounds over all cells, after one that warms up; the first one climbs each ladder."""
+        for cell in cells:
+            if cell.processes > 1:
+                self._run(cell)
+        began = perf_counter()
+        for done, cell in enumerate(cells):
+            self._measure(cell)
+            progress("profile", done / (2 * len(cells)))
+            larger = self._next(cell)
+            if larger is not None and perf_counter() - began < self._seconds / 2:
+                cells.append(larger)  # NOTE: the loop goes on to it
+        for done, cell in enumerate(cells, len(cells)):
+            self._measure(cell)
+            progress("profile", done / (2 * len(cells)))
 
     def _next(self, cell: Cell) -> Cell | None:
         """The next step of the ladder, where the last one gained enough."""
-        if cell.instances > 1 or cell.processes > 1:
-            return None
         size = cell.size * 2
-        if size > self.profile.limits[cell.unit][1]:
+        if cell.instances > 1 or cell.processes > 1 or size > self.profile.limits[cell.unit][1]:
             return None
-        if cell.size > 1:
-            smaller = Cell(cell.unit, cell.threads, cell.size // 2)
-            each, before = (self.profile.cells[one].seconds[0] for one in (cell, smaller))
-            if each > before * (1 - GAIN):
-                return None
+        smaller = self.profile.cells.get(Cell(cell.unit, cell.threads, cell.size // 2))
+        if smaller and self.profile.cells[cell].seconds[0] > smaller.seconds[0] * (1 - GAIN):
+            return None
         return Cell(cell.unit, cell.threads, size)
 
-    def _measure(self, cell: Cell) -> None:
-        chosen = self._workers[: cell.processes]
-        start = perf_counter() + (_HEAD_START_S if len(chosen) > 1 else 0.0)
+    def _run(self, cell: Cell) -> list[tuple[list[Run], float, float]]:
+        start = perf_counter() + (_HEAD_START_S if cell.processes > 1 else 0.0)
         what = cell.unit, cell.threads, cell.size, cell.instances
-        answers = ask_all(chosen, "measure", *what, _CELL_S, start)
+        return self._team.all("measure", *what, _CELL_S, start, most=cell.processes)
+
+    def _measure(self, cell: Cell) -> None:
         figures = self.profile.cells.setdefault(cell, Figures())
         rate = cores = delays = 0.0
-        for runs, cpu, delay in answers:
-            if not runs:
-                raise ToolError("a node computed nothing")
+        for runs, cpu, delay in self._run(cell):
             busy = sum(seconds for _, seconds in runs)
             rate += cell.instances * sum(len(names) for names, _ in runs) / busy
-            cores += cpu / busy * cell.instances
-            delays += delay / (busy + delay)
+            cores += cpu / busy * cell.instances / cell.processes
+            delays += delay / (busy + delay) / cell.processes
             figures.runs += runs
         figures.seconds.append(1 / rate)
-        figures.cores.append(cores / len(answers))
-        figures.delays.append(delays / len(answers))
-
-    def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
-            with suppress(OSError):
-                worker.close()
+        figures.cores.append(cores)
+        figures.delays.append(delays)

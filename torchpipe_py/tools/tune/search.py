@@ -33,12 +33,17 @@ _NEIGHBOURS = (0.5, 1.0, 1.5)
 class Goal:
     """The most requests per second of which 99 % are answered within ``slo``; or, at ``rate``, the shortest p99.
 
-    ``gaps`` is a schedule of arrivals with a mean of one per second, the same for all candidates.
+    ``times`` are a schedule of arrivals with a mean of one per second, the same for all candidates.
     """
 
     slo: float
     rate: float | None
     times: Sequence[float]
+
+    @property
+    def sign(self) -> int:
+        """-1 where less is better."""
+        return 1 if self.rate is None else -1
 
     def dues(self, rate: float, calls: int) -> list[float]:
         """When the first calls come at ``rate``."""
@@ -56,6 +61,10 @@ class Prediction:
     waits: tuple[str, ...]
     score: float
 
+    def figure(self, goal: Goal) -> float:
+        """What is measured as well: the limit, or the p99."""
+        return self.limit if goal.rate is None else self.p99
+
 
 class Predictor:
     """Simulates candidates, as they will be measured."""
@@ -72,33 +81,33 @@ class Predictor:
     def predict(self, candidate: Candidate, floor: float = 0.0, calls: int = CALLS) -> Prediction | None:
         """What the candidate does; ``None`` as soon as it is clear that its score is below ``floor``."""
         plan, costs = candidate.plan(), self.profile.costs(candidate, self._images)
-        simulation = self.simulation(candidate, plan, costs)
+        goal, simulation = self.goal, self.simulation(candidate, plan, costs)
         full = _FULL * simulation.closed_loop(CLIENTS, calls)[0]
-        goal = self.goal
 
-        def at(rate: float) -> tuple[float, float, Simulation]:
+        def at(rate: float) -> Prediction:
             run = self.simulation(candidate, plan, costs)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
-            return quantile(latencies, 0.99), quantile(latencies, 0.5), run
+            p50, p99 = quantile(latencies, 0.5), quantile(latencies, 0.99)
+            score = rate if goal.rate is None else 1 / p99 if full > rate else 0.0
+            return Prediction(candidate, rate, p99, p50, _waits(run), score)
 
         if goal.rate is not None:
-            p99, p50, run = at(goal.rate)
-            score = 1 / p99 if full > goal.rate else 0.0
-            return Prediction(candidate, full, p99, p50, _waits(run), score) if score >= floor else None
+            found = at(goal.rate)
+            return found if found.score >= floor else None
         if full < floor:
             return None
-        low, p99, p50, run = 0.0, math.inf, math.inf, simulation
-        rate = floor if floor else full / 2
+        best = Prediction(candidate, 0.0, math.inf, math.inf, _waits(simulation), 0.0)
+        rate = floor or full / 2
         for _ in range(_STEPS):
-            tail, middle, tried = at(rate)
-            if tail <= goal.slo:
-                low, p99, p50, run = rate, tail, middle, tried
-            elif floor and low == 0.0:
+            found = at(rate)
+            if found.p99 <= goal.slo:
+                best = found
+            elif floor and not best.limit:
                 return None
             else:
                 full = rate
-            rate = (low + full) / 2
-        return Prediction(candidate, low, p99, p50, _waits(run), low)
+            rate = (best.limit + full) / 2
+        return best
 
 
 def _waits(simulation: Simulation) -> tuple[str, ...]:
@@ -118,8 +127,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 class Calibration:
     """The machine that explains best what was measured of the file as it is, and how far it still is off.
 
-    Errors are shares: 0.1 is 10 % too much. ``measured`` has requests per second of a closed loop, and p50 and p99 of
-    an open loop, seconds.
+    ``measured`` has requests per second of a closed loop, and p50 and p99 of an open loop, seconds. Errors are shares:
+    0.1 is 10 % too much.
     """
 
     machine: Machine
@@ -181,16 +190,14 @@ class Search:
         """The best candidates, best first; of each shape with each number of workers only one."""
         began = perf_counter()
         self._until = began + seconds
-        starts = [replace(base, shape=shape, workers=workers) for shape in self._shapes for workers in self._workers()]
+        counts = _doublings(self.predictor.profile.cores)
+        starts = [replace(base, shape=shape, workers=workers) for shape in self._shapes for workers in counts]
         first = [found for start in starts if (found := self._judge(start, 0.0)) is not None]
         for number, start in enumerate(sorted(first, key=lambda each: -each.score)):
             share = (number + 1) / len(first)
             self._climb(start, began + seconds * share)
             progress("simulate", min(1.0, max(share, (perf_counter() - began) / seconds)))
         return sorted(self.found.values(), key=lambda each: -each.score)
-
-    def _workers(self) -> list[int]:
-        return _doublings(self.predictor.profile.cores)
 
     def _judge(self, candidate: Candidate, floor: float) -> Prediction | None:
         """Its prediction, remembered; ``None`` where it is worse than ``floor``, known already, or time is over."""
@@ -220,23 +227,20 @@ class Search:
 
     def _changes(self, candidate: Candidate, node: str) -> list[Candidate]:
         """The candidate with another setting of the node."""
-        unit = candidate.shape.units.get(node)
-        profile = self.predictor.profile
+        unit, profile = candidate.shape.units.get(node), self.predictor.profile
         if unit is None or unit not in profile.limits:
             return []
-        knobs = knobs_of(candidate.shape.pipeline.plans[node], self._has_gpu)
         threads = [each for each in profile.threads_of(unit) if each]
         choices = {
-            "instance_num": [*map(float, _doublings(profile.cores))],
-            "max": [float(size) for size in profile.sizes_of(unit, (threads or [0])[0])],
-            "threads": [*map(float, threads)],
-            "batching_timeout": [*TIMEOUTS],
+            "instance_num": _doublings(profile.cores),
+            "max": profile.sizes_of(unit, (threads or [0])[0]),
+            "threads": threads,
+            "batching_timeout": TIMEOUTS,
         }
+        knobs = knobs_of(candidate.shape.pipeline.plans[node], self._has_gpu)
+        changes = [(key, float(value)) for key in knobs for value in choices[key]]  # type: ignore[attr-defined]
         return [
-            candidate.with_knob(node, key, value)
-            for key in knobs
-            for value in choices[key]
-            if value != candidate.value(node, key)
+            candidate.with_knob(node, *change) for change in changes if candidate.value(node, change[0]) != change[1]
         ]
 
 

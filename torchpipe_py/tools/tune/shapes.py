@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,12 +228,3 @@ def _copy(config: Mapping[str, Mapping[str, Any]]) -> Tables:
     tables = Tables({name: dict(table) for name, table in config.items()})
     tables.source = getattr(config, "source", tables.source)
     return tables
-
-
-def steps(candidate: Candidate, node: str, choices: Mapping[str, list[float]]) -> Iterator[Candidate]:
-    """The candidate with one setting of a node changed, to each of the ``choices`` of its key."""
-    for key, values in choices.items():
-        now = candidate.value(node, key)
-        for value in values:
-            if value != now:
-                yield candidate.with_knob(node, key, value)
