@@ -17,6 +17,7 @@ from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_loa
 from torchpipe_py.tools.load.client import LagMeter
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
 from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, collect
+from torchpipe_py.tools.load.report import search_line
 from torchpipe_py.tools.report import ToolError
 
 MS = 1_000_000
@@ -147,7 +148,7 @@ def made_records(*rows: tuple[int, int]) -> Records:
     late, lag = ([row[at] * MS for row in rows] for at in (0, 1))
     due = [number * 10 * MS for number in range(count)]
     end = [at + wait + MS for at, wait in zip(due, late, strict=True)]
-    columns = (due, end, [wait + MS for wait in late], [MS] * count, [1] * count, [1] * count, late, lag)
+    columns = (due, end, [wait + MS for wait in late], [MS] * count, [1] * count, [1] * count, late, lag, lag)
     return Records(*(np.array(column, int) for column in columns))
 
 
@@ -304,6 +305,41 @@ def test_search_of_a_rate_that_holds_the_slo(capsys: pytest.CaptureFixture[str])
     assert (report["exit_status"], len(report["runs"])) == (judge.EXIT_INTERRUPTED, 3)
     with pytest.raises(ToolError, match="no image has a result in a closed loop"):
         run.run_search(lambda _: judge.judge(made_report(images_ok=0), None), options(rate=None, slo_p99=60.0))
+
+
+@pytest.mark.parametrize(
+    ("slo", "own", "valid", "exit_status"),
+    [(60.0, 5.0, True, 0), (9.0, 0.0, True, 3), (9.0, 5.0, False, 3)],
+    ids=["met with its share", "missed without it", "between the two"],
+)
+def test_a_run_that_the_tester_limits_is_judged_by_bounds(
+    slo: float, own: float, valid: bool, exit_status: int
+) -> None:
+    bounds = {"tester_limited": True, "p99_bounds_ms": (10.0 - own, 10.0), "tester_share_of_cpu": 0.3}
+    report = judge.judge(made_report(10.0, valid=False, **bounds), slo)
+    assert (report["valid"], report["exit_status"]) == (valid, exit_status)
+    assert f"took 30% of what was used: p99 between {10 - own:.1f} and 10.0 ms" in report["warnings"][0]
+
+
+def test_a_search_on_shared_cores_has_a_verdict_and_says_where_it_cannot_tell() -> None:
+    def runner(settings: argparse.Namespace) -> dict[str, Any]:
+        rate = settings.rate or 100.0
+        bounds = (rate - 15, rate) if settings.rate else None
+        limited = made_report(rate, valid=False, tester_limited=True, p99_bounds_ms=bounds, tester_share_of_cpu=0.3)
+        return judge.judge(limited, settings.slo_p99)
+
+    search = run.run_search(runner, options(rate=None, slo_p99=60.0))
+    about = search["search"]
+    assert about["valid"]
+    assert about["best_rate"] == pytest.approx(60.0, rel=0.03)
+    assert about["lowest_rate_that_failed"] == 80.0
+    assert about["undecided_rates"][-1] == 70.0
+    assert "the tester, on shared cores, cannot tell" in search_line(search)
+
+
+def test_the_bounds_of_p99_leave_out_what_the_tester_slept() -> None:
+    assert judge.p99_bounds(made_records(*[(4, 3)] * 200)) == pytest.approx((2.0, 5.0))
+    assert judge.p99_bounds(made_records()) is None
 
 
 @pytest.mark.parametrize(("error", "status"), [(ToolError("gone"), 1), (KeyboardInterrupt(), 130)])

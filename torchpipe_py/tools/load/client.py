@@ -88,7 +88,7 @@ class Client:
         self.left -= count
         return self.next_call(count)
 
-    def enter(self, due: int, outcome: list[Any] | Exception, late: int = 0, lag: int = 0) -> None:
+    def enter(self, due: int, outcome: list[Any] | Exception, late: int = 0, lag: int = 0, own: int = 0) -> None:
         """The last call ended now: with an answer or an error for each image, or without a reply. Times in ns."""
         ended, size, ok, correct = time.perf_counter_ns(), len(self._labels), NO_REPLY, 0
         if isinstance(outcome, Exception):
@@ -101,7 +101,7 @@ class Client:
                     correct += label is not None and answer.label == label
                 else:
                     self.tally.count(error_name(answer), answer, 1)
-        self.log.enter(correct, ended - due, ended, ok, late, lag, size)
+        self.log.enter(correct, ended - due, ended, ok, late, lag, size, own)
 
 
 # --- clients of a pipe
@@ -252,13 +252,14 @@ class _ServiceClient(Client):
                 break
             delay = (0, 0) if times is None else lag.sent(due, sent, self._selector.starved)
             sequence, bodies = self.next_counted()
+            starved = self._selector.starved
             try:
                 outcome: list[Any] | Exception = await self._call(sequence, bodies)
                 broken_in_a_row = 0
             except Exception as error:  # whatever a server does to a connection is a finding, by type
                 outcome = error
                 broken_in_a_row += 1
-            self.enter(due, outcome, *delay)
+            self.enter(due, outcome, *delay, delay[1] + self._selector.starved - starved)
             if broken_in_a_row:
                 try:
                     if broken_in_a_row == _BROKEN_CALLS_IN_A_ROW:

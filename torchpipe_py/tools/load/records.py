@@ -20,7 +20,7 @@ from torchpipe_py.errors import BackendError, TorchpipeError, first_line
 NO_REPLY = -1  # in place of the number of images with a result: the call ended without a reply
 
 _COUNTERS = ("calls_done", "sent", "correct", "cpu_ns", "wall_ns")
-_ROW = struct.Struct("6q")
+_ROW = struct.Struct("7q")
 # Pages are taken as they are written: a run of many hours would be refused its memory. Python has the name from 3.13.
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -42,10 +42,12 @@ class CallLog:
         self._memory = mmap.mmap(-1, 8 * len(_COUNTERS) + _ROW.size * max(1, calls), _FLAGS)
         self._words = memoryview(self._memory).cast("q")
 
-    def enter(self, correct: int, latency: int, end: int, ok: int, late: int, lag: int, size: int) -> None:
+    def enter(
+        self, correct: int, latency: int, end: int, ok: int, late: int, lag: int, size: int, own: int = 0
+    ) -> None:
         """One call has ended; see ``Records``, but ``end`` is in ns of ``perf_counter_ns``."""
         words = self._words
-        _ROW.pack_into(self._memory, 8 * len(_COUNTERS) + _ROW.size * words[0], latency, end, ok, late, lag, size)
+        _ROW.pack_into(self._memory, 8 * len(_COUNTERS) + _ROW.size * words[0], latency, end, ok, late, lag, size, own)
         words[1] += size
         words[2] += correct
         words[0] += 1  # a row counts from now on
@@ -56,9 +58,9 @@ class CallLog:
 
     @property
     def rows(self) -> np.ndarray:
-        """The calls, as ``enter`` got them: latency, end, ok, late, lag, size; int64."""
-        words = np.frombuffer(self._memory, np.int64, 6 * self.calls_done, 8 * len(_COUNTERS))
-        return words.reshape(-1, 6)
+        """The calls, as ``enter`` got them: latency, end, ok, late, lag, size, own; int64."""
+        words = np.frombuffer(self._memory, np.int64, 7 * self.calls_done, 8 * len(_COUNTERS))
+        return words.reshape(-1, 7)
 
     @property
     def images_ok(self) -> int:
@@ -124,8 +126,8 @@ class Records:
 
     ``due`` and ``end`` are in ns since the start of the run. ``latency`` runs from when a call was due, ``actual``
     from when it was sent; in a closed loop that is the same. ``late`` is the time between the two, ``lag`` the part of
-    it that is the tester's own fault; all in ns. ``size`` is in images, and ``ok`` are those with a result, or
-    ``NO_REPLY``.
+    it that is the tester's own fault, and ``own`` the most of ``latency`` that is, as it had no CPU; all in ns.
+    ``size`` is in images, and ``ok`` are those with a result, or ``NO_REPLY``.
     """
 
     due: np.ndarray
@@ -136,6 +138,7 @@ class Records:
     ok: np.ndarray
     late: np.ndarray
     lag: np.ndarray
+    own: np.ndarray
 
     def good(self, column: str) -> np.ndarray:
         """A column, of the calls that brought a result."""
@@ -146,5 +149,5 @@ class Records:
 def collect(logs: Sequence[CallLog], start: int) -> Records:
     """All clients' calls; ``start`` in ns of ``perf_counter_ns``."""
     table = np.concatenate([log.rows for log in logs]).T
-    latency, end, ok, late, lag, size = table[:, np.argsort(table[1] - table[0], kind="stable")]
-    return Records(end - latency - start, end - start, latency, latency - late, size, ok, late, lag)
+    latency, end, ok, late, lag, size, own = table[:, np.argsort(table[1] - table[0], kind="stable")]
+    return Records(end - latency - start, end - start, latency, latency - late, size, ok, late, lag, own)

@@ -259,12 +259,17 @@ def search_line(report: dict[str, Any]) -> str:
     limit = f"p99 within {search['slo_p99_ms']:g} ms, {search['arrivals']} arrivals"
     if report["stopped"] is not None:
         return f"no result ({limit}): {report['stopped']}"
-    failed = search["lowest_rate_that_failed"]
+    failed, open_at = search["lowest_rate_that_failed"], search["undecided_rates"]
+    if search["best_rate"] is None and open_at:
+        return f"no result ({limit}): the tester shares the cores and cannot tell, from {open_at[0]:.4g} images/s on"
     if search["best_rate"] is None:
         return f"no rate holds ({limit}); the lowest tried: {failed:.4g} images/s"
     above = "nothing higher was tried" if failed is None else f"{failed:.4g} did not hold"
-    doubt = "" if search["valid"] else "; some runs are INVALID, so the limit may be the tester's"
-    return f"highest rate that holds: {search['best_rate']:.4g} images/s ({limit}; {above}){doubt}"
+    if open_at:
+        above = (
+            f"{above if failed is not None else 'higher'}; at {open_at[0]:.4g} the tester, on shared cores, cannot tell"
+        )
+    return f"highest rate that holds: {search['best_rate']:.4g} images/s ({limit}; {above})"
 
 
 def print_report(report: dict[str, Any]) -> None:
