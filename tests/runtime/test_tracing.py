@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,19 @@ def test_requests_and_batches_are_counted_once_each(register: Register, backend:
     assert sum(histograms["batch_wait"]) == (50 if backend is EchoFour else 0)
     assert len(node["instance_compute_ms"]) == node["instances"]
     assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
+
+
+def test_the_time_of_one_request_among_others_is_recorded() -> None:
+    config = {
+        "first": {"backend": "Identity", "next": "jump"},
+        "jump": {"backend": "MapReduce", "jump": "inner", "split": "data", "merge": "result"},
+        "inner": {"backend": "Identity"},
+    }
+    with pipe(config) as run:
+        with run.timed() as timelines:
+            timed = run.submit({"data": [1, 2], "node_name": "first"})
+        run({"data": [3], "node_name": "first"})
+        timed.result(WAIT)
+        (timeline,) = timelines
+        assert Counter(visit.node for visit in timeline.all_visits()) == {"first": 1, "jump": 1, "inner": 2}
+        assert all(one.arrived <= one.collected <= one.started <= one.ended for one in timeline.all_visits())

@@ -31,7 +31,8 @@ from torchpipe_py.runtime.node import Node, Source
 from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.single import DeferredNode
-from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, Trace
+from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, WANTED, MakeRequest, TimelineRecorder, Trace, making_timelines
+from torchpipe_py.runtime.visits import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -82,7 +83,8 @@ class pipe:
         # In a folder the names of nodes are nothing that a request knows.
         self._roots = {**versions, **latest} if plan.spec.parts else {root: root for root in plan.graph.roots}
         self._only_root = next(iter(latest.values())) if len(latest) == 1 else None
-        self._make_request: Callable[[Data, OnDone, str, float | None], Request] = Request
+        self._make_request: MakeRequest = Request
+        self._timelines: TimelineRecorder | None = None
         self._spans: Spans | None = None
 
     def __call__(self, data: Given, timeout: float | None = None) -> Given:
@@ -292,6 +294,27 @@ class pipe:
             trace.is_over = True
             recorders[:] = [each for each in recorders if each is not trace]
 
+    @contextmanager
+    def timed(self) -> Iterator[list[Timeline]]:
+        """Record where the time of each request goes that is started meanwhile on this thread, in its timeline.
+
+        They may finish later. ``Timeline.all_visits`` has what is recorded when the request is finished.
+        """
+        if self._make_request in (Request, getattr(self._spans, "request", None)):
+            self._make_request = making_timelines(self._make_request)
+        self._record_timelines()
+        timelines: list[Timeline] = []
+        token = WANTED.set(timelines)
+        try:
+            yield timelines
+        finally:
+            WANTED.reset(token)
+
+    def _record_timelines(self) -> None:
+        if self._timelines is None:
+            self._timelines = TimelineRecorder()
+            self._runtime.recorders.append(self._timelines)
+
     def instrument(self, tracer_provider: TracerProvider | None = None, *, starts_traces: bool = True) -> None:
         """Make OpenTelemetry spans of the requests from now on, as children of the span that is current at each call.
 
@@ -311,7 +334,7 @@ class pipe:
         labels = {name: plan.label for name, plan in runtime.plans.items()}
         spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
         weakref.finalize(self, spans.stop).atexit = False
-        runtime.recorders.append(spans)
+        self._record_timelines()
         # Only backends that are not this package's make spans inside ``forward``, and the jumps that lead to them.
         for node in runtime.nodes.values():
             if _has_own_code(node) or (self.has_own_code and isinstance(node, DeferredNode)):

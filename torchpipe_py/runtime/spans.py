@@ -14,7 +14,7 @@ from opentelemetry import trace
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import log_failure, logger
 from torchpipe_py.runtime.request import OnDone, Request
-from torchpipe_py.runtime.visits import Outcome, Timeline, Visit, error_in, taken_at
+from torchpipe_py.runtime.visits import Outcome, Timeline, Visit
 
 MOST_WAITING = 1024
 """Finished requests whose spans are still to be made; of more than that no spans are made."""
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Spans:
-    """Records the requests that are sampled; a thread of its own makes spans of each when it is finished.
+    """Makes timelines of the requests that are sampled; a thread of its own makes spans of each when it is finished.
 
     ``labels`` has the backends of the nodes, for the spans' attributes. ``starts_traces``: whether requests without a
     parent are asked for.
@@ -68,16 +68,6 @@ class Spans:
             timeline = request.linked().timeline = Timeline(root, self._finish)
             timeline.span = span
         return request
-
-    def record(
-        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
-    ) -> None:
-        """A batch has run; times of ``time.perf_counter``. From any thread."""
-        for request in requests:
-            if (timeline := timeline_of(request)) is not None:
-                times = request.arrived, taken_at(request.arrived, collected, started), started, ended
-                error = error_in(request.data)
-                timeline.visits.append(Visit(request.node, instance, len(requests), *times, error=error))
 
     def around(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T:
         """Run a backend with the span of its computation current, so that what it makes become children of that.
@@ -175,7 +165,8 @@ class Spans:
 
 def timeline_of(request: Request) -> Timeline | None:
     """What is recorded of a request, if it is traced."""
-    return None if request.links is None else request.links.timeline
+    timeline = None if request.links is None else request.links.timeline
+    return timeline if timeline is not None and timeline.is_traced else None
 
 
 def _set_outcome(span: trace.Span, error: Outcome | None) -> None:

@@ -7,16 +7,54 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.runtime.request import Request, callers_request
-from torchpipe_py.runtime.visits import Visit, taken_at
+from torchpipe_py.backends.base import Data
+from torchpipe_py.runtime.request import OnDone, Request, callers_request
+from torchpipe_py.runtime.visits import Timeline, Visit, error_in, taken_at
 
 DEFAULT_LIMIT = 1_000_000
 
 _INSTANCES, _REQUESTS = 1, 2  # what Chrome's format calls processes
+
+
+WANTED: ContextVar[list[Timeline] | None] = ContextVar("torchpipe_py.timelines", default=None)
+"""Where the timelines of the requests go that are made in this context."""
+
+MakeRequest = Callable[[Data, OnDone, str, "float | None"], Request]
+
+
+def making_timelines(make: MakeRequest) -> MakeRequest:
+    """The same, where ``WANTED`` has a list with a timeline of each request in it."""
+
+    def make_request(data: Data, on_done: OnDone, root: str, deadline: float | None) -> Request:
+        request = make(data, on_done, root, deadline)
+        wanted = WANTED.get()
+        if wanted is not None:
+            links = request.linked()
+            links.timeline = links.timeline or Timeline(root)
+            wanted.append(links.timeline)
+        return request
+
+    return make_request
+
+
+class TimelineRecorder:
+    """Enters each batch into the timelines of its requests, where they have one."""
+
+    def record(
+        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
+    ) -> None:
+        """A batch has run; times of ``time.perf_counter``. From any thread."""
+        for request in requests:
+            timeline = None if request.links is None else request.links.timeline
+            if timeline is not None:
+                times = request.arrived, taken_at(request.arrived, collected, started), started, ended
+                error = error_in(request.data)
+                timeline.visits.append(Visit(request.node, instance, len(requests), *times, error=error))
 
 
 class Trace:

@@ -72,6 +72,15 @@ class Timeline:
         self._on_end = on_end
         self._room = [MOST_ELEMENTS]
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether spans are made of it."""
+        return self.span is not None or (self.parent is not None and self.parent.is_traced)
+
+    def all_visits(self) -> list[Visit]:
+        """Its own, and those of the runs that it started."""
+        return [*self.visits, *[visit for element in list(self.elements) for visit in element.all_visits()]]
+
     def element(self, root: str, node: str, index: int) -> Timeline | None:
         """That of a run of the graph ``root``, which ``node`` started; ``None`` where there are too many."""
         if not self._room[0]:
