@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlencode
 
@@ -34,6 +35,7 @@ from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.service import PipeReplica
 from torchpipe_py.wire.errors import reason
 
+HAS_GRPC = all(find_spec(name) for name in ("grpc", "google"))
 MOST_INFLIGHT = 4
 LIMITS: dict[str, Any] = {"max_message_bytes": 2**21, "max_reply_bytes": 2**19, "drain_seconds": 10.0}
 CONFIG = {"global": {"max_inflight": MOST_INFLIGHT}, "main": {"backend": "Steered", "instance_num": 1}}
@@ -90,7 +92,8 @@ class House:
     def __init__(self, stack: ExitStack) -> None:
         stack.enter_context(steering())
         self.pipe = stack.enter_context(pipe(CONFIG))
-        self.server = stack.enter_context(LocalServer(self.pipe, **LIMITS))
+        grpc_port = 0 if HAS_GRPC else -1
+        self.server = stack.enter_context(LocalServer(self.pipe, grpc_port=grpc_port, **LIMITS))
         own = CustomHandler(Own, self.pipe)
         served = Served(own.methods, Routes(own.routes))
         self.own = stack.enter_context(LocalServer(self.pipe, make_served=lambda loop: served, **LIMITS))
@@ -272,6 +275,55 @@ def replica(house: House, asked: Asked) -> Outcome:
     return _of_json(asyncio.run(answer).body)  # type: ignore[arg-type]
 
 
+def as_rpc(asked: Asked) -> Any:
+    """The message that asks so; a deadline that gRPC cannot say is a parameter."""
+    from torchpipe_server.methods.oip.messages import message
+
+    given = {name: value for name, value in _options(asked).items() if name != "outputs"}
+    if asked.deadline_ms is not None and asked.deadline_ms > 0:
+        del given["deadline_ms"]
+    kinds = {int: "int64_param", float: "double_param", str: "string_param"}
+    named = {"data": asked.data, **{name: text.encode() for name, text in asked.inputs.items()}}
+    return message("inference.ModelInferRequest")(
+        model_name="test",
+        inputs=[{"name": name, "datatype": "BYTES", "shape": [1]} for name in named],
+        outputs=[{"name": name} for name in asked.outputs or ()],
+        parameters={name: {kinds[type(value)]: value} for name, value in given.items()},
+        raw_input_contents=[struct.pack("<I", len(value)) + value for value in named.values()],
+    )
+
+
+def rpc(house: House, asked: Asked) -> Outcome:
+    import grpc
+    from torchpipe_server.methods.oip.messages import message
+
+    with grpc.insecure_channel(f"127.0.0.1:{house.server.grpc_port}") as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=lambda given: given.SerializeToString(),
+            response_deserializer=message("inference.ModelInferResponse").FromString,
+        )
+        seconds = asked.deadline_ms / 1000 if asked.deadline_ms and asked.deadline_ms > 0 else None
+        under_way = infer.future(as_rpc(asked), timeout=seconds, wait_for_ready=True)
+        try:
+            found = under_way.result(house.seconds)
+        except grpc.FutureTimeoutError:
+            under_way.cancel()
+            raise TimeoutError from None
+        except grpc.RpcError as error:
+            said = dict(error.trailing_metadata() or ())
+            code = said.get("error-code") or RPC_CODES[error.code().name]
+            after = said.get("grpc-retry-pushback-ms")
+            return Outcome(code, None, error.details(), after and int(after))
+    output, raw = found.outputs[0], found.raw_output_contents[0]
+    if output.datatype == "BYTES":
+        return Outcome("ok", raw[4 : 4 + struct.unpack_from("<I", raw)[0]].decode())
+    return Outcome("ok", np.frombuffer(raw, output.datatype.lower())[0])
+
+
+RPC_CODES = {"DEADLINE_EXCEEDED": "deadline_exceeded", "RESOURCE_EXHAUSTED": "too_large"}
+"""Of errors that the client's or the server's gRPC makes."""
+
 Way = Callable[[House, Asked], Outcome]
 WAYS: dict[str, Way] = {
     "pipe": lambda house, asked: call(house.pipe, asked),
@@ -288,6 +340,7 @@ WAYS: dict[str, Way] = {
     "own_method": own_method,
     "own_route": own_route,
     "replica": replica,
+    **({"grpc": rpc} if HAS_GRPC else {}),
 }
 IN_PROCESS = ("pipe", "shared", "replica")
 PLAIN = ("infer_batch", "infer_many", "own_method", "own_route")
@@ -336,7 +389,8 @@ class Row(NamedTuple):
 
 
 THRIFT = ("infer_batch", "infer_many", "infer", "infer, framed and compact")
-HTTP = ("raw", "json", "form", "oip", "oip_binary", "replica")
+OIP = ("oip", "oip_binary", *(("grpc",) if HAS_GRPC else ()))
+HTTP = ("raw", "json", "form", *OIP, "replica")
 OWN = ("own_method", "own_route")
 SERVED = (*THRIFT, *HTTP)
 
@@ -350,7 +404,7 @@ ROWS = {
     "another key": Row(Asked(inputs={"mine": "x"}, outputs=["mine"]), "ok", "x", ways={*WAYS} - {"raw"}),
     "an unknown key": Row(
         Asked(outputs=["resul"]), "no_result", "the request has no 'resul'; did you mean 'result'?",
-        dict.fromkeys(("oip", "oip_binary"), "invalid_request"),
+        dict.fromkeys(OIP, "invalid_request"),
     ),
     "a text as error": Row(Asked(b"error text"), "no_result", "a text"),
     "half a character in an error": Row(Asked(b"error surrogate"), "no_result", "half ?", ways=(*SERVED, *OWN)),
@@ -359,13 +413,13 @@ ROWS = {
     "an error that leaves": Row(Asked(b"error leaving"), "internal", "whose message cannot be read"),
     "an error that stops": Row(Asked(b"error stop"), "internal", "StopIteration"),
     "no error at all": Row(Asked(b"error thing"), "no_result", "<object object at 0x"),
-    "half a character in a label": Row(Asked(b"value label"), "ok", "ü?", ways=(*THRIFT, "oip", "oip_binary", OWN[0])),
+    "half a character in a label": Row(Asked(b"value label"), "ok", "ü?", ways=(*THRIFT, *OIP, OWN[0])),
     "NumPy's scalars": Row(Asked(b"value scalars"), "ok", "3", ways=SERVED),
     "a ranking": Row(Asked(b"value ranking"), "ok", "a", ways=(*THRIFT, "oip")),
     "a score that is no number": Row(Asked(b"value nan"), "no_result", ways=SERVED),
     "a first score that is none": Row(Asked(b"value first"), "no_result", ways=SERVED),
     "a score beyond all numbers": Row(
-        Asked(b"value infinite"), "no_result", "", dict.fromkeys((*THRIFT, "oip", "oip_binary"), "internal"), SERVED
+        Asked(b"value infinite"), "no_result", "", dict.fromkeys((*THRIFT, *OIP), "internal"), SERVED
     ),
     "a list in itself": Row(Asked(b"value itself"), "no_result", ways=SERVED),
     "an object": Row(Asked(b"value thing"), "no_result", ways=SERVED),

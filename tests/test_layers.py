@@ -39,7 +39,7 @@ PACKAGE = [
 ]
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]
 """Imports neither ``torchpipe_py`` nor the server."""
-SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "supervisor", "cli", "__main__"]
+SERVER = ["options", "logs", "wire", "front", "tracing timing", "methods", "worker", "supervisor", "cli", "__main__"]
 TRAINING = ["errors", "options data plan prefetch ranks", "samples", "decode", "batcher", "transfer", "workers"]
 TRAINING += ["loader preload", "wrap"]
 """Within ``torchpipe_py.training``."""

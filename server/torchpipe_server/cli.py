@@ -72,6 +72,10 @@ def _serve(options: Options) -> int:
         http = stack.enter_context(_listen(options.http_host, options.http_port)) if options.http_port >= 0 else None
         if http is not None:
             options = replace(options, http_port=http.getsockname()[1])
+        if options.grpc_port >= 0:
+            # NOTE: held here, and never listened at: each worker listens there itself, beside the others.
+            rpc = stack.enter_context(reserve(listener, options.grpc_port))
+            options = replace(options, host=rpc.getsockname()[0], grpc_port=rpc.getsockname()[1])
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: read(options.config), idl)
         if http is not None:
@@ -83,6 +87,8 @@ def _serve(options: Options) -> int:
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
         lines = _start_lines(options, listener, http)
+        if options.grpc_port >= 0:
+            lines.append(f"gRPC on {_address(rpc)}")
 
         def announce() -> None:
             gc.freeze()
@@ -103,12 +109,21 @@ def _require_libraries(options: Options) -> None:
         (True, "", "httptools", "server"),
         (True, "", "multipart", "server"),
         (options.http_port >= 0, "--http-port: ", "prometheus_client", "server"),
+        (options.grpc_port >= 0, "--grpc-port: ", "grpc", "grpc"),
+        (options.grpc_port >= 0, "--grpc-port: ", "google.protobuf", "grpc"),
         (options.trace_ratio >= 0, "--trace-ratio: ", "opentelemetry", "otel"),
         (options.trace_ratio >= 0, "--trace-ratio: ", "opentelemetry.sdk", "otel"),
     ):
-        if is_needed and find_spec(library) is None:
-            name = "opentelemetry-sdk" if extra == "otel" else library
+        if is_needed and not _is_installed(library):
+            name = {"otel": "opentelemetry-sdk", "grpc": "grpcio"}.get(extra, library)
             raise ConfigError(f"{flag}{name} is not installed (pip install 'torchpipe_py[{extra}]')")
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return find_spec(library) is not None
+    except ModuleNotFoundError:  # the package that it is part of
+        return False
 
 
 def _start_lines(options: Options, listener: socket.socket, http: socket.socket | None) -> list[str]:
@@ -141,6 +156,29 @@ def _listen(host: str, port: int) -> socket.socket:
         # Without the address, which Python's own text may repeat.
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
         raise ConfigError(f"cannot listen on {host or repr(host)}:{port}: {reason}") from None
+
+
+def reserve(listener: socket.socket, port: int) -> socket.socket:
+    """A socket bound to this port at the listener's address; those of this service alone may share it."""
+    family, address = listener.family, listener.getsockname()
+    sock = socket.socket(family)
+    try:
+        if family == socket.AF_INET6:
+            sock.setsockopt(
+                socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+            )
+        with socket.socket(family) as first:  # NOTE: without SO_REUSEPORT it finds another service at this port
+            first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            first.bind((address[0], port, *address[2:]))
+            port = first.getsockname()[1]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((address[0], port, *address[2:]))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {address[0]}:{port} (--grpc-port): {os.strerror(error.errno or 0)}"
+        ) from None
+    return sock
 
 
 def _raise_file_limit() -> int:

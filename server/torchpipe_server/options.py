@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -11,6 +12,7 @@ import torchpipe_py
 from torchpipe_py.arguments import ArgumentParser
 
 MEBIBYTE = 2**20
+_SLOW = re.compile(r"slow:([0-9]{1,7}(?:\.[0-9]{1,3})?)")
 MONITORING_PATHS = ("/", "/graph.svg", "/live", "/ready", "/metrics", "/stats", "/streams")
 """Of ``--http-port``."""
 
@@ -32,6 +34,12 @@ class Options:
         -1, f"monitoring: a port of its own for {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
     )
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
+    grpc_port: int = _option(
+        -1,
+        "port of the Open Inference Protocol over gRPC, at the address of --host; 0: any free one; -1: none",
+        -1,
+        65535,
+    )
     workers: int = _option(
         0,
         "processes, each with the whole pipeline and a share of the connections; 0: one per core, at most 8; 1 with "
@@ -96,7 +104,15 @@ class Options:
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(
-        "none", "of which requests a line with the client's uuid is logged:", choices=("none", "failed", "all")
+        "none",
+        "of which requests a line with the client's uuid is logged; slow:100 are those of more than 100 ms, with the "
+        "times in each node:",
+        choices=("none", "failed", "all", "slow:MS"),
+    )
+    server_timing: str = _option(
+        "asked",
+        "which answers have a header Server-Timing with the times in each node; asked: those to ?timing=1 or X-Timing:",
+        choices=("asked", "all"),
     )
 
     @property
@@ -109,6 +125,12 @@ class Options:
         """Where ``MONITORING_PATHS`` are, for who asks for one at the other port. NOTE: 0 is a port not chosen yet."""
         port = self.http_port
         return f"monitoring is on --http-port {port}" if port > 0 else "--http-port opens a port for monitoring"
+
+    @property
+    def slow_seconds(self) -> float | None:
+        """Beyond which a request is logged, where slow ones are to be."""
+        found = _SLOW.fullmatch(self.log_requests)
+        return None if found is None else float(found[1]) / 1000
 
     def device_of(self, index: int) -> str:
         """That of the worker, or engine process, of this number; empty where all are visible to each."""
@@ -189,7 +211,8 @@ def _flag(option: Any) -> str:
 def _problem(metadata: Any, value: Any) -> str:
     """What is wrong with the value; empty if nothing is."""
     low, high, choices = metadata["low"], metadata["high"], metadata["choices"]
-    if choices and value not in choices:
+    is_slow = "slow:MS" in choices and _SLOW.fullmatch(str(value))
+    if choices and not is_slow and (value not in choices or value == "slow:MS"):
         return f"expected {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}"
     if isinstance(value, (int, float)) and not low <= value <= high:
         return f"expected {low:.15g} to {high:.15g}, got {value}"

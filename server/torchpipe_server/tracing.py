@@ -107,8 +107,7 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float) -> Serv
 
         return method._replace(start=start_traced)
 
-    methods = {name: change(name, method) for name, method in served.methods.items()}
-    return Served(methods, served.routes.changed(lambda route: route._replace(method=change(route.name, route.method))))
+    return served.changed(change)
 
 
 def context_of(parent: str, state: str | None) -> contexts.Context | None:

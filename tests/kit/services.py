@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+from torchpipe_server.cli import reserve
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Server
@@ -25,6 +27,7 @@ from torchpipe_server.front.services import Routes, Served, services_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
+from torchpipe_server.timing import timed
 from torchpipe_server.worker.worker import usual_service
 
 from kit.steered import FILE, steering
@@ -71,8 +74,18 @@ class LocalServer:
             served = Served(make_methods(self.loop), Routes(()))
         else:
             served = make_served(self.loop) if make_served else usual_service(settings, run or FakePipe())
+        if hasattr(run, "timed"):
+            served = timed(served, run, settings)
         services = services_of(served, settings)
         self.server = Server(self.loop, services, settings, self._gone, served.names_with_pipe())
+        self.grpc_port, self.rpc, self.listens = settings.grpc_port, None, threading.Event()
+        if settings.grpc_port >= 0:
+            from torchpipe_server.front.rpc import RpcServer
+
+            self._reserved = reserve(listener, settings.grpc_port)
+            self.grpc_port = self._reserved.getsockname()[1]
+            settings = replace(settings, grpc_port=self.grpc_port)
+            self.rpc = RpcServer(self.loop, served.rpcs, settings, self.server.counters)
         self.error: BaseException | None = None
         self.is_over = False
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -102,19 +115,26 @@ class LocalServer:
     def _stop(self) -> None:
         self.acceptor.close()
         self.server.drain()
+        if self.rpc is not None:
+            self.rpc.drain()
         every(self.loop, 0.05, self._end_if_finished)
 
     def _end_if_finished(self) -> None:
-        if self.server.is_finished and not self.is_over:
+        if self.server.is_finished and not self.is_over and (self.rpc is None or self.rpc.is_finished):
             self.is_over = True
             self.loop.stop()
 
     def _serve(self) -> None:
         try:
             self.acceptor.start()
+            if self.rpc is not None:
+                self.rpc.listen(self.listens.set)
             self.loop.run_forever()
             self.acceptor.close()
             self.server.close()
+            if self.rpc is not None:
+                self.rpc.close()
+                self._reserved.close()
             self.loop.run_until_complete(asyncio.sleep(0.01))  # in which transports close their sockets
         except BaseException as error:
             self.error = error
@@ -124,6 +144,7 @@ class LocalServer:
 
     def __enter__(self) -> LocalServer:
         self.thread.start()
+        assert self.rpc is None or self.listens.wait(WAIT)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from torchpipe_py.errors import nearest
 
 SERVICE_FLAGS = (
-    *("host", "port", "http-host", "http-port", "workers", "devices", "engines", "handler", "import", "deadline-ms"),
+    *("host", "port", "http-host", "http-port", "grpc-port", "workers", "devices", "engines", "handler", "import"),
     *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
     *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
-    "queue-target-ms",
-    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams", "repository-control"),
+    *("deadline-ms", "queue-target-ms", "server-timing", "repository-control"),
+    *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
 )
 """Options of ``torchpipe-serve`` that may be taken for keys."""
 

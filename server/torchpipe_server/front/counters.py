@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -18,14 +19,14 @@ NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
 
 
 class RequestCounters:
-    """For one thread. ``logged`` is ``"none"``, ``"failed"`` or ``"all"``: which requests are logged.
+    """For one thread. ``logged`` is ``--log-requests``; slow requests are logged elsewhere, with their times.
 
     ``is_logging``: whether anything uses the requests' names. ``timed`` names the methods whose time is in the
     histogram: a probe is answered in no time.
     """
 
     def __init__(self, logged: str, timed: AbstractSet[str] = frozenset()) -> None:
-        self.is_logging = logged != "none"
+        self.is_logging = logged in ("failed", "all")
         self._logged, self._timed = logged, timed
         self._counts: Counter[tuple[str, str]] = Counter()  # by method and outcome
         self._latency = [0] * PLACES
@@ -38,13 +39,7 @@ class RequestCounters:
             self._latency[int(seconds * 1e6).bit_length()] += 1
             self._seconds += seconds
         if self.is_logging and (self._logged == "all" or outcome != OK):
-            name, ms = request_id[:NAME_CHARACTERS], 1000 * seconds
-            fields = {"request": name, "method": method, "outcome": outcome, "ms": round(ms, 3)}
-            # The name is in quotes, so that it looks like nothing else on the line.
-            args = json.dumps(name, ensure_ascii=False), method, outcome, ms
-            text, more = "%s %s %s %.3f ms", {"fields": fields}
-            # Past --log-level: --log-requests says whether there are such lines.
-            logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, args, None, extra=more))
+            log_request(method, outcome, seconds, request_id)
 
     def summary(self) -> dict[str, Any]:
         """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.statistics``)."""
@@ -55,3 +50,22 @@ class RequestCounters:
             "by_method": by_method,
             "latency": {"counts": folded(self._latency), "sum_ms": 1000 * self._seconds},
         }
+
+
+def log_request(
+    method: str, outcome: str, seconds: float, request_id: str, times: Mapping[str, Mapping[str, float]] | None = None
+) -> None:
+    """Write the line of a request, from any thread; ``times`` are milliseconds by node and phase."""
+    name, ms = request_id[:NAME_CHARACTERS], 1000 * seconds
+    fields: dict[str, Any] = {"request": name, "method": method, "outcome": outcome, "ms": round(ms, 3)}
+    parts = []
+    if times is not None:
+        fields["nodes"] = times
+        parts = [
+            f" {node}: {', '.join(f'{phase} {one:g}' for phase, one in of.items())};" for node, of in times.items()
+        ]
+    # The name is in quotes, so that it looks like nothing else on the line.
+    args = json.dumps(name, ensure_ascii=False), method, outcome, ms, "".join(parts).rstrip(";")
+    text, more = "%s %s %s %.3f ms%s", {"fields": fields}
+    # Past --log-level: --log-requests says whether there are such lines.
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, args, None, extra=more))

@@ -69,6 +69,11 @@ def trace_fields(args: Any) -> TraceFields:
     return getattr(args, "traceparent", None), getattr(args, "tracestate", None)
 
 
+def trace_headers(request: Any) -> TraceFields:
+    """Of a request over HTTP or gRPC."""
+    return request.fields.get("traceparent"), request.fields.get("tracestate")
+
+
 def reply_bound(size: int) -> Bound:
     """The bound of a reply, under the name that users know."""
     return Bound(size, "--max-reply-bytes")
@@ -140,15 +145,54 @@ class Routes:
         return {"/".join(way[: depth + 1]) + ("/…" if len(way) > depth + 1 else "") for way in ways}
 
 
+class RpcRequest(NamedTuple):
+    """A message that came over gRPC, the call's metadata, and its deadline in milliseconds from now."""
+
+    message: Any
+    fields: Mapping[str, str]
+    deadline_ms: float | None = None
+
+
+class RpcAnswer(NamedTuple):
+    """A message, or its bytes; ``headers`` are the metadata behind it, ``outcome`` is what it is counted as."""
+
+    message: Any
+    headers: Mapping[str, str] = {}
+    outcome: str = OK
+
+
+class Rpc(NamedTuple):
+    """A method over gRPC. It takes a ``RpcRequest`` with a message of ``method.args``, its result is a ``RpcAnswer``.
+
+    ``is_stream``: each message of a call is a request, and is answered by one message.
+    """
+
+    path: str
+    method: Method
+    is_stream: bool = False
+
+    @property
+    def name(self) -> str:
+        """What its requests are counted as."""
+        return f"gRPC {self.path.rpartition('/')[2]}"
+
+
 class Served(NamedTuple):
-    """What a port answers: Thrift's methods, HTTP's routes."""
+    """What a port answers: Thrift's methods, HTTP's routes; and what gRPC's port does."""
 
     methods: Mapping[str, Method]
     routes: Routes
+    rpcs: Sequence[Rpc] = ()
+
+    def changed(self, change: Callable[[str, Method], Method]) -> Served:
+        """What ``change`` makes of each method, of which it is given the name."""
+        methods = {name: change(name, method) for name, method in self.methods.items()}
+        routes = self.routes.changed(lambda route: route._replace(method=change(route.name, route.method)))
+        return Served(methods, routes, [rpc._replace(method=change(rpc.name, rpc.method)) for rpc in self.rpcs])
 
     def names_with_pipe(self) -> frozenset[str]:
         """What calls that run the pipe are counted as."""
-        named = [*self.methods.items(), *self.routes.methods()]
+        named = [*self.methods.items(), *self.routes.methods(), *((rpc.name, rpc.method) for rpc in self.rpcs)]
         return frozenset(name for name, method in named if method.trace_fields is not None)
 
 
@@ -312,10 +356,7 @@ def route(
     ``is_traced``: whether it runs the pipe; by default all but those of GET.
     """
 
-    def traced(request: HttpRequest) -> TraceFields:
-        return request.fields.get("traceparent"), request.fields.get("tracestate")
-
-    fields = traced if is_traced or (is_traced is None and verb != "GET") else None
+    fields = trace_headers if is_traced or (is_traced is None and verb != "GET") else None
     name = lambda request: request.fields.get("x-request-id", "")  # noqa: E731
     return Route(verb, path, Method(HttpRequest, start, request_id=name, trace_fields=fields))
 

@@ -20,6 +20,7 @@ from torchpipe_server.supervisor.figures import (
     End,
     Event,
     Failed,
+    Listening,
     Message,
     Ready,
     Released,
@@ -78,6 +79,7 @@ class Child:
         self.stats: dict[str, Any] = {}
         self.graph = ""
         self.reason: Reason = "died"
+        self.is_told_to_listen = self.listens = False  # at gRPC's port
         self.has_served = False  # whether it was given a connection, or a client
         self.is_asked = False  # for its figures
         self.has_streams = False  # whether it was given some to read
@@ -185,6 +187,12 @@ class Child:
         self._unlinked_looks = 0
         self._channel.send({"type": "link"}, sock.fileno())
 
+    def listen(self) -> None:
+        """Have it take connections at gRPC's port, as others do; it says when it does."""
+        if not self.is_told_to_listen:
+            self.is_told_to_listen = True
+            self._channel.send({"type": "listen"})
+
     def miss_link(self) -> None:
         """There was no descriptor for its link: it needs another one."""
         self._heartbeat.tell_linked(False)
@@ -275,6 +283,8 @@ class Child:
         match message:
             case Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
+            case Listening() if self.is_told_to_listen and not self.listens:
+                self.listens = True
             case Failed() if self.state == "starting" and not self.failure:
                 self.failure = message.message
             case Stats() if self.is_asked:

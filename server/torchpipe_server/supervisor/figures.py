@@ -89,6 +89,10 @@ class Ready(Struct, tag="ready"):
     graph: str
 
 
+class Listening(Struct, tag="listening"):
+    """It takes connections at gRPC's port, as it was told to."""
+
+
 class Failed(Struct, tag="failed"):
     """It cannot start."""
 
@@ -144,7 +148,7 @@ class Snapshot(Struct, tag="snapshot"):
     problem: _text
 
 
-Message = Ready | Failed | Closed | Released | Control | Stats | End | Event | Snapshot
+Message = Ready | Listening | Failed | Closed | Released | Control | Stats | End | Event | Snapshot
 
 parse_message: Callable[[bytes], Message] = Decoder(Message).decode
 """A worker's message. It has read bytes from clients: ``ValueError`` or ``RecursionError`` for anything else."""

@@ -23,6 +23,7 @@ from torchpipe_server.supervisor.figures import (
     Closed,
     Control,
     Event,
+    Listening,
     Message,
     Ready,
     Released,
@@ -288,6 +289,8 @@ class Fleet:
         match message:
             case Ready():
                 self._became_ready(child)
+            case Listening():
+                self._began_to_listen(child)
             case Closed():
                 self._connections.closed(child, message.slot)
             case Released():
@@ -313,14 +316,28 @@ class Fleet:
             if slot.role == "engine process":
                 self._engine_became_ready(slot)
             elif self._is_successor(slot):
-                assert self._next is not None
-                if all(worker.is_ready for worker in self._next.workers):
-                    self._swap(child)
+                self._swap_if_complete(child)
             elif self._has_begun:
                 logger.info("%s is back (pid %d)", child.name, child.pid)
+                self._listen([child])
                 self._connections.became_ready(child)
             else:
                 self._begin_if_complete()
+
+    def _began_to_listen(self, child: Child) -> None:
+        slot = self._slot_of(child)
+        if slot is not None and self._is_successor(slot):
+            self._swap_if_complete(child)
+        elif slot is not None and not self._is_ending:
+            self._begin_if_complete()
+
+    def _listen(self, children: list[Child]) -> bool:
+        """Have them listen at gRPC's port, if there is one; whether all do, or need not."""
+        if self._options.grpc_port < 0:
+            return True
+        for child in children:
+            child.listen()
+        return all(child.listens for child in children)
 
     def _engine_became_ready(self, engine: WorkerSlot) -> None:
         for generation in filter(None, (self.now, self._next)):
@@ -356,6 +373,7 @@ class Fleet:
             not self._has_begun
             and self.ready
             and all(worker.is_ready or worker.is_given_up for worker in self.now.workers)
+            and self._listen(self.ready)
         ):
             self._has_begun = True
             self.now.tell_engines(self._options)
@@ -499,6 +517,14 @@ class Fleet:
             return
         self._next = Generation(tables, self._options, self.now)
         self._begin(self._next)
+
+    def _swap_if_complete(self, last: Child) -> None:
+        assert self._next is not None
+        workers = self._next.workers
+        if all(worker.is_ready for worker in workers) and self._listen(
+            [worker.child for worker in workers if worker.child]
+        ):
+            self._swap(last)
 
     def _swap(self, last: Child) -> None:
         """The successors serve from now on; those before them hand over their connections and end."""

@@ -28,6 +28,7 @@ from torchpipe_server.front.services import Routes, Served, services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
+from torchpipe_server.timing import timed
 from torchpipe_server.worker.channel import Channel
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torchpipe_py.plan.build import Pipeline
     from torchpipe_py.proc.engine import EngineClient
     from torchpipe_py.runtime.admission import Deadlines
+    from torchpipe_server.front.rpc import RpcServer
     from torchpipe_server.methods.many import Turns
     from torchpipe_server.methods.oip.core import Control, Models
     from torchpipe_server.worker.streams import WorkerStreams
@@ -195,7 +197,7 @@ class Worker:
             self._run = pipe_of_worker(self._plan, self._engine)
         else:
             self._run = pipe(self._plan)
-        served = make_served(self._run)
+        served = timed(make_served(self._run), self._run, options)
         if options.trace_ratio >= 0:
             from torchpipe_server import tracing
 
@@ -204,12 +206,20 @@ class Worker:
             served = tracing.traced(served, self._provider, options.trace_ratio)
         services = services_of(served, options)
         self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
+        self._rpc: RpcServer | None = None
+        if options.grpc_port >= 0:
+            # NOTE: imported after the fork, which its threads would not survive; it logs what clients send.
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+            from torchpipe_server.front.rpc import RpcServer
+
+            self._rpc = RpcServer(self._loop, served.rpcs, options, self._server.counters)
         every(self._loop, END_SECONDS, self._end_if_finished)
         hear: dict[str, Callable[[dict[str, Any], int], object]] = {
             "connection": self._adopt,
             "link": self._adopt_link,
             "outcome": lambda message, _: self._controls.pop(message["id"])(message["status"], message["body"]),
             "shed": lambda message, _: self._server.shed(message["count"]),
+            "listen": lambda *_: self._listen(),
             "release": lambda *_: self._end(self._server.release),
             "drain": lambda *_: self._end(self._server.drain),
         }
@@ -222,6 +232,8 @@ class Worker:
         """Until told to end, and the process with it."""
         self._post.run(_draw(self._plan))
         answered = self._server.close()
+        if self._rpc is not None:
+            answered = self._rpc.close() and answered
         self._post.end(answered)
         is_closed = self._run.close(CLOSE_SECONDS)
         if self._provider is not None:
@@ -245,6 +257,8 @@ class Worker:
         if self._streams is not None:
             self._streams.close()
         how()
+        if self._rpc is not None:
+            self._rpc.drain()
 
     def _adopt(self, message: dict[str, Any], descriptor: int) -> None:
         slot = message["slot"]
@@ -274,8 +288,12 @@ class Worker:
         logger.error("the supervisor is gone: answering what was accepted, then ending")
         self._end(self._server.drain)
 
+    def _listen(self) -> None:
+        if self._rpc is not None:
+            self._rpc.listen(lambda: self._post.send({"type": "listening"}))
+
     def _end_if_finished(self) -> None:
-        if self._server.is_finished:
+        if self._server.is_finished and (self._rpc is None or self._rpc.is_finished):
             self._loop.stop()
 
     def _figures(self) -> dict[str, Any]:
@@ -441,8 +459,13 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
     limits = InferLimits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
     models = _models(run, Path(options.config).stem, deadlines, turns)
-    oip = OipHandler(OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes), control), limits)
-    return Served(thrift.methods, Routes([*http.routes, *oip.routes], options.monitoring))
+    core = OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes), control)
+    routes = Routes([*http.routes, *OipHandler(core, limits).routes], options.monitoring)
+    if options.grpc_port < 0:
+        return Served(thrift.methods, routes)
+    from torchpipe_server.methods.oip.rpc import OipRpcs
+
+    return Served(thrift.methods, routes, OipRpcs(core, limits).rpcs)
 
 
 def _models(run: pipe, stem: str, deadlines: Deadlines, turns: Turns) -> Models:

@@ -252,7 +252,8 @@ WRONG = {
     "--trace-ratio": ["-1.5", "1.1", "nan", "1%"],
     "--log-level": ["loud", "INFO", ""],
     "--log-format": ["xml"],
-    "--log-requests": ["some"],
+    "--log-requests": ["some", "slow", "slow:", "slow:x", "slow:MS", "slow:-1"],
+    "--server-timing": ["none"],
 }
 
 

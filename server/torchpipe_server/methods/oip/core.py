@@ -118,7 +118,13 @@ class Models:
 
 
 class Codec(Protocol):
-    """What writes answers of inference in the form that its clients read; called on any thread."""
+    """What writes answers of inference in the form that its clients read; called on any thread.
+
+    ``is_binary`` is how outputs come that nobody wants otherwise.
+    """
+
+    @property
+    def is_binary(self) -> bool: ...
 
     def plain(self, model: Model, root: Root, value: Any) -> Any:
         """The answer to a request without wishes whose one item has this result; ``None`` where ``answer`` is to."""
@@ -206,7 +212,7 @@ class OpenInference:
                 model.figures.add(1, began, True)
                 done(answer)
 
-        is_plain = not (asked.outputs or asked.is_binary or asked.id is not None)
+        is_plain = not asked.outputs and asked.id is None and asked.is_binary == codec.is_binary
         try:
             seconds = model.deadlines.seconds(asked.deadline_ms, asked.priority, asked.node_name)
             if count == 1:

@@ -24,6 +24,8 @@ _HEAD = "oip"  # what a head is known to say
 class OipHandler:
     """The protocol's routes, for ``Server``, and the ``Codec`` of their answers."""
 
+    is_binary = False
+
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
         self._templates: dict[Root, Templates] = {}

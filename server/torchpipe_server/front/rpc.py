@@ -1,0 +1,374 @@
+"""Serves gRPC on a port of its own: each worker has a listener, and calls run on the worker's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from threading import get_ident
+from time import monotonic, perf_counter
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import ReplyTooLargeError
+from torchpipe_server.front.counters import RequestCounters
+from torchpipe_server.front.loop import Loop, call_from_any_thread, every
+from torchpipe_server.front.services import OK, Cancellable, Rpc, RpcRequest, code_of, reply_bound
+from torchpipe_server.options import Options
+from torchpipe_server.wire.http import MAX_HEAD_BYTES
+
+logger = logging.getLogger("torchpipe_server")
+
+MOST_AHEAD = 16  # requests of a stream that are in work, or whose answers wait for the client
+TICK_SECONDS = 0.5
+PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # of a connection whose client may be gone without a word
+CLIENT_PROBE_MS = 10_000  # a client that asks more often whether the service is there, is sent away
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    500: grpc.StatusCode.INTERNAL,
+}
+"""By the status that an error has over HTTP."""
+_OWN_CODES = {"not_served": grpc.StatusCode.UNIMPLEMENTED, "cancelled": grpc.StatusCode.CANCELLED}
+PUSHBACK, ERROR_CODE = "grpc-retry-pushback-ms", "error-code"
+"""Metadata behind an error: when to come again, as gRPC's retries read it, and the code that it has over HTTP."""
+
+
+class _Answer(NamedTuple):
+    """``code`` is None for a message, else that of an error, and ``text`` says what was wrong."""
+
+    data: bytes
+    headers: Mapping[str, str]
+    outcome: str = OK
+    code: grpc.StatusCode | None = None
+    text: str = ""
+
+
+def _refusal(error: BaseException) -> _Answer:
+    failed = answers.failure(error)
+    code, after = failed.body["code"], failed.body.get("retry_after_ms")
+    headers = {ERROR_CODE: code} if after is None else {ERROR_CODE: code, PUSHBACK: str(after)}
+    status = _OWN_CODES.get(code) or _CODES.get(failed.status, grpc.StatusCode.INVALID_ARGUMENT)
+    return _Answer(b"", headers, code_of(error), status, answers.utf8_text(failed.body["error"]).decode())
+
+
+class _Call:
+    """A request in work. ``done`` is for any thread, the rest for that of the loop."""
+
+    def __init__(self, server: RpcServer, rpc: Rpc) -> None:
+        self.server, self.rpc = server, rpc
+        self.future: asyncio.Future[_Answer] = server.loop.create_future()
+        self.began = monotonic()
+        self.size = 0
+        self.request_id = ""
+        self._ticket: Cancellable | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, data: Any, context: Any) -> None:
+        """Start what the message asks for."""
+        server, method = self.server, self.rpc.method
+        self.began = monotonic()
+        try:
+            if data is grpc.aio.EOF:
+                raise InvalidRequest("the call has no message")
+            self.size = len(data)
+            server.held_bytes += self.size
+            if server.held_bytes > server.options.max_held_bytes:
+                raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
+            request = RpcRequest(_parsed(method.args, data), *_said(context))
+            if server.counters.is_logging:
+                self.request_id = method.request_id(request)
+            ticket = method.start(request, self.done)
+        except BaseException as error:  # others' requests are here
+            self.done(error)
+            return
+        if ticket is not None and not self.future.done():
+            self._ticket, deadline = ticket, ticket.deadline
+            if deadline is not None:
+                self._timer = server.loop.call_later(max(0.0, deadline - perf_counter()), self._expire)
+
+    def done(self, result: Any) -> None:
+        """Answer with the result, or with the exception there is in its place."""
+        method, limit = self.rpc.method, self.server.reply
+        try:
+            if isinstance(result, BaseException):
+                result = method.fail(result)
+            data = result.message if isinstance(result.message, bytes) else result.message.SerializeToString()
+            if len(data) > limit.bytes:
+                raise ReplyTooLargeError(len(data), limit)
+            answer = _Answer(data, result.headers, method.outcome(result))
+        except BaseException as error:
+            answer = _refusal(error)
+        self.server.answer(self, answer)
+
+    def over(self) -> None:
+        """It is answered, or its client is gone."""
+        self.server.held_bytes -= self.size
+        self.size = 0
+        if self._timer is not None:
+            self._timer.cancel()
+        ticket, self._ticket, self._timer = self._ticket, None, None
+        # NOTE: a call whose client leaves is cancelled, and with it the future that it waits for.
+        if ticket is not None and (self.future.cancelled() or not self.future.done()):
+            is_late = ticket.deadline is not None and perf_counter() >= ticket.deadline
+            ticket.cancel(DeadlineExceeded("not finished by its deadline") if is_late else None)
+
+    def _expire(self) -> None:
+        if self._ticket is not None:
+            self._ticket.cancel(DeadlineExceeded("not finished by its deadline"))
+
+
+class RpcServer:
+    """Serves the methods at ``options.host`` and ``options.grpc_port``, once ``listen`` was called.
+
+    ``drain`` answers what was accepted, for ``drain_seconds`` at most. All but ``answer`` is for the loop's thread.
+    """
+
+    def __init__(self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters) -> None:
+        self.loop, self.options, self.counters = loop, options, counters
+        self.reply = reply_bound(options.max_reply_bytes)
+        self.held_bytes = 0
+        self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
+        self._server: grpc.aio.Server | None = None
+        self._calls: dict[_Call, asyncio.Task[Any] | None] = {}  # of unary ones that are being read, their tasks
+        self._answers: deque[tuple[_Call, _Answer]] = deque()
+        self._is_awake = False
+        self._thread = 0
+        self._draining: asyncio.Future[None] = loop.create_future()
+        self._listening: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._stop_ticks: Callable[[], None] = lambda: None
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def listen(self, done: Callable[[], object]) -> None:
+        """Take connections from now on, with the other processes that do; ``done`` is called when it does."""
+        if self._listening is None and self._ending is None:
+            self._stop_ticks = every(self.loop, TICK_SECONDS, self._tick)
+            self._listening = self.loop.create_task(self._listen(done))
+
+    async def _listen(self, done: Callable[[], object]) -> None:
+        self._thread = get_ident()
+        self._server = server = grpc.aio.server(options=settings(self.options))
+        server.add_generic_rpc_handlers((self,))
+        host, port = self.options.host, self.options.grpc_port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            logger.error("gRPC cannot listen on %s: %s", address, error)
+        await server.start()
+        done()
+
+    def service(self, details: Any) -> Any:
+        """What grpc asks a handler of methods: that of the call, or none."""
+        return self._handlers.get(details.method)
+
+    def drain(self) -> None:
+        """Take no further call, answer those that there are, and end streams between two messages."""
+        if self._ending is None:
+            self._ending = self.loop.create_task(self._end())
+
+    async def _end(self) -> None:
+        if not self._draining.done():
+            self._draining.set_result(None)
+        if self._server is None:
+            return
+        # NOTE: not to be hurried when no call is left here: some that grpc has taken are not here yet.
+        await self._server.stop(self.options.drain_seconds)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended as it was asked to, or its time for that is over."""
+        return self._server is None or (self._ending is not None and self._ending.done())
+
+    def close(self) -> bool:
+        """End every call there is, when the loop does not run any more; whether there was none."""
+        busy = len(self._calls)
+        self._stop_ticks()
+        if busy:
+            logger.warning("%s still busy after drain_seconds", counted(busy, "gRPC call"))
+        if self._server is not None:
+            self.loop.run_until_complete(self._server.stop(None))
+        return not busy
+
+    def _tick(self) -> None:
+        """End the calls whose messages do not come."""
+        late = monotonic() - self.options.message_seconds
+        for call, task in list(self._calls.items()):
+            if task is not None and call.began < late:
+                self._calls[call] = None
+                task.cancel()
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _handler(self, rpc: Rpc) -> Any:
+        async def serve_one(messages: Any, context: Any) -> bytes:
+            return await self._serve_one(rpc, context)
+
+        async def serve_stream(messages: Any, context: Any) -> None:
+            await self._serve_stream(rpc, context)
+
+        # NOTE: a call of one message is read as a stream, so that the time for that can be bounded.
+        if rpc.is_stream:
+            return grpc.stream_stream_rpc_method_handler(serve_stream)
+        return grpc.stream_unary_rpc_method_handler(serve_one)
+
+    def _enter(self, call: _Call, context: Any, task: Any) -> bool:
+        """Whether there is room for the call; it takes room until all of its answer is sent."""
+        if len(self._calls) >= self.options.max_connections:
+            most = counted(self.options.max_connections, "call")
+            call.done(Overloaded(f"more than {most} at a time (--max-connections)", retry_after_ms=1000))
+            return False
+        self._calls[call] = task
+
+        def leave(_: Any) -> None:
+            self._calls.pop(call, None)
+            call.over()
+
+        context.add_done_callback(leave)
+        return True
+
+    async def _serve_one(self, rpc: Rpc, context: Any) -> bytes:
+        call = _Call(self, rpc)
+        if self._enter(call, context, asyncio.current_task()):
+            try:
+                data = await context.read()
+                self._calls[call] = None
+                call.begin(data, context)
+            except asyncio.CancelledError:
+                if self._calls.get(call, call) is not None:
+                    raise  # its client is gone
+                call.done(DeadlineExceeded(f"no whole message within {self.options.message_seconds:g} s"))
+        answer = await call.future
+        return await self._reply(call, answer, context)
+
+    async def _reply(self, call: _Call, answer: _Answer, context: Any) -> bytes:
+        self._count(call, answer)
+        if answer.code is not None:
+            await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+        if answer.headers:
+            context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
+        return answer.data
+
+    def _count(self, call: _Call, answer: _Answer) -> None:
+        self.counters.add(call.rpc.name, answer.outcome, monotonic() - call.began, call.request_id)
+
+    async def _serve_stream(self, rpc: Rpc, context: Any) -> None:
+        """Requests of a stream are in work side by side, and are answered in their order."""
+        place = _Call(self, rpc)
+        if not self._enter(place, context, None):
+            await self._reply(place, await place.future, context)
+        calls: asyncio.Queue[_Call | None] = asyncio.Queue()
+        room = asyncio.Semaphore(MOST_AHEAD)
+        under_way: set[_Call] = set()
+        idle = self.options.idle_seconds or None
+
+        async def write() -> None:
+            while (call := await calls.get()) is not None:
+                answer = await call.future
+                self._count(call, answer)
+                call.over()
+                under_way.discard(call)
+                if answer.code is not None:
+                    await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+                await context.write(answer.data)
+                room.release()
+
+        writing = self.loop.create_task(write())
+        reading: asyncio.Task[Any] | None = None
+        try:
+            is_over = False
+            while not is_over:
+                await room.acquire()
+                reading = self.loop.create_task(context.read())
+                waiting = {reading, writing, self._draining}
+                await asyncio.wait(waiting, timeout=idle, return_when=asyncio.FIRST_COMPLETED)
+                is_over = not reading.done() or reading.result() is grpc.aio.EOF
+                if not is_over:
+                    call = _Call(self, rpc)
+                    under_way.add(call)
+                    calls.put_nowait(call)
+                    call.begin(reading.result(), context)
+            calls.put_nowait(None)
+            await writing
+            if reading is not None and not reading.done():
+                why = "is ending: open the stream again" if self._draining.done() else f"was idle for {idle:g} s"
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"the stream {why}")
+        finally:
+            for task in (writing, reading):
+                if task is not None and not task.done():
+                    task.cancel()
+                    with suppress(BaseException):
+                        await task
+            for call in under_way:
+                call.over()
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def answer(self, call: _Call, answer: _Answer) -> None:
+        """The answer to a request, from any thread. The loop is woken once for all that come until it is there."""
+        if get_ident() == self._thread:
+            _settle(call, answer)
+            return
+        self._answers.append((call, answer))
+        if not self._is_awake:
+            self._is_awake = True
+            call_from_any_thread(self.loop, self._settle_answers)
+
+    def _settle_answers(self) -> None:
+        self._is_awake = False
+        for _ in range(len(self._answers)):
+            _settle(*self._answers.popleft())
+
+
+def _settle(call: _Call, answer: _Answer) -> None:
+    if not call.future.done():
+        call.future.set_result(answer)
+
+
+def _parsed(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except Exception:
+        raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.full_name}") from None
+
+
+def _said(context: Any) -> tuple[dict[str, str], float | None]:
+    """Metadata and deadline of a call; metadata in bytes is not read."""
+    fields = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+    seconds = context.time_remaining()
+    return fields, None if seconds is None else max(1000 * seconds, 0.001)
+
+
+def settings(options: Options) -> list[tuple[str, int]]:
+    """The limits, as grpc takes them. NOTE: what a compressed message becomes is not bounded: none is read."""
+    most, forever = options.max_connections, 2**31 - 1
+    return [
+        ("grpc.so_reuseport", 1),
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # it is bounded before
+        ("grpc.max_concurrent_streams", max(1, most // 2)),
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_metadata_size", MAX_HEAD_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_HEAD_BYTES),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.server_handshake_timeout_ms", min(forever, round(1000 * options.message_seconds))),
+        ("grpc.max_connection_idle_ms", min(forever, round(1000 * options.idle_seconds)) or forever),
+        ("grpc.keepalive_time_ms", PROBE_EVERY_MS),
+        ("grpc.keepalive_timeout_ms", PROBE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PROBE_MS),
+    ]

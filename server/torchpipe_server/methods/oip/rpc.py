@@ -1,0 +1,325 @@
+"""The protocol over gRPC: its methods, and the ``Codec`` of their messages."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import msgspec
+from google.protobuf.json_format import ParseDict
+
+from torchpipe_py import InvalidRequest, TorchpipeError
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
+from torchpipe_py.wire.infer import priority_of
+from torchpipe_py.wire.values import is_label_and_score
+from torchpipe_server.front.services import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, trace_headers
+from torchpipe_server.methods.oip import metadata
+from torchpipe_server.methods.oip.core import Model, NotServedError, OpenInference, Root
+from torchpipe_server.methods.oip.messages import message, methods, reflected
+from torchpipe_server.methods.oip.requests import (
+    Given,
+    InferLimits,
+    InferRequest,
+    Options,
+    Wanted,
+    infer_request,
+    refuse,
+)
+from torchpipe_server.methods.oip.results import MOST_FLOAT32
+from torchpipe_server.methods.oip.tensors import BYTES, DATATYPES, Output
+
+_OIP, _HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
+_FINAL = "triton_enable_empty_final_response"  # a wish of Triton's clients for streams
+_OPTIONS = Options.__struct_fields__
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
+}
+"""The field of ``InferTensorContents`` that has the elements of a datatype."""
+
+_ModelInferRequest, _ModelInferResponse = (
+    message("inference.ModelInferRequest"),
+    message("inference.ModelInferResponse"),
+)
+_StreamResponse = message("inference.ModelStreamInferResponse")
+_ReflectionResponse = message("grpc.reflection.v1.ServerReflectionResponse")
+_FINAL_ANSWER = _ModelInferResponse(parameters={"triton_final_response": {"bool_param": True}}).SerializeToString()
+
+
+class OipRpcs:
+    """The protocol's methods over gRPC, and gRPC's own check of health."""
+
+    is_binary = True
+
+    def __init__(self, core: OpenInference, limits: InferLimits) -> None:
+        self._core, self._limits = core, limits
+        self._templates: dict[Root, _Templates] = {}
+        known: dict[str, Callable[[Any], Any]] = {
+            "ServerLive": lambda asked: {"live": True},
+            "ServerReady": lambda asked: {"ready": core.is_ready()},
+            "ServerMetadata": lambda asked: metadata.SERVER,
+            "ModelReady": lambda asked: {"ready": core.is_ready(asked.name, asked.version)},
+            "ModelMetadata": lambda asked: core.metadata(asked.name, asked.version),
+            "ModelConfig": lambda asked: {"config": core.config(asked.name, asked.version)},
+            "ModelStatistics": lambda asked: core.statistics(asked.name, asked.version),
+            "RepositoryIndex": lambda asked: {"models": core.index()},
+            "SystemSharedMemoryUnregister": _unregister,
+            "CudaSharedMemoryUnregister": _unregister,
+            "Check": self._check,
+        }
+        self.rpcs = [self._rpc(method, known) for method in methods()]
+
+    def _rpc(self, method: Any, known: Mapping[str, Callable[[Any], Any]]) -> Rpc:
+        name, args = method.name, message(method.input_type.full_name)
+        path = f"/{method.containing_service.full_name}/{name}"
+        if name == "ModelInfer":
+            return Rpc(path, Method(args, self._infer, request_id=_request_id, trace_fields=trace_headers))
+        if name == "ModelStreamInfer":
+            outcome = lambda answer: answer.outcome  # noqa: E731
+            start = self._infer_in_stream
+            method = Method(args, start, outcome=outcome, request_id=_request_id, trace_fields=trace_headers)
+            return Rpc(path, method, is_stream=True)
+        if name in ("RepositoryModelLoad", "RepositoryModelUnload"):
+            answer_with = message(method.output_type.full_name)
+            return Rpc(
+                path, Method(args, partial(self._control, name.removeprefix("RepositoryModel").lower(), answer_with))
+            )
+        if name == "ServerReflectionInfo":
+            return Rpc(path, Method(args, _reflect), is_stream=True)
+        answer: Callable[[Any], Any] = known.get(name, _shared_memory)
+        made: Any = message(method.output_type.full_name)
+
+        def start_known(request: RpcRequest, done: Done) -> None:
+            found = answer(request.message) or {}
+            done(RpcAnswer(ParseDict(found, made(), ignore_unknown_fields=True)))
+
+        return Rpc(path, Method(args, start_known, request_id=_request_id))
+
+    def _control(self, action: str, made: Any, request: RpcRequest, done: Done) -> None:
+        name = request.message.model_name
+        if self._core.control is None:
+            (self._core.load if action == "load" else self._core.unload)(name)
+            return
+
+        def answer(status: int, body: Mapping[str, Any]) -> None:
+            if status < 300:
+                done(RpcAnswer(made()))
+            else:
+                failed = TorchpipeError(body["error"])
+                failed.code = body["code"]
+                done(failed)
+
+        self._core.control(action, name, answer)
+
+    def _check(self, asked: Any) -> dict[str, Any]:
+        if asked.service not in ("", _OIP, _HEALTH):
+            raise RouteError(f"no service {asked.service[:80]!r}; valid: {_OIP}")
+        return {"status": "SERVING" if self._core.is_ready() else "NOT_SERVING"}
+
+    # -- inference ----------------------------------------------------------------------------------------------
+
+    def _infer(self, request: RpcRequest, done: Done) -> Cancellable:
+        began = perf_counter()
+        asked = request.message
+        model = self._core.models.find(asked.model_name, asked.model_version)
+        return self._core.infer(model, self._read(request), self, began, done)
+
+    def _infer_in_stream(self, request: RpcRequest, done: Done) -> Cancellable | None:
+        """The same, and an error is an answer as well, after which the stream goes on."""
+        asked = request.message
+        is_final = bool(asked.parameters.pop(_FINAL).bool_param) if _FINAL in asked.parameters else False
+
+        def answer(result: Any) -> None:
+            if isinstance(result, BaseException):
+                failed = answers.failure(result).body
+                made = _StreamResponse(error_message=failed["error"], infer_response={"id": asked.id})
+                done(RpcAnswer(made, outcome=failed["code"]))
+                return
+            inner = result.message + (_FINAL_ANSWER if is_final else b"")
+            done(result._replace(message=b"\x12" + _varint(len(inner)) + inner))
+
+        try:
+            return self._infer(request, answer)
+        except Exception as error:
+            answer(error)
+            return None
+
+    def _read(self, request: RpcRequest) -> InferRequest:
+        """The request; raises what is wrong with it."""
+        asked = request.message
+        options = _options(asked.parameters) if asked.parameters else None
+        outputs = [_wanted(output) for output in asked.outputs]
+        priority = priority_of(request.fields.get("x-priority", 0))
+        read = infer_request(
+            asked.id or None, options, self._inputs(asked), outputs, self._limits.items, request.deadline_ms, priority
+        )
+        deadline_ms = read.deadline_ms
+        if deadline_ms is not None and request.deadline_ms is not None:
+            deadline_ms = min(deadline_ms, request.deadline_ms)
+        return read._replace(is_binary=True, deadline_ms=deadline_ms)
+
+    def _inputs(self, asked: Any) -> list[Given]:
+        raw = asked.raw_input_contents
+        if raw and len(raw) != len(asked.inputs):
+            raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(asked.inputs)} inputs")
+        found: list[Given] = []
+        for index, given in enumerate(asked.inputs):
+            where = f"input {given.name[:40]!r}: "
+            if given.parameters:
+                text = "shared memory is not served" if "shared_memory_region" in given.parameters else "unknown"
+                raise InvalidRequest(f"{where}parameter {next(iter(given.parameters))[:40]!r}: {text}")
+            if raw and given.HasField("contents"):
+                raise InvalidRequest(f"{where}both contents and raw_input_contents")
+            data = memoryview(raw[index]) if raw else self._contents(where, given)
+            found.append(Given(given.name, given.datatype, list(given.shape), data))
+        return found
+
+    def _contents(self, where: str, given: Any) -> list[Any]:
+        field = _CONTENTS.get(given.datatype)
+        if field is None:
+            if given.datatype in DATATYPES:
+                raise InvalidRequest(f"{where}{given.datatype} is sent as raw_input_contents")
+            return []
+        elements = getattr(given.contents, field)
+        # NOTE: each becomes an object of Python's, as a number in JSON does.
+        if len(elements) > self._limits.text.bytes // 2:
+            most = self._limits.text.bytes // 2
+            raise RequestTooLargeError(
+                f"{where}{len(elements)} elements in contents; the limit is {most} (half of --max-text-bytes): send "
+                "large inputs as raw_input_contents"
+            )
+        return list(elements)
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def plain(self, model: Model, root: Root, value: Any) -> RpcAnswer | None:
+        """See ``Codec``."""
+        templates = self._templates.get(root)
+        if templates is None:
+            names = [spec.name for spec in root.outputs]
+            templates = self._templates[root] = _Templates(model.name, model.version, names)
+        found = templates.answer(value)
+        return None if found is None else RpcAnswer(found)
+
+    def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> RpcAnswer:
+        """See ``Codec``."""
+        tensors = [{"name": each.name, "datatype": each.datatype, "shape": each.shape} for each, _ in outputs]
+        made = _ModelInferResponse(
+            model_name=model.name, model_version=model.version, id=asked.id, outputs=tensors,
+            raw_output_contents=[output.to_binary() for output, _ in outputs],
+        )  # fmt: skip
+        return RpcAnswer(made.SerializeToString())
+
+
+class _Templates:
+    """Answers of one item whose result is a label and its score, or one number, text or bytes: their bytes but for the
+    elements. ``names`` are the pipe's own of its outputs.
+    """
+
+    def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
+        name = names[0] if len(names) == 1 else "result"
+        tensors: dict[type, Sequence[tuple[str, str]]] = {
+            tuple: (("label", BYTES), ("score", "FP32")),
+            bool: ((name, "BOOL"),),
+            int: ((name, "INT64"),),
+            float: ((name, "FP64"),),
+            str: ((name, BYTES),),
+            bytes: ((name, BYTES),),
+        }
+        self._starts: dict[type, bytes] = {
+            kind: _ModelInferResponse(
+                model_name=model,
+                model_version=version,
+                outputs=[{"name": name, "datatype": datatype, "shape": [1]} for name, datatype in outputs],
+            ).SerializeToString()
+            for kind, outputs in tensors.items()
+        }
+
+    def answer(self, value: Any) -> bytes | None:
+        """``None`` for another result."""
+        kind = type(value)
+        start = self._starts.get(kind)
+        if start is None or (kind is int and not -(2**63) <= value < 2**63):
+            return None
+        if kind is tuple:
+            if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
+                return None
+            return start + _raw(_element(str(value[0]))) + _raw(_SCORE.pack(value[1]))
+        if kind is str or kind is bytes:
+            return start + _raw(_element(value))
+        return start + _raw(_NUMBERS[kind].pack(value))
+
+
+_SCORE = struct.Struct("<f")
+_NUMBERS = {bool: struct.Struct("<?"), int: struct.Struct("<q"), float: struct.Struct("<d")}
+_LENGTH = struct.Struct("<I")
+
+
+def _element(value: str | bytes) -> bytes:
+    """One element of ``BYTES``."""
+    data = answers.utf8_text(value) if isinstance(value, str) else value
+    return _LENGTH.pack(len(data)) + data
+
+
+def _raw(data: bytes) -> bytes:
+    """A field 6 of a ``ModelInferResponse``, ``raw_output_contents``."""
+    return b"\x32" + _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return bytes((number,))
+    made = bytearray()
+    while number >= 0x80:
+        made.append(number & 0x7F | 0x80)
+        number >>= 7
+    made.append(number)
+    return bytes(made)
+
+
+def _options(parameters: Any) -> Options:
+    given = {}
+    for name, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        given[name] = None if kind is None else getattr(parameter, kind)
+    given.pop("binary_data_output", None)  # over HTTP alone it makes a difference
+    try:
+        return msgspec.convert(given, Options)
+    except msgspec.ValidationError as error:
+        refuse(error, _OPTIONS)
+
+
+def _wanted(output: Any) -> Wanted:
+    for name in output.parameters:
+        if name != "binary_data":
+            where = f"output {output.name[:40]!r}: parameter {name[:40]!r}: "
+            hint = "a postprocessor in the configuration labels classes (TopK)" if name == "classification" else ""
+            raise InvalidRequest(f"{where}{hint or 'unknown'}")
+    return Wanted(output.name, True)
+
+
+def _reflect(request: RpcRequest, done: Done) -> None:
+    done(RpcAnswer(_ReflectionResponse(original_request=request.message, **reflected(request.message))))
+
+
+def _request_id(request: RpcRequest) -> str:
+    return request.fields.get("x-request-id") or str(getattr(request.message, "id", ""))
+
+
+def _unregister(asked: Any) -> None:
+    if asked.name:  # without a name all regions are meant, and there are none: Triton's perf_analyzer begins so
+        _shared_memory(asked)
+
+
+def _shared_memory(asked: Any) -> None:
+    raise NotServedError("shared memory is not served: send tensors in the request")

@@ -1,0 +1,86 @@
+"""Where the time of a request went: a header of its answer, and a line in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torchpipe_server.front.counters import log_request
+from torchpipe_server.front.services import Cancellable, Done, Method, Served, code_of
+from torchpipe_server.options import Options
+
+if TYPE_CHECKING:
+    from torchpipe_py import pipe
+
+HEADER, WISH = "Server-Timing", "x-timing"
+"""The header, or metadata, of an answer; and that of a request that wants it. ``?timing=1`` wants it, too."""
+
+
+def timed(served: Served, run: pipe, options: Options) -> Served:
+    """The same, whose answers say where their time went if that is asked for, and slow ones are logged."""
+    is_always, slow_s = options.server_timing == "all", options.slow_seconds
+
+    def change(name: str, method: Method) -> Method:
+        start = method.start
+        if method.trace_fields is None:
+            return method
+
+        def start_timed(args: Any, done: Done) -> Cancellable | None:
+            is_asked = is_always or _asks(args)
+            # NOTE: this is all that a request pays whose time nobody asks for.
+            if not is_asked and slow_s is None:
+                return start(args, done)
+            began = perf_counter()
+
+            def answer(result: Any) -> None:
+                seconds = perf_counter() - began
+                times = node_times(visit for each in timelines for visit in each.all_visits())
+                if is_asked and hasattr(result, "headers"):
+                    headers = {**result.headers, HEADER: header_of(times, seconds)}
+                    done(result._replace(headers=headers))
+                else:
+                    done(result)
+                if slow_s is not None and seconds > slow_s:
+                    outcome = code_of(result) if isinstance(result, BaseException) else method.outcome(result)
+                    log_request(name, outcome, seconds, method.request_id(args), times)
+
+            with run.timed() as timelines:
+                return start(args, answer)
+
+        return method._replace(start=start_timed)
+
+    return served.changed(change)
+
+
+def _asks(args: Any) -> bool:
+    fields = getattr(args, "fields", None)
+    return fields is not None and (WISH in fields or "timing=1" in getattr(args, "query", "").split("&"))
+
+
+def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:
+    """Milliseconds of queue, batch wait and compute by node, in the order of the nodes; of several visits the longest.
+
+    Those of the elements of a jump, and of the items of a request, run side by side: their sum would mean nothing.
+    """
+    longest: dict[str, Any] = {}
+    for visit in sorted(visits, key=lambda visit: (visit.arrived, visit.started)):
+        known = longest.get(visit.node)
+        if known is None or visit.ended - visit.arrived > known.ended - known.arrived:
+            longest[visit.node] = visit
+    return {
+        node: {
+            "queue": round(1000 * (visit.collected - visit.arrived), 3),
+            "wait": round(1000 * (visit.started - visit.collected), 3),
+            "compute": round(1000 * (visit.ended - visit.started), 3),
+        }
+        for node, visit in longest.items()
+    }
+
+
+def header_of(times: Mapping[str, Mapping[str, float]], seconds: float) -> str:
+    """As browsers read it (W3C Server Timing); ``total`` is from the request to its answer."""
+    parts = [f"total;dur={1000 * seconds:.3f}"]
+    for node, phases in times.items():
+        parts += [f"{node}.{phase};dur={ms:g}" for phase, ms in phases.items()]
+    return ", ".join(parts)

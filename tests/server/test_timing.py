@@ -1,0 +1,86 @@
+"""Where the time of a request went: ``Server-Timing``, and the lines of ``--log-requests slow:MS``."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from types import SimpleNamespace
+from typing import Any
+
+import contract
+import pytest
+from contract import Asked, as_rpc
+from kit.clients import IDL, Client
+from kit.services import LocalServer, serving
+from kit.waits import WAIT, eventually
+from torchpipe_server.options import Options
+from torchpipe_server.timing import header_of, node_times
+
+CONFIG = {"first": {"backend": "Identity", "next": "last"}, "last": {"backend": "Identity"}}
+HEADER = r"total;dur=[\d.]+((, (first|last)\.(queue|wait|compute);dur=[\de.-]+){3}){2}"
+
+
+def timing_over_http(server: LocalServer, path: str, body: bytes = b"x", **fields: str) -> str | None:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", body, fields)
+    with urllib.request.urlopen(request, timeout=WAIT) as answer:
+        return answer.headers.get("Server-Timing")  # type: ignore[no-any-return]
+
+
+def test_an_answer_says_where_its_time_went_if_that_is_asked_for() -> None:
+    batch = b'{"inputs": [{"name": "data", "datatype": "BYTES", "shape": [3], "data": ["x", "y", "z"]}]}'
+    with serving(CONFIG) as server:
+        assert timing_over_http(server, "/infer") is None
+        for path, body, fields in (
+            ("/infer?timing=1", b"x", {}),
+            ("/infer?outputs=data&timing=1", b"x", {}),
+            ("/infer", b"x", {"X-Timing": "1"}),
+            ("/v2/models/test/infer?timing=1", batch, {}),
+        ):
+            found = timing_over_http(server, path, body, **fields)
+            assert found is not None
+            assert re.fullmatch(HEADER, found), found
+        assert timing_over_http(server, "/infer") is None
+    with serving(CONFIG, server_timing="all") as server:
+        assert re.fullmatch(HEADER, timing_over_http(server, "/infer") or "")
+
+
+@pytest.mark.skipif(not contract.HAS_GRPC, reason="grpcio is not installed")
+def test_over_grpc_it_is_metadata() -> None:
+    import grpc
+
+    with serving(CONFIG, grpc_port=0) as server, grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as on:
+        infer = on.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        asked = as_rpc(Asked()).SerializeToString()
+        for metadata, wanted in (((), False), ((("x-timing", "1"),), True)):
+            _, call = infer.with_call(asked, timeout=WAIT, metadata=metadata)
+            found = dict(call.trailing_metadata()).get("server-timing")
+            assert bool(found and re.fullmatch(HEADER, found)) == wanted, found
+
+
+def test_slow_requests_are_logged_with_the_times_in_each_node(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with serving(CONFIG, log_requests="slow:0") as server, Client(server.port) as client:
+        client.call("infer", request=IDL.InferRequest(uuid="7", inputs={"data": IDL.Value(bytes=b"x")}))
+        eventually(lambda: caplog.records)
+    (record,) = caplog.records
+    times = r"queue [\de.-]+, wait [\de.-]+, compute [\de.-]+"
+    assert re.fullmatch(rf'"7" infer ok [\d.]+ ms first: {times}; last: {times}', record.getMessage())
+    fields: Any = record.fields  # type: ignore[attr-defined]
+    assert {name: [*phases] for name, phases in fields["nodes"].items()} == {
+        name: ["queue", "wait", "compute"] for name in ("first", "last")
+    }
+    caplog.clear()
+    with serving(CONFIG, log_requests="slow:100000") as server, Client(server.port) as client:
+        client.call("infer", request=IDL.InferRequest(uuid="8", inputs={"data": IDL.Value(bytes=b"x")}))
+    assert caplog.records == []
+
+
+def test_of_several_visits_of_a_node_the_longest_counts() -> None:
+    visits = [
+        SimpleNamespace(node="x", arrived=start, collected=start + 1, started=start + 1, ended=end)
+        for start, end in ((0, 3), (1, 9), (2, 4))
+    ]
+    times = node_times(visits)
+    assert times == {"x": {"queue": 1000, "wait": 0, "compute": 7000}}
+    assert header_of(times, 9) == "total;dur=9000.000, x.queue;dur=1000, x.wait;dur=0, x.compute;dur=7000"
+    assert (Options("a.toml", log_requests="slow:2.5").slow_seconds, Options("a.toml").slow_seconds) == (0.0025, None)
