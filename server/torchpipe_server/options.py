@@ -105,13 +105,12 @@ class Options:
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(
         "none",
-        "of which requests a line with the client's uuid is logged; slow:100 are those of more than 100 ms, with the "
-        "times in each node:",
+        "requests of which a line with the client's uuid is logged; slow:100: above 100 ms, with times in each node:",
         choices=("none", "failed", "all", "slow:MS"),
     )
     server_timing: str = _option(
         "asked",
-        "which answers have a header Server-Timing with the times in each node; asked: those to ?timing=1 or X-Timing:",
+        "answers with Server-Timing, the times in each node; asked: those to ?timing=1 or X-Timing:",
         choices=("asked", "all"),
     )
 

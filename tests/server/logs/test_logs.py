@@ -229,6 +229,7 @@ def test_a_message_that_fails_before_it_has_a_name_is_not_logged_under_another(r
 WRONG = {
     "--port": ["-1", "65536", "x", "1.5", ""],
     "--http-port": ["-2", "65536", "x"],
+    "--grpc-port": ["-2", "65536", "x"],
     "--queue-target-ms": ["-2", "x"],
     "--workers": ["-1", "1025", "two"],
     "--devices": ["a", "0,", ",0", "0;1", "-1", "0,,1", " "],

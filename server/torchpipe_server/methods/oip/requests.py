@@ -36,7 +36,7 @@ class Options(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     timeout: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`(?: - at `|$)")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)")
 
 
 class InferLimits(NamedTuple):

@@ -115,9 +115,7 @@ class OipRpcs:
             if status < 300:
                 done(RpcAnswer(made()))
             else:
-                failed = TorchpipeError(body["error"])
-                failed.code = body["code"]
-                done(failed)
+                done((InvalidRequest if status < 500 else TorchpipeError)(body["error"]))
 
         self._core.control(action, name, answer)
 
