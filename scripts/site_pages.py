@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 GUIDE = {
     "Start": "first-model configuration python models images backends own-backends migrating",
-    "Serve": "service protocols client monitoring load-testing deployment scaling gpu ray",
+    "Serve": "service protocols client monitoring tuning deployment scaling gpu ray",
     "More": "training benchmarks architecture CONTRIBUTING SECURITY CHANGELOG api",
 }
 API = """# API reference
