@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
 #   bash scripts/test.sh [pytest arguments]
-# Without arguments all tests run, in four parts side by side and beside mypy: most of the time they wait.
+# Without arguments all tests run, in six processes and beside mypy: most of the time they wait. With a folder or -k add
+# -n 6 --dist worksteal for the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # else some hundred processes would each compile the package
@@ -17,23 +18,12 @@ if [[ $# -gt 0 ]]; then
   exec "$bin/python" -m pytest "$@"
 fi
 
-echo mypy
-echo 'tests, some 6 minutes'
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-run() { "$bin/python" -m pytest -p no:cacheprovider "${@:2}" > "$logs/$1" 2>&1; }
-supervision=tests/server/supervisor/test_supervision.py
-pages=tests/test_docs.py
-"$bin/mypy" > "$logs/types" 2>&1 & types=$!
-run slow tests/chaos tests/training tests/scripts tests/fuzz $supervision & first=$!
-run server tests/server --ignore=$supervision & second=$!
-run pages $pages tests/test_working_directory.py tests/tools & third=$!
+echo 'mypy; tests, a few minutes'
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+"$bin/mypy" > "$types" 2>&1 & checked=$!
 status=0
-run rest tests --ignore=tests/{server,tools,chaos,training,scripts,fuzz} --ignore=$pages \
-  --ignore=tests/test_working_directory.py || status=$?
-wait $first || status=$?
-wait $second || status=$?
-wait $third || status=$?
-wait $types || status=$?
-cat "$logs"/{slow,server,pages,rest,types}
+"$bin/python" -m pytest -p no:cacheprovider -n 6 --dist worksteal --durations=10 tests || status=$?
+wait $checked || status=$?
+cat "$types"
 exit $status

@@ -14,6 +14,9 @@ from kit.steered import Steered, steering
 from kit.waits import WAIT, error_of, eventually
 from torchpipe_server.front import connection
 
+from torchpipe_py.proc import pool
+from torchpipe_py.runtime.node import RequestQueue
+
 ON_SOCKETS = [way for way in WAYS if way not in IN_PROCESS]
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -76,7 +79,11 @@ def test_a_full_pipe_refuses_at_once(house: House, block: Any, way: str) -> None
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("infer_batch", "own_method", "own_route")])
-def test_low_priority_waits_for_normal_requests(house: House, block: Any, way: str) -> None:
+def test_low_priority_waits_for_normal_requests(
+    house: House, block: Any, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(RequestQueue, "AGING", 2 * WAIT)  # after which it would not
+    monkeypatch.setattr(pool, "AGING", 2 * WAIT)
     block(way)
     run, outcomes = house.pipe_of(way), []
 
