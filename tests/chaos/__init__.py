@@ -1,5 +1,10 @@
 """What goes wrong around a service, done to it on purpose: kills, reloads, floods, garbage, and judges of what it did.
 
-``scenarios`` runs one event against ``service.Service`` and returns a ``report.Report``; ``judges`` are pure. The tests
-run each in its short form, ``python scripts/soak.py`` in its long one, and both against planted ``faults`` as well.
+``scenarios`` runs one event against ``service.Service`` and returns a ``Report``. The tests run each in its short form,
+``python scripts/soak.py`` in its long one.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))  # the makers of broken bytes

@@ -5,8 +5,6 @@ What became of their requests is a ``Tally``; ``answered`` and its like say what
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 import time
 from collections import Counter
@@ -14,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kit.clients import connect, pack_batch
+from kit.clients import IDL, HttpClient, connect, pack_batch
 from kit.waits import WAIT
-from torchpipe_client import Client, ClientError, ConnectionLost, InferenceError, TimedOut
+from torchpipe_client import Client, ClientError
 
 TYPED = ("ok", "overloaded", "unavailable", "worker_died")
 _OWN_END = ("abandoned", "connection_lost")  # of a request that has no answer, and may have none
@@ -32,36 +30,11 @@ def echo(client: int, number: int) -> tuple[bytes, Answer]:
     return data.encode(), (data, float(len(data)))
 
 
-def pack_post(data: bytes) -> bytes:
-    return b"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+class HttpAsker(HttpClient):
+    path = b"/infer"
 
-
-class HttpClient:
-    """One connection; what it raises is what ``torchpipe_client`` raises."""
-
-    def __init__(self, port: int, timeout: float, path: str = "/infer") -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
-        self._path = path
-
-    def infer_batch(self, data: bytes) -> Answer:
-        try:
-            if self._connection.sock is None:
-                self._connection.sock = connect(self._connection.port, self._connection.timeout)
-            self._connection.request("POST", self._path, data)
-            answer = json.load(self._connection.getresponse())
-        except TimeoutError as error:
-            raise TimedOut(str(error)) from error
-        except (ConnectionError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise ConnectionLost(str(error)) from error
-        if "code" in answer:
-            failure = InferenceError(answer["error"])
-            failure.code, failure.retry_after_ms = answer["code"], answer.get("retry_after_ms")
-            raise failure
-        return answer["label"], answer["score"]
-
-    def close(self) -> None:
-        self._connection.close()
+    def send_batch(self, data: bytes) -> None:
+        self.send(self.pack(data).replace(b"/infer", self.path, 1))
 
 
 class NamedClient(Client):
@@ -154,8 +127,8 @@ class Load:
     """``clients`` threads that ask until ``total`` requests are sent, or the ``with`` block ends.
 
     rate: requests a second of each client, 0 as many as it can. model: which one they ask, where there are several.
-     abandon_every: it goes without waiting, each
-    so-many-th time, and in the middle of a message every second time of those. judge: what an answer counts as.
+    abandon_every: it goes without waiting, each so-many-th time, and in the middle of a message every second time of
+    those. judge: what an answer counts as.
     """
 
     def __init__(
@@ -166,13 +139,11 @@ class Load:
         total: int = 0,
         rate: float = 0.0,
         abandon_every: int = 0,
-        answer_within: float = WAIT,
-        judge: Callable[[Answer, Answer], str] = lambda answer, expected: "ok" if answer == expected else "crossed",
         model: str = "",
+        judge: Callable[[Answer, Answer], str] = lambda answer, expected: "ok" if answer == expected else "crossed",
     ) -> None:
-        self._model = model
         self._port, self._ask, self._rate, self._judge = port, ask, rate, judge
-        self._abandon_every, self._answer_within = abandon_every, answer_within
+        self._abandon_every, self._model = abandon_every, model
         self._each = -(-total // clients) if total else 2**62
         self._is_over = threading.Event()
         self._lock = threading.Lock()
@@ -213,11 +184,11 @@ class Load:
     def _run(self, client: int) -> None:
         made: Any
         if client % 2:
-            path = f"/infer?node_name={self._model}" if self._model else "/infer"
-            made = HttpClient(self._port, self._answer_within, path)
+            made = HttpAsker(self._port)
+            made.path = f"/infer?node_name={self._model}".encode() if self._model else HttpAsker.path
         else:
             kind = NamedClient if self._model else Client
-            made = kind(f"127.0.0.1:{self._port}", timeout=self._answer_within, retries=0, idempotent=False)
+            made = kind(f"127.0.0.1:{self._port}", timeout=WAIT, retries=0, idempotent=False)
             made.name = self._model
         began = time.monotonic()
         try:
@@ -239,7 +210,7 @@ class Load:
         sent_at = time.monotonic()
         hint: int | None = 1
         if self._abandon_every and number % self._abandon_every == self._abandon_every - 1:
-            message = pack_post(data) if client % 2 else pack_batch(data)
+            message = HttpClient.pack(data) if client % 2 else pack_batch(data)
             is_half = (number // self._abandon_every) % 2
             with connect(self._port) as sock:
                 sock.sendall(message[: len(message) // 2] if is_half else message)
@@ -247,8 +218,12 @@ class Load:
         else:
             try:
                 end = self._judge(tuple(made.infer_batch(data)), expected)
-            except ClientError as error:
+            except (ClientError, IDL.InferenceError) as error:
                 end, hint = error.code, error.retry_after_ms
+            except (ConnectionError, EOFError):  # over HTTP
+                made.close()
+                made.__init__(self._port)
+                end = "connection_lost"
         with self._lock:
             self.tally.add(end, sent_at)
             if end == "overloaded":

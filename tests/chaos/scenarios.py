@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kit.clients import connect, pack_batch, pack_call, read_all
+from http_maker import HttpMaker
+from kit.clients import connect, pack_batch, read_all
 from kit.services import reserved_port
 from kit.waits import WAIT
+from thrift_maker import ThriftMaker
 
-from chaos.clients import TYPED, Load, above, answered, closed_by_kills, differs, grew, pack_post
+from chaos.clients import TYPED, Load, above, answered, closed_by_kills, differs, grew
 from chaos.service import MEBIBYTE, Service, eventually
 
 
@@ -330,7 +331,7 @@ def supervisor_killed() -> Report:
 # -- malformed bytes ------------------------------------------------------------------------------------------------
 
 
-def malformed(messages: int = 2000, seed: int = 1) -> Report:
+def malformed(messages: int = 600, seed: int = 1) -> Report:
     """Mutated messages, one a connection, while another client is served."""
     with Service("--message-seconds", "1") as it:
         it.wait_started()
@@ -340,9 +341,10 @@ def malformed(messages: int = 2000, seed: int = 1) -> Report:
         with Load(it.port, 1, rate=200) as load, connect(it.port) as slow:
             trickle = threading.Thread(target=_trickle, args=(slow,), daemon=True)
             trickle.start()
-            mutants = _mutants(random.Random(seed), messages)
+            makers = [maker(random.Random(seed)) for maker in (ThriftMaker, HttpMaker)]
+            mutants = [maker.mutant(maker.message(), maker.message()) for maker in makers for _ in range(messages // 2)]
             with ThreadPoolExecutor(4) as pool:
-                hung = sum(pool.map(lambda data: _throw(it.port, data), [*_CRAFTED, *mutants]))
+                hung = sum(pool.map(lambda data: _throw(it.port, data), mutants))
             trickle.join(WAIT)
         is_idle = eventually(lambda: it.open_connections == 0)
         growth = (it.sum("rss") - before) / MEBIBYTE
@@ -356,57 +358,6 @@ def malformed(messages: int = 2000, seed: int = 1) -> Report:
             *differs("whether nothing is open in the end", is_idle, True),
         ]
         return Report("malformed bytes", {"growth_mib": round(growth, 1), **load.tally.figures()}, problems)
-
-
-def _deep(depth: int) -> bytes:
-    """An argument that is a list of a list of ..."""
-    return pack_call("infer_batch", struct.pack(">bh", 15, 9) + struct.pack(">bi", 15, 1) * depth + b"\0" * 8)
-
-
-_HEAD = b"POST /infer HTTP/1.1\r\nHost: x\r\n"
-_CRAFTED = [
-    _deep(65),
-    _deep(10_000),
-    pack_call("infer_batch", struct.pack(">bhi", 11, 1, -1)),
-    pack_call("infer_batch", struct.pack(">bhi", 11, 1, 2**31 - 1)),
-    pack_call("infer_batch", struct.pack(">bhbi", 15, 1, 12, 2**31 - 1)),
-    pack_call("infer_batch", struct.pack(">bhbi", 15, 1, 12, -5)),
-    struct.pack(">I", 2**31 - 1) + pack_call("ping"),
-    struct.pack(">i", -2) + pack_call("ping"),
-    b"\0" * 64,
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    _HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    _HEAD + b"Content-Length: 99999999999999999999\r\n\r\n",
-    _HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
-    b"POST /infer HTTP/1.1\r\n" + b"a: b\r\n" * 10_000,
-    b"\r\n" * 10_000,
-    b"\xff" * 4096,
-]
-
-
-def _mutants(rng: random.Random, count: int) -> list[bytes]:
-    seeds = [pack_batch(b"image"), pack_call("ping")]
-    seeds += [struct.pack(">I", len(one)) + one for one in seeds]
-    seeds += [pack_post(b"image"), _HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nimage\r\n0\r\n\r\n"]
-    return [_mutant(rng, rng.choice(seeds)) for _ in range(count)]
-
-
-def _mutant(rng: random.Random, seed: bytes) -> bytes:
-    data = bytearray(seed)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(data))
-        kind = rng.randrange(4)
-        if kind == 0:
-            data[at] = rng.randrange(256)
-        elif kind == 1:
-            data[at : at + 4] = rng.choice([b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x80\0\0\0", b"\0\0\0\0"])
-        elif kind == 2:
-            data[at:at] = rng.randbytes(rng.randint(1, 8))
-        else:
-            del data[at : at + rng.randint(1, 8)]
-        if not data:
-            break
-    return bytes(data)
 
 
 def _throw(port: int, data: bytes) -> bool:

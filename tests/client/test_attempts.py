@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from torchpipe_client import (
     AsyncClient,
     BackendError,
     Client,
-    ClientError,
     ConnectionLost,
     DeadlineExceeded,
     DecodeError,
@@ -91,16 +89,6 @@ def test_what_a_call_ends_with(make, monkeypatch, script, options, end, calls, c
         assert server.connections == connections
 
 
-def test_errors_are_those_of_python_too():
-    kinds = {
-        DecodeError: ValueError,
-        UnknownNode: IndexError,
-        InvalidRequest: ValueError,
-        DeadlineExceeded: TimeoutError,
-    }
-    assert all(issubclass(kind, also) and issubclass(kind, ClientError) for kind, also in kinds.items())
-
-
 def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
     with pauses(monkeypatch) as delays:
         for _ in range(2):
@@ -138,13 +126,6 @@ def test_only_the_images_that_were_refused_are_sent_again(make):
         ]
 
 
-def test_an_attempt_that_fails_takes_nothing_from_those_before_it(make, monkeypatch):
-    steps = [fails_items(None, "overloaded"), *[hang_up] * 3]
-    with pauses(monkeypatch), ScriptedServer(*steps) as server, make(server.address) as client:
-        first, second = client.infer_many([b"a", b"b"])
-        assert (first.label, type(second), len(server.calls)) == ("a", Overloaded, 4)
-
-
 # -- time -----------------------------------------------------------------------------------------------------------
 
 
@@ -170,26 +151,6 @@ def test_the_service_is_told_how_much_time_is_left(make, monkeypatch):
         assert 0 < told[4] <= 20_000
 
 
-def test_a_call_waits_for_a_connection_no_longer_than_for_its_answer(make):
-    with ScriptedServer(stall) as server, make(server.address, max_connections=1, retries=0) as client:
-        errors: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                label(client)
-            except ClientError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        assert server.has_stalled.wait(WAIT)
-        with pytest.raises(TimedOut, match=r"all 1 connections were in use for 0.05 s \(max_connections\)"):
-            label(client, timeout=0.05)
-        server.ended.set()
-        thread.join(WAIT)
-        assert (errors, server.connections) == ([], 1)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -206,11 +167,3 @@ def test_options_that_make_no_sense(options, text):
     for cls in (Client, AsyncClient):
         with pytest.raises(ValueError, match=text):
             cls(**{"address": "127.0.0.1:8888", **options})
-
-
-def test_times_of_a_call_that_make_no_sense(make):
-    with make("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match=r"^timeout must be greater than 0, not 0"):
-            client.ping(timeout=0)
-        with pytest.raises(ValueError, match=r"^deadline_ms must be greater than 0, not -1"):
-            client.infer({}, deadline_ms=-1)

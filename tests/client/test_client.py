@@ -74,16 +74,6 @@ def test_a_value_comes_back_as_it_went(make, echo, sent, dtype):
             result[...] = 0  # its own
 
 
-def test_other_keys_and_lists_of_arrays(make, echo):
-    arrays = [np.zeros((1, 2), np.float32), np.ones(3, np.uint8)]
-    with make(echo) as client:
-        assert client.infer({"data": memoryview(b"bytes")})["result"] == b"bytes"
-        assert client.infer({"data": np.float32(0.5)})["result"] == 0.5
-        assert [one.shape for one in client.infer({"data": arrays})["result"]] == [(1, 2), (3,)]
-        outputs = client.infer({"data": b"", "boxes": "1", "scale": 2.0}, outputs=["scale", "boxes"])
-        assert outputs == {"boxes": "1", "scale": 2.0}
-
-
 @pytest.mark.parametrize(
     ("method", "args", "text"),
     [
@@ -141,13 +131,13 @@ def test_a_call_whose_worker_died_is_repeated_once(tmp_path):
     with SteeredProcess(tmp_path) as process:
         address = f"127.0.0.1:{process.wait_started().port}"
         for make in CLIENTS.values():
-            with make(address, timeout=WAIT) as client:
+            with make(address, timeout=WAIT, retries=200) as client:
                 assert client.infer_batch(b"die once") == Result("die once", 8.0)
                 with pytest.raises(WorkerDied):
                     client.infer_batch(b"die")
                 assert isinstance(client.infer_many([b"a", b"corrupt"])[1], DecodeError)
             (tmp_path / "died").unlink()
-            with make(address, timeout=WAIT, idempotent=False) as careful, pytest.raises(WorkerDied):
+            with make(address, timeout=WAIT, retries=200, idempotent=False) as careful, pytest.raises(WorkerDied):
                 careful.infer_batch(b"die once")
             (tmp_path / "died").unlink()
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.clients import on_its_way
 from kit.peer import (
     CLIENTS,
     BlockingClient,
@@ -27,12 +26,11 @@ from kit.peer import (
     sends,
     stall,
 )
-from kit.waits import WAIT, eventually, in_threads
+from kit.waits import WAIT, in_threads
 from torchpipe_client import (
     AsyncClient,
     BadReply,
     Client,
-    ClientClosed,
     NotConnected,
 )
 
@@ -75,25 +73,6 @@ def test_what_is_no_answer_is_told_and_the_connection_used_no_more(make, step, t
         assert [call.connection for call in server.calls] == [1, 2]
 
 
-def test_an_answer_that_comes_twice_ends_the_connection(make):
-    is_answered, is_sent = threading.Event(), threading.Event()
-
-    def answer_twice(server: ScriptedServer, sock: socket.socket, call: Any) -> None:
-        sock.sendall(reply(call))
-        assert is_answered.wait(WAIT)
-        sock.sendall(reply(call))
-        eventually(lambda: not on_its_way(sock))
-        is_sent.set()
-
-    with ScriptedServer(answer_twice) as server, make(server.address, retries=0) as client:
-        client.ping()
-        is_answered.set()
-        assert is_sent.wait(WAIT)
-        a_round_of_its_loop(client)
-        client.ping()
-        assert server.connections == 2
-
-
 # -- connections ----------------------------------------------------------------------------------------------------
 
 
@@ -104,15 +83,6 @@ def test_a_connection_that_the_service_closed_while_it_was_idle_is_noticed(make)
         a_round_of_its_loop(client)
         assert label(client, "b") == "b"
         assert server.connections == 2
-
-
-def test_a_connection_that_was_idle_for_long_is_not_used(make, monkeypatch):
-    with ScriptedServer() as server, make(server.address) as client:
-        client.ping()
-        client.ping()
-        monkeypatch.setattr("torchpipe_client.connection.IDLE_SECONDS", -1)
-        client.ping()
-        assert [call.connection for call in server.calls] == [1, 1, 2]
 
 
 def test_each_call_under_way_has_a_connection_to_itself(make):
@@ -135,29 +105,6 @@ def test_nobody_listens(make, monkeypatch):
                 client.ping()
             assert (raised.value.code, len(delays)) == ("not_connected", 3)
             assert isinstance(raised.value, ConnectionError)
-
-
-def test_after_the_end_there_are_no_calls(make):
-    with ScriptedServer() as server, make(server.address) as client:
-        client.ping()
-        client.close()
-        client.close()
-        with pytest.raises(ClientClosed):
-            client.ping()
-        assert len(server.calls) == 1
-
-
-def test_a_call_under_way_ends_as_it_would_and_its_connection_with_it(make):
-    with ScriptedServer(stall) as server, make(server.address) as client:
-        labels: list[str] = []
-        thread = threading.Thread(target=lambda: labels.append(label(client)))
-        thread.start()
-        assert server.has_stalled.wait(WAIT)
-        client.close()
-        server.ended.set()
-        thread.join(WAIT)
-        assert labels == ["a"]
-        assert server.connections_ended.acquire(timeout=WAIT)
 
 
 def test_both_clients_have_the_same_calls():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -32,15 +30,46 @@ _OIP_TARGETS = (
     b"/v2/models/pipe/infer", b"/v2/models/pipe/versions/1/infer", b"/v2", b"/v2/models/pipe", b"/v2/models/stats",
     b"/v2/models/pipe/config?node_name=%ff", b"/v2/models/%FF/ready", b"/v2/health/ready"
 )  # fmt: skip
-_DISPOSITIONS = (
-    *(b'form-data; name="data"; filename="a.jpg"',) * 4, b'form-data; name="outputs"', b'form-data; name="conf"',
-    b'form-data; name="box"', b"form-data", b"attachment", b"form-data; name=\"\xff\"; filename*=utf-8''%ff"
-)  # fmt: skip
-_DATATYPES = ("BYTES", "FP32", "UINT8", "INT64", "BOOL", "FP16", "BF16", "")
-_NAMES = ("data", "result", "node_name", "error", "", "é", "x" * 300, "context", "node\n")
-_NUMBERS = (0, 1, -1, 2.5, 1e308, 2**31, 2**63, -(2**63), 2**70, 1e-320, True, None)
-_TEXTS = ("", "a", "größe", "\x00", "\ud83d\ude00", "/etc/a", "x" * 1500)
-_DTYPES = ("uint8", "float32", "bool", "int64", "float16", "object", "uint9", "", "U8", "complex128")
+
+
+def _json(inputs: dict[str, Any], **members: Any) -> tuple[bytes, ...]:
+    return b"application/json", json.dumps({"inputs": inputs, **members}).encode("utf-8", "surrogatepass")
+
+
+def _form(*parts: tuple[bytes, bytes]) -> tuple[bytes, ...]:
+    body = b"".join(b"--xyz\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % part for part in parts)
+    return b"multipart/form-data; boundary=xyz", body + b"--xyz--\r\n"
+
+
+def _oip(binary: bytes, *inputs: dict[str, Any], **members: Any) -> tuple[bytes, ...]:
+    text = json.dumps({"inputs": inputs, **members}).encode()
+    return b"application/octet-stream", text + binary, b"Inference-Header-Content-Length: %d" % len(text)
+
+
+_FILE = (b'name="data"; filename="a.jpg"', b"image")
+_ARRAY = {"dtype": "float32", "shape": [2, 2], "data": [[1, 2.5], [-1, 1e308]]}
+_FP32 = {"name": "data", "datatype": "FP32", "shape": [2, 1], "data": [1, 2]}
+_BINARY = {"name": "data", "datatype": "BYTES", "shape": [2], "parameters": {"binary_data_size": 10}}
+_BODIES: tuple[tuple[bytes, ...], ...] = (  # their type, the bytes, a field that belongs to them
+    (b"", b""),
+    (b"image/jpeg", b"\xff\xd8\xff"),
+    (b"\xff/a", b"x" * 3000),
+    (b"application/x-www-form-urlencoded", b"POST /infer HTTP/1.1\r\nHost: a\r\n\r\n"),
+    _json({"data": "a text, gr\xf6\xdfe \ud83d"}, outputs=["result", "data"], deadline_ms=5, node_name=""),
+    _json({"data": {"b64": "AP8="}, "x" * 300: 2**63, "node_name": None}),
+    _json({"data": _ARRAY, "box": [1, 1, 3.5, True], "empty": {"dtype": "uint8", "shape": [0, 3], "data": []}}),
+    _json({"data": [0] * 5000}),
+    _json({"data": [[["a"], [1, [2]]], []]}, outputs=["x"] * 300),
+    (b"application/json", b'{"inputs": {"data": ' + b"[" * 40 + b"]" * 40 + b"}}"),
+    (b"application/json", b'{"inputs": {"data": NaN, "x": ' + b"9" * 400 + b"}}"),
+    _form(_FILE, (b'name="conf"', b"0.3"), (b'name="box"', b"[1, 1, 3, 3]"), (b'name="outputs"', b"result")),
+    _form(_FILE, (b'name="box"', b"[" * 2000 + b"]" * 2000), (b'name="x"', b"1e400")),
+    _form(*[_FILE] * 20),
+    _oip(b"", _FP32, id="a", outputs=[{"name": "result", "parameters": {"binary_data": True}}]),
+    _oip(b"\1\0\0\0x" * 2, _BINARY, parameters={"deadline_ms": 1, "binary_data_output": True}),
+    _oip(bytes(8), {**_BINARY, "datatype": "FP32", "parameters": {"binary_data_size": 8}}, {**_FP32, "name": "x"}),
+    _oip(b"", {**_FP32, "shape": [300, 2], "data": [1] * 600}),
+)
 
 Read = tuple[str, str, bytes]
 
@@ -90,117 +119,9 @@ class HttpMaker(ThriftMaker):
         return out + b"0\r\n" + trailers + b"\r\n"
 
     def body(self) -> tuple[bytes, ...]:
-        """Its type, the bytes, sometimes changed, and a field that belongs to it."""
-        rng = self.rng
-        kind, body, *more = rng.choice((self.raw, self.json, self.json, self.form, self.oip))()
-        return kind, self.mutant(body, body) if rng.random() < 0.4 else body, *more
-
-    def raw(self) -> tuple[bytes, bytes]:
-        kind = self.rng.choice((b"", b"image/jpeg", b"application/x-www-form-urlencoded", b"\xff/a", b"a" * 300))
-        return kind, self.rng.choice((b"", b"\xff\xd8\xff", b"x" * 3000, b"POST /infer HTTP/1.1\r\nHost: a\r\n\r\n"))
-
-    def json(self) -> tuple[bytes, bytes]:
-        rng = self.rng
-        asked: dict[str, Any] = {"inputs": {"data": self.value()}}
-        asked["inputs"].update({rng.choice(_NAMES): self.value() for _ in range(self.few())})
-        for _ in range(self.few()):
-            key = rng.choice(("outputs", "node_name", "deadline_ms", "x"))
-            asked[key] = rng.choice((None, "result", ["data"], [], 5, -1, "", {}, ["x"] * 300, rng.choice(_NUMBERS)))
-        body = rng.choice((asked,) * 12 + ([asked], {}, {"inputs": 3}))
-        kind = rng.choice((b"application/json", b"Application/JSON; charset=utf-8"))
-        return kind, json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-
-    def value(self, depth: int = 0) -> Any:
-        rng = self.rng
-        choice = rng.randrange(9 if depth < 3 else 5)
-        if choice == 0:
-            return rng.choice(_TEXTS)
-        if choice == 1:
-            return rng.choice(_NUMBERS)
-        if choice == 2:
-            return {"b64": rng.choice((base64.b64encode(rng.randbytes(9)).decode(), "%", "A", 3, "é"))}
-        if choice < 5:
-            return self.tensor()
-        if choice == 5:
-            return [self.value(depth + 1)] * rng.choice((0, 1, 2, 5, 300 if depth == 0 else 3))
-        if choice < 8:
-            return self.plain_list(is_long=depth == 0)
-        return {rng.choice(("dtype", "shape", "data", "b64", "x")): self.value(depth + 1) for _ in range(3)}
-
-    def plain_list(self, is_long: bool = False) -> list[Any]:
-        """Of numbers, texts and lists, some of them too long, too deep, or with what does not belong there."""
-        rng = self.rng
-        elements = (*_NUMBERS, *_TEXTS, math.nan, -math.inf, [], [[]], [1, "a"], {"b64": ""}, {}, 10**400)
-        items: list[Any] = [rng.choice(_NUMBERS[:-1] if rng.random() < 0.7 else elements) for _ in range(self.few())]
-        for _ in range(rng.choice((0, 0, 0, 1, 2, 31, 32, 40))):
-            items = [items]
-        return items * rng.choice((1,) * 12 + (2, *((5000 // (1 + len(items)),) if is_long else ())))
-
-    def tensor(self) -> dict[str, Any]:
-        rng = self.rng
-        shape = [rng.choice((0, 1, 2, 3)) for _ in range(rng.choice((0, 1, 2, 3, 40)))]
-        size = 1
-        for one in shape[:6]:
-            size *= one
-        data: Any = [rng.choice((0, 1, 255, *_NUMBERS)) for _ in range(min(size, 40))]
-        if rng.random() < 0.1:
-            data = [data] * 2
-        if rng.random() < 0.1:
-            shape = [rng.choice((*_NUMBERS, "1"))] * rng.choice((1, 2, 33))
-        return {"dtype": rng.choice((*_DTYPES[:5], *_DTYPES)), "shape": shape, "data": data}
-
-    def oip(self) -> tuple[bytes, bytes, bytes]:
-        """Of the Open Inference Protocol: tensors as JSON, and behind it as bytes."""
-        rng, inputs, binary = self.rng, [], b""
-        rows = rng.choice((1, 1, 1, 2, 0, 300))
-        for name in rng.choice((["data"], ["data"], ["data", "extra"], [])):
-            given: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": [rows, 2], "data": [1] * (2 * rows)}
-            if rng.random() < 0.5:
-                piece = bytes(8 * rows)
-                if rng.random() < 0.5:
-                    piece = b"".join(rng.choice((1, 1, 0, 2**32 - 1)).to_bytes(4, "little") + b"x" for _ in range(rows))
-                    given.update(datatype="BYTES", shape=[rows])
-                del given["data"]
-                given["parameters"] = {"binary_data_size": len(piece)}
-                binary += piece
-            if rng.random() < 0.4:
-                odd = {
-                    "name": rng.choice(_NAMES),
-                    "datatype": rng.choice(_DATATYPES),
-                    "shape": rng.choice(([], [-1], [rows, 2**62, 4], [0], "1", [rows])),
-                    "data": rng.choice((["a"] * rows, [self.value()], self.value(), [[1, 2]] * rows)),
-                    "parameters": {"binary_data_size": rng.choice((0, 5, -1, True, 2**70))},
-                }
-                given.update({key: odd[key] for key in rng.sample(sorted(odd), rng.choice((1, 1, 2)))})
-            inputs.append(given)
-        asked: dict[str, Any] = {"inputs": inputs}
-        for _ in range(self.few()):
-            key = rng.choice(("id", "outputs", "parameters", "inputs", "x"))
-            options = {"deadline_ms": rng.choice(_NUMBERS), "binary_data_output": True}
-            asked[key] = rng.choice(("a", [{"name": "result", "parameters": {"binary_data": True}}], options, [], 3))
-        text = json.dumps(asked).encode()
-        size = rng.choice((len(text),) * 6 + (0, len(text) + 1, 2**40))
-        return b"application/octet-stream", text + binary, b"Inference-Header-Content-Length: %d" % size
-
-    def form(self) -> tuple[bytes, bytes]:
-        rng, boundary = self.rng, self.rng.choice((b"xyz", b"x" * 70, b"a b", b""))
-        out = b""
-        for index in range(rng.choice((1, 1, 1, 2, 3, 20))):
-            disposition = rng.choice((*_DISPOSITIONS, b'form-data; name="%s"' % rng.choice(_NAMES).encode()))
-            more = rng.choice((b"",) * 5 + (b"Content-Type: image/jpeg\r\n", b"A" * 300 + b": b\r\n", b"A: b\r\n" * 20))
-            content = rng.choice(
-                (b"image", b"", b"result", b"\xff" * 3000, b"\r\n--" + boundary[:-1], b"x" * index, self.field())
-            )
-            out += b"--%s\r\nContent-Disposition: %s\r\n%s\r\n%s\r\n" % (boundary, disposition, more, content)
-        end = rng.choice((b"--%s--\r\n",) * 6 + (b"--%s\r\n", b"--%s-", b"--%s--" + b"x" * 200)) % boundary
-        quoted = rng.choice((boundary, b'"' + boundary + b'"'))
-        return b"multipart/form-data; boundary=" + quoted, out + end
-
-    def field(self) -> bytes:
-        """The text of a field, most of them nearly JSON."""
-        rng = self.rng
-        text = json.dumps(self.plain_list() if rng.random() < 0.6 else rng.choice(_NUMBERS)).encode()
-        return rng.choice((text, text, b" %s\r\n" % text, text[:-1], b"[" * 2000 + b"]" * 2000, b"9" * 4000, b"1e400"))
+        """One of ``_BODIES``, its bytes sometimes changed."""
+        kind, body, *more = self.rng.choice(_BODIES)
+        return kind, self.mutant(body, body) if self.rng.random() < 0.6 else body, *more
 
 
 def plain_reading(data: bytes) -> Iterator[Read]:

@@ -96,8 +96,6 @@ class ThriftMaker:
         """A value of the type, as the IDL declares it: ``inner`` is a class, or the type of what it contains."""
         rng = self.rng
         if ttype == TType.STRUCT:
-            if inner is IDL.Tensor:
-                return self.tensor()
             spec = inner.thrift_spec
             numbers = [rng.choice(list(spec))] if inner is IDL.Value else list(spec)
             wanted = [number for number in numbers if inner is IDL.Value or spec[number][-1] or rng.random() < 0.5]
@@ -144,23 +142,6 @@ class ThriftMaker:
             return kind, self.rng.choice((0.0, float("nan"), float("inf"), 1e308, value))
         half = 1 << _BITS.get(kind, 64) - 1
         return kind, bool(value & 1) if kind == TType.BOOL else (value + half) % (2 * half) - half
-
-    def tensor(self) -> Value:
-        rng = self.rng
-        shape = [rng.choice((0, 1, 2, 3))] * rng.choice((0, 1, 2, 4, 33))
-        size = 1
-        for one in shape[:8]:
-            size *= one
-        if rng.random() < 0.3:
-            count = rng.choice((1, 2, 33)) if rng.random() < 0.97 else 1000
-            shape = [self.number(TType.I64)[1]] * count
-        dtype = rng.choice((b"uint8", b"bool", b"float32", b"object", b"int64", b""))
-        fields = {
-            1: (TType.STRING, dtype),
-            2: (TType.LIST, (TType.I64, shape)),
-            3: (TType.STRING, b"x" * min(size, 99)),
-        }
-        return TType.STRUCT, self.odd(fields)
 
     def mutant(self, seed: bytes, other: bytes) -> bytes:
         """Up to four changes: bits, tokens, numbers, cuts, repetitions, a piece of another message, all of it."""

@@ -260,11 +260,3 @@ def read_all(sock: socket.socket) -> bytes:
     except ConnectionError:
         pass
     return received
-
-
-def send_what_goes(sock: socket.socket, data: bytes) -> None:
-    """As much as the server takes before it closes."""
-    try:
-        sock.sendall(data)
-    except OSError:
-        pass

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -19,15 +18,9 @@ import httpx
 import numpy as np
 import onnxruntime
 import pytest
-from kit.clients import FRAMINGS, IDL, Client, connect, pack_call
+from kit.clients import FRAMINGS, IDL, Client
 from kit.services import ROOT, LocalServer, Process, reserved_port, serving
-from kit.waits import WAIT, eventually, in_threads
-from thrift.protocol.TBinaryProtocol import TBinaryProtocol, TBinaryProtocolAccelerated
-from thrift.protocol.TCompactProtocol import TCompactProtocol, TCompactProtocolAccelerated
-from thrift.transport.TSocket import TSocket
-from thrift.transport.TTransport import TBufferedTransport, TFramedTransport
-
-from torchpipe_py import import_code
+from kit.waits import WAIT, in_threads
 
 IMAGES = sorted((ROOT / "configs/demo/images").glob("*.jpg"))
 RING = ROOT / "configs/demo/images/ring_00.jpg"
@@ -82,29 +75,6 @@ def test_answers_of_twenty_clients_do_not_cross(service: Process, wanted: dict[b
     in_threads(20, work)
 
 
-@pytest.mark.parametrize("transport", [TBufferedTransport, TFramedTransport])
-@pytest.mark.parametrize(
-    "protocol", [TBinaryProtocol, TBinaryProtocolAccelerated, TCompactProtocol, TCompactProtocolAccelerated]
-)
-def test_every_protocol_of_the_apache_library(service: Process, transport, protocol):
-    opened = transport(TSocket("127.0.0.1", service.port))
-    spoken = protocol(opened)
-    opened.open()
-    for seqid in (1, -1, 2**31 - 1):
-        spoken.writeMessageBegin("ping", 1, seqid)
-        spoken.writeStructBegin("ping_args")
-        spoken.writeFieldStop()
-        spoken.writeStructEnd()
-        spoken.writeMessageEnd()
-        opened.flush()
-        assert spoken.readMessageBegin() == ("ping", 2, seqid)
-        spoken.readStructBegin()
-        assert spoken.readFieldBegin()[1] == 0
-        spoken.readStructEnd()
-        spoken.readMessageEnd()
-    opened.close()
-
-
 def test_the_client_with_nothing_but_a_socket(service: Process, wanted: dict[bytes, Any], tmp_path: Path):
     (tmp_path / "none.jpg").write_bytes(b"no image")
     label, score = wanted[IMAGES[3].read_bytes()]
@@ -127,39 +97,6 @@ def test_the_client_with_nothing_but_a_socket(service: Process, wanted: dict[byt
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert said in done.stdout + done.stderr
             assert (done.returncode, len((done.stdout + done.stderr).splitlines())) == (image != IMAGES[3], 1)
-
-
-@pytest.fixture
-def many_descriptors() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < SILENT + 500:
-        pytest.skip(f"this process may open {hard} files only")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, SILENT + 500), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("many_descriptors")
-def test_a_thousand_silent_connections_beside_busy_ones(service: Process, wanted: dict[bytes, Any]):
-    silent = [connect(service.port) for _ in range(SILENT)]
-
-    def ping(socks: list[Any]) -> None:
-        for sock in socks:
-            sock.sendall(pack_call("ping"))
-        for sock in socks:
-            with sock.makefile("rb") as stream:
-                assert stream.read(17) == b"\x80\x01\0\x02\0\0\0\x04ping\0\0\0\x01\0"
-
-    def work(index: int) -> None:
-        with Client(service.port, *FRAMINGS[index % 4]) as client:
-            for path in IMAGES[index % 5 :: 5]:
-                assert client.infer_batch(path.read_bytes()) == wanted[path.read_bytes()]
-
-    ping(silent[::2])
-    in_threads(BUSY, work)
-    ping(silent)
-    for sock in silent:
-        sock.close()
 
 
 # -- HTTP -----------------------------------------------------------------------------------------------------------
@@ -205,60 +142,9 @@ def test_curl(demo: LocalServer, arguments: list[str]):
     assert answer.endswith(b"}\n")
 
 
-def test_curl_keeps_its_connection(demo: LocalServer):
-    urls, quietly = [f"http://127.0.0.1:{demo.port}/infer"] * 3, ["-o", "/dev/null"] * 3
-    assert curl(*quietly, "-w", "%{num_connects} ", *BODY, *urls) == b"1 0 0 "
-
-
-HAPROXY = """
-global
-    maxconn 100
-defaults
-    mode http
-    timeout connect 30s
-    timeout client 30s
-    timeout server 30s
-    http-reuse always
-    option http-keep-alive
-frontend entry
-    bind 127.0.0.1:{port}
-    default_backend service
-backend service
-    option httpchk GET /v2/health/ready
-    server only 127.0.0.1:{service} check inter 100ms rise 1 fall 1000
-"""
-
-
-@pytest.fixture(params=["", "haproxy"])
-def url(request: Any, demo: LocalServer, tmp_path: Path) -> Iterator[str]:
-    """Of the service, and of HAProxy before it, which shares its connections to the service among its clients."""
-    if not request.param:
-        yield f"http://127.0.0.1:{demo.port}"
-        return
-    if shutil.which("haproxy") is None:
-        pytest.skip("haproxy is not installed")
-    with reserved_port() as port:
-        config = tmp_path / "haproxy.cfg"
-        config.write_text(HAPROXY.format(port=port, service=demo.port))
-        process = subprocess.Popen(["haproxy", "-db", "-f", str(config)], stderr=subprocess.DEVNULL)
-        try:
-            eventually(lambda: _is_up(f"http://127.0.0.1:{port}"), "haproxy does not answer")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(WAIT)
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/v2/health/ready", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def test_httpx(demo: LocalServer, url: str):
+def test_httpx(demo: LocalServer):
     """One connection for all requests, after errors too; then many at once."""
-    image = RING.read_bytes()
+    image, url = RING.read_bytes(), f"http://127.0.0.1:{demo.port}"
     good: list[dict[str, Any]] = [
         {"content": image},
         {"content": iter([image[:100], image[100:]])},
@@ -288,12 +174,3 @@ def test_httpx(demo: LocalServer, url: str):
 
     expected = demo.run([{"data": path.read_bytes()} for path in IMAGES])
     assert [tuple(one.json().values()) for one in asyncio.run(ask_all())] == [each["result"] for each in expected]
-
-
-def test_the_detector():
-    import_code(str(ROOT / "configs/examples/backends.py"))
-    image = (ROOT / "configs/examples/scenes/scene_00.jpg").read_bytes()
-    with serving("configs/detector.toml") as server:
-        expected = server.run({"data": image})["result"]
-        answer = httpx.post(f"http://127.0.0.1:{server.port}/infer", content=image, timeout=WAIT, trust_env=False)
-    assert [each["label"] for each in answer.json()["result"]] == [each["label"] for each in expected] != []

@@ -106,6 +106,24 @@ def test_gives_every_frame_in_order(video, decoder):
     assert frames[0].image.shape == (48, 64, 3)
 
 
+def test_says_which_frames_are_due(video):
+    with bright() as run:
+        streams = Streams(run, in_flight=2)
+        streams.close()  # so that nothing takes a frame
+        read = read_stream("a", {"source": str(video)}, Place("streams"))
+        stream = Stream(read, streams._lock, streams._has_work, streams._has_result)
+        streams._streams["a"] = stream
+        assert not streams._is_due(-1, 1)
+        for seen in (time.monotonic() - 0.5, time.monotonic()):
+            stream._offer(SimpleNamespace(pts=None), seen, threading.Event())
+        stream.waiting.clear()
+        assert [streams._is_due(-1, until) for until in (0.1, 5)] == [False, True]
+        stream.in_flight = 1
+        assert not streams._is_due(-1, 5), "its next frame waits for the one in the pipe"
+        stream.in_flight, stream.due = 0, time.monotonic() - 2
+        assert not streams._is_due(-1, 5), "it is late"
+
+
 def test_drops_older_frames_where_the_pipe_is_too_slow(video):
     with bright("Slow") as run, Streams(run, {"a": {"source": str(video)}}) as streams:
         frames = list(streams)
@@ -118,13 +136,6 @@ def test_drops_older_frames_where_the_pipe_is_too_slow(video):
     assert counts["decoded"] == FRAMES
     assert counts["results"] == len(frames)
     assert counts["decoded"] == counts["results"] + counts["dropped"]
-
-
-def test_takes_no_more_frames_than_asked_for(video):
-    options = {"source": str(video), "keep": "all", "fps": 5}
-    with bright() as run, Streams(run, {"a": options}) as streams:
-        assert [frame.number for frame in streams] == list(range(0, FRAMES, 5))
-        assert streams.stats()["a"]["skipped"] == FRAMES - 10
 
 
 def test_serves_streams_by_their_weight(video):
@@ -181,14 +192,6 @@ def test_close_ends_the_iteration(video):
     assert not [thread for thread in threading.enumerate() if thread.name == "torchpipe-streams"]
 
 
-def test_a_closed_pipe_ends_the_iteration(video):
-    with bright() as run:
-        streams = Streams(run, {"a": {"source": str(video), "keep": "all", "repeat": True}})
-        next(streams)
-    wait_for(lambda: next(streams, None) is None)
-    streams.close()
-
-
 def test_opens_a_network_stream_again(video, caplog):
     def respond(handler, number):
         if number == 1:
@@ -209,17 +212,6 @@ def test_opens_a_network_stream_again(video, caplog):
         assert secret not in shown
         assert secret not in caplog.text
     assert "5XX" in caplog.text
-
-
-def test_a_source_that_says_nothing_is_given_up(video):
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent, bright() as run:
-        tables = {
-            "silent": {"source": f"http://127.0.0.1:{silent.getsockname()[1]}/", "reconnect": False, "timeout": 0.2},
-            "good": {"source": str(video), "keep": "all"},
-        }
-        with Streams(run, tables) as streams:
-            assert len([next(streams) for _ in range(FRAMES)]) == FRAMES
-            assert streams.stats()["silent"]["results"] == 0
 
 
 def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
@@ -266,37 +258,6 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
     assert taken["good"] == FRAMES
 
 
-def test_a_packet_that_cannot_be_decoded_is_skipped(tmp_path):
-    path = tmp_path / "a.avi"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mjpeg", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
-        for number in range(10):
-            image = np.full((48, 64, 3), 20 * number, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="bgr24")):
-                if number == 5:
-                    broken = av.Packet(b"no picture" * 20)
-                    broken.stream, broken.pts, broken.dts = packet.stream, packet.pts, packet.dts
-                    broken.time_base = packet.time_base
-                    packet = broken
-                container.mux(packet)
-        container.mux(stream.encode())
-    with bright() as run, Streams(run, {"a": {"source": str(path), "keep": "all"}}) as streams:
-        assert len(list(streams)) == 9
-        assert streams.stats()["a"]["state"] == "ended"
-
-
-def test_a_file_without_frames_fails_once(tmp_path):
-    path = tmp_path / "empty.avi"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mjpeg", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
-        container.start_encoding()
-    with bright() as run, Streams(run, {"a": {"source": str(path), "repeat": True}}) as streams:
-        assert list(streams) == []
-        assert streams.stats()["a"]["state"] == "failed"
-
-
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
@@ -329,43 +290,8 @@ def test_reads_a_file_with_defaults_and_variables(video, tmp_path, monkeypatch):
         assert Counter(frame.stream for frame in streams) == {"a": FRAMES, "b": 2}
 
 
-def test_a_decoder_of_images_lets_frames_through(video):
-    nodes = {"backend": "S[DecodeMat,ResizeMat]", "color": "rgb", "resize_h": 4, "resize_w": 4}
-    with pipe(nodes) as run, Streams(run, {"a": {"source": str(video), "keep": "all"}}) as streams:
-        frames = list(streams)
-    assert len(frames) == FRAMES
-    assert all(frame.result.shape == (4, 4, 3) and frame.data["color"] == "rgb" for frame in frames)
-
-
 def test_masks_what_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("TOKEN", "s3cr3tTOKEN")
     (options,) = read_streams({"a": {"source": "https://h/live/${TOKEN}/index.m3u8"}})
     assert options.masked("404 of https://h/live/s3cr3tTOKEN/seg-17.ts") == "404 of https://h/live/***/seg-17.ts"
     assert options.masked(f"cannot open {options.source}") == "cannot open https://h/live/${TOKEN}/index.m3u8"
-
-
-def test_a_stream_that_is_removed_leaves_nothing(video):
-    with bright() as run, Streams(run) as streams:
-        for _ in range(3):
-            streams.add("a", source=str(video), keep="all", repeat=True)
-            next(streams)
-            streams.remove("a")
-        wait_for(lambda: not streams._order and not streams._removed)
-
-
-def test_says_which_frames_are_due(video):
-    with bright() as run:
-        streams = Streams(run, in_flight=2)
-        streams.close()  # so that nothing takes a frame
-        read = read_stream("a", {"source": str(video)}, Place("streams"))
-        stream = Stream(read, streams._lock, streams._has_work, streams._has_result)
-        streams._streams["a"] = stream
-        assert not streams._is_due(-1, 1)
-        for seen in (time.monotonic() - 0.5, time.monotonic()):
-            stream._offer(SimpleNamespace(pts=None), seen, threading.Event())
-        stream.waiting.clear()
-        assert [streams._is_due(-1, until) for until in (0.1, 5)] == [False, True]
-        stream.in_flight = 1
-        assert not streams._is_due(-1, 5), "its next frame waits for the one in the pipe"
-        stream.in_flight, stream.due = 0, time.monotonic() - 2
-        assert not streams._is_due(-1, 5), "it is late"

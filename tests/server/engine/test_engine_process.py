@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -17,26 +14,6 @@ from kit.clients import IDL, Client
 from kit.monitored import Monitored
 from kit.services import SteeredProcess
 from kit.waits import eventually, is_alive
-from torchpipe_server.worker.heartbeat import Heartbeat
-from torchpipe_server.worker.worker import meet
-
-FEW_DESCRIPTORS = '''
-import multiprocessing, os, pathlib
-
-HERE = pathlib.Path(__file__).parent
-memfd_create = os.memfd_create
-
-
-def memfd_or_none(name, *flags):
-    """There is no descriptor for a link while a file says so."""
-    is_worker = multiprocessing.current_process().name.startswith("torchpipe-worker")
-    if is_worker and name == "torchpipe-slots" and (HERE / "none-left").exists():
-        raise OSError(24, os.strerror(24))
-    return memfd_create(name, *flags)
-
-
-os.memfd_create = memfd_or_none
-'''
 
 TABLES = """
 [own]
@@ -58,9 +35,8 @@ class Service(Monitored, SteeredProcess):
     """Two workers and, where a node is shared, an engine process."""
 
     def __init__(self, folder: Path, *args: str, mark: str = "") -> None:
-        (folder / "few.py").write_text(FEW_DESCRIPTORS)
         tables = TABLES.format(mark=mark, shared="shared = true")
-        super().__init__(folder, "--import", str(folder / "few.py"), "--workers", "2", *args, tables=tables)
+        super().__init__(folder, "--workers", "2", *args, tables=tables)
 
     def write(self, mark: str = "", shared: str = "shared = true") -> None:
         tables = TABLES.format(mark=mark, shared=shared).replace("FOLDER", f'folder = "{self.folder}"')
@@ -72,7 +48,7 @@ class Service(Monitored, SteeredProcess):
         return pid
 
     def clear(self) -> None:
-        for name in ("hold", "open", "entered", "none-left"):
+        for name in ("hold", "open", "entered"):
             (self.folder / name).unlink(missing_ok=True)
 
     def code_of(self, client: Client, data: bytes) -> str:
@@ -138,42 +114,6 @@ def test_nothing_is_ready_without_an_engine_process(service: Service) -> None:
         assert client.infer_batch(b"x") == ("x", 1.0)
     assert service.pids("workers") == workers
     assert service.stats["restarts_by_reason"]["died"] >= 1
-
-
-def test_links_for_which_descriptors_were_missing_are_made_when_they_are_there(service: Service) -> None:
-    """That of a worker that serves, and that of one that starts."""
-    before, (first, second) = service.engine, service.pids("workers")
-    line = f"there is no link to the engine process: OSError: [Errno 24] {os.strerror(24)}"
-
-    def both_say_so() -> bool:
-        return all(f"[{worker['pid']}]: {line}" in service.stderr for worker in service.stats["workers"])
-
-    (service.folder / "none-left").touch()
-    os.kill(before, signal.SIGKILL)
-    os.kill(first, signal.SIGKILL)
-    eventually(lambda: service.pids("engines") not in ([], [before]))
-    eventually(both_say_so)
-    assert not service.is_ready
-    with Client(service.port) as client:
-        assert service.code_of(client, b"x") == "unavailable"
-        engine = service.engine
-        service.clear()
-        eventually(lambda: service.is_ready and len(service.pids("workers")) == 2)
-        assert client.infer_batch(b"x") == ("x", 1.0)
-    assert (service.engine, second in service.pids("workers")) == (engine, True)
-
-
-def test_a_worker_is_killed(service: Service) -> None:
-    """What it had ends in the engine process as well; others' requests go on."""
-    engine, workers = service.engine, service.pids("workers")
-    with load(service) as clients:
-        eventually(clients.served())
-        os.kill(workers[0], signal.SIGKILL)
-        eventually(lambda: workers[0] not in service.pids("workers") and len(service.pids("workers")) == 2)
-        eventually(clients.served())
-    assert set(clients.tally.ends) <= {"ok", "worker_died", "connection_lost"}
-    assert service.engine == engine
-    eventually(lambda: service.stats["nodes"]["model"]["queued"] == service.stats["requests"]["inflight"] == 0)
 
 
 def test_reloads_lose_nothing(service: Service) -> None:
@@ -259,33 +199,6 @@ def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_superviso
         eventually(lambda: not any(map(is_alive, processes)))
 
 
-def test_a_worker_that_starts_waits_on_where_no_descriptor_is_left_for_its_link() -> None:
-    heartbeat, met = Heartbeat(), list[socket.socket]()
-
-    class Engine:
-        def meet(self, sock: socket.socket) -> bool:
-            met.append(sock)
-            return True
-
-    ours, theirs = socket.socketpair()
-    start: Any = SimpleNamespace(sock=theirs, heartbeat=heartbeat)
-    engine: Any = Engine()
-    with ours, theirs:
-        ours.send(b'{"type": "link", "descriptor": true}\n')
-        theirs.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            meet(engine, start)
-        assert not heartbeat.is_linked
-        socket.send_fds(ours, [b'{"type": "link", "descriptor": true}\n'], [ours.fileno()])
-        meet(engine, start)
-        (sock,) = met
-        sock.close()
-        ours.shutdown(socket.SHUT_WR)
-        with pytest.raises(OSError, match="the supervisor is gone"):
-            meet(engine, start)
-    heartbeat.close()
-
-
 def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:
     with Service(tmp_path, mark="fail") as process:
         assert process.wait() == 1
@@ -294,15 +207,3 @@ def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> N
         assert [line for line in process.stderr.splitlines() if "no such model" in line] == [
             f"torchpipe-serve: {error}"
         ]
-
-
-def test_several_engine_processes_have_some_of_the_workers_each(tmp_path: Path) -> None:
-    with Service(tmp_path, "--workers", "3", "--engines", "2") as service:
-        service.wait_started()
-        first, second = service.pids("engines")
-        with load(service) as clients:
-            eventually(clients.served())
-            os.kill(first, signal.SIGKILL)
-            eventually(lambda: second in (ready := service.pids("engines")) and first not in ready and len(ready) == 2)
-            eventually(clients.served())
-        assert "crossed" not in clients.tally.ends

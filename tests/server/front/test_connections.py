@@ -7,9 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kit.clients import IDL, Client, connect, every_client, on_its_way, pack_call, read_all
+from kit.clients import IDL, Client, connect, every_client, on_its_way, read_all
 from kit.services import DEMO, ROOT, Process, told_at
-from kit.waits import WAIT, eventually
+from kit.waits import eventually
 from thriftpy2.transport import TTransportException
 from torchpipe_server import cli
 from torchpipe_server.front.loop import new_loop
@@ -100,6 +97,11 @@ def test_the_limit_of_open_files_bounds_the_connections_and_is_told(small: Proce
     eventually(lambda: line in small.stderr)
 
 
+def test_too_few_files_are_told():
+    with pytest.raises(ConfigError, match="only 40 files may be open"):
+        cli._fit(Options(DEMO), 40)
+
+
 @every_client
 def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: Process, client_type):
     with client_type(small.port) as client, ExitStack() as stack:
@@ -150,24 +152,6 @@ def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(smal
         eventually(lambda: is_answered(client), "no worker is ready again")
         assert is_served(small.port)
     assert "cannot be started" not in small.stderr
-
-
-def test_connections_that_end_at_once_leave_nothing(small: Process):
-    process = psutil.Process(small.pid)
-    eventually(lambda: process.num_fds() < FILES / 2)
-    for index in range(1000):
-        with connect(small.port) as sock:
-            if index % 2:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-            if index % 3 == 0:
-                sock.send(b"\x80", socket.MSG_OOB)
-    eventually(lambda: is_let_in(small.port))  # as soon as it has noticed that enough of them have ended
-    eventually(lambda: process.num_fds() < FILES / 2, "descriptors are left")
-
-
-def test_too_few_files_are_told():
-    with pytest.raises(ConfigError, match="only 40 files may be open"):
-        cli._fit(Options(DEMO), 40)
 
 
 # -- addresses ------------------------------------------------------------------------------------------------------
@@ -221,19 +205,6 @@ def test_what_is_no_address_is_refused_and_the_nearest_is_named(host):
         listen(host, 0)
 
 
-@pytest.mark.parametrize("flag", ["--host", "--http-host"])
-def test_a_short_address_does_not_open_every_interface(flag):
-    command = [sys.executable, "-m", "torchpipe_server", DEMO, "--port", "0", "--http-port", "0", flag, "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "torchpipe-serve: cannot listen on 0:0: no full address; did you mean '0.0.0.0'?\n"
-
-
-def test_this_machine_alone_can_connect_by_default():
-    options = Options("x.toml")
-    assert (options.host, options.http_host, options.idle_seconds) == ("127.0.0.1", "127.0.0.1", 300.0)
-
-
 def test_a_peer_that_is_gone_without_a_word_is_noticed():
     taken: list[socket.socket] = []
     loop = new_loop()
@@ -250,12 +221,3 @@ def test_a_peer_that_is_gone_without_a_word_is_noticed():
         assert not sock.getblocking() or sock.gettimeout() == 0
         sock.close()
     loop.close()
-
-
-def test_out_of_band_bytes_are_no_part_of_a_message(small: Process):
-    with connect(small.port) as sock:
-        message = pack_call("ping")
-        sock.sendall(message[:10])
-        sock.send(b"!", socket.MSG_OOB)
-        sock.sendall(message[10:])
-        assert sock.recv(4) == b"\x80\x01\x00\x02"

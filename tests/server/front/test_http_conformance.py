@@ -83,14 +83,6 @@ def test_rfc_9110_10_1_1_a_client_is_told_to_send_its_body(echo: LocalServer, ex
             check(client.read(), b"ok", is_last=False)
 
 
-def test_rfc_9110_10_1_1_a_client_that_does_not_wait_gets_one_answer_or_both(echo: LocalServer):
-    with HttpClient(echo.port) as client:
-        client.send(sized(EXPECTING) + PROBE)
-        response = client.read()
-        check(response if response.status != 100 else client.read(), b"ok", is_last=False)
-        check(client.read(), b"probe", is_last=False)
-
-
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -104,13 +96,6 @@ def test_rfc_9110_10_1_1_an_error_comes_in_place_of_the_invitation(echo: LocalSe
         client.send(sent)
         check(client.read(), status, is_last=True)
         client.end()
-
-
-def test_rfc_9110_10_1_1_an_expectation_that_nobody_knows(echo: LocalServer):
-    with HttpClient(echo.port) as client:
-        client.send(sized(b"Expect: 200-ok") + PROBE)
-        check(client.read(), (200, 417), is_last=False)
-        check(client.read(), b"probe", is_last=False)
 
 
 def test_rfc_9112_8_half_a_message_is_no_request(echo: LocalServer):
@@ -130,12 +115,3 @@ def test_rfc_9112_9_6_what_comes_behind_the_last_request_does_not_reset_the_answ
             client.send(bytes(10_000))
         check(client.read(), b"ok", is_last=True)
         client.end()
-
-
-def test_rfc_9110_9_3_2_head_has_the_fields_of_get(echo: LocalServer):
-    fields = []
-    for method in (b"GET", b"HEAD"):
-        with HttpClient(echo.port) as client:
-            client.send(get(method + b" /openapi.json HTTP/1.1"))
-            fields.append({**client.read(is_head=method == b"HEAD").fields, "date": ""})
-    assert fields[0] == fields[1]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal, LastState
-from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift import Framing, Message
 
 FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
@@ -72,20 +68,6 @@ def test_a_death_after_each_step(journal: Journal, count: int) -> None:
     assert journal.read(1) == NOTHING, "another process goes on with it"
 
 
-def test_a_request_comes_back_as_it_was(journal: Journal) -> None:
-    entry = journal.entry(2)
-    for name in ("x", "infer_batch", "n" * 56, "größe", "ü" * 28):
-        for framing in FRAMINGS:
-            for seqid in (0, 1, -1, 2**31 - 1, -(2**31)):
-                message = call(name, framing, seqid)
-                entry.begin(message)
-                assert said(journal.read(2)) == said(LastState(message, False))
-    entry.begin(HttpRequest("POST", "/infer"))
-    request = journal.read(2).request
-    assert isinstance(request, HttpRequest)
-    assert (request.method, request.path, request.is_last) == ("POST", "/infer", True)
-
-
 def test_requests_that_cannot_be_answered(journal: Journal) -> None:
     entry = journal.entry(0)
     mark(entry, stream=TOUCHED)
@@ -99,20 +81,6 @@ def test_requests_that_cannot_be_answered(journal: Journal) -> None:
         mark(entry, work=IDLE)
         entry.begin(call("short"))
         assert said(journal.read(0)) == said(LastState(call("short"), False)), "nothing of the long one is left"
-
-
-def _die(journal: Journal) -> None:
-    journal.entry(0).begin(call("of the child", seqid=5))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_reads_what_a_killed_process_wrote(journal: Journal, method: Any) -> None:
-    process = multiprocessing.get_context(method).Process(target=_die, args=(journal,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert said(journal.read(0)) == said(LastState(call("of the child", seqid=5), False))
 
 
 def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -13,10 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from kit.clients import IDL, Client, connect, read_all
+from kit.clients import IDL, Client
 from kit.services import LIGHT, Process
 from kit.waits import eventually
-from torchpipe_server.logs.repeats import BURST, TRACEBACK_LINES
 
 FORGED = '\n{"level":"critical","logger":"torchpipe_server","message":"forged"}\n'
 
@@ -63,25 +61,6 @@ def png_with_a_profile_called(name: str) -> bytes:
 
 def ask(client: Client, data: bytes, uuid: str = "mine") -> None:
     client.call("infer_batch", params=IDL.InferenceParams(uuid=uuid, data=data))
-
-
-def test_a_stalled_reader_of_the_log_stops_nobody():
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, b"." * 4096)
-    try:
-        with Process("--log-requests", "all", "--drain-seconds", "5", stderr=writer) as process:
-            with Client(process.wait_started().port) as client:
-                for _ in range(20):
-                    with connect(process.port) as garbage:
-                        garbage.sendall(b"\xff" * 64)
-                        read_all(garbage)
-                    client.ping()
-            process.signal()
-            assert process.wait() == 0
-    finally:
-        os.close(reader)
-        os.close(writer)
 
 
 def test_every_line_is_json_and_no_client_writes_one():
@@ -140,27 +119,3 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
     assert len([line for line in doubts if f"torchpipe_py[{worker}]" in line]) == 1, "a worker tells each doubt once"
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in process.stderr.splitlines())
     assert process.stderr.replace("\n", "").isprintable()
-
-
-@pytest.mark.parametrize(("shared", "workers"), [("false", "1"), ("true", "2")])
-def test_a_defect_has_its_traceback_and_a_batch_of_them_is_no_flood(tmp_path: Path, shared: str, workers: str):
-    (tmp_path / "noisy_plugin.py").write_text(PLUGIN)
-    config = tmp_path / "noisy.toml"
-    config.write_text(f'[own]\nbackend = "Noisy"\nshared = {shared}\n')
-    args = "--import", str(tmp_path / "noisy_plugin.py"), "--log-format", "json", "--workers", workers
-    with Process(*args, config=str(config), env={"PYTHONPATH": LIGHT}) as process:
-        with Client(process.wait_started().port) as client:
-            assert all(outcome.error.code == "backend_error" for outcome in client.infer_many([b"raise"] * 32))
-        process.signal()
-        process.wait()
-        lines = [json.loads(line) for line in process.stderr.splitlines()]
-    failed = [line for line in lines if line["message"].startswith("a request failed: ")]
-    assert {line["level"] for line in failed} == {"error"}
-    assert len({line["pid"] for line in failed}) == 1, "not the engine process besides"
-    assert all('raise KeyError("weights")' in line["traceback"] for line in failed[:-1])
-    count = BURST // TRACEBACK_LINES
-    assert len(failed) <= count + 2
-    repeated = sum(
-        int(said[1]) for line in failed if (said := re.search(r"\(repeated (\d+) times?\)", line["message"]))
-    )
-    assert repeated + sum("repeated" not in line["message"] for line in failed) == 32

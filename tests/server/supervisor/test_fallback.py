@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
-from kit.clients import FRAMINGS, IDL, Client, HttpClient, pack_batch, pack_call, read_all
+from kit.clients import FRAMINGS, IDL, Client, HttpClient
 from kit.services import LocalServer
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.loop import new_loop
-from torchpipe_server.supervisor.fallback import ANSWER_SECONDS, Fallback
+from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.wire.thrift import Framing, Limits, Message
 
 from torchpipe_py.errors import WorkerDied
@@ -62,33 +61,6 @@ def test_what_declares_none_gets_an_application_exception_and_keeps_its_connecti
             with pytest.raises(TApplicationException, match="Unavailable: no worker is running"):
                 client.call(method)
         assert client.error_of("infer", request=INFER).code == "unavailable"
-
-
-def test_answers_are_not_at_once_and_keep_their_order(server):
-    """A client that repeats in a loop must not keep the processor; others need not wait for it."""
-    began = time.monotonic()
-    with Client(server.port) as client, Client(server.port) as other:
-        seqids = [client.send_batch(b"x") for _ in range(3)]
-        assert other.error_of("infer", request=INFER).code == "unavailable"
-        for seqid in seqids:
-            with pytest.raises(IDL.InferenceError):
-                client.receive(seqid)
-    assert time.monotonic() - began >= 3 * ANSWER_SECONDS
-
-
-def test_arguments_are_not_looked_at_but_the_message_is(server):
-    with Client(server.port) as client:
-        client.sock.sendall(pack_call("infer_batch"))
-        with pytest.raises(IDL.InferenceError, match="no worker"):
-            client.receive()
-        client.sock.sendall(pack_batch(b"x").replace(b"raw", b"\xff\xff\xff"))
-        with pytest.raises(IDL.InferenceError, match="no worker"):
-            client.receive()
-        client.sock.sendall(pack_call("infer_batch", b"\x63\0\x01"))
-        with pytest.raises(IDL.InferenceError) as caught:
-            client.receive()
-        assert caught.value.code == "bad_type"
-        assert read_all(client.sock) == b""
 
 
 REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.figures import HAND_OVER, NOTHING, add_past, parse_message, service_figures
+from torchpipe_server.supervisor.figures import NOTHING, add_past, parse_message, service_figures
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS
@@ -131,11 +131,6 @@ def test_two_workers_are_summed() -> None:
     assert before == (ONE, TWO), "what the workers said stays theirs"
 
 
-def test_nobody_there_and_nothing_told() -> None:
-    nobody = service_figures([], NOTHING)
-    assert nobody == {**NOTHING, "requests": {"inflight": 0, **NOTHING["requests"]}, "gpus": []}
-
-
 def test_totals_of_workers_that_ended_are_added_and_what_is_now_is_not() -> None:
     past = add_past(NOTHING, TWO)
     figures, both = service_figures([ONE], past), service_figures([ONE, TWO], NOTHING)
@@ -145,32 +140,6 @@ def test_totals_of_workers_that_ended_are_added_and_what_is_now_is_not() -> None
     assert figures["requests"] == {**both["requests"], "inflight": 1}
     model = figures["nodes"]["model"]
     assert model == {**both["nodes"]["model"], **{key: ONE["nodes"]["model"][key] for key in now}}
-
-
-def test_workers_may_end_in_any_order() -> None:
-    one_after_the_other = add_past(add_past(NOTHING, ONE), TWO)
-    assert one_after_the_other == add_past(add_past(NOTHING, TWO), ONE)
-    again = add_past(one_after_the_other, ONE)
-    assert again["requests"]["by_method"]["infer_batch"] == {"ok": 38, "overloaded": 2}
-    assert again["nodes"]["model"]["batch_sizes"] == {1: 8, 4: 8}
-
-
-def test_a_node_that_a_reload_took_away_is_forgotten_and_counts_on_when_it_comes_back() -> None:
-    def requests(*nodes: str) -> dict[str, int]:
-        found = service_figures([worker({name: node() for name in nodes}, {})], past)["nodes"]
-        return {name: each["requests"] for name, each in found.items()}
-
-    past = add_past(NOTHING, worker({"old": node(), "model": node()}, {}))
-    assert requests("model", "new") == {"model": 20, "new": 10}
-    assert requests("old") == {"old": 20}
-
-
-def test_log_lines_hand_overs_and_gpus_of_all_who_were_there() -> None:
-    gpus = [{"index": index, "name": "GPU", "used_bytes": used, "total_bytes": 9} for index, used in ((1, 5), (0, 2))]
-    one = {**ONE, "log_lines_dropped": 2, "hand_over": SHARED, "gpus": gpus}
-    found = service_figures([one, {**TWO, "gpus": [{**gpus[0], "used_bytes": 6}]}], add_past(NOTHING, one))
-    assert (found["log_lines_dropped"], found["hand_over"]) == (4, {key: 2 * SHARED[key] for key in HAND_OVER})
-    assert [(gpu["index"], gpu["used_bytes"]) for gpu in found["gpus"]] == [(0, 2), (1, 6)], "the latest counts"
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------
@@ -246,11 +215,6 @@ def test_names_types_and_values() -> None:
         found = {" ".join(sample.labels.values()): sample.value for sample in family.samples}
         assert values is None or found == values, name
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
-
-
-def test_half_a_character_in_an_outcome_leaves_the_other_figures() -> None:
-    family = parsed(worker({"model": node()}, {"infer": {"ok": 1, "mine\ud800": 2}}))["torchpipe_requests"]
-    assert {sample.labels["outcome"]: sample.value for sample in family.samples} == {"ok": 1, "mine?": 2}
 
 
 def histogram(family: Any) -> tuple[dict[float, float], float, float]:

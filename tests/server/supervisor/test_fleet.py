@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -84,13 +81,6 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(fleets: 
     assert fleet.now.workers[0].failures == 1
 
 
-def test_a_thread_that_cannot_be_started_is_one_of_those(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed: list[Any] = []
-    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
-    Forker(fleets.loop, Options("test"), fleets.journal).fork("worker", 0, {}, lambda: True, failed.append)
-    assert [error.errno for error in failed] == [errno.EAGAIN]
-
-
 def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(fleets: Fleets) -> None:
     """One of two is killed whenever it starts; workers are started when both are ready."""
     fleet = fleets.make(workers=2, engines=2)
@@ -116,28 +106,6 @@ def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(fleets: 
         fleets.die(fleet, fleet.now.engines[0])
     assert fleet._next is None
     assert fleets.failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
-
-
-def test_a_link_for_which_the_supervisor_has_no_descriptor_is_made_later(fleets: Fleets, monkeypatch: Any) -> None:
-    fleet = fleets.make(workers=2)
-    (engine,), (worker, _) = fleet.now.engines, fleet.now.workers
-    engine.child, worker.child = mock.Mock(is_ready=True, needs_link=False), mock.Mock(needs_link=True)
-    with monkeypatch.context() as patch:
-        patch.setattr("socket.socketpair", mock.Mock(side_effect=OSError(errno.EMFILE, "none is left")))
-        fleet._look()
-    worker.child.miss_link.assert_called_once()
-    engine.child.is_ready = False  # it has died: the next one gets a link as soon as it is ready
-    fleet._look()
-    engine.child.link.assert_not_called()
-    engine.child.is_ready = True
-    fleet._look()
-    engine.child.link.assert_called_once_with(mock.ANY, worker.child)
-    worker.child.link.assert_called_once()
-
-
-def test_workers_that_look_alike_are_not_the_same() -> None:
-    """A worker forked for a reload that was given up would be taken for one of the next reload."""
-    assert WorkerSlot(0, None) not in [WorkerSlot(0, None)]
 
 
 # -- engine processes -----------------------------------------------------------------------------------------------
@@ -169,38 +137,6 @@ def test_workers_share_the_engine_processes_of_their_device(
     assert caplog.messages == ([line] if line else [])
 
 
-def test_engines_without_a_shared_node_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    Generation({"global": {}, "model": {}}, parse_options(["x.toml", "--workers=3", "--engines=2"]))
-    assert caplog.messages == ["--engines 2 does nothing: no node has shared = true"]
-
-
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        ("--workers=2", "1 engine process for 2 workers: engine process 0"),
-        (
-            "--workers=4 --devices=3,5",
-            "2 engine processes for 4 workers: engine process 0 on CUDA device 3, engine process 1 on CUDA device 5",
-        ),
-    ],
-)
-def test_the_log_names_the_engine_processes(args: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
-    shared = {"shared": True}
-    tables = {"global": {}, "decode": {"next": "model"}, "model": {**shared, "next": "rank"}, "rank": shared}
-    caplog.set_level(logging.INFO, "torchpipe_server")
-    options = parse_options(["x.toml", *args.split()])
-    first = Generation(tables, options)
-    assert caplog.messages == [], "it may never serve"
-    for engine in first.engines:
-        engine.child = mock.Mock(is_ready=True)
-    first.tell_engines(options)
-    Generation(tables, options, first).tell_engines(options, first)
-    assert caplog.messages == [f"shared nodes (model, rank) run in {line}{more}" for more in ("", ", as before")]
-
-
-# -- forks ----------------------------------------------------------------------------------------------------------
-
-
 def none_is_left(pid: int) -> int:
     raise OSError(errno.EMFILE, "none is left")
 
@@ -223,17 +159,4 @@ def test_a_process_for_which_no_descriptor_is_left_is_ended(fleets: Fleets, monk
     subject.close()
 
 
-def test_a_worker_that_is_not_wanted_any_more_is_not_forked(fleets: Fleets) -> None:
-    """A hundred reloads in a row leave the forks of one."""
-    forked: list[int] = []
-    subject, loop = Forker(fleets.loop, Options("test"), fleets.journal), fleets.loop
-    subject._start_process = lambda role, index, tables: forked.append(index)  # type: ignore[assignment, return-value, method-assign]
-    with subject._lock:
-        for index in range(100):
-            subject.fork("worker", index, {}, partial(int.__eq__, index, 99), lambda child: loop.stop())
-        assert not forked
-    loop.run_forever()
-    assert forked == [99]
-    for thread in threading.enumerate():
-        if thread.name == "torchpipe-fork":
-            thread.join(30)
+# -- forks ----------------------------------------------------------------------------------------------------------

@@ -53,16 +53,6 @@ def test_the_idlest_gives_way_once_and_its_slot_comes_back_when_it_is_closed():
     assert slots.take(HOME) == (2, False)
 
 
-def test_a_slot_that_will_come_back_is_waited_for():
-    idle = Idle(0)
-    slots = Slots(1, 0, idle)
-    for _ in range(slots_for(1)):
-        slots.take(HOME)
-    assert slots.is_short
-    slots.release(0)
-    assert not slots.is_short
-
-
 def test_an_address_beyond_its_share_gives_up_one_of_its_own():
     idle = Idle(0, 2)
     slots = Slots(8, 2, idle)
@@ -91,22 +81,6 @@ def test_by_default_half_is_for_one_address_and_all_for_this_machine(peer: str, 
     slots = Slots(4, 0, Idle())
     taken = [slots.take(peer) for _ in range(6)]
     assert [place and place[1] for place in taken] == [False] * served + [True] * (6 - served)
-
-
-def test_silent_refused_connections_give_way_to_those_that_are_refused_later():
-    idle = Idle(1)
-    slots = Slots(1, 0, idle)
-    for _ in range(slots_for(1)):
-        slots.take(HOME)
-    assert idle.evicted == [1]
-
-
-def test_room_is_made_where_one_is_idle():
-    slots = Slots(2, 0, Idle(0))
-    slots.take(HOME)
-    slots.make_room()
-    slots.make_room()
-    assert (slots.evicted, slots.open) == (1, 1)
 
 
 @pytest.mark.parametrize("files", [96, 256, 1024, 20_000, 10**9])

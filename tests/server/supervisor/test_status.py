@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from chaos.clients import Load
-from kit.clients import IDL, Client, connect, read_all
+from kit.clients import IDL, Client
 from kit.monitored import Monitored
 from kit.services import DEMO, ROOT, SteeredProcess, reserved_port
 from kit.waits import WAIT, eventually
 from prometheus_client.parser import text_string_to_metric_families
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
-from torchpipe_server.supervisor import status
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS
 
@@ -85,10 +79,6 @@ def served(shared: Served) -> Served:
     return shared
 
 
-def test_figures_are_utf_8_and_half_a_character_is_escaped():
-    assert status._StatusAnswers({"größe": "…\ud800"}).stats.body == r'{"größe": "…\ud800"}'.encode()
-
-
 # -- health ---------------------------------------------------------------------------------------------------------
 
 TEXT = "text/plain; charset=utf-8"
@@ -124,26 +114,6 @@ def test_paths_and_what_they_answer(served: Served):
         assert said.startswith(f"no {path}; monitoring is on --http-port {served.http_port}; ")
 
 
-def test_the_picture(served: Served):
-    answer = served.ask("/graph.svg")
-    root = ElementTree.fromstring(answer.body)
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    nodes = [element.get("data-node") for element in root.iter() if element.get("data-node")]
-    assert sorted(nodes) == ["decode", "model"]
-    assert served.stats["graph_id"] == hashlib.sha256(answer.body).hexdigest()[:16]
-
-
-def test_garbage_harms_nobody(served: Served):
-    for data in (b"\0" * 100, b"\x16\x03\x01" * 50, b"GET\r\n\r\n", b"x" * 100_000 + b"\r\n\r\n"):
-        # It may hang up before all of it is sent.
-        with connect(served.http_port) as sock, contextlib.suppress(OSError):
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
-            read_all(sock)
-    assert served.ask("/live").status == 200
-    assert "Traceback" not in served.stderr
-
-
 # -- figures --------------------------------------------------------------------------------------------------------
 
 KEYS = {
@@ -175,27 +145,21 @@ def test_every_key_of_the_figures(served: Served):
     for node in stats["nodes"].values():
         assert_keys(node, "node")
         assert_keys(node["histograms"], "histograms")
-    assert (stats["state"], stats["ready"], stats["config"], stats["restarts"]) == ("ready", True, DEMO, 0)
-    assert stats["pid"] == served.pid
-    assert stats["uptime_s"] > 0
-    assert abs(stats["time"] - time.time()) < 60
+    assert (stats["state"], stats["ready"], stats["config"], stats["pid"]) == ("ready", True, DEMO, served.pid)
+    assert stats["graph_id"] == hashlib.sha256(served.ask("/graph.svg").body).hexdigest()[:16]
     assert stats["bounds_ms"] == BOUNDS_MS
-    assert stats["gpus"] == []
-    assert [worker["index"] for worker in stats["workers"]] == [0, 1]
     assert sorted(worker["pid"] for worker in stats["workers"]) == served.workers
-    for worker in stats["workers"]:
-        assert (worker["state"], worker["responding"], worker["restarts"]) == ("ready", True, 0)
-        assert worker["rss_bytes"] > 2**20
+    assert all((worker["state"], worker["responding"]) == ("ready", True) for worker in stats["workers"])
 
 
 SENT = {
-    "infer_batch": {"ok": 20, "decode_error": 4},
-    "infer_many": {"ok": 4, "decode_error": 4},
-    "infer": {"ok": 4},
-    "ping": {"ok": 4},
-    "unknown": {"unknown_method": 4},
+    "infer_batch": {"ok": 5, "decode_error": 1},
+    "infer_many": {"ok": 1, "decode_error": 1},
+    "infer": {"ok": 1},
+    "ping": {"ok": 1},
+    "unknown": {"unknown_method": 1},
 }
-REQUESTS = {"decode": 20 + 4 + 4 * 3 + 4 * 2 + 4, "model": 20 + 4 * 3 + 4 + 4}  # of the pipeline
+REQUESTS = {"decode": 5 + 1 + 3 + 2 + 1, "model": 5 + 3 + 1 + 1}  # of the pipeline
 
 
 def send_some(client: Client) -> None:
@@ -210,34 +174,38 @@ def send_some(client: Client) -> None:
         client.call("no_such_method")
 
 
-def test_figures_are_those_of_what_was_sent():
+def since(before: Any, now: Any) -> Any:
+    """By how much each number has grown, without those that have not."""
+    if not isinstance(now, dict):
+        return now - (before or 0)
+    grown = {key: since((before or {}).get(key), value) for key, value in now.items()}
+    return {key: value for key, value in grown.items() if value}
+
+
+def test_figures_are_those_of_what_was_sent(served: Served):
     """And the metrics are the figures."""
-    with Served("--workers", "2") as served, ExitStack() as stack:
-        served.wait_started()
-        for _ in range(4):
-            send_some(stack.enter_context(Client(served.port)))
-        eventually(lambda: served.stats["requests"]["by_method"] == SENT)
+    before = served.stats
+    with Client(served.port) as client:
+        send_some(client)
+
+        def sent() -> Any:
+            return since(before["requests"]["by_method"], served.stats["requests"]["by_method"])
+
+        eventually(lambda: sent() == SENT)
         # The last request is answered a moment before its instance is idle.
         eventually(lambda: not any(node["busy"] for node in served.stats["nodes"].values()))
         stats, families = served.stats, served.families()
-        assert sum(stats["requests"]["latency"]["counts"]) == 36
-        assert 0 < stats["requests"]["latency"]["sum_ms"] < 1000 * WAIT * 36
-        assert (stats["connections"]["open"], stats["connections"]["accepted"]) == (4, 4)
-        assert [worker["connections"] for worker in stats["workers"]] == [2, 2]
-        for name, count in REQUESTS.items():
-            node = stats["nodes"][name]
-            assert node["requests"] == sum(int(size) * times for size, times in node["batch_sizes"].items()) == count
-            assert sum(node["batch_sizes"].values()) == sum(node["histograms"]["compute"]) == node["batches"]
-            assert sum(node["histograms"]["queue"]) == count
-            assert sum(node["histograms"]["batch_wait"]) <= count, "requests that cannot be batched wait for no batch"
-            assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
-            assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure"
-            assert (node["queued"], node["busy"], node["oldest_batch_s"]) == (0, 0, 0.0)
-            assert node["alive"] == node["instances"]
-        found: dict[str, dict[str, float]] = {}
-        for sample in families["torchpipe_requests"].samples:
-            found.setdefault(sample.labels["method"], {})[sample.labels["outcome"]] = sample.value
-        assert found == SENT
+    for name, count in REQUESTS.items():
+        node = stats["nodes"][name]
+        assert node["requests"] - before["nodes"][name]["requests"] == count
+        assert node["requests"] == sum(int(size) * times for size, times in node["batch_sizes"].items())
+        assert sum(node["batch_sizes"].values()) == sum(node["histograms"]["compute"]) == node["batches"]
+        assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure"
+        assert (node["queued"], node["busy"], node["oldest_batch_s"]) == (0, 0, 0.0)
+    found: dict[str, dict[str, float]] = {}
+    for sample in families["torchpipe_requests"].samples:
+        found.setdefault(sample.labels["method"], {})[sample.labels["outcome"]] = sample.value
+    assert found == stats["requests"]["by_method"]
 
 
 def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(served: Served):
@@ -319,21 +287,6 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
         assert served.wait() == 0
 
 
-def test_figures_of_a_worker_that_ended_in_order_are_complete():
-    """A reload loses no count: each worker says its figures once more at its end."""
-    with Served() as served:
-        served.wait_started()
-        with Client(served.port) as client:
-            for _ in range(25):
-                client.infer_batch(JPEG)
-            (before,) = served.workers
-            served.signal(signal.SIGHUP)
-            eventually(lambda: len(served.workers) == 1 and served.workers != [before])
-            client.infer_batch(JPEG)
-            eventually(lambda: served.stats["requests"]["by_method"]["infer_batch"] == {"ok": 26})
-            assert served.stats["nodes"]["model"]["requests"] == 26
-
-
 # -- before and after -----------------------------------------------------------------------------------------------
 
 
@@ -382,15 +335,7 @@ def start_without(module: str, http_port: int) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_port_in_use_is_told():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = start_without("no_such_module", port)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"torchpipe-serve: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-
-
-@pytest.mark.parametrize("name", ["httptools", "multipart", "prometheus_client", "thriftpy2"])
+@pytest.mark.parametrize("name", ["httptools", "prometheus_client"])
 def test_a_missing_library_is_told(name):
     done = start_without(name, 0)
     assert (done.returncode, done.stdout) == (1, "")

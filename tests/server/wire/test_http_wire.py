@@ -76,13 +76,6 @@ def test_bounds_a_body(data: bytes):
     assert status_of(head, reader_of(10**6)) == 413, "before it comes"
 
 
-@pytest.mark.parametrize("zeros", [0, 15, 240])
-def test_zeros_before_a_size_mean_nothing(zeros: int):
-    sized = POST + b"Content-Length: " + b"0" * 20 * zeros + b"5\r\n\r\nabcde"  # Python makes no int of 4300 digits
-    chunked = CHUNKS + b"0" * zeros + b"5\r\nabcde\r\n" + b"0" * zeros + b"0\r\n\r\n"
-    assert told(read(sized + chunked)) == [("POST", "/infer", "", "a", b"abcde")] * 2
-
-
 LONG_LINES = {
     "an extension": (b"1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n", 400),
     "blanks in an extension": (b"1;" + b" " * 20_000 + b"\n\r\n", 400),
@@ -130,22 +123,6 @@ def test_a_head_costs_linear_time(name: str):
 
 
 # -- what a head says -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "host", "path", "query"),
-    [
-        (b"http://b.example:80/live", "b.example:80", "/live", ""),
-        (b"https://[::1]?a", "[::1]", "/", "a"),
-        (b"http://b", "b", "/", ""),
-        (b"//live", "a", "//live", ""),
-        (b"/http://b/", "a", "/http://b/", ""),
-        (b"/a%00b??", "a", "/a%00b", "?"),
-    ],
-)
-def test_the_host_of_a_target_replaces_that_of_the_field(target: bytes, host: str, path: str, query: str):
-    (request,) = read(b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n")
-    assert (request.host, request.path, request.query) == (host, path, query)
 
 
 def test_a_broken_request_is_answered_and_nothing_more_is_read():

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 import pytest
 import torchpipe_server.wire.thrift_reader as module
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from thrift.Thrift import TApplicationException as ApacheException
 from thrift.Thrift import TType
 from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
@@ -30,7 +28,7 @@ from thrift_messages import (
 )
 from thriftpy2.thrift import TApplicationException, TPayload
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.thrift import EXCEPTION, ONEWAY, REPLY, BadArgumentsError, Framing, Limits
+from torchpipe_server.wire.thrift import EXCEPTION, REPLY, BadArgumentsError, Framing, Limits
 
 BINARY, COMPACT = FRAMINGS[0], Framing(False, "compact")
 
@@ -71,12 +69,6 @@ def test_reads_calls_of_apache_thrift_and_thriftpy2(framing, seqid):
 
 
 @every_framing
-def test_reads_oneway_calls_and_calls_of_unknown_methods(framing):
-    ping, other = (read_all(apache_message(framing, {}, name, ONEWAY))[0] for name in ("ping", "other"))
-    assert (ping.is_oneway, args_of(ping), other.name, other.args) == (True, SERVICE.ping_args(), "other", None)
-
-
-@every_framing
 def test_reads_every_declared_type(framing):
     fields = {
         1: (TType.BOOL, False),
@@ -93,42 +85,6 @@ def test_reads_every_declared_type(framing):
     expected = Everything(False, -128, -300, [True, False], {True: False}, [5, -5], [[1], []], number=-0.5)
     expected.inner = Everything(flag=True, inner=Everything())
     assert args_of(message) == expected
-
-
-def test_reads_either_type_of_a_compact_bool_element():
-    start = apache_message(COMPACT, {}, "everything")[:-1]
-    (message,) = read_all(start + b"\x49\x22\x01\x02" + b"\x1b\x01\x22\x01\x02" + b"\0", everything=Everything)
-    assert args_of(message) == Everything(flags=[True, False], map={True: False})
-
-
-_tensors = st.builds(
-    IDL.Tensor,
-    dtype=st.sampled_from(["uint8", "float32"]),
-    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20),
-    data=st.binary(max_size=20),
-)
-_fields = {
-    "tensor": _tensors, "bytes": st.binary(max_size=9), "text": st.text(max_size=9),
-    "number": st.floats(allow_nan=False), "integer": st.integers(-(2**63), 2**63 - 1),
-    "tensors": st.lists(_tensors, max_size=20)
-}  # fmt: skip
-_values = st.one_of(st.builds(IDL.Value, **{name: field}) for name, field in _fields.items())
-_requests = st.builds(
-    IDL.InferRequest,
-    uuid=st.text(max_size=9),
-    inputs=st.dictionaries(st.text(max_size=9), _values, max_size=4),
-    node_name=st.none() | st.text(max_size=9),
-    deadline_ms=st.none() | st.integers(-(2**31), 2**31 - 1),
-    outputs=st.none() | st.lists(st.text(max_size=3), max_size=20),
-)
-
-
-@settings(max_examples=60)
-@given(request=_requests, framing=st.sampled_from(FRAMINGS))
-def test_reads_every_kind_of_value(request, framing):
-    args = SERVICE.infer_args(request=request)
-    (message,) = read_all(thriftpy2_message(framing, args, "infer"), Limits())
-    assert args_of(message) == args
 
 
 @every_framing
@@ -174,15 +130,6 @@ def test_reads_a_message_split_anywhere(framing):
 
 
 @every_framing
-@pytest.mark.parametrize("piece", [1000, 3])
-def test_pipelined_messages_keep_their_order(framing, piece):
-    data = b"".join(apache_message(framing, batch_fields(), seqid=i) for i in range(30))
-    reader = reader_of()
-    messages = [one for at in range(0, len(data), piece) for one in take(reader, data[at : at + piece])]
-    assert [message.seqid for message in messages] == list(range(30))
-
-
-@every_framing
 def test_messages_before_a_broken_one_are_read(framing):
     good = apache_message(framing, batch_fields())
     bad = bytearray(good)
@@ -195,15 +142,6 @@ def test_messages_before_a_broken_one_are_read(framing):
             reader.next()
         assert reader.pending_bytes == 0
         reader.feed(good)
-
-
-def test_a_broken_message_is_answered_by_name():
-    reader = reader_of()
-    with pytest.raises(ProtocolError, match="too_large"):
-        take(reader, apache_message(BINARY, batch_fields(data=bytes(3000)), seqid=-3)[:100])
-    assert (reader.request.name, reader.request.seqid) == ("infer_batch", -3)
-    error = TApplicationException(TApplicationException.PROTOCOL_ERROR, "too large")
-    assert b"too large" in reader.request.reply(error)
 
 
 # -- arguments that do not fit --------------------------------------------------------------------------------------
@@ -234,12 +172,6 @@ def test_bad_arguments_leave_the_stream_intact(framing, what):
     assert isinstance(bad.error, BadArgumentsError)
     assert text in str(bad.error)
     assert args_of(good) == batch_args()
-
-
-@every_framing
-def test_an_empty_list_of_another_type_is_empty(framing):
-    (message,) = read_all(apache_message(framing, {1: (TType.LIST, (TType.I64, []))}, "infer_many"))
-    assert args_of(message).params == []
 
 
 def test_rejects_a_number_of_more_bits_than_its_field():
@@ -330,14 +262,6 @@ def test_bounds_the_bytes_of_a_message(framing):
 
 
 @every_framing
-def test_refuses_a_string_that_cannot_fit_before_it_comes(framing):
-    data = apache_message(framing, batch_fields(data=bytes(5000)))
-    if framing.framed:
-        data = struct.pack(">I", 1000) + data[4:]
-    assert refusal(data[:60], Limits(message_bytes=4000)) == ("bad_frame" if framing.framed else "too_large")
-
-
-@every_framing
 @pytest.mark.parametrize(
     "value",
     [
@@ -373,15 +297,6 @@ def test_bounds_the_depth_of_a_message(framing, kind):
     (message,) = read_all(nested(64))
     assert args_of(message) == batch_args()
     assert refusal(nested(65)) == "too_deep"
-
-
-@every_framing
-def test_an_endless_message_is_cut_off(framing):
-    start = apache_message(Framing(False, framing.protocol), {})[:-1]
-    endless = b"\x91" if framing.protocol == "compact" else b"\x02\x00\x09\x01"  # bool fields
-    start = struct.pack(">I", 4000) + start if framing.framed else start
-    with pytest.raises(ProtocolError, match="too_large"):
-        take_bytes(reader_of(), start + endless * 5000)
 
 
 # -- work, counted in executed lines, so that the machine's speed does not matter ------------------------------------
@@ -424,12 +339,3 @@ def test_reading_by_the_byte_is_linear(framing, value):
     small, large = (apache_message(framing, batch_fields() | {9: value(n)}) for n in (500, 4000))
     assert executed_lines(large, 1) < 1.2 * len(large) / len(small) * executed_lines(small, 1)
     assert executed_lines(large, 1) < 90 * len(large)
-
-
-@every_framing
-def test_fixed_sizes_strings_and_pipelined_messages_cost_little(framing):
-    value = (TType.LIST, (TType.DOUBLE, [1.0] * 4000))
-    data = apache_message(framing, batch_fields(data=bytes(60_000)) | {9: value})
-    assert executed_lines(data, len(data)) < 600
-    one = apache_message(framing, batch_fields())
-    assert executed_lines(one * 200, 1000 * len(one)) <= 21 * executed_lines(one * 10, 1000 * len(one))

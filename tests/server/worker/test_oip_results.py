@@ -84,12 +84,6 @@ def test_several_tensors_have_the_names_of_the_model():
     assert list(results(pair)) == ["result_0", "result_1"]
 
 
-@pytest.mark.parametrize("shapes", [[(1, 2), (1, 3)], [(2, 2), (2, 2)], [(1, 2), ()]])
-def test_tensors_that_make_no_batch(shapes: list[tuple[int, ...]]):
-    with pytest.raises(NoResult, match="only arrays 1x… of one shape make a batch; send such items one by one"):
-        results(*(torch.zeros(shape) for shape in shapes))
-
-
 def test_outputs_that_are_asked_for():
     item = {"result": ("ring", 0.5), "class": 3, "data": b""}
     assert tensors([item], "score", "class") == {"score": ("FP32", [1], [0.5]), "class": ("INT64", [1], [3])}
@@ -131,14 +125,3 @@ def test_large_outputs_come_as_binary(datatype: str):
     with pytest.raises(ReplyTooLargeError, match=r"104 bytes; .* 100 \(--max-text-bytes\); ask .* with binary_data"):
         answer("demo", "1", asking(), [(output, False)], text)
     assert answer("demo", "1", asking(), [(output, True)], text).body.endswith(output.to_binary())
-
-
-@pytest.mark.parametrize(
-    "output",
-    [Output("a", "FP32", [1], np.array([np.nan], np.float32)), Output("a", "BYTES", [1], [b"\xff"])],
-    ids=["not a number", "no text"],
-)
-def test_what_json_has_not_can_be_had_as_binary(output: Output):
-    with pytest.raises(NoResult, match="ask for it with binary_data"):
-        output.to_list()
-    assert output.to_binary().endswith((b"\xc0\x7f", b"\xff"))

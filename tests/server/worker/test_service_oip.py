@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import Register
@@ -16,9 +15,7 @@ from kit.services import ROOT, LocalServer, serving, steered
 from kit.steered import Steered
 from test_service_http import ask
 
-from torchpipe_py import Overloaded, Signature, TensorSpec, pipe
-from torchpipe_py.backends.control.basic import Identity
-from torchpipe_py.backends.signature import LABEL_AND_SCORE
+from torchpipe_py import Overloaded, pipe
 
 IMAGES = [(ROOT / f"configs/demo/images/{name}_00.jpg").read_bytes() for name in ("ring", "checker", "circle")]
 DEMO = "/v2/models/demo"
@@ -53,19 +50,6 @@ def ask_binary(port: int, path: str, *elements: bytes, **members: Any) -> tuple[
 
 
 # -- what is known --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/v2/health/live", {"live": True}),
-        ("/v2/health/ready", {"ready": True}),
-        (f"{DEMO}/ready", {"name": "demo", "ready": True}),
-        (f"{DEMO}/versions/1/ready", {"name": "demo", "ready": True}),
-    ],
-)
-def test_health(demo: LocalServer, path: str, expected: dict[str, Any]):
-    assert get(demo, path) == (200, expected)
 
 
 def test_metadata(demo: LocalServer):
@@ -165,20 +149,6 @@ def test_tensors(classifier: str):
         assert answer["error"].startswith("item 0 of 9: input 'x' takes 1x3x?x?")
 
 
-def test_a_box_and_a_size_beside_each_image():
-    boxes = {"name": "box", "datatype": "INT32", "shape": [2, 4], "data": [1, 1, 3, 4, 0, 0, 5, 5]}
-    with serving("S[DecodeMat,CropMat]") as server:
-        status, answer = ask(server.port, {"inputs": [*images(2), boxes]}, TEST)
-        assert (status, answer["code"]) == (422, "no_result"), "Mats of several images are no tensor"
-        one = {**boxes, "shape": [1, 4], "data": [1, 1, 3, 4]}
-        status, answer = ask(server.port, {"inputs": [*images(1), one]}, TEST)
-        assert (status, answer["outputs"][0]["shape"]) == (200, [3, 2, 3])
-    with serving("S[DecodeMat,DynamicResizeMat]") as server:
-        sizes = [{"name": key, "datatype": "INT32", "shape": [1, 1], "data": [5]} for key in ("resize_h", "resize_w")]
-        status, answer = ask(server.port, {"inputs": [*images(1), *sizes]}, TEST)
-        assert (status, answer["outputs"][0]["shape"]) == (200, [5, 5, 3])
-
-
 def test_errors_of_items_and_figures():
     """Of an item that failed the number is told; a request that failed counts as a failure."""
     with steered({"node": {"backend": "Steered", "most": 4}}, max_batch=8) as server:
@@ -202,27 +172,7 @@ def test_errors_of_items_and_figures():
             assert found["compute_input"] == found["compute_infer"] == found["compute_output"]
 
 
-@pytest.mark.parametrize(("parameters", "fields"), [({"timeout": 20_000}, {}), ({}, {"X_Deadline_Ms": "20"})])
-def test_other_names_of_a_deadline(parameters: dict[str, Any], fields: dict[str, str]):
-    with steered() as server:
-        for count in (1, 2):
-            assert ask(server.port, texts(*["block"] * count, parameters=parameters), TEST, **fields)[0] in (504, 429)
-
-
 def test_a_dead_instance_is_not_ready(demo: LocalServer, monkeypatch: pytest.MonkeyPatch):
     dead = {"nodes": {"node": {"alive": 0}}}
     monkeypatch.setattr(pipe, "stats", lambda self: dead)
     assert get(demo, "/v2/health/ready") == (503, {"ready": False})
-
-
-def test_a_backend_of_ones_own_says_what_it_takes(register: Register):
-    class Says(Identity):
-        def signature(self) -> Signature:
-            return Signature((TensorSpec("pixels", (None, 4), "uint8"),), LABEL_AND_SCORE)
-
-    with serving(register(Says)) as server:
-        given = {"name": "pixels", "datatype": "UINT8", "shape": [2, 4], "data": list(range(8))}
-        status, answer = ask(server.port, {"inputs": [given]}, TEST)
-        assert (status, answer["outputs"][0]["shape"]) == (200, [2, 4])
-        assert answer["outputs"][0]["data"] == np.arange(8).tolist()
-        assert get(server, "/v2/models/test")[1]["inputs"][0]["shape"] == [-1, 4]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torchpipe_server.options import Options, parse_options
+from torchpipe_server.options import parse_options
 from torchpipe_server.worker import worker
-from torchpipe_server.worker.worker import engine_processes, make_plan, set_up_process
+from torchpipe_server.worker.worker import engine_processes, make_plan
 
 import torchpipe_py.malloc
 
@@ -58,20 +55,3 @@ def test_the_cores_are_divided_among_the_processes_that_run_a_node(
 def test_engine_processes_by_default(flags: str, backend: str, expected: int) -> None:
     options = parse_options(["x.toml", *flags.split()])
     assert engine_processes(options, {"a": {"backend": backend, "shared": True}}) == expected
-
-
-def test_threads_are_limited_after_the_users_own_code(
-    done: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_code.py").write_text("import told\ntold.names.append('own')\n")
-    monkeypatch.setitem(sys.modules, "told", type("told", (), {"names": done}))
-    set_up_process(parse_options(["x.toml", "--import", str(tmp_path / "own_code.py")]))
-    assert done == ["own", "threads", "malloc"]
-
-
-def test_the_queue_target_reaches_the_pipe() -> None:
-    given: list[float | None] = []
-    run: Any = SimpleNamespace(limit_delays=given.append)
-    for milliseconds in (0.0, 50.0, -1.0):
-        worker.limit_delays(run, Options("x.toml", queue_target_ms=milliseconds))
-    assert given == [0.0, 0.05, None]
