@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import json
 import random
 import shutil
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import httpx
 import numpy as np
 import onnxruntime
 import pytest
@@ -140,37 +137,3 @@ def test_curl(demo: LocalServer, arguments: list[str]):
     answer = curl(*arguments, f"http://127.0.0.1:{demo.port}/infer")
     assert json.loads(answer)["label"] == "ring"
     assert answer.endswith(b"}\n")
-
-
-def test_httpx(demo: LocalServer):
-    """One connection for all requests, after errors too; then many at once."""
-    image, url = RING.read_bytes(), f"http://127.0.0.1:{demo.port}"
-    good: list[dict[str, Any]] = [
-        {"content": image},
-        {"content": iter([image[:100], image[100:]])},
-        {"content": image, "headers": {"Expect": "100-continue"}},
-        {"files": {"data": ("a.jpg", image, "image/jpeg")}},
-        {"files": {"data": image}, "data": {"outputs": "result"}},
-        {"json": {"inputs": {"data": {"b64": base64.b64encode(image).decode()}}}},
-    ]
-    with httpx.Client(base_url=url, timeout=WAIT, trust_env=False) as client:
-        for request in good:
-            assert client.post("/infer", **request).json()["label"] == "ring"
-        for response, status in (
-            (client.post("/infer", content=b"no image"), 400),
-            (client.get("/infer"), 405),
-            (client.post("/nothing", content=bytes(10**5)), 404),
-            (client.head("/openapi.json"), 200),
-            (client.options("/infer"), 405),
-        ):
-            assert response.status_code == status
-        assert client.post("/infer", **good[0]).json()["label"] == "ring"
-        assert len(client._transport._pool.connections) == 1
-
-    async def ask_all() -> list[Any]:
-        limits = httpx.Limits(max_connections=8)
-        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=2 * WAIT, trust_env=False) as client:
-            return await asyncio.gather(*(client.post("/infer", content=path.read_bytes()) for path in IMAGES))
-
-    expected = demo.run([{"data": path.read_bytes()} for path in IMAGES])
-    assert [tuple(one.json().values()) for one in asyncio.run(ask_all())] == [each["result"] for each in expected]

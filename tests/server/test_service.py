@@ -6,7 +6,6 @@ What every protocol does alike is in ``tests/contract.py``.
 from __future__ import annotations
 
 import math
-import struct
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from kit.clients import (
     connect,
     every_client,
     pack_batch,
-    pack_call,
-    pack_string,
     read_all,
 )
 from kit.services import FakePipe, LocalServer, serving, steered
@@ -149,25 +146,6 @@ def test_the_shorter_deadline_holds(method, wait_ms, service_ms, call_ms, given_
 
 
 # -- every message is answered --------------------------------------------------------------------------------------
-
-PARAMS = struct.pack(">bh", 12, 1)
-WRONG_ARGUMENTS = {
-    "missing": b"\0",
-    "no data": PARAMS + pack_string(1, b"x") + b"\0\0",
-    "not utf-8": PARAMS + pack_string(1, b"\xff\xfe") + pack_string(2, b"abc") + b"\0\0",
-    "wrong number": struct.pack(">bh", 12, 9) + pack_string(1, b"x") + b"\0\0",
-}
-
-
-@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
-def test_wrong_arguments_then_right_ones(name):
-    with steered() as server, Client(server.port) as client:
-        client.sock.sendall(pack_call("infer_batch", WRONG_ARGUMENTS[name]))
-        with pytest.raises((IDL.InferenceError, TApplicationException)) as caught:
-            client.receive(1)
-        error = caught.value
-        assert getattr(error, "code", "") == "invalid_request" or error.type == TApplicationException.PROTOCOL_ERROR
-        assert client.infer_batch(b"abc") == ("abc", 3.0)
 
 
 @every_framing

@@ -138,21 +138,6 @@ def test_reloads_lose_nothing(service: Service) -> None:
     assert set(clients.tally.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
 
 
-def test_a_reload_whose_shared_node_cannot_be_set_up_changes_nothing(service: Service) -> None:
-    told = service.stderr.count(TOLD)
-    engine, workers = service.engine, service.pids("workers")
-    service.write("fail")
-    with load(service) as clients:
-        service.signal(signal.SIGHUP)
-        eventually(lambda: "not reloaded, everything stays as it is" in service.stderr)
-        eventually(clients.served())
-    assert set(clients.tally.ends) == {"ok"}
-    assert "node 'model': Steered: OSError: no such model" in service.stderr
-    assert (service.engine, service.pids("workers")) == (engine, workers)
-    assert service.stderr.count(TOLD) == told >= 1
-    service.write()
-
-
 def test_a_signal_lets_what_was_accepted_finish(tmp_path: Path) -> None:
     with Service(tmp_path, "--log-level", "debug") as service:
         service.wait_started()

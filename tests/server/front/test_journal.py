@@ -68,21 +68,6 @@ def test_a_death_after_each_step(journal: Journal, count: int) -> None:
     assert journal.read(1) == NOTHING, "another process goes on with it"
 
 
-def test_requests_that_cannot_be_answered(journal: Journal) -> None:
-    entry = journal.entry(0)
-    mark(entry, stream=TOUCHED)
-    entry.begin(call(is_oneway=True))
-    assert journal.read(0) == LOST
-    mark(entry, stream=CLEAN)
-    assert journal.read(0) == NOTHING, "nobody waits for an answer"
-    for name in ("n" * 57, "ü" * 29, "n" * 255):
-        entry.begin(call(name))
-        assert journal.read(0) == LOST, "no room for the name"
-        mark(entry, work=IDLE)
-        entry.begin(call("short"))
-        assert said(journal.read(0)) == said(LastState(call("short"), False)), "nothing of the long one is left"
-
-
 def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None:
     entries = []
     for index, now in enumerate((30.0, 20.0, 10.0)):

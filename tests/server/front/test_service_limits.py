@@ -84,27 +84,6 @@ def test_the_largest_message_is_served(length, is_framed):
         assert read_all(client.sock) == b""
 
 
-def test_a_broken_message_after_a_request_in_work_is_answered_and_closed(register: Register):
-    """The reply of the first finishes on another thread; nothing but that can wake the connection."""
-    gate = Gate()
-    options = {"max_message_bytes": LIMIT, "drain_seconds": 1}
-    with (
-        serving(register(gate.backend), **options) as server,
-        gate,
-        Client(server.port) as client,
-        Client(server.port) as other,
-    ):
-        seqid = client.send_infer({"data": IDL.Value(text="first")})
-        gate.wait_entered()
-        client.sock.sendall(batch_of(LIMIT + 1))
-        other.ping()
-        other.ping()
-        gate.open()
-        assert client.receive(seqid).outputs["result"].text == "first"
-        assert code_of_next(client) == "too_large"
-        assert read_all(client.sock) == b""
-
-
 HELLO = bytes.fromhex("16030102000100") + b"\x01\xfc\x03\x03" + bytes(range(256))
 GARBAGE = {
     "http/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -375,28 +354,6 @@ def test_a_client_is_not_idle_while_it_waits_for_its_answer(register: Register, 
             client.receive()
         wait_ticks(server, 2)
         client.ping()
-
-
-@every_client
-def test_a_connection_that_is_shed_is_let_go_of_between_two_messages(register: Register, client_type):
-    """What was read of a message is in this process alone: no other one could go on with it."""
-    gate = Gate(blocks=lambda data: data == b"block")
-    message = client_type.pack(b"half")
-    with serving(register(gate.backend)) as server, gate, client_type(server.port) as client:
-        client.sock.sendall(client_type.pack(b"block") + message[:-2])
-        gate.wait_entered()
-        eventually(lambda: held_by_connections(server) >= len(message) - 2)
-        server.call(lambda: server.server.shed(1))
-        gate.open()
-        with suppress(IDL.InferenceError):  # bytes are no label
-            client.receive()
-        wait_ticks(server, 1)
-        assert server.server.connections == 1
-        client.sock.sendall(message[-2:])
-        with suppress(IDL.InferenceError):
-            client.receive()
-        assert gate.batches == [[b"block"], [b"half"]]
-        eventually(lambda: server.server.connections == 0)
 
 
 # -- what must not end the I/O thread -------------------------------------------------------------------------------

@@ -174,26 +174,6 @@ def test_a_descriptor_that_takes_nothing_is_no_error(kind: str, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_lines_of_several_writers_do_not_mix(pipe: Pipe) -> None:
-    """What one write takes is a pipe's atomic size at most."""
-    logs = [QueuedHandler(os.dup(pipe.writer), TextFormatter()) for _ in range(3)]
-    os.close(pipe.writer)
-
-    def write(log: QueuedHandler, letter: str) -> None:
-        for index in range(300):
-            log.handle(info(letter * (index * 37 % 5000)))
-        log.close()
-
-    threads = [threading.Thread(target=write, args=pair) for pair in zip(logs, "abc", strict=True)]
-    for thread in threads:
-        thread.start()
-    lines = pipe.read()
-    for thread in threads:
-        thread.join()
-    assert len(lines) == 900
-    assert all(len(set(line) & set("abc") - set("[... characters ...]")) <= 1 for line in lines)
-
-
 def test_a_descriptor_that_does_not_block_is_waited_for(pipe: Pipe) -> None:
     os.set_blocking(pipe.writer, False)
     log = QueuedHandler(pipe.writer, TextFormatter())

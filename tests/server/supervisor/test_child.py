@@ -6,7 +6,6 @@ import array
 import json
 import multiprocessing
 import os
-import resource
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -215,50 +214,6 @@ def test_each_descriptor_comes_with_its_message_in_both_directions(pair: Pair) -
             sent.append((index, text))
     pair.run(lambda: len(pair.ours.heard) == len(pair.theirs.heard) == 40)
     assert (pair.theirs.heard, pair.ours.heard) == (wanted[pair.ours], wanted[pair.theirs])
-
-
-def test_a_message_byte_by_byte_and_half_of_one_at_the_end(pair: Pair) -> None:
-    ours = pair.socks[0]
-    with open(os.devnull) as file:
-        ours.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))])
-    for byte in b'{"number": 1}\n{"half':
-        turn(pair.loop, 0)
-        ours.send(bytes([byte]))
-    pair.run(lambda: pair.theirs.heard)
-    ours.shutdown(socket.SHUT_WR)
-    pair.run(lambda: pair.theirs.ends)
-    assert pair.theirs.heard == [(1, "")]
-
-
-@pytest.fixture
-def few_descriptors() -> Iterator[Callable[[int], None]]:
-    """Lets this process open so many more files, until the test is over."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-
-    def take(left: int) -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        taken.append(os.open("/dev/null", os.O_RDONLY))  # no lower number is free
-        highest = max(map(int, os.listdir("/proc/self/fd")))
-        while taken[-1] < highest:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, limits[1]))
-
-    yield take
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    for descriptor in taken:
-        os.close(descriptor)
-
-
-def test_a_descriptor_without_room_is_missing_and_the_others_keep_their_places(pair: Pair, few_descriptors) -> None:
-    pair.ours.send(1, "one")
-    pair.ours.send(2)
-    few_descriptors(0)
-    pair.run(lambda: len(pair.theirs.heard) == 2)
-    few_descriptors(4)
-    pair.ours.send(3, "three")
-    pair.run(lambda: len(pair.theirs.heard) == 3)
-    assert pair.theirs.heard == [(1, None), (2, None), (3, "three")]
 
 
 # -- who gets connections -------------------------------------------------------------------------------------------

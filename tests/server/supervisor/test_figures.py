@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.figures import NOTHING, add_past, parse_message, service_figures
+from torchpipe_server.supervisor.figures import NOTHING, parse_message, service_figures
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS
@@ -131,17 +131,6 @@ def test_two_workers_are_summed() -> None:
     assert before == (ONE, TWO), "what the workers said stays theirs"
 
 
-def test_totals_of_workers_that_ended_are_added_and_what_is_now_is_not() -> None:
-    past = add_past(NOTHING, TWO)
-    figures, both = service_figures([ONE], past), service_figures([ONE, TWO], NOTHING)
-    now = ("instances", "alive", "queued", "busy", "oldest_batch_s", "instance_compute_ms", "min", "max")
-    assert "inflight" not in past
-    assert not {*now} & past["nodes"]["model"].keys()
-    assert figures["requests"] == {**both["requests"], "inflight": 1}
-    model = figures["nodes"]["model"]
-    assert model == {**both["nodes"]["model"], **{key: ONE["nodes"]["model"][key] for key in now}}
-
-
 # -- metrics --------------------------------------------------------------------------------------------------------
 
 
@@ -239,18 +228,3 @@ def test_histograms_are_in_seconds_and_cumulated() -> None:
     assert (count, total) == (12, pytest.approx(0.12))
     assert [buckets[bound] for bound in (0.008192, 0.016384, 2**26 / 1e6, math.inf)] == [0, 9, 9, 12]
     assert [histogram(families[f"torchpipe_node_{name}_seconds"])[1] for name in ("queue", "batch_wait")] == [30, 30]
-
-
-@pytest.mark.parametrize(
-    ("most", "sizes", "buckets", "total"),
-    [
-        (1, {}, {1: 0}, 0),
-        (3, {}, {1: 0, 2: 0, 4: 0}, 0),
-        (7, {3: 5, 7: 2}, {1: 0, 2: 0, 4: 5, 8: 7}, 29),
-        (2, {9: 1}, {1: 0, 2: 0, 4: 0, 8: 0, 16: 1}, 9),  # of an earlier configuration
-    ],
-)
-def test_batch_sizes_are_in_powers_of_two_from_the_start(most: int, sizes: Any, buckets: Any, total: int) -> None:
-    family = parsed(worker({"model": node(max=most, batch_sizes=sizes)}, {}))["torchpipe_node_batch_size"]
-    count = sum(sizes.values())
-    assert histogram(family) == ({**buckets, math.inf: count}, count, total)

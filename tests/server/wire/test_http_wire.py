@@ -125,22 +125,6 @@ def test_a_head_costs_linear_time(name: str):
 # -- what a head says -----------------------------------------------------------------------------------------------
 
 
-def test_a_broken_request_is_answered_and_nothing_more_is_read():
-    for broken in (GET[:9], b"GET / HTTP/1.1\r\nHost : x\r\n\r\n", b"\x16\x03\x01\x02\x00\r\n\r\n"):
-        reader = reader_of()
-        reader.feed(broken)
-        try:
-            assert reader.next() is None
-            error: Any = HttpError(408, "late")
-        except HttpError as raised:
-            error = raised
-            assert status_of(GET, reader) == error.status
-        answer = reader.request.refused(error).answer(HttpAnswer(error.status, "text/plain", b"no\n"))
-        assert answer.startswith(b"HTTP/1.1 %d " % error.status)
-        assert b"\r\nConnection: close\r\n" in answer
-        assert answer.endswith(b"\r\n\r\nno\n")
-
-
 # -- answers --------------------------------------------------------------------------------------------------------
 
 
