@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from kit.waits import PROGRAM_WAIT
 
 FUZZER = Path(__file__).parent / "images.py"
@@ -18,10 +17,10 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
 
 
-def test_three_thousand_mutants(tmp_path: Path) -> None:
-    done = fuzz("--mutants", "3000", "--jobs", "1", "--save", str(tmp_path))
+def test_mutants(tmp_path: Path) -> None:
+    done = fuzz("--mutants", "1500", "--jobs", "1", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("3000 mutants in ")
+    assert done.stdout.startswith("1500 mutants in ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -36,11 +35,10 @@ sys.argv[0] = {path!r}
 fuzzer = runpy.run_path({path!r}, run_name="fuzzer")
 from torchpipe_py.backends.image.decode import MatDecoder
 decode = MatDecoder.__call__
-held = []
 
 def harmful(self, data, *start):
     if {when}:
-        {harm}
+        os.kill(os.getpid(), 11)
     return decode(self, data, *start)
 
 MatDecoder.__call__ = harmful
@@ -48,23 +46,14 @@ sys.exit(fuzzer["main"]())
 """
 
 
-@pytest.mark.parametrize(
-    ("harm", "finding"),
-    [
-        ("os.kill(os.getpid(), 11)", "ends the process with status -11"),
-        ("sum(range(10_000_000))", "takes "),
-        ("held.append(b'x' * 2**26)", "the process has grown by "),
-    ],
-    ids=["crash", "time", "memory"],
-)
-def test_it_finds_what_there_is(tmp_path: Path, harm: str, finding: str) -> None:
-    """A decoder that does harm at one of the mutants."""
+def test_it_finds_what_there_is(tmp_path: Path) -> None:
+    """A decoder that ends its process at one of the mutants."""
     me, found = tmp_path / "harmful.py", tmp_path / "found"
     found.mkdir()
     when = "bytes(data[:2]) == b'BM' and len(data) < 60"
-    me.write_text(HARMFUL.format(path=str(FUZZER), harm=harm, when=when))
+    me.write_text(HARMFUL.format(path=str(FUZZER), when=when))
     command = [sys.executable, str(me), "--mutants", "400", "--jobs", "1", "--save", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert finding in done.stdout
+    assert "ends the process with status -11" in done.stdout
     assert {path.stat().st_size < 60 for path in found.iterdir()} == {True}
