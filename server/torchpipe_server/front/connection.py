@@ -197,16 +197,13 @@ class Connection(asyncio.BufferedProtocol):
         self.ended_at = monotonic()
         self.close_when_answered()
         if self.call is not None:
+            getattr(self.call.ticket, "client_left", bool)()  # NOTE: now: the answer may be late by little
             self.owner.loop.call_later(QUEUED_SECONDS, self._end_queued, self.call)
         return True
 
     def _end_queued(self, call: Call) -> None:
         """Where the request waits behind others, its client has most likely left: nearly none only ends its side."""
-        if self.call is not call:
-            return
-        if getattr(call.ticket, "is_running", True):
-            getattr(call.ticket, "client_left", bool)()
-        else:
+        if self.call is call and not getattr(call.ticket, "is_running", True):
             self.drop()
 
     def pause_writing(self) -> None:
