@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterator
+from importlib.util import find_spec
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from kit.services import ROOT, LocalServer, serving
+from kit.waits import WAIT
 from test_docs import blocks
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 utils = pytest.importorskip("tritonclient.utils")
+triton_grpc: Any = importlib.import_module("tritonclient.grpc") if find_spec("grpc") else None
 
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[LocalServer]:
-    with serving("configs/demo.toml") as server:
+    with serving("configs/demo.toml", grpc_port=-1 if triton_grpc is None else 0) as server:
         yield server
 
 
@@ -49,3 +54,42 @@ def test_the_example_of_the_page(
     monkeypatch.chdir(ROOT)
     exec(code.text.replace("8888", str(demo.port)), {})
     assert capsys.readouterr().out == printed.text
+
+
+@pytest.mark.skipif(triton_grpc is None, reason="tritonclient[grpc] is not installed")
+def test_its_grpc_client(demo: LocalServer) -> None:
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{demo.grpc_port}") as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("demo")
+        assert "statistics" in client.get_server_metadata().extensions
+        assert [tensor.name for tensor in client.get_model_metadata("demo").outputs] == ["label", "score"]
+        config = client.get_model_config("demo", as_json=True)["config"]
+        assert (config["max_batch_size"], config["input"][0]["data_type"]) == (256, "TYPE_STRING")
+        client.unregister_system_shared_memory()
+        data = triton_grpc.InferInput("data", [len(IMAGES)], "BYTES").set_data_from_numpy(np.array(IMAGES, object))
+        for outputs in (None, [triton_grpc.InferRequestedOutput("label")]):
+            result = client.infer("demo", [data], request_id="7", outputs=outputs)
+            assert (result.get_response().id, labels(result)) == ("7", NAMES)
+        (stats,) = client.get_inference_statistics("demo").model_stats
+        assert stats.inference_stats.success.count >= 2
+        assert [model.name for model in client.get_model_repository_index().models] == ["demo"]
+        answers: SimpleQueue[Any] = SimpleQueue()
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for name in ("demo", "dem"):
+            client.async_stream_infer(name, [data], request_id=name)
+        (first, none), (nothing, error) = answers.get(timeout=WAIT), answers.get(timeout=WAIT)
+        client.stop_stream()
+        assert (labels(first), none, nothing) == (NAMES, None, None)
+        assert error.message() == "no model 'dem'; did you mean 'demo'?"
+        for options, status, said in (
+            ({"model_name": "dem"}, "NOT_FOUND", "no model 'dem'; did you mean 'demo'?"),
+            ({"model_version": "2"}, "NOT_FOUND", "no version '2' of model 'demo'; valid: 1"),
+            ({"sequence_id": 3}, "INVALID_ARGUMENT", "a pipe keeps no state between requests"),
+            ({"client_timeout": 1e-6}, "DEADLINE_EXCEEDED", ""),
+            ({"compression_algorithm": "gzip"}, "UNIMPLEMENTED", "'gzip' is disabled"),
+        ):
+            with pytest.raises(utils.InferenceServerException) as raised:
+                client.infer(**{"model_name": "demo", "inputs": [data], **options})
+            assert raised.value.status() == f"StatusCode.{status}"
+            assert said in raised.value.message()
