@@ -48,7 +48,8 @@ class RequestCounters:
             by_method.setdefault(method, {})[outcome] = count
         return {
             "by_method": by_method,
-            "latency": {"counts": folded(self._latency), "sum_ms": 1000 * self._seconds},
+            "latency_ms": 1000 * self._seconds,
+            "histograms": {"latency": folded(self._latency)},
         }
 
 

@@ -22,7 +22,7 @@ SINCE_START = (*TOTALS, "batch_sizes", "histograms")
 HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
 NOTHING: Figures = {
-    "requests": {"by_method": {}, "latency": {"counts": [0] * COUNTS, "sum_ms": 0}},
+    "requests": {"by_method": {}, "latency_ms": 0, "histograms": {"latency": [0] * COUNTS}},
     "nodes": {},
     "hand_over": dict.fromkeys(HAND_OVER, 0),
     "streams": {},
@@ -58,7 +58,7 @@ _NODE = _object(
 )
 _COUNTS = Annotated[_dict[str, _Number], _few]
 _BY_METHOD = Annotated[_dict[str, _COUNTS], _few]
-_REQUESTS = _object({"by_method": _BY_METHOD, "latency": _object({"counts": _Histogram, "sum_ms": _Number})})
+_REQUESTS = _object({"by_method": _BY_METHOD, "latency_ms": _Number, "histograms": _object({"latency": _Histogram})})
 _GPU = _object({"index": _Number, "name": str, "used_bytes": _Number, "total_bytes": _Number})
 _text = Annotated[str, Meta(max_length=8192)]
 _STREAM_NOW = _object(

@@ -71,7 +71,7 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
         for method, outcomes in requests["by_method"].items()
         for outcome, count in outcomes.items()
     }
-    latency = _times(requests["latency"]["counts"], requests["latency"]["sum_ms"], figures["bounds_ms"])
+    latency = _times(requests["histograms"]["latency"], requests["latency_ms"], figures["bounds_ms"])
     parts = {part: hand_over[f"{part}_ms"] / 1000 for part in ("slot_wait", "there", "in_engine", "back")}
     return [
         (counter, "torchpipe_requests", "Calls answered, by method and outcome: ok or the error's code",

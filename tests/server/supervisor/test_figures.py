@@ -50,7 +50,7 @@ def stream(factor: int = 1) -> dict[str, Any]:
 
 def worker(nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, **more: Any) -> dict[str, Any]:
     total = sum(count for found in by_method.values() for count in found.values())
-    requests = {"by_method": by_method, "latency": {"counts": counts(b12=total), "sum_ms": 3.0 * total}}
+    requests = {"by_method": by_method, "latency_ms": 3.0 * total, "histograms": {"latency": counts(b12=total)}}
     rest = {"hand_over": {}, "log_lines_dropped": 0, "gpus": [], "streams": {"yard": stream(inflight)}}
     return {"inflight": inflight, "nodes": nodes, "requests": requests, **rest, **more}
 
@@ -123,7 +123,8 @@ def test_two_workers_are_summed() -> None:
     assert figures["requests"] == {
         "inflight": 3,
         "by_method": {"infer_batch": {"ok": 29, "overloaded": 1}, "ping": {"ok": 3}},
-        "latency": {"counts": counts(b12=33), "sum_ms": 99.0},
+        "latency_ms": 99.0,
+        "histograms": {"latency": counts(b12=33)},
     }
     now = {"instances": 4, "alive": 4, "busy": 2, "oldest_batch_s": 1.0}
     assert figures["nodes"] == {"model": node(3, **now, instance_compute_ms=[30.0, 10.0, 60.0, 20.0])}

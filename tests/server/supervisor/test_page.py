@@ -35,7 +35,7 @@ ZEROS = {key: [0, 0, 0, 0] for key in ("queue", "batch_wait", "compute")}
 OLD: dict[str, Any] = {
     "pid": 123, "time": 10.0, "bounds_ms": BOUNDS, "engines": [],
     "workers": [{"index": 0, "pid": 7, "responding": True}],
-    "requests": {"by_method": {"infer": {"ok": 100, "overloaded": 3}}, "latency": {"counts": [0, 0, 0, 0]}},
+    "requests": {"by_method": {"infer": {"ok": 100, "overloaded": 3}}, "histograms": {"latency": [0, 0, 0, 0]}},
     "nodes": {"decode": {
         "instances": 2, "queued": 4, "busy": 1, "requests": 100, "batches": 50, "failed": 2, "expired": 0,
         "batch_sizes": {"2": 50}, "queue_ms": 500.0, "batch_wait_ms": 0.0, "compute_ms": 0.0,
@@ -49,7 +49,7 @@ def later() -> dict[str, Any]:
     new = copy.deepcopy(OLD)
     new["time"] = 12.0
     new["requests"] = {
-        "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}}, "latency": {"counts": [0, 100, 92, 0]}
+        "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}}, "histograms": {"latency": [0, 100, 92, 0]}
     }  # fmt: skip
     new["nodes"]["decode"] |= {
         "requests": 300, "batches": 150, "failed": 5, "batch_sizes": {"2": 150}, "queue_ms": 900.0,

@@ -17,7 +17,7 @@ function totalsOf(stats) {
   const nodes = Object.entries(stats.nodes).map(([name, node]) => [name, keys.map((key) => [key, node[key]])]);
   return {
     methods: stats.requests.by_method,
-    latency: stats.requests.latency.counts,
+    latency: stats.requests.histograms.latency,
     nodes: Object.fromEntries(nodes.map(([name, pairs]) => [name, Object.fromEntries(pairs)])),
   };
 }
