@@ -137,6 +137,17 @@ def test_the_nearest_flag_or_choice_is_told(command: list[str], message: str, ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [["--nonsense", "5"], ["--nonsense=5", "x"], ["--number", "3", "--nonsense", "5"]])
+def test_an_unknown_flag_is_told_and_not_its_value(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    parser.add_argument("name", choices=["schedule"])
+    parser.add_argument("--number")
+    with pytest.raises(SystemExit):
+        parser.parse_args([*given, "schedule"])
+    flag = next(each for each in given if each.startswith("--nonsense"))
+    assert f"error: unrecognized arguments: {flag}; valid: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", ["--img_dir=a_b", "--img-dir=a_b"])
 @pytest.mark.parametrize("port", ["--http-port", "--http_port"])
 def test_a_flag_has_dashes_or_underscores(given: str, port: str) -> None:

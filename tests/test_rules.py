@@ -315,6 +315,8 @@ CONFIGURATION_REFUSED = [
         "'1&1&2' has 3 parts, backend has 2",
     ),
     ({"backend": "S[Mark&Mark]"}, "node: backend", "expected ']', found '&'"),
+    ({"backend": "Most", "min": "1&1&1", "max": "2&3"}, "node", "key 'm"),
+    ({"backend": "Range[Most]", "range": "8-19"}, "node: range", 'expected "min,max" with 1 <= min <= max, got '),
     ({"rec": mark("r", "rec.2"), "rec.2": {"instance_num": 2}}, "rec.2: instance_num", "shares the instances of 'rec'"),
     ({"rac": mark("r"), "rec.2": {}}, "rec.2", "a logical node (name.alias) of 'rec', which is not there, or is a tab"),
     ({"PipelineV3::backend": "Mine", "a": mark("1")}, "global: PipelineV3::backend", "the scheduler is not exchangeab"),

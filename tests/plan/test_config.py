@@ -214,6 +214,7 @@ REFUSED = [
     ("[a]\nbatching_timeout = inf", "a: batching_timeout", "expected a finite number, got inf"),
     (f"[a]\nbatching_timeout = {10**400}", "a: batching_timeout", "expected a finite number, got 1000"),
     ("[a]\ndevice_id = -1", "a: device_id", "expected at least 0, got -1"),
+    ('[a]\ndecode_isolation = "maybe"', "a: decode_isolation", "expected one of "),
     # parameters
     ('[a]\nbackend = "ResizeMat"\nresize_w = 1', "a: resize_h", "ResizeMat needs it: output height"),
     (f"[a]\n{RESIZE}interpolation = true", "a: interpolation", "expected a string, got True"),

@@ -397,6 +397,13 @@ def test_runs_that_cannot_start(
         assert named(why) in refused(capsys, *usual, *map(named, options))
 
 
+def test_without_thriftpy2(images: Images, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find_spec: Any = lambda name: None  # noqa: E731
+    monkeypatch.setattr("torchpipe_py.tools.load.run.importlib.util.find_spec", find_spec)
+    said = refused(capsys, "--img_dir", images(a="ok:a"))
+    assert said == "torchpipe load: thriftpy2 is not installed (pip install 'torchpipe_py[server]')\n"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

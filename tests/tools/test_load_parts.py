@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.tools.load import compare, judge, run, wire
 from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_load, poisson_times, rate_of, read_replay
-from torchpipe_py.tools.load.client import LagMeter
+from torchpipe_py.tools.load.client import LagMeter, _Selector
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
 from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, collect
 from torchpipe_py.tools.load.report import search_line
@@ -96,6 +97,20 @@ def test_answers_in_pieces(speaks: Any, reply: bytes) -> None:
     assert speaks.answers(reply, 7, 1) == [Answer("a")]
 
 
+@pytest.mark.parametrize(
+    ("speaks", "reply", "why"),
+    [
+        (wire.ThriftWire(load_idl(), False, 1), REPLY, "infer_batch number 7 in place of infer_batch number 8"),
+        (wire.ThriftWire(load_idl(), False, 2), REPLY, "in place of infer_many number 8"),
+        (wire.HttpWire("host", "/infer"), OVER_HTTP + b"more", "4 bytes after the answer"),
+        (wire.HttpWire("host", "/infer"), b"HTTP/1.1 200 OK\r\n\r\n", "no answer with a Content-Length"),
+    ],
+)
+def test_replies_to_something_else_are_refused(speaks: Any, reply: bytes, why: str) -> None:
+    with pytest.raises(wire.ReplyError, match=why):
+        speaks.answers(reply, 8, 1)
+
+
 # --- replay files
 
 
@@ -140,6 +155,16 @@ def test_lag_of_late_sends(calls: tuple[tuple[int, int, int, int], ...], lags: l
         starved += more
         meter.free(done, starved)
     assert measured == lags
+
+
+def test_a_client_process_knows_how_long_it_was_without_a_cpu() -> None:
+    selector = _Selector()
+    assert selector.select(0) == selector.select(60) == []  # it naps
+    before = selector.starved
+    time.sleep(0.05)
+    selector.select(0)
+    assert selector.starved - before >= 49 * MS
+    selector.close()
 
 
 def made_records(*rows: tuple[int, int]) -> Records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from conftest import Register, encode, picture
 from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main
 from torchpipe_py.tools.parity.figures import Prediction, paired, wilson
-from torchpipe_py.tools.parity.results import read_pixels, read_prediction
+from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
 from torchpipe_py.tools.parity.run import Settings, compare_configs, shown_name
 from torchpipe_py.tools.report import ToolError
 
@@ -154,6 +155,15 @@ def test_reads_classes(result: Any, wanted: Prediction | None) -> None:
         assert read_prediction(result, "m.toml") == wanted
     else:
         with pytest.raises(ToolError, match=r"m.toml: its result cannot be read as a class: expected \(label, score\)"):
+            read_prediction(result, "m.toml")
+
+
+def test_an_image_without_usable_values() -> None:
+    for tensor in (torch.zeros(1, 3, 0, 4), torch.full((1, 3, 2, 2), math.nan), torch.full((1, 3, 2, 2), math.inf)):
+        with pytest.raises(Unusable):
+            read_pixels({"result": tensor}, "x.toml")
+    for result in (torch.tensor([[1.0, math.nan]]), ("ring", math.nan)):
+        with pytest.raises(Unusable):
             read_prediction(result, "m.toml")
 
 

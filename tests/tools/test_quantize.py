@@ -315,3 +315,22 @@ def test_what_cannot_be_quantised(folder: Path) -> None:
         tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
     onnx.save(model, str(path))
     refuses(r"odd\.onnx: its weights are in half precision; quantise .* float32")
+
+
+def test_too_few_classes_to_check_with(write: Write, refused: Refused, register: Register) -> None:
+    class FewOfInt8(ItemBackend):
+        """Of the first pipe, whose model is in float32, all images have a class; of the second three."""
+
+        pipes = 0
+
+        def setup(self) -> None:
+            FewOfInt8.pipes += 1
+            self.left = 1000 if FewOfInt8.pipes == 1 else 3
+
+        def forward_item(self, item: dict[str, Any]) -> None:
+            self.left -= 1
+            item |= {"result": ("cat", 0.5)} if self.left >= 0 else {"error": ValueError("it is no cat")}
+
+    few = f'instance_num = 1\n{DEMO}next = "few"\n[few]\nbackend = "{register(FewOfInt8)}"\n'
+    said = "3 of 24 images have a class, at least 8 are needed to check with; circle_01.jpg: ValueError: it is no cat"
+    assert said in refused(write(few), "--img_dir", str(IMAGES))

@@ -20,6 +20,7 @@ from torch._inductor import config
 from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
+from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.torch_model import load_module
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.plan.build import plan_pipeline
@@ -226,3 +227,19 @@ def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
     with contextlib.suppress(ConfigError):
         load_module(ModelFile(str(hostile)), torch.device("cpu"), is_trusted=True)
     assert victim.read_bytes() == (b"XXXX" if kind == "script" else b"")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (torch.tensor([1.5, 2.0]), "input 'x' takes uint8, got float32"),
+        (torch.tensor([1.5, 2.0], dtype=torch.bfloat16), "input 'x' takes uint8, got bfloat16"),
+        (torch.tensor([1, 300]), "input 'x' takes uint8, got int64 of 0..300"),
+        (np.array([1, -1]), "input 'x' takes uint8, got int64 of -1..1"),
+    ],
+)
+def test_numbers_that_the_input_cannot_hold(value: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        InputSpec("x", torch.uint8, (2,)).row_shape(value)
+    assert str(caught.value) == problem
+    InputSpec("x", torch.uint8, (2,)).row_shape(torch.tensor([1, 255]))
