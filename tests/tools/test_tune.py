@@ -14,7 +14,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
-from torchpipe_py.tools.tune.search import Goal, Prediction, Predictor, Search
+from torchpipe_py.tools.tune.search import Calibration, Goal, Prediction, Predictor, Search
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Point, Trial, is_off, judge, limit_of
@@ -227,7 +227,7 @@ def test_the_search_finds_what_was_planted(
     each_ms: dict[tuple[int, int], float], together: Any, best: dict[str, int]
 ) -> None:
     profile, shapes = profile_of(tables(n=model(max=4, threads=1)), each_ms, together=together)
-    predictor = Predictor(profile, 1, FREE, Goal(slo=0.2, rate=None, times=EVEN))
+    predictor = Predictor(profile, 1, Calibration(FREE, (0, 0, 0), 0.0, 0.0), Goal(slo=0.2, rate=None, times=EVEN))
     search = Search(predictor, shapes, False, lambda _: True)
     first = search.run(Candidate(shapes[0], 1), 60.0, lambda *_: None)[0]
     settings = {key: first.candidate.value("n", key) for key in ("max", "threads")}

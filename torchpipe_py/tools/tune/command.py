@@ -80,14 +80,17 @@ def tune(
     """
     is_folder = isinstance(images, (str, os.PathLike))
     bodies = load_images(Path(images), False).bodies if isinstance(images, (str, os.PathLike)) else list(images)
-    usable = sorted(os.sched_getaffinity(0))[:cores]
+    all_cores = os.sched_getaffinity(0)
+    usable = sorted(all_cores)[:cores]
     if not bodies:
         raise ToolError("no images")
     if len(usable) < 2:
         raise ToolError("one core: there is nothing to share out; serve with --workers 1 and one instance of each node")
     tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
-    plan_pipeline(tables)  # if it warns, then once
     with ExitStack() as stack:
+        os.sched_setaffinity(0, usable)  # NOTE: a plan has as many instances as there are cores
+        stack.callback(os.sched_setaffinity, 0, all_cores)
+        plan_pipeline(tables)  # if it warns, then once
         logger.addFilter(_is_error)
         stack.callback(logger.removeFilter, _is_error)
         run = _Tuning(tables, bodies[:: -(-len(bodies) // MOST_IMAGES)], usable, budget, progress)
@@ -198,7 +201,7 @@ class _Tuning:
         count = len(self._images)
         fitted = calibrate(self._profile, count, self._goal, base, _CLIENTS, rate, measured)
         self.report["calibration"] = asdict(fitted)
-        self._predictor = Predictor(self._profile, count, fitted.machine, self._goal)
+        self._predictor = Predictor(self._profile, count, fitted, self._goal)
 
     def search(self, gpu_memory: int | None) -> None:
         """Simulate candidates; the best, and the file as it is, become trials."""

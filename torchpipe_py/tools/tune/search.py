@@ -19,6 +19,9 @@ EXACT = 2000
 CLIENTS = 64
 """Of the simulated closed loop that finds the throughput at which a candidate is full."""
 
+MOST_TAIL = 4.0
+"""Of a p99 that was measured, as a multiple of the simulated one: more is an accident."""
+
 MARGIN = 1.01
 """A change must gain more than this factor: of equal ones the simpler stays."""
 
@@ -69,14 +72,14 @@ class Prediction:
 class Predictor:
     """Simulates candidates, as they will be measured."""
 
-    def __init__(self, profile: Profile, images: int, machine: Machine, goal: Goal) -> None:
-        self.profile, self.machine, self.goal, self.simulated = profile, machine, goal, 0
-        self._images = images
+    def __init__(self, profile: Profile, images: int, fitted: Calibration, goal: Goal) -> None:
+        self.profile, self.goal, self.simulated = profile, goal, 0
+        self._images, self._fitted = images, fitted
 
     def simulation(self, candidate: Candidate, plan: Pipeline, costs: dict[str, Cost]) -> Simulation:
         """A new one, at rest."""
         self.simulated += 1
-        return Simulation([plan] * candidate.workers, costs, self.machine)
+        return Simulation([plan] * candidate.workers, costs, self._fitted.machine)
 
     def predict(self, candidate: Candidate, floor: float = 0.0, calls: int = CALLS) -> Prediction | None:
         """What the candidate does; ``None`` as soon as it is clear that its score is below ``floor``."""
@@ -87,7 +90,7 @@ class Predictor:
         def at(rate: float) -> Prediction:
             run = self.simulation(candidate, plan, costs)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
-            p50, p99 = quantile(latencies, 0.5), quantile(latencies, 0.99)
+            p50, p99 = quantile(latencies, 0.5), quantile(latencies, 0.99) * self._fitted.tail
             score = rate if goal.rate is None else 1 / p99 if full > rate else 0.0
             return Prediction(candidate, rate, p99, p50, _waits(run), score)
 
@@ -135,6 +138,11 @@ class Calibration:
     measured: tuple[float, float, float]
     throughput_error: float
     p99_error: float
+
+    @property
+    def tail(self) -> float:
+        """The p99 that was measured as a multiple of the simulated one: what the system adds now and then."""
+        return min(MOST_TAIL, max(1.0, 1 / (1 + self.p99_error)))
 
 
 def calibrate(
