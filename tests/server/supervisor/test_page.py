@@ -49,7 +49,8 @@ def later() -> dict[str, Any]:
     new = copy.deepcopy(OLD)
     new["time"] = 12.0
     new["requests"] = {
-        "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}}, "histograms": {"latency": [0, 100, 92, 0]}
+        "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}},
+        "histograms": {"latency": [0, 100, 92, 0]},
     }  # fmt: skip
     new["nodes"]["decode"] |= {
         "requests": 300, "batches": 150, "failed": 5, "batch_sizes": {"2": 150}, "queue_ms": 900.0,

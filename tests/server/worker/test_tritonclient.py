@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 from kit.services import ROOT, LocalServer, serving
 from kit.waits import WAIT
@@ -16,6 +17,7 @@ from test_docs import blocks
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 utils = pytest.importorskip("tritonclient.utils")
+NAMES = ["ring", "star", "checker"]
 triton_grpc: Any = importlib.import_module("tritonclient.grpc") if find_spec("grpc") else None
 
 
@@ -29,6 +31,10 @@ def demo() -> Iterator[LocalServer]:
 def client(demo: LocalServer) -> Iterator[Any]:
     with triton.InferenceServerClient(f"127.0.0.1:{demo.port}", concurrency=4) as client:
         yield client
+
+
+def labels(result: Any) -> list[str]:
+    return [label.decode() for label in result.as_numpy("label")]
 
 
 def test_what_it_asks_before_it_infers(client: Any):
@@ -67,7 +73,8 @@ def test_its_grpc_client(demo: LocalServer) -> None:
         config = client.get_model_config("demo", as_json=True)["config"]
         assert (config["max_batch_size"], config["input"][0]["data_type"]) == (256, "TYPE_STRING")
         client.unregister_system_shared_memory()
-        data = triton_grpc.InferInput("data", [len(IMAGES)], "BYTES").set_data_from_numpy(np.array(IMAGES, object))
+        images = [(ROOT / f"configs/demo/images/{name}_00.jpg").read_bytes() for name in NAMES]
+        data = triton_grpc.InferInput("data", [3], "BYTES").set_data_from_numpy(np.array(images, object))
         for outputs in (None, [triton_grpc.InferRequestedOutput("label")]):
             result = client.infer("demo", [data], request_id="7", outputs=outputs)
             assert (result.get_response().id, labels(result)) == ("7", NAMES)
