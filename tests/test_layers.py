@@ -49,7 +49,7 @@ SERVER_MAY_IMPORT = {
     *("", "arguments", "cores", "errors", "idl", "malloc", "streams", "streams.boxes", "streams.config"),
     *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
     *("runtime.admission", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build"),
-    *("plan.folder", "plan.sharing"),
+    *("plan.folder", "plan.sharing", "runtime.pictures", "runtime.visits"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

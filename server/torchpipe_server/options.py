@@ -101,6 +101,7 @@ class Options:
     repository_control: bool = _option(
         False, "load and unload a folder's models on --port as well, not on --http-port alone"
     )
+    no_page: bool = _option(False, "no page to try the pipeline on, which a browser gets at / of --port")
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(

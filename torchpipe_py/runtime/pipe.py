@@ -31,7 +31,15 @@ from torchpipe_py.runtime.node import Node, Source
 from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.single import DeferredNode
-from torchpipe_py.runtime.tracing import DEFAULT_LIMIT, WANTED, MakeRequest, TimelineRecorder, Trace, making_timelines
+from torchpipe_py.runtime.tracing import (
+    DEFAULT_LIMIT,
+    WANTED,
+    MakeRequest,
+    TimelineRecorder,
+    Trace,
+    Wanted,
+    making_timelines,
+)
 from torchpipe_py.runtime.visits import Timeline
 
 if TYPE_CHECKING:
@@ -295,15 +303,17 @@ class pipe:
             recorders[:] = [each for each in recorders if each is not trace]
 
     @contextmanager
-    def timed(self) -> Iterator[list[Timeline]]:
+    def timed(self, with_pictures: bool = False) -> Iterator[list[Timeline]]:
         """Record where the time of each request goes that is started meanwhile on this thread, in its timeline.
 
-        They may finish later. ``Timeline.all_visits`` has what is recorded when the request is finished.
+        They may finish later. ``Timeline.all_visits`` has what is recorded when the request is finished, ``pictures``
+        small copies of the images that its nodes made, if they are wanted.
         """
         if self._make_request in (Request, getattr(self._spans, "request", None)):
             self._make_request = making_timelines(self._make_request)
         self._record_timelines()
-        timelines: list[Timeline] = []
+        timelines = Wanted()
+        timelines.with_pictures = with_pictures
         token = WANTED.set(timelines)
         try:
             yield timelines

@@ -21,7 +21,13 @@ DEFAULT_LIMIT = 1_000_000
 _INSTANCES, _REQUESTS = 1, 2  # what Chrome's format calls processes
 
 
-WANTED: ContextVar[list[Timeline] | None] = ContextVar("torchpipe_py.timelines", default=None)
+class Wanted(list[Timeline]):
+    """Timelines; ``with_pictures`` of what the nodes make."""
+
+    with_pictures = False
+
+
+WANTED: ContextVar[Wanted | None] = ContextVar("torchpipe_py.timelines", default=None)
 """Where the timelines of the requests go that are made in this context."""
 
 MakeRequest = Callable[[Data, OnDone, str, "float | None"], Request]
@@ -36,6 +42,7 @@ def making_timelines(make: MakeRequest) -> MakeRequest:
         if wanted is not None:
             links = request.linked()
             links.timeline = links.timeline or Timeline(root)
+            links.timeline.pictures = [] if wanted.with_pictures else None
             wanted.append(links.timeline)
         return request
 
@@ -54,7 +61,7 @@ class TimelineRecorder:
             if timeline is not None:
                 times = request.arrived, taken_at(request.arrived, collected, started), started, ended
                 error = error_in(request.data)
-                timeline.visits.append(Visit(request.node, instance, len(requests), *times, error=error))
+                timeline.visited(Visit(request.node, instance, len(requests), *times, error=error), request.data)
 
 
 class Trace:

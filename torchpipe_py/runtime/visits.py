@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError, message_of
-from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.runtime.pictures import MOST_PICTURES, Picture, small_copy
 
 MOST_ELEMENTS = 256
 """Runs of other graphs that are recorded of one request; a list may be longer."""
@@ -55,7 +56,8 @@ class Timeline:
     """The visits of a request and of its branches, and a timeline for each run of another graph that it started.
 
     ``parent`` is the request that a run belongs to, ``node`` the one of its nodes that jumps, ``index`` the place among
-    the elements. ``span``, ``begun`` (the spans of nodes) and ``links`` belong to ``Spans``. Any thread may add to it.
+    the elements. ``span``, ``begun`` (the spans of nodes) and ``links`` belong to ``Spans``.
+    ``pictures``, if they are wanted, are of its visits and of those of the runs. Any thread may add to it.
     """
 
     def __init__(self, root: str, on_end: Callable[[Timeline], object] | None = None) -> None:
@@ -69,6 +71,7 @@ class Timeline:
         self.span: Any = None
         self.begun: dict[str, Any] = {}
         self.links: dict[str, Any] = {}
+        self.pictures: list[tuple[Visit, Picture]] | None = None
         self._on_end = on_end
         self._room = [MOST_ELEMENTS]
 
@@ -88,8 +91,17 @@ class Timeline:
         self._room[0] -= 1
         element = Timeline(root)
         element.parent, element.node, element.index, element._room = self, node, index, self._room
+        element.pictures = self.pictures
         self.elements.append(element)
         return element
+
+    def visited(self, visit: Visit, data: Mapping[str, Any]) -> None:
+        """A node has run; ``data`` is what the request is then."""
+        self.visits.append(visit)
+        if self.pictures is not None and len(self.pictures) < MOST_PICTURES:
+            picture = small_copy(data.get(TASK_RESULT_KEY), str(data.get(TASK_COLOR_KEY, "rgb")))
+            if picture is not None:
+                self.pictures.append((visit, picture))
 
     def fail(self, node: str, error: BaseException) -> None:
         """The backend of ``node``, where it was last, has raised."""

@@ -46,7 +46,7 @@ class Supervisor:
 
     def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
         tables, streams = load(), read_tables(options.streams)
-        self._options = options
+        self._options, self._port = options, listener.getsockname()[1]
         self.loop = new_loop(is_fast=False)
         self._connections = Connections(
             self.loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering
@@ -189,6 +189,7 @@ class Supervisor:
             "ready": self.is_ready,
             "version": torchpipe_py.__version__,
             "config": self._options.config,
+            "page_port": 0 if self._options.no_page or self._options.handler else self._port,
             "pid": os.getpid(),
             "uptime_s": monotonic() - self._began,
             "time": time(),

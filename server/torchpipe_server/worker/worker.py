@@ -451,6 +451,7 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     from torchpipe_server.methods.oip.core import OpenInference
     from torchpipe_server.methods.oip.handler import OipHandler
     from torchpipe_server.methods.oip.requests import InferLimits
+    from torchpipe_server.methods.page import PageHandler
     from torchpipe_server.methods.thrift import InferenceHandler
 
     limit_delays(run, options)
@@ -460,7 +461,8 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     limits = InferLimits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
     models = _models(run, Path(options.config).stem, deadlines, turns)
     core = OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes), control)
-    routes = Routes([*http.routes, *OipHandler(core, limits).routes], options.monitoring)
+    page = [] if options.no_page else PageHandler(run, models.all(), deadlines, options).routes
+    routes = Routes([*http.routes, *OipHandler(core, limits).routes, *page], options.monitoring)
     if options.grpc_port < 0:
         return Served(thrift.methods, routes)
     from torchpipe_server.methods.oip.rpc import OipRpcs

@@ -16,7 +16,7 @@ function totalsOf(stats) {
     "instance_compute_ms", "histograms"];
   const nodes = Object.entries(stats.nodes).map(([name, node]) => [name, keys.map((key) => [key, node[key]])]);
   return {
-    methods: stats.requests.by_method,
+    methods: runs(stats.requests.by_method),
     latency: stats.requests.histograms.latency,
     nodes: Object.fromEntries(nodes.map(([name, pairs]) => [name, Object.fromEntries(pairs)])),
   };
@@ -78,6 +78,12 @@ function percentile(counts, bounds, share) {
   return Infinity;
 }
 
+/** The methods without those that never run the pipe: probes, metadata, this port's pages. */
+function runs(methods) {
+  const isOther = /^(GET |HEAD |OPTIONS |ping$|POST \/v2\/repository\/)|^(Server|Model(Ready|Metadata|Config|Statistics)|Repository)/;
+  return Object.fromEntries(Object.entries(methods).filter(([name]) => !isOther.test(name)));
+}
+
 /** Events by outcome over all methods: `{ok: 5, overloaded: 1}`. */
 function byCode(methods) {
   const codes = {};
@@ -89,7 +95,7 @@ function byCode(methods) {
 
 /** Figures of the requests: rates null without a difference. */
 function requestFigures(stats, diff) {
-  const { ok = 0, ...errors } = byCode(stats.requests.by_method);
+  const { ok = 0, ...errors } = byCode(runs(stats.requests.by_method));
   const rates = diff && byCode(diff.methods);
   const rate = (code) => rates && ratio(rates[code] ?? 0, diff.seconds);
   return {
@@ -375,6 +381,8 @@ function showHeader(stats) {
   put(byId("state"), stats.state);
   byId("state").dataset.state = stats.state;
   const ready = stats.ready ? "" : ", not ready for requests";
+  byId("try").hidden = !stats.page_port;
+  byId("try").href = `http://${location.hostname}:${stats.page_port}/`;
   put(byId("about"), `up ${durationText(stats.uptime_s)}${ready} · version ${stats.version} · pid ${stats.pid}`);
 }
 

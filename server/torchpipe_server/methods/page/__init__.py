@@ -1,0 +1,145 @@
+"""The page to try a pipe on, at ``/`` for browsers, and ``POST /try``, which it asks."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torchpipe_py import Overloaded, pipe
+from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.pictures import Picture
+from torchpipe_py.runtime.visits import Timeline
+from torchpipe_py.wire.errors import Bound, RouteError
+from torchpipe_py.wire.infer import answer_of, read_request
+from torchpipe_server.front.services import (
+    JSON,
+    Cancellable,
+    Done,
+    Route,
+    error_answer,
+    json_answer,
+    reply_bound,
+    route,
+)
+from torchpipe_server.methods.oip.core import Model
+from torchpipe_server.options import Options
+from torchpipe_server.wire.http import HttpAnswer, HttpRequest
+
+MOST_TRIES = 4
+"""Of a worker, at a time: what they show costs more than an answer."""
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+class PageHandler:
+    """Routes on a pipe. ``models`` are what the page lets choose."""
+
+    def __init__(self, run: pipe, models: Sequence[Model], deadlines: Deadlines, options: Options) -> None:
+        self._pipe, self._deadlines = run, deadlines
+        self._text, self._reply = (
+            Bound(options.max_text_bytes, "--max-text-bytes"),
+            reply_bound(options.max_reply_bytes),
+        )
+        self._page, self._monitoring = _page(models, max(0, options.http_port)), options.monitoring
+        self._tries = threading.BoundedSemaphore(MOST_TRIES)
+        self.routes: Sequence[Route] = (route("GET", "/", self._show), route("POST", "/try", self._try))
+
+    def _show(self, request: HttpRequest, done: Done) -> None:
+        if "text/html" not in request.fields.get("accept", ""):
+            raise RouteError(f"no /; {self._monitoring}; a browser gets a page here; did you mean '/infer'?")
+        done(self._page)
+
+    def _try(self, request: HttpRequest, done: Done) -> Cancellable:
+        """Like ``POST /infer``; besides the answer there is what happened at each node."""
+        began = perf_counter()
+        asked = read_request(request.body, request.query, request.fields, self._text)
+        seconds = self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))
+        if not self._tries.acquire(blocking=False):
+            raise Overloaded(f"more than {MOST_TRIES} are being tried at once", retry_after_ms=1000)
+
+        def finish(data: dict[str, Any], error: BaseException | None) -> None:
+            self._tries.release()
+            ended = perf_counter()
+
+            def answer() -> Any:
+                try:
+                    made = error_answer(error) if error else HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
+                except BaseException as failure:
+                    made = error_answer(failure)
+                told = {"status": made.status, "ms": 1000 * (ended - began), "nodes": _nodes(timelines[0], began)}
+                return json_answer({**told, "answer": json.loads(made.body)})
+
+            # NOTE: an instance's thread is here, and images take milliseconds to be written.
+            threading.Thread(target=_give, args=(answer, done), name="torchpipe-try", daemon=True).start()
+
+        try:
+            with self._pipe.timed(with_pictures=True) as timelines:
+                return self._pipe.dispatch(asked.data, finish, seconds)
+        except BaseException:
+            self._tries.release()
+            raise
+
+
+def _give(answer: Callable[[], Any], done: Done) -> None:
+    try:
+        result = answer()
+    except BaseException as failure:
+        result = failure
+    done(result)
+
+
+def _nodes(timeline: Timeline, began: float) -> list[dict[str, Any]]:
+    """Times in milliseconds, ``start_ms`` since the request came."""
+    pictures = {id(visit): picture for visit, picture in timeline.pictures or ()}
+    return [
+        {
+            "node": visit.node,
+            "batch": visit.size,
+            "start_ms": 1000 * (visit.arrived - began),
+            "queue_ms": 1000 * (visit.collected - visit.arrived),
+            "batch_wait_ms": 1000 * (visit.started - visit.collected),
+            "compute_ms": 1000 * (visit.ended - visit.started),
+            "image": _image(pictures[id(visit)]) if id(visit) in pictures else None,
+        }
+        for visit in sorted(timeline.all_visits(), key=lambda visit: visit.arrived)
+    ]
+
+
+def _image(picture: Picture) -> dict[str, Any]:
+    import cv2
+
+    pixels = picture.pixels[..., ::-1] if picture.pixels.shape[2] == 3 else picture.pixels
+    png = base64.b64encode(cv2.imencode(".png", pixels)[1].tobytes()).decode()
+    return {"height": picture.height, "width": picture.width, "src": f"data:image/png;base64,{png}"}
+
+
+def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
+    """One document; no browser runs any other script than the one that lies here, or asks any other host."""
+    script, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("try.js", "try.css"))
+    text = (_FOLDER / "try.html").read_text(encoding="utf-8")
+    named = [{"name": each.name, "version": each.version, "node_name": each.node_name or ""} for each in models]
+    for mark, part in (
+        ("MODELS", escape(json.dumps(named))), ("MONITORING", str(monitoring_port)), ("STYLE", style),
+        ("SCRIPT", script),
+    ):  # fmt: skip
+        text = text.replace(f"@{mark}@", part, 1)
+    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Cache-Control": "no-store",
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "Vary": "Accept",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return HttpAnswer(200, "text/html; charset=utf-8", text.encode(), headers)

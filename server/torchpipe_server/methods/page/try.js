@@ -1,0 +1,218 @@
+"use strict";
+
+const byId = (id) => document.getElementById(id);
+const models = JSON.parse(document.body.dataset.models);
+let image = null; // the File that was chosen last
+let told = null; // what the service said of it
+let asked = 0; // questions so far: an answer to an earlier one comes too late
+
+/** An element with properties and children; texts are never read as HTML. */
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  Object.assign(element, properties);
+  element.append(...children);
+  return element;
+}
+
+const ms = (value) => `${value < 10 ? value.toFixed(2) : value.toFixed(1)} ms`;
+const model = () => models[byId("model").selectedIndex];
+const query = () => (model().node_name ? `?node_name=${encodeURIComponent(model().node_name)}` : "");
+
+// -- asking ---------------------------------------------------------------------------------------------------------
+
+function choose(file) {
+  if (!file) return;
+  image = file;
+  URL.revokeObjectURL(byId("picture").src);
+  byId("picture").src = URL.createObjectURL(file);
+  byId("stage").hidden = false;
+  byId("again").disabled = false;
+  ask();
+}
+
+async function ask() {
+  const number = ++asked;
+  say("asking …");
+  byId("boxes").replaceChildren();
+  try {
+    const answer = await fetch(`/try${query()}`, { method: "POST", body: image, headers: { "Content-Type": "application/octet-stream" } });
+    const body = await answer.json();
+    if (number !== asked) return;
+    told = answer.ok ? body : { status: answer.status, answer: body, nodes: [], ms: 0 };
+    show();
+  } catch (error) {
+    if (number === asked) say(`no answer: ${error.message}`, true);
+  }
+}
+
+function say(text, isBad = false) {
+  byId("state").textContent = text;
+  byId("state").classList.toggle("bad", isBad);
+}
+
+// -- the answer -----------------------------------------------------------------------------------------------------
+
+function show() {
+  const { answer, status, nodes } = told;
+  const isGood = status === 200;
+  say(isGood ? `answered in ${ms(told.ms)}` : `${answer.code}: ${answer.error}`, !isGood);
+  byId("outcome").hidden = false;
+  byId("json").textContent = JSON.stringify(answer, null, 1).slice(0, 100000);
+  const boxes = isGood ? boxesOf(answer) : [];
+  const labels = isGood ? labelsOf(answer) : [];
+  byId("labels").replaceChildren(...[...labels, ...boxes.filter((box) => box.label)].slice(0, 100).map(labelRow));
+  byId("json-box").open = !byId("labels").childElementCount;
+  const images = nodes.filter((node) => node.image);
+  const spaces = [["the image as it was sent", 0, 0], ...images.map(({ node, image: { width, height } }) =>
+    [`${node}: ${width} × ${height}`, width, height])];
+  byId("space").replaceChildren(...spaces.map(([text]) => make("option", { textContent: text })));
+  byId("space").onchange = () => draw(boxes, spaces[byId("space").selectedIndex]);
+  byId("space-line").hidden = !boxes.length;
+  draw(boxes, spaces[0]);
+  byId("total").textContent = `of ${ms(told.ms)}`;
+  byId("nodes").replaceChildren(...nodes.map(nodeRow));
+  byId("images").replaceChildren(...(images.length ? images.map(figureOf) : [make("p", { className: "key",
+    textContent: "No node ends with an image: each backend of a Sequential is inside its node." })]));
+}
+
+const isArray = (value) => value && Array.isArray(value.shape) && Array.isArray(value.data);
+
+/** `{label, score}` of a classifier, or pairs of a ranking. */
+function labelsOf(answer) {
+  if (typeof answer.label === "string") return [answer];
+  const pairs = Array.isArray(answer.result) ? answer.result : [];
+  const isPair = (pair) => Array.isArray(pair) && pair.length === 2 && typeof pair[0] === "string" && Number.isFinite(pair[1]);
+  return pairs.length && pairs.every(isPair) ? pairs.map(([label, score]) => ({ label, score })) : [];
+}
+
+/** Dicts with a `box`, or arrays of rows of four numbers and perhaps a score: x1, y1, x2, y2. */
+function boxesOf(value, found = []) {
+  const add = (numbers, more = {}) => {
+    if (found.length < 300 && numbers.length >= 4 && numbers.slice(0, 4).every(Number.isFinite)) {
+      found.push({ box: numbers.slice(0, 4), ...more });
+    }
+  };
+  if (isArray(value)) {
+    const [rows, columns] = value.shape;
+    if (value.shape.length === 2 && columns >= 4 && columns <= 6) {
+      for (let row = 0; row < rows; row += 1) add(value.data.slice(row * columns, (row + 1) * columns));
+    }
+  } else if (Array.isArray(value)) {
+    value.forEach((item) => boxesOf(item, found));
+  } else if (value && typeof value === "object") {
+    const box = value.box ?? value.bbox;
+    const numbers = isArray(box) ? box.data : box;
+    if (Array.isArray(numbers)) add(numbers, { label: String(value.label ?? ""), score: value.score });
+    else Object.values(value).forEach((item) => boxesOf(item, found));
+  }
+  return found;
+}
+
+function labelRow({ label, score }) {
+  const share = Number.isFinite(score) ? Math.min(1, Math.max(0, score)) : 0;
+  const bar = make("span", { className: "compute" });
+  bar.style.width = `${100 * share}%`;
+  return make("div", { className: "row" }, make("b", { textContent: label }), make("span", { className: "track" }, bar),
+    make("small", { textContent: Number.isFinite(score) ? score.toPrecision(3) : "" }));
+}
+
+/** Boxes over the picture; `width` and `height` are of the image whose pixels they count, 0 of the one that was sent. */
+function draw(boxes, [, width, height]) {
+  const picture = byId("picture");
+  const svg = (tag, attributes, text = "") => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.textContent = text;
+    return element;
+  };
+  const [w, h] = [width || picture.naturalWidth, height || picture.naturalHeight];
+  if (!w) {
+    picture.onload = () => draw(boxes, ["", width, height]);
+    return;
+  }
+  byId("boxes").setAttribute("viewBox", `0 0 ${w} ${h}`);
+  byId("boxes").setAttribute("preserveAspectRatio", "none");
+  byId("boxes").replaceChildren(...boxes.flatMap(({ box: [x1, y1, x2, y2], label = "" }) => [
+    svg("rect", { x: Math.min(x1, x2), y: Math.min(y1, y2), width: Math.abs(x2 - x1), height: Math.abs(y2 - y1) }),
+    svg("text", { x: x1, y: y1, "font-size": h / 20 }, label),
+  ]));
+}
+
+/** A bar from when the request came to the node until it left; its text says the same. */
+function nodeRow(node) {
+  const track = make("span", { className: "track" });
+  const parts = [["queue", node.queue_ms], ["wait", node.batch_wait_ms], ["compute", node.compute_ms]];
+  let start = node.start_ms;
+  for (const [name, time] of parts) {
+    const bar = make("span", { className: name });
+    bar.style.left = `${(100 * start) / told.ms}%`;
+    bar.style.width = `${(100 * time) / told.ms}%`;
+    if (time > 0) track.append(bar);
+    start += time;
+  }
+  const [queue, wait, compute] = parts.map(([, time]) => ms(time));
+  const text = `queue ${queue}, batch wait ${wait}, compute ${compute}, batch of ${node.batch}`;
+  return make("li", {}, make("div", { className: "row" }, make("b", { textContent: node.node }), track,
+    make("small", { textContent: compute })), make("small", { textContent: text }));
+}
+
+function figureOf({ node, image: { src, width, height } }) {
+  return make("figure", {}, make("img", { src, alt: `the image after ${node}` }),
+    make("figcaption", {}, make("small", { textContent: `${node}: ${width} × ${height}` })));
+}
+
+// -- the same from a program ----------------------------------------------------------------------------------------
+
+function showCode() {
+  const { name, version, node_name: root } = model();
+  const named = root ? `, node_name=${JSON.stringify(root)}` : "";
+  const host = location.host.includes(":") ? location.host : `${location.host}:80`;
+  const read = "Path(\"image.jpg\").read_bytes()";
+  const codes = {
+    curl: `curl --data-binary @image.jpg '${location.origin}/infer${query()}'`,
+    Python: `from pathlib import Path\nfrom torchpipe_client import Client\n\nwith Client("${host}") as client:\n`
+      + `    print(client.infer({"data": ${read}}${named}))`,
+    tritonclient: "from pathlib import Path\nimport numpy as np\nimport tritonclient.http as triton\n\n"
+      + `with triton.InferenceServerClient("${host}") as client:\n    data = triton.InferInput("data", [1], "BYTES")\n`
+      + `    data.set_data_from_numpy(np.array([${read}], object))\n`
+      + `    print(client.infer(${JSON.stringify(name)}, [data], model_version="${version}").get_response())`,
+  };
+  byId("code").replaceChildren(...Object.entries(codes).map(([title, text]) => {
+    const copy = make("button", { type: "button", textContent: `Copy ${title}` });
+    copy.onclick = async () => {
+      try {
+        await navigator.clipboard.writeText(text); // which is there for https and for this machine only
+        say(`${title}: copied`);
+      } catch {
+        say("select the text to copy it", true);
+      }
+    };
+    return make("div", {}, copy, make("pre", { textContent: text, tabIndex: 0 }));
+  }));
+}
+
+// -- start ----------------------------------------------------------------------------------------------------------
+
+byId("model").append(...models.map(({ name, version }) => make("option", { textContent: `${name} ${version}` })));
+byId("model").onchange = () => {
+  showCode();
+  if (image) ask();
+};
+byId("file").onchange = () => choose(byId("file").files[0]);
+byId("again").onclick = ask;
+const imageIn = (transfer) => [...(transfer?.files ?? [])][0];
+document.addEventListener("paste", (event) => choose(imageIn(event.clipboardData)));
+document.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  byId("drop").classList.add("over");
+});
+document.addEventListener("dragleave", () => byId("drop").classList.remove("over"));
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  byId("drop").classList.remove("over");
+  choose(imageIn(event.dataTransfer));
+});
+const port = document.body.dataset.monitoring;
+byId("live").hidden = port === "0";
+byId("live").href = `http://${location.hostname}:${port}/`;
+showCode();

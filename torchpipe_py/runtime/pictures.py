@@ -1,0 +1,50 @@
+"""Small copies of the images that nodes make of a request, for somebody who looks on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MOST_PICTURES = 16
+"""Of one request."""
+
+MOST_SIDE = 192
+"""Rows and columns of a copy: each second, third, … of a larger image."""
+
+
+class Picture(NamedTuple):
+    """``pixels`` are H×W×3 RGB, or H×W×1, ``uint8``, of an image that has so many rows and columns."""
+
+    height: int
+    width: int
+    pixels: np.ndarray
+
+
+def small_copy(value: Any, color: str) -> Picture | None:
+    """Of a Mat H×W×C or H×W, or of a Tensor 1×C×H×W or C×H×W, of 1 or 3 channels; ``None`` for anything else.
+
+    Numbers beyond 0 to 255, and fractions beyond 0 to 1, are spread over 0 to 255.
+    """
+    shape = tuple(getattr(value, "shape", ()))
+    if hasattr(value, "detach"):
+        shape = shape[1:] if len(shape) == 4 and shape[0] == 1 else shape
+        if len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < 2:
+            return None
+        rows, columns, step = shape[1], shape[2], -(-max(shape[1:]) // MOST_SIDE)
+        array = value.detach().reshape(shape)[:, ::step, ::step].float().cpu().numpy().transpose(1, 2, 0)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "buif" and len(shape) in (2, 3):
+        if shape[2:] not in ((), (1,), (3,)) or min(shape[:2]) < 2:
+            return None
+        rows, columns, step = shape[0], shape[1], -(-max(shape[:2]) // MOST_SIDE)
+        array = value[::step, ::step].reshape(-(-rows // step), -(-columns // step), -1).astype(np.float32)
+    else:
+        return None
+    array = np.nan_to_num(array)
+    low, high = float(array.min()), float(array.max())
+    if low < 0 or high > 255:
+        array = (array - low) * (255 / max(high - low, 1e-12))
+    elif high <= 1:
+        array = array * 255
+    pixels = np.ascontiguousarray(array.round().astype(np.uint8))
+    return Picture(rows, columns, pixels[..., ::-1].copy() if color.lower() == "bgr" else pixels)
