@@ -36,6 +36,13 @@ Register = Callable[[type], str]
 _numbers = itertools.count()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The processes of pytest-xdist have to agree on what there is."""
+    different = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if different:
+        raise pytest.UsageError(f"an id that is another one in each process: {different[0]}")
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector, which tests call again and again, need not look at it."""
     gc.collect()

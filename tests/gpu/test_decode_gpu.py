@@ -59,7 +59,7 @@ def turned(orientation: int) -> dict[str, Any]:
         {"subsampling": 0, "restart_marker_rows": 1},
         *map(turned, range(2, 9)),
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_full_chroma_is_opencvs_within_three_levels(options: dict[str, Any], color: str, decoder: str) -> None:
     data = jpeg(photo(123, 211, 0), **options)
