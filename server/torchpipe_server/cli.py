@@ -104,6 +104,8 @@ def _serve(options: Options) -> int:
 
 def _require_libraries(options: Options) -> None:
     """``ConfigError`` where one is missing that the options need."""
+    if options.handler and options.grpc_port >= 0:
+        raise ConfigError("--grpc-port serves the Open Inference Protocol, which a --handler does not have")
     for is_needed, flag, library, extra in (
         (True, "", "thriftpy2", "server"),
         (True, "", "httptools", "server"),
