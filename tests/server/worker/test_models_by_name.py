@@ -1,0 +1,77 @@
+"""Models by name and version over HTTP and Thrift: each root of a file, the files of a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kit.clients import IDL, Client
+from kit.monitored import Monitored
+from kit.services import serving
+from kit.steered import FILE
+from test_service_http import ask
+from test_service_oip import get, texts
+
+from torchpipe_py import parse_folder
+
+IDENTITY = '[node]\nbackend = "Identity"\n'
+UNDECLARED = {"declared": False, "content_type": "application/json"}
+
+
+def written(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.toml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def infer(server: Any, path: str, text: str = "a", **members: Any) -> Any:
+    """The model's name, version and result, or the error."""
+    status, said = ask(server.port, texts(text, **members), f"/v2/models/{path}/infer")
+    return (said["model_name"], said["model_version"], said["outputs"][0]["data"]) if status == 200 else said["error"]
+
+
+def test_each_root_of_a_file_is_a_model() -> None:
+    with serving({"one": {"backend": "Identity"}, "two": {"backend": "Identity"}}) as server:
+        assert [model["name"] for model in ask(server.port, b"", "/v2/repository/index")[1]] == ["one", "two"]
+        assert infer(server, "two") == ("two", "1", ["a"])
+        assert infer(server, "test", parameters={"node_name": "one"}) == ("test", "1", ["a"]), "the file's name"
+        assert "model 'two' is the root 'two', not 'one'" in infer(server, "two", parameters={"node_name": "one"})
+        shown = {"datatype": "BYTES", "shape": [-1, 1], "parameters": UNDECLARED}
+        said = get(server, "/v2/models/two")[1]
+        assert (said["inputs"], said["outputs"]) == ([{"name": "data", **shown}], [{"name": "result", **shown}])
+        assert get(server, "/v2/models/test")[1]["inputs"] == [], "a request has to name a root"
+        (stats,) = get(server, "/v2/models/two/stats")[1]["model_stats"]
+        assert (stats["inference_count"], stats["inference_stats"]["queue"]["count"]) == (1, 1)
+        (stats,) = get(server, "/v2/models/one/stats")[1]["model_stats"]
+        assert (stats["inference_count"], stats["inference_stats"]["queue"]["count"]) == (0, 1)
+
+
+def test_versions_of_a_folder(tmp_path: Path) -> None:
+    folder = parse_folder(written(tmp_path, a=IDENTITY, b__2=IDENTITY, b__10=IDENTITY))
+    with serving(folder) as server:
+        assert infer(server, "b") == ("b", "10", ["a"]), "the largest is the default"
+        assert infer(server, "b/versions/2") == ("b", "2", ["a"])
+        assert infer(server, "b/versions/3") == "no version '3' of model 'b'; valid: 10, 2"
+        assert infer(server, "b%2F2") == "no model 'b/2'; valid: a, b"
+        assert get(server, "/v2/models/b/ready") == (200, {"name": "b", "ready": True})
+        client = Client(server.port)
+        request = IDL.InferRequest(uuid="", inputs={"data": IDL.Value(text="c")}, node_name="b/2")
+        assert client.call("infer", request=request).outputs["result"].text == "c"
+        assert server.run.stats()["nodes"]["b/2/node"]["requests"] == 2
+        assert ask(server.port, b"x", "/v2/repository/models/a/unload")[0] == 404, "the monitoring port does that"
+
+
+def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> None:
+    folder = written(tmp_path, a=IDENTITY, b=IDENTITY)
+    with Monitored("--import", FILE, "--repository-control", config=str(folder)) as service:
+        service.wait_started()
+        path = "/v2/repository/models/b"
+        assert ask(service.port, b"{}", f"{path}/unload")[0] == 200
+        assert infer(service, "b") == "no model 'b'; valid: a"
+        written(tmp_path, b="[node")
+        status, said = ask(service.port, b"{}", f"{path}/load")
+        assert (status, "b.toml: not valid TOML" in said["error"]) == (400, True)
+        assert infer(service, "a") == ("a", "1", ["a"]), "everything stays as it is"
+        assert ask(service.port, b"{}", f"{path}/load", Origin="http://other.example")[0] == 404
