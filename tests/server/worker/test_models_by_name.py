@@ -54,11 +54,11 @@ def test_versions_of_a_folder(tmp_path: Path) -> None:
         assert infer(server, "b") == ("b", "10", ["a"]), "the largest is the default"
         assert infer(server, "b/versions/2") == ("b", "2", ["a"])
         assert infer(server, "b/versions/3") == "no version '3' of model 'b'; valid: 10, 2"
-        assert infer(server, "b%2F2") == "no model 'b/2'; valid: a, b"
+        assert infer(server, "b%2F2") == "no model 'b/2'; did you mean 'b'?"
         assert get(server, "/v2/models/b/ready") == (200, {"name": "b", "ready": True})
-        client = Client(server.port)
         request = IDL.InferRequest(uuid="", inputs={"data": IDL.Value(text="c")}, node_name="b/2")
-        assert client.call("infer", request=request).outputs["result"].text == "c"
+        with Client(server.port) as client:
+            assert client.call("infer", request=request).outputs["result"].text == "c"
         assert server.run.stats()["nodes"]["b/2/node"]["requests"] == 2
         assert ask(server.port, b"x", "/v2/repository/models/a/unload")[0] == 404, "the monitoring port does that"
 
