@@ -49,10 +49,12 @@ _NODE = {"instances": 1, "max": 1, "alive": 1, "batches": 0, "queue_ms": 0, "bat
 class EchoPipe:
     """Answers at once: what it got, an error, or nothing."""
 
+    models = ()
+
     def limit_delays(self, target: float | None = None) -> None:
         """It has no queue."""
 
-    def check_delay(self, seconds: float | None, priority: int = 0) -> None:
+    def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         """It is never late."""
 
     def stats(self) -> dict[str, Any]:
