@@ -16,6 +16,7 @@ from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
 from benchmarks.sharing import shared
 from benchmarks.streams import streams
+from benchmarks.tuning import tuning
 
 from torchpipe_py.arguments import ArgumentParser
 
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "shared": shared,
     "goodput": goodput,
     "priorities": priorities,
+    "tune": tuning,
     "streams": streams,
 }
 
@@ -39,6 +41,8 @@ def make_parser() -> ArgumentParser:
     group = parser.add_argument_group("over_http")
     group.add_argument("--model", choices=("demo", "resnet18"), default="demo", help="(default: %(default)s)")
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
+    group = parser.add_argument_group("tune")
+    group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
     group = parser.add_argument_group("goodput")
     group.add_argument("--serve", action="append", metavar="OPTIONS", help="measure torchpipe-serve with these as well")
     group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton with a model 'sleep'")

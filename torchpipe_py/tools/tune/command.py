@@ -28,7 +28,7 @@ from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.profile import Profiler
 from torchpipe_py.tools.tune.search import EXACT, Goal, Prediction, Predictor, Search, calibrate, quantile
 from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
-from torchpipe_py.tools.tune.verify import LEAST_TURNS, Service, Trial, halve, is_off, judge, turn
+from torchpipe_py.tools.tune.verify import LEAST_TURNS, MOST_TURNS, TURNS, Service, Trial, halve, is_off, judge, turn
 from torchpipe_py.tools.tune.worker import Team
 
 DEFAULT_BUDGET_S = 120.0
@@ -244,11 +244,14 @@ class _Tuning:
         """The trials in turns, each turn in the opposite order, in about so many seconds."""
         trials = [self._yours, *self._trials]
         self._service.share_out(seconds, len(trials))
-        for number in range(LEAST_TURNS):
+        until = monotonic() + seconds
+        for number in range(MOST_TURNS):
+            if number >= LEAST_TURNS and monotonic() + seconds / TURNS > until:
+                return
             for at, trial in enumerate(trials if number % 2 == 0 else trials[::-1]):
                 turn(self._service, trial, self._goal)
                 self._write_trials()
-                self._show("verify", (number + (at + 1) / len(trials)) / LEAST_TURNS)
+                self._show("verify", (number + (at + 1) / len(trials)) / TURNS)
 
     def _halve(self) -> None:
         known = {str(trial.candidate) for trial in self._trials}

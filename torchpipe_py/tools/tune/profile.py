@@ -75,12 +75,6 @@ class Profile:
         return [cell for cell, figures in self.cells.items() if figures.drift > DRIFT]
 
     @property
-    def noise(self) -> float:
-        """The drift of the middle cell."""
-        drifts = [figures.drift for figures in self.cells.values()]
-        return statistics.median(drifts) if drifts else 0.0
-
-    @property
     def disturbed(self) -> float:
         """The share of the time in which other programs had the cores."""
         delays = [delay for figures in self.cells.values() for delay in figures.delays]

@@ -20,13 +20,13 @@ FACTORS = (0.9, 1.0, 1.1)
 FAR_OFF = 0.2
 """Between prediction and measurement: more, and only measurements count."""
 
-LEAST_TURNS = 3
+LEAST_TURNS, TURNS, MOST_TURNS = 3, 5, 9
 BUSY = 0.15
 """The share of the cores that other programs may take before a tie says nothing."""
 
 _HEAD_START_S = 0.05
 _EXTRA_S = 0.2  # that an open loop takes beside its length
-_LEAST_S, _MOST_S = 0.15, 3.0  # of one open loop
+_LEAST_S, _MOST_S = 0.15, 2.0  # of one open loop
 _NEVER_S = 60.0  # for a p99 without an answer
 _STEP = 1.15  # of the rate, where all that were tried held, or none did
 _MOST_STEPS = 5
@@ -76,7 +76,7 @@ class Service:
 
     def share_out(self, seconds: float, trials: int) -> None:
         """Make open loops as long as there is time for, with so many trials to measure."""
-        self.seconds = min(_MOST_S, max(_LEAST_S, seconds / (LEAST_TURNS * trials * len(FACTORS)) - _EXTRA_S))
+        self.seconds = min(_MOST_S, max(_LEAST_S, seconds / (TURNS * trials * len(FACTORS)) - _EXTRA_S))
 
     def build(self, candidate: Candidate) -> list[Any]:
         """Make the pipes of all its workers; the first results."""
