@@ -118,7 +118,7 @@ def test_paths_and_what_they_answer(served: Served):
 
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers engines "
-    "bounds_ms requests nodes hand_over log_lines_dropped gpus streams",
+    "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency_ms histograms",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",
