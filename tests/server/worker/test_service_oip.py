@@ -97,7 +97,7 @@ def test_metadata_of_roots(classifier: str, register: Register):
         ("GET", "/v2/health/liv", "no /v2/health/liv; did you mean '/v2/health/live'?"),
         ("GET", f"{DEMO}/redy", f"no {DEMO}/redy; did you mean '/v2/models/{{model}}/ready'?"),
         ("GET", "/v2/model/demo", "no /v2/model/demo; did you mean '/v2/models/…'?"),
-        ("GET", "/nothing", "no /nothing; valid: /infer, /openapi.json, /v2, /v2/…"),
+        ("GET", "/nothing", "no /nothing; valid: /, /infer, /openapi.json, /try, /v2, /v2/…"),
     ],
 )
 def test_what_there_is_not(demo: LocalServer, verb: str, path: str, said: str):
