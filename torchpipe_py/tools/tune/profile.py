@@ -123,6 +123,9 @@ class Profile:
         """By node of the candidate."""
         costs = {}
         for node, unit in candidate.shape.units.items():
+            if unit not in self.limits:  # no image comes to it
+                costs[node] = Cost([[]] * images)
+                continue
             threads = candidate.value(node, "threads")
             sharing = int(candidate.value(node, "instance_num")) * candidate.workers
             cost = self.cost(unit, threads or max(1, self.cores // sharing), images)

@@ -137,8 +137,12 @@ def page(report: Mapping[str, Any]) -> str:
     parts = [f'<p class="{"ok" if is_good else "missed"}">{escape(verdict_line(report))}</p>']
     lines, best = [], report["best"] if report["best"] != report["yours"] else None
     for name, trial, color in (("yours", report["yours"], "blue"), ("best", best, "orange")):
-        for key in ("p99", "p50") if trial else ():
-            points = sorted((each["rate"], 1000 * each[key]) for each in trial["points"] if each[key] is not None)
+        for key in ("p99", "p50"):
+            points = sorted(
+                (each["rate"], 1000 * each[key])
+                for each in (trial or {"points": ()})["points"]
+                if each[key] is not None
+            )
             lines += [Line(f"{name}, {key}", points, color, key == "p50", dots=key == "p99")] if points else []
     if lines:
         rates = [point[0] for line in lines for point in line.points if point]

@@ -10,7 +10,7 @@ from typing import Any
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
-from torchpipe_py.plan.config import GLOBAL, Tables
+from torchpipe_py.plan.config import GLOBAL, NODE_KEYS, Tables
 from torchpipe_py.plan.expression import Call, parse_expression
 
 ROUTING = ("next", "map", "filter", "or")
@@ -40,7 +40,10 @@ class Shape:
     def alone(self, node: str, **settings: Any) -> dict[str, dict[str, Any]]:
         """The configuration of one node, without its neighbours."""
         table = {key: value for key, value in self.config[node].items() if key not in ROUTING}
-        shared = {key: value for key, value in self.config.get(GLOBAL, {}).items() if key != "max_inflight"}
+        # NOTE: a default that no node takes would be refused.
+        known = {*NODE_KEYS, *_keys(self.pipeline.plans[node].backends)}
+        defaults = self.config.get(GLOBAL, {}).items()
+        shared = {key: value for key, value in defaults if key in known or key.partition("::")[2] in known}
         return {GLOBAL: shared, "node": {**table, **settings}}
 
 
@@ -154,7 +157,7 @@ def _joined(shape: Shape) -> Tables | None:
         if len(after) != 1 or len(graph.predecessors[after[0]]) != 1 or {name, after[0]} & read:
             continue
         one, two = shape.pipeline.plans[name], shape.pipeline.plans[after[0]]
-        plain = all(len(plan.spec.calls) == 1 and not plan.jumps() for plan in (one, two))
+        plain = all(_is_plain(plan) and not plan.jumps() for plan in (one, two))
         alone = all(len(shape.pipeline.spec.logical()[plan.spec.owner]) == 1 for plan in (one, two))
         if two.spec.map or two.spec.filter or not (plain and alone) or one.spec.device_id != two.spec.device_id:
             continue
@@ -169,6 +172,11 @@ def _joined(shape: Shape) -> Tables | None:
         del tables[after[0]]
         is_changed = True
     return tables if is_changed else None
+
+
+def _is_plain(plan: NodePlan) -> bool:
+    """Whether a node may become two, or part of another: none of its keys is about it as a whole."""
+    return len(plan.spec.calls) == 1 and not plan.spec.shared and not plan.spec.ordered_by
 
 
 def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
@@ -206,7 +214,7 @@ def _apart(shape: Shape) -> Tables | None:
 def _two_parts(plan: NodePlan) -> tuple[tuple[list[Call], set[str]], list[Call]] | None:
     """Before the first backend that takes batches, with the keys that these know; and from there on."""
     spec = plan.spec
-    if len(spec.calls) != 1 or len(plan.backends[0].children) != len(spec.calls[0].args):
+    if not _is_plain(plan) or len(plan.backends[0].children) != len(spec.calls[0].args):
         return None
     args, children = spec.calls[0].args, plan.backends[0].children
     if not plan.backends[0].cls.is_sequence or any(arg.filter for arg in args) or "|" in str(dict(spec.params)):

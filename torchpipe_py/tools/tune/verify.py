@@ -95,7 +95,8 @@ class Service:
         start = perf_counter() + _HEAD_START_S
         each = max(1, clients // self._workers)
         ends = self._team.all("closed_loop", each, seconds, start, most=self._workers)
-        return sum(seconds / 10 <= end < seconds for worker in ends for end in worker) / (0.9 * seconds)
+        counted = [end for worker in ends for end in worker if seconds / 10 <= end < seconds]
+        return len(counted) / (0.9 * seconds)
 
     def measure(self, goal: Goal, rate: float) -> Point:
         """One open loop at ``rate``."""
@@ -145,7 +146,8 @@ def judge(yours: Trial, others: Sequence[Trial], goal: Goal, disturbed: float) -
     best = max(others, key=lambda trial: goal.sign * trial.figure, default=yours)
     logs = [goal.sign * math.log(one / other) for one, other in zip(best.figures, yours.figures, strict=False)]
     low, high = interval_of(logs)
-    kind = "better" if best is not yours and low > 0 else "cannot tell" if disturbed > BUSY else "as good"
+    kind = "cannot tell" if disturbed > BUSY and high >= 0 else "as good"
+    kind = "better" if best is not yours and low > 0 else kind
     gain = statistics.mean(logs) if logs else 0.0
     return Verdict(kind, best if kind != "as good" else yours, math.exp(gain), (math.exp(low), math.exp(high)))
 

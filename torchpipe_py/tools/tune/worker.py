@@ -213,7 +213,7 @@ class _Room:
         if hasattr(self, "pipe"):
             self.pipe.close(_WAIT_S)
         self.pipe = pipe(plan_pipeline(self._tables(config), processes=processes))
-        results = []
+        results: list[Any] = []
         for body in self.images:
             self.pipe(data := {TASK_DATA_KEY: body})
             if TASK_RESULT_KEY in data and len(results) < _COMPARED:
@@ -221,7 +221,7 @@ class _Room:
         return results
 
     def open_loop(self, dues: Sequence[tuple[int, float]], start: float, patience: float) -> list[float]:
-        """Send image ``number`` at ``start + due``; seconds from when each was due, infinite where there is no result.
+        """Send image ``number`` at ``start + due``; seconds from when each was due, infinite where it failed.
 
         It is over ``patience`` seconds after the last one.
         """
@@ -229,7 +229,7 @@ class _Room:
 
         def send(index: int, number: int, due: float) -> None:
             def on_done(data: Any, error: BaseException | None) -> None:
-                if error is None and TASK_RESULT_KEY in data:
+                if error is None:  # an image may have no result
                     latencies[index] = perf_counter() - start - due
                 done.release()
 
@@ -305,7 +305,8 @@ class _Stand:
                 self.done.put(error)
 
     def _run(self, batches: Sequence[Any], first: int, seconds: float) -> tuple[list[tuple[list[Item], float]], float]:
-        delay, took = RunDelay(), []
+        delay = RunDelay()
+        took: list[tuple[list[Item], float]] = []
         start, end = delay.seconds(), perf_counter() + seconds
         while len(took) < _LEAST_BATCHES or perf_counter() < end:
             names, originals = batches[(first + len(took)) % len(batches)]
