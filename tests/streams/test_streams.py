@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
+from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -18,9 +19,10 @@ from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
 from torchpipe_py.plan.config import Place
 from torchpipe_py.streams import Streams
 from torchpipe_py.streams.config import read_stream, read_streams
-from torchpipe_py.streams.stream import Stream
+from torchpipe_py.streams.stream import LAST_SECONDS, Stream
 
 av = pytest.importorskip("av")
+cv2 = pytest.importorskip("cv2")
 
 FRAMES = 50
 
@@ -242,6 +244,30 @@ def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
             stuck.set()
 
 
+def test_a_file_whose_clock_jumps_plays_on(tmp_path):
+    path = tmp_path / "jump.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(10):
+            frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="bgr24")
+            frame.pts, frame.time_base = number + 25 * 3600 * (number >= 5), Fraction(1, 25)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with bright() as run, Streams(run, {"a": {"source": str(path), "keep": 10}}) as streams:
+        assert [frame.number for frame in streams] == list(range(10))
+
+
+def test_a_file_of_one_frame_is_not_repeated_without_a_pause(tmp_path):
+    path, began = tmp_path / "one.jpg", time.monotonic()
+    path.write_bytes(cv2.imencode(".jpg", np.zeros((48, 64, 3), np.uint8))[1].tobytes())
+    with bright() as run, Streams(run, {"a": {"source": str(path), "repeat": True}}) as streams:
+        for _ in range(3):
+            next(streams)
+        decoded = streams.stats()["a"]["decoded"]
+        assert decoded <= 1 + (time.monotonic() - began) / LAST_SECONDS
+
+
 def test_broken_bytes_end_their_own_stream(video, tmp_path):
     whole = video.read_bytes()
     rng = np.random.default_rng(0)
@@ -269,6 +295,7 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
         ({"a": {"source": "rtsp://h/", "fps": -1}}, "key 'fps': expected at least 0"),
         ({"a": {"source": "rtsp://h/", "decoder": "ffmpeg"}}, "key 'decoder': expected one of auto, pyav, opencv"),
         ({"a": {"source": "rtsp://u:p[a@h/"}}, "key 'source': not a URL"),
+        ({"a": {"source": "rtsp://u:p/s@h/"}}, "key 'source': not a URL; within a password write %40 for @, %2F for /"),
         ({"a": {"source": ""}}, "key 'source': no such file: ''"),
         ({"a": {"source": "x" * 5000}}, "key 'source': no such file"),
         ({"a": 3}, "stream 'a': expected a table"),
@@ -288,6 +315,12 @@ def test_reads_a_file_with_defaults_and_variables(video, tmp_path, monkeypatch):
     (tmp_path / "copy.ts").write_bytes(video.read_bytes())
     with bright() as run, Streams(run, config) as streams:
         assert Counter(frame.stream for frame in streams) == {"a": FRAMES, "b": 2}
+
+
+@pytest.mark.parametrize("password", ["secret", "1/secret", "1?secret", "se@cret"])
+def test_masks_passwords_that_are_written_out(password):
+    (options,) = read_streams({"a": {"source": f"rtsp://u:{password}@h/live?token=secret"}})
+    assert "cret" not in options.masked(options.shown) + options.masked(f"cannot open {options.source}")
 
 
 def test_masks_what_comes_from_the_environment(monkeypatch):

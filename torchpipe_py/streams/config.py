@@ -18,8 +18,8 @@ from torchpipe_py.values import Value, to_bool, to_float, to_int, to_str
 LATEST, ALL = "latest", "all"
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
-_SECRET = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
-"""What a URL may hide: user and password, and the query, which may be a token."""
+_SECRET = re.compile(r"(?<=://)[^\s'\"]*@|\?[^\s'\"]*")
+"""What a URL may hide: all before the last @, as a password may have any character, and the query, perhaps a token."""
 
 
 def to_keep(value: Value) -> str | int:
@@ -87,9 +87,10 @@ def _secrets(source: str, where: Place) -> list[str]:
         return []
     try:
         parts = urlsplit(source)
+        _ = parts.port  # NOTE: no number where a / or ? in a password ends the host
         given = [parts.netloc.rpartition("@")[0], parts.query, parts.password or "", unquote(parts.password or "")]
     except ValueError:  # whose text may hold the password
-        raise where.error("not a URL; write %5B for [, %40 for @ within a password") from None
+        raise where.error("not a URL; within a password write %40 for @, %2F for /, %3F for ?, %5B for [") from None
     return [secret for secret in given if secret]
 
 

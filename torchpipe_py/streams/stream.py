@@ -25,6 +25,12 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 MOST_BLOCKED = 3
 """Threads of a stream that its source may keep for good."""
 
+LONGEST_GAP = 60.0
+"""Seconds between two frames of a file by its clock; more is a damaged file, and the next frame comes at once."""
+
+LAST_SECONDS = 0.04
+"""For the last frame of a file, after which it ends or is repeated."""
+
 _GRACE = 2.0  # seconds beyond its time limits after which a read is taken for blocked
 
 
@@ -183,7 +189,8 @@ class Stream:
                 for picture in pictures:
                     now = seen = monotonic()
                     if self.options.is_file and self.options.live and picture.pts is not None:
-                        began = now - picture.pts if began is None else began
+                        if began is None or began + picture.pts > now + LONGEST_GAP:  # the first, or the clock jumps
+                            began = now - picture.pts
                         seen = began + picture.pts
                         if seen > now:
                             self._overdue_at = float("inf")
@@ -191,6 +198,8 @@ class Stream:
                     if stop.is_set():
                         return None
                     self._offer(picture, seen, stop)
+            if self.options.is_file and self.options.live:
+                stop.wait(LAST_SECONDS)
         except SourceError as error:
             return self.options.masked(str(error))
         except BackendUnavailable as error:  # it will not come by itself
