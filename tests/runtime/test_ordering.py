@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from time import perf_counter
 from typing import Any, ClassVar
 
 import pytest
@@ -104,6 +105,20 @@ def test_a_request_given_up_while_it_waits_or_runs_keeps_no_other_back(register:
         gate.open()
         assert [future.result(WAIT)["result"] for future in (first, *waiting[1:])] == [0, 2, 3]
         assert run({"data": 7, "camera": 1})["result"] == 7, "on the thread of its caller as well"
+
+
+def test_a_flood_of_one_key_keeps_no_other_key_out(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend), "ordered_by": "camera", "instance_num": 2}) as run, gate:
+        run.limit_delays(None)
+        flood = [run.submit({"data": number, "camera": 1}) for number in range(50)]
+        gate.wait_entered()
+        run._runtime.nodes["node"].times.add(1, 10.0, perf_counter())
+        assert run.stats()["nodes"]["node"]["queued"] == 49
+        run.check_delay(1.0)  # of a request of another camera, say, for which an instance is idle
+        gate.open()
+        for future in flood:
+            assert future.exception(WAIT) is None or isinstance(future.exception(), Overloaded)
 
 
 def test_what_waits_for_its_turn_fails_when_the_pipe_is_closed(register: Register) -> None:

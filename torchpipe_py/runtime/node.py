@@ -196,12 +196,16 @@ class Node:
         """Requests here that are not delivered yet, and could be; a moment's estimate."""
         if len(self._paused) == len(self.instances):
             return 0  # what is queued has to wait for the other nodes
-        return self.queued() + len(self._reached) + sum(instance.busy for instance in self.instances)
+        here = len(self._reached) + sum(instance.busy for instance in self.instances)
+        return self.queued() + self._out_of_turn() + here
 
     def queued(self) -> int:
-        """Requests that wait here; a moment's estimate."""
-        waiting = 0 if self.order is None else self.order.waiting()
-        return 0 if self.is_closing else len(self._queue.normal) + len(self._queue.low) + waiting
+        """Requests that wait here for an instance; a moment's estimate."""
+        return 0 if self.is_closing else len(self._queue.normal) + len(self._queue.low)
+
+    def _out_of_turn(self) -> int:
+        """Requests that wait for another one of their key: those of other keys need not wait for them."""
+        return 0 if self.order is None or self.is_closing else self.order.waiting()
 
     def queued_before(self, priority: int) -> int:
         """Requests that come before one of this priority; a moment's estimate."""
@@ -235,7 +239,7 @@ class Node:
             "alive": sum(1 for instance in self.instances if instance.is_alive),
             "min": self.min,
             "max": self.max,
-            "queued": self.queued(),
+            "queued": self.queued() + self._out_of_turn(),
             "busy": self.busy(),
             "oldest_batch_s": max(instance.running_s(now) for instance in self.instances),
             **summed([instance.record for instance in self.instances]),
