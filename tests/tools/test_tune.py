@@ -14,7 +14,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
-from torchpipe_py.tools.tune.search import Calibration, Goal, Prediction, Predictor, Search
+from torchpipe_py.tools.tune.search import Calibration, Goal, Prediction, Predictor, Search, calibrate
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Point, Trial, is_off, judge, limit_of
@@ -207,7 +207,7 @@ def profile_of(config: Tables, each_ms: dict[tuple[int, int], float], **more: An
         profile.cells[cell] = Figures([ms / 1000], [float(threads)], [0.0], [(names, size * ms / 1000)])
     for instances, processes, ms in more.get("together", [(2, 1, each_ms[1, 1] / 2), (1, 2, each_ms[1, 1] / 2)]):
         profile.cells[Cell(unit, 1, 1, instances, processes)] = Figures([ms / 1000], [1.0], [0.0])
-    captured = Captured({"n": [1]}, {"n": (1, 8)}, [0.001], [], 0)
+    captured = Captured({"n": [1]}, {"n": (1, 8)}, [0.001], {}, 0)
     profile.captured[WRITTEN] = captured
     return profile, [shape]
 
@@ -245,6 +245,13 @@ def test_the_search_finds_what_was_planted(
     assert best.items() <= settings.items()
     ideal = 2000 / min(each_ms.values())
     assert first.limit >= 0.85 * ideal
+
+
+@pytest.mark.parametrize("measured", [(100.0, 0.01, math.inf), (100.0, math.inf, math.inf)])
+def test_calibration_takes_requests_that_were_not_answered_in_time(measured: tuple[float, float, float]) -> None:
+    profile, (shape,) = profile_of(tables(n=model(max=1, threads=1)), {(1, 1): 10})
+    fitted = calibrate(profile, 1, Goal(0.2, None, EVEN), Candidate(shape), 4, 50.0, measured)
+    assert fitted.throughput_error == pytest.approx(0, abs=0.1)
 
 
 # --- the verdict
@@ -323,6 +330,10 @@ def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool)
         ),
         (["two.toml", "--img_dir", "images"], "two.toml: requests enter at a, b; a file with one root"),
         (["ok.toml", "--img_dir", "images", "--slo-p99", "0.001"], "p99 within 0.001 ms: a request alone takes "),
+        (
+            ["slow.toml", "--import", "slow.py", "--img_dir", "images", "--budget", "5"],
+            "requests/s: to measure candidates takes --budget ",
+        ),
         (["ok.toml", "--img_dir", "images", "--cores", "1"], "one core: there is nothing to share out; "),
         (["ok.toml", "--img_dir", "images", "--out", "ok.toml"], "--out ok.toml: would replace the file that is tuned"),
         (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
@@ -347,6 +358,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "ok.toml": '[n]\nbackend = "DecodeMat"\ninstance_num = 1\n',
         "fails.toml": '[n]\nbackend = "S[DecodeMat,OnnxTensor]"\nmodel = "bad.onnx"\n',
+        "slow.toml": '[n]\nbackend = "TuneSlow"\n',
+        "slow.py": "import time\nfrom torchpipe_py import ItemBackend, register_backend\n@register_backend\n"
+        "class TuneSlow(ItemBackend):\n    def forward_item(self, item):\n        time.sleep(0.2)\n"
+        "        item['result'] = 1\n",
         "two.toml": '[a]\nbackend = "DecodeMat"\n[b]\nbackend = "DecodeMat"\n',
         "bad.onnx": "no model",
         "bad/one.jpg": "no image",
@@ -363,12 +378,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_whole_run_reports_what_it_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "images" / "broken.jpg").write_text("no image", encoding="utf-8")
     assert (
         main(["tune", "ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json", "--html", "r.html"]) == 0
     )
     report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
     printed = capsys.readouterr().out
     assert report["verdict"] in ("better", "as good", "cannot tell")
+    assert report["images"] == 4
+    assert "1 image without a result left out: DecodeError" in report["notes"][0]
     assert len(report["yours"]["turns"]) >= LEAST_TURNS
     assert {(cell["batch"], cell["instances"], cell["processes"]) for cell in report["profile"]["cells"]} >= {
         (1, 1, 1),

@@ -28,7 +28,19 @@ from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune.profile import Profiler
 from torchpipe_py.tools.tune.search import EXACT, Goal, Prediction, Predictor, Search, calibrate, quantile
 from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
-from torchpipe_py.tools.tune.verify import LEAST_TURNS, MOST_TURNS, TURNS, Service, Trial, halve, is_off, judge, turn
+from torchpipe_py.tools.tune.verify import (
+    FACTORS,
+    LEAST_CALLS,
+    LEAST_TURNS,
+    MOST_TURNS,
+    TURNS,
+    Service,
+    Trial,
+    halve,
+    is_off,
+    judge,
+    turn,
+)
 from torchpipe_py.tools.tune.worker import Team
 
 DEFAULT_BUDGET_S = 120.0
@@ -45,6 +57,7 @@ _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, as torchpipe load has by default
 _OPEN_LOAD = 0.7  # of its throughput
 _TRIALS, _HALVED = 3, 8
+_OVERDRAWN = 2.0  # so many times the budget may be needed at least
 _TOLERANCE = 1e-3  # of a number in a result: batches of other sizes round differently
 _NOT_TRIED = (
     "other pixels (another decoder or resize), another precision, new engines: they change results",
@@ -167,13 +180,11 @@ class _Tuning:
 
     def profile(self, slo: float | None) -> None:
         """Run the images once, and each node alone."""
-        source, notes = self.report["config"], self.report["notes"]
         self._profiler.capture()
+        if failed := self._profile.captured[self._shapes[0].name].failed:
+            self._leave_out(failed)
+            self._profiler.capture()
         captured = self._profile.captured[self._shapes[0].name]
-        if len(captured.failed) == len(self._images):
-            raise ToolError(f"{source}: no image has a result: {captured.failed[0]}")
-        if captured.failed:
-            notes.append(f"{counted(len(captured.failed), 'image')} without a result: {captured.failed[0]}")
         self.report["lone"] = lone = statistics.median(captured.lone)
         if slo is not None and slo < lone:
             raise ToolError(f"p99 within {1000 * slo:g} ms: a request alone takes {1000 * lone:.3g} ms already")
@@ -181,6 +192,17 @@ class _Tuning:
         self._profiler.measure(self._profiler.prepare(self._has_gpu), self._show)
         self.report["profile"] = text.profile_fields(self._profile)
         self._team.all("release")
+
+    def _leave_out(self, failed: Mapping[int, str]) -> None:
+        """Go on without the images that have no result: they would count as requests that are never answered."""
+        why = next(iter(failed.values()))
+        good = [number for number in range(len(self._images)) if number not in failed]
+        if not good:
+            raise ToolError(f"{self.report['config']}: no image has a result: {why}")
+        self._images = [self._images[number] for number in good]
+        self._team.all("use", good)
+        self.report["images"] = len(good)
+        self.report["notes"].append(f"{counted(len(failed), 'image')} without a result left out: {why}")
 
     def set_goal(self, slo: float | None, times: Sequence[float] | None) -> None:
         """What is looked for, and the arrivals of all that is simulated and measured."""
@@ -195,6 +217,11 @@ class _Tuning:
         self._results = self._service.build(base)
         seconds = max(0.5, self._seconds("calibrate") / 3)
         self._closed = max(1.0, self._service.closed_loop(_CLIENTS, seconds))
+        needed = (1 + _TRIALS) * LEAST_TURNS * len(FACTORS) * LEAST_CALLS / self._closed
+        if needed > _OVERDRAWN * self._budget:
+            raise ToolError(
+                f"{self._closed:.2g} requests/s: to measure candidates takes --budget {needed:.0f}, or more"
+            )
         rate = _OPEN_LOAD * self._closed
         latencies = self._service.open_loop(self._goal.dues(rate, max(50, round(rate * seconds))), 2.0)
         measured = self._closed, quantile(latencies, 0.5), quantile(latencies, 0.99)

@@ -30,6 +30,7 @@ _FULL = 0.98  # of the throughput of a closed loop: beyond it the queue grows
 _STEPS = 5  # of the bisection
 _HAND_OVERS = tuple(2e-5 * 1.5**step for step in range(11))
 _NEIGHBOURS = (0.5, 1.0, 1.5)
+_MOST_ERROR = 3.0
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,7 @@ def calibrate(
 
     def off(found: tuple[float, float, float]) -> float:
         """Throughput and median; the tail is what the prediction is held against."""
-        errors = [min(3.0, abs(math.log(one / other))) for one, other in zip(found, measured, strict=True)]
-        return errors[0] + 0.3 * errors[1]
+        return _error(found[0], measured[0]) + 0.3 * _error(found[1], measured[1])
 
     tried = {}
     for hand_over in _HAND_OVERS:
@@ -178,6 +178,11 @@ def calibrate(
     best = min(tried, key=lambda machine: off(tried[machine]))
     closed, _, p99 = tried[best]
     return Calibration(best, measured, closed / measured[0] - 1, p99 / measured[2] - 1)
+
+
+def _error(found: float, measured: float) -> float:
+    """Of a prediction, in logarithms; the most that counts where requests were not answered in time."""
+    return min(_MOST_ERROR, abs(math.log(found / measured))) if measured < math.inf else _MOST_ERROR
 
 
 # --- the search

@@ -21,6 +21,7 @@ FAR_OFF = 0.2
 """Between prediction and measurement: more, and only measurements count."""
 
 LEAST_TURNS, TURNS, MOST_TURNS = 3, 5, 9
+LEAST_CALLS = 20  # of an open loop
 BUSY = 0.15
 """The share of the cores that other programs may take before a tie says nothing."""
 
@@ -100,7 +101,7 @@ class Service:
 
     def measure(self, goal: Goal, rate: float) -> Point:
         """One open loop at ``rate``."""
-        dues = goal.dues(rate, max(20, round(rate * self.seconds)))
+        dues = goal.dues(rate, max(LEAST_CALLS, round(rate * self.seconds)))
         latencies = self.open_loop(dues, 2 * goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 

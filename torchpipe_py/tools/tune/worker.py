@@ -104,13 +104,13 @@ class Captured:
     """What one run of all images showed.
 
     ``visits`` counts those of each image, by node, ``limits`` are the batches of its instances, ``lone`` the seconds of
-    each image alone, ``failed`` why images have no result, ``gpu_bytes`` what the pipe takes on a GPU.
+    each image alone, ``failed`` why images have no result, by their number, ``gpu_bytes`` what the pipe takes on a GPU.
     """
 
     visits: dict[str, list[int]]
     limits: dict[str, tuple[int, int]]
     lone: list[float]
-    failed: list[str]
+    failed: dict[int, str]
     gpu_bytes: int
 
 
@@ -128,6 +128,11 @@ class _Room:
         for name in imports:
             import_code(name)
 
+    def use(self, images: list[int]) -> None:
+        """Go on with these of the images alone."""
+        self.images = [self.images[number] for number in images]
+        self.items.clear()
+
     def _tables(self, config: Config) -> Tables:
         tables = Tables({name: dict(table) for name, table in config.items()})
         tables.source = self.source
@@ -143,14 +148,15 @@ class _Room:
         for name, node in runtime.nodes.items():
             node.around = watches[name].around
         self._run_alone(runtime, self.images[0])  # the first run warms up
-        lone, failed = [], []
+        lone, failed = [], {}
         for image, body in enumerate(self.images):
             for watch in watches.values():
                 watch.image = image
             began = perf_counter()
             why = self._run_alone(runtime, body)
             lone.append(perf_counter() - began)
-            failed += [why] if why else []
+            if why:
+                failed[image] = why
         limits = {name: (node.min, node.max) for name, node in runtime.nodes.items()}
         used = max(0, free - _gpu_free())
         runtime.end(perf_counter() + _WAIT_S)
