@@ -22,6 +22,7 @@ logger = logging.getLogger("torchpipe_server")
 AHEAD_BYTES = 2**18  # that are read while a request is in work
 PARTS_BYTES = 2**16  # of an answer in parts that the system keeps for a client: more would be old when it is read
 LINGER_SECONDS = 2.0
+STALLED_SECONDS = 60.0  # without room for another part of its answer
 ENDED_SECONDS = 1.0  # after a client's last byte, for its answer
 QUEUED_SECONDS = 0.01  # after a client's last byte; what no instance has taken then is not computed
 REFUSED_SECONDS = 1.0  # for a client over the limit to ask, so that it can be answered
@@ -93,7 +94,7 @@ class Call:
         """Write a part; whether the client has room for more. On the loop; ``write_more`` of the ticket is called when
         there is room again."""
         connection = self.connection
-        if connection.call is self and not connection.transport.is_closing():
+        if data and connection.call is self and not connection.transport.is_closing():
             connection.last_active = monotonic()
             connection.transport.write(data)
         return not connection.is_full
@@ -418,8 +419,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is LINGERING:
             is_over = silent >= LINGER_SECONDS
         elif self.is_full:
-            # The client does not take its reply. Of one in parts it loses some, until TCP gives it up.
-            is_over = silent > seconds and self.call is None
+            # The client does not take its reply. Of one in parts it loses some for a while.
+            is_over = silent > (seconds if self.call is None else STALLED_SECONDS)
         elif self.ended_at:
             is_over = now - self.ended_at >= ENDED_SECONDS
         elif self.call is not None:

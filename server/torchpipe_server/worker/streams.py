@@ -101,8 +101,9 @@ class WorkerStreams:
         self._watched = frozenset(names)
 
     def snapshot(self, name: str) -> None:
-        """Send the last frame of the stream, with its boxes, as JPEG."""
-        self._draws.submit(self._draw, name)
+        """Send the last frame of the stream, with its boxes, as JPEG; nothing once it is closed."""
+        if not self._is_closed:
+            self._draws.submit(self._draw, name)
 
     def close(self) -> None:
         """Read no stream any more; what is in the pipe is finished."""

@@ -34,8 +34,11 @@ from kit.clients import (
 from kit.services import FakePipe, LocalServer, Process, serving
 from kit.waits import WAIT, eventually
 from thriftpy2.transport import TTransportException
+from torchpipe_server.front.connection import STALLED_SECONDS, Call
 from torchpipe_server.front.server import TICK_SECONDS
+from torchpipe_server.front.services import Routes, Served, route
 from torchpipe_server.methods.thrift import InferenceHandler
+from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
 from torchpipe_py import Backend
@@ -339,6 +342,49 @@ def test_silent_connections_are_closed_after_idle_seconds(length, clock, client_
         busy.ping()
         assert read_all(silent.sock) == b""
         busy.ping()
+
+
+class Endless:
+    """An answer in parts, without an end."""
+
+    deadline = None
+
+    def __init__(self, request: HttpRequest, done: Any) -> None:
+        self.is_left = threading.Event()
+        self.call = Call.of(done)
+        self.call.begin(request.head_of_parts("text/plain", {}))
+        self.write_more()
+
+    def write_more(self) -> None:
+        while self.call.write(bytes(2**16)):
+            pass
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        self.is_left.set()
+
+
+def test_a_client_that_takes_no_more_of_an_endless_answer_loses_its_connection(clock):
+    answers: list[Endless] = []
+
+    def start(request: HttpRequest, done: Any) -> Endless:
+        answers.append(Endless(request, done))
+        return answers[0]
+
+    def is_left() -> bool:
+        clock.ahead += STALLED_SECONDS
+        return answers[0].is_left.wait(TICK_SECONDS)
+
+    served = Served({}, Routes([route("GET", "/endless", start)]))
+    with (
+        LocalServer(None, make_served=lambda loop: served, message_seconds=1) as server,
+        narrow(server.port) as sock,
+    ):
+        sock.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: bool(answers))
+        clock.ahead = STALLED_SECONDS / 4
+        wait_ticks(server, 2)
+        assert not answers[0].is_left.is_set()
+        eventually(is_left)
 
 
 @every_client
