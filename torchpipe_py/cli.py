@@ -122,7 +122,7 @@ def _check(config: str, streams: str | None) -> None:
     if streams is not None:
         from torchpipe_py.streams.config import read_streams
 
-        print(f"{streams}: ok, {counted(len(read_streams(streams, graph.roots)), 'stream')}")
+        print(f"{streams}: ok, {counted(len(read_streams(streams, pipeline)), 'stream')}")
 
 
 # What only one command needs is imported in its function, so that the other commands stay light.

@@ -296,6 +296,7 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
         ({"a": {"source": "rtsp://h/", "decoder": "ffmpeg"}}, "key 'decoder': expected one of auto, pyav, opencv"),
         ({"a": {"source": "rtsp://u:p[a@h/"}}, "key 'source': not a URL"),
         ({"a": {"source": "rtsp://u:p/s@h/"}}, "key 'source': not a URL; within a password write %40 for @, %2F for /"),
+        ({"a": {"source": "rtsp://h/", "node_name": "nod"}}, "'node_name': 'nod' is not a root; did you mean 'node'?"),
         ({"a": {"source": ""}}, "key 'source': no such file: ''"),
         ({"a": {"source": "x" * 5000}}, "key 'source': no such file"),
         ({"a": 3}, "stream 'a': expected a table"),

@@ -90,6 +90,21 @@ class Pipeline:
         """Every root that a request may enter, by the name that clients have for it."""
         return models_of(self.spec, self.graph)
 
+    @property
+    def roots(self) -> dict[str, str]:
+        """The root that a request enters, by what it may say under ``node_name``."""
+        if not self.spec.parts:
+            return {root: root for root in self.graph.roots}
+        # In a folder the names of nodes are nothing that a request knows.
+        versions = {f"{model.name}/{model.version}": model.root for model in self.models}
+        return versions | {model.name: model.root for model in self.models}
+
+    @property
+    def only_root(self) -> str | None:
+        """The root of a request that names none; ``None`` where it has to."""
+        latest = {model.name: model.root for model in self.models}
+        return next(iter(latest.values())) if len(latest) == 1 else None
+
 
 def plan_pipeline(
     config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, registry: Registry = default, processes: int = 1

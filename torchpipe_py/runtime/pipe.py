@@ -86,11 +86,8 @@ class pipe:
         self._runtime.start()
         self.models = plan.models
         """Every root that a request may enter, as a ``Model``: ``name``, ``version``, ``root``."""
-        latest = {model.name: model.root for model in self.models}
-        versions = {f"{model.name}/{model.version}": model.root for model in self.models}
-        # In a folder the names of nodes are nothing that a request knows.
-        self._roots = {**versions, **latest} if plan.spec.parts else {root: root for root in plan.graph.roots}
-        self._only_root = next(iter(latest.values())) if len(latest) == 1 else None
+        self.roots, self.only_root = plan.roots, plan.only_root
+        """The root that a request enters, by what it may say under ``node_name``; that of one that says nothing."""
         self._make_request: MakeRequest = Request
         self._timelines: TimelineRecorder | None = None
         self._spans: Spans | None = None
@@ -192,7 +189,7 @@ class pipe:
         runtime = self._runtime
         for node in runtime.nodes.values():
             node.together = source.together
-        entered = [runtime.nodes[owner] for owner in {runtime.plans[root].spec.owner for root in self._roots.values()}]
+        entered = [runtime.nodes[owner] for owner in {runtime.plans[root].spec.owner for root in self.roots.values()}]
         fetching = [node for node in entered if isinstance(node, BatchingNode)]
         for node in fetching:
             node.draw_from(source)
@@ -224,7 +221,7 @@ class pipe:
 
         ``UnknownNode`` where the root is none, or missing where there are several.
         """
-        root = self._only_root if node_name is None and self._only_root else self._root(node_name)
+        root = self.only_root if node_name is None and self.only_root else self._root(node_name)
         graph = self._runtime.graph
         ends = [name for name, roots in graph.reached_from.items() if root in roots and not graph.successors[name]]
         outputs = self._signature_of(ends[0]).outputs if len(ends) == 1 else ()
@@ -270,7 +267,7 @@ class pipe:
         Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
         Only the way from the root ``node_name`` counts, if that is one.
         """
-        root = self._roots.get(node_name) if isinstance(node_name, str) else self._only_root
+        root = self.roots.get(node_name) if isinstance(node_name, str) else self.only_root
         self._runtime.door.check(seconds, root, self._runtime.inflight.admitted, priority)
 
     def stats(self) -> dict[str, Any]:
@@ -430,7 +427,7 @@ class pipe:
         return [self._request(item, countdown, deadline) for item in items]
 
     def _request(self, data: Data, on_done: OnDone, deadline: float | None) -> Request:
-        root = self._only_root
+        root = self.only_root
         if root is None or TASK_NODE_NAME_KEY in data:
             root = self._root(data.get(TASK_NODE_NAME_KEY))
         if TASK_DATA_KEY not in data:
@@ -445,11 +442,11 @@ class pipe:
 
     def _root(self, name: object) -> str:
         if name is None:
-            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self._roots)}")
-        if not isinstance(name, str) or name not in self._roots:
-            hint = nearest(name if isinstance(name, str) else "", self._roots)
+            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self.roots)}")
+        if not isinstance(name, str) or name not in self.roots:
+            hint = nearest(name if isinstance(name, str) else "", self.roots)
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
-        return self._roots[name]
+        return self.roots[name]
 
 
 class Ticket:

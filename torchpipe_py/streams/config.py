@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from torchpipe_py.backends.params import REQUIRED, Param
@@ -97,10 +97,22 @@ def _secrets(source: str, where: Place) -> list[str]:
 PARAMS: dict[str, Param] = {name: param for name, param in vars(StreamOptions).items() if isinstance(param, Param)}
 
 
-def read_streams(config: str | os.PathLike[str] | Mapping[str, Any], roots: Sequence[str] = ()) -> list[StreamOptions]:
+class Entered(Protocol):
+    """A pipe, or the plan of one, as far as it says where requests may enter."""
+
+    @property
+    def roots(self) -> Mapping[str, str]: ...
+
+    @property
+    def only_root(self) -> str | None: ...
+
+
+def read_streams(
+    config: str | os.PathLike[str] | Mapping[str, Any], entered: Entered | None = None
+) -> list[StreamOptions]:
     """The streams of a TOML file or a dict of dicts; ``ConfigError`` that names every mistake with its place.
 
-    Where ``roots`` are given, a ``node_name`` has to be one of them.
+    Their frames have to find a root of ``entered``, where that is given.
     """
     if isinstance(config, Mapping):
         tables, place = dict(config), Place(getattr(config, "source", None) or "streams")
@@ -111,10 +123,7 @@ def read_streams(config: str | os.PathLike[str] | Mapping[str, Any], roots: Sequ
     streams = []
     for name, table in tables.items():
         with problems.gathered():
-            streams.append(stream := read_stream(str(name), {**defaults, **_table(table, place, name)}, place))
-            if roots and (stream.node_name or len(roots) > 1) and stream.node_name not in roots:
-                where = _StreamPlace(place.source, stream.name, "node_name")
-                raise where.error(f"{quoted(stream.node_name)} is not a root; {nearest(stream.node_name, roots)}")
+            streams.append(read_stream(str(name), {**defaults, **_table(table, place, name)}, place, entered))
     problems.raise_all()
     if not streams:
         raise place.error("no stream in it: each is a table with a source")
@@ -127,7 +136,7 @@ def _table(table: Any, place: Place, name: Any) -> Mapping[str, Any]:
     return table
 
 
-def read_stream(name: str, table: Mapping[str, Any], place: Place) -> StreamOptions:
+def read_stream(name: str, table: Mapping[str, Any], place: Place, entered: Entered | None = None) -> StreamOptions:
     """One stream; ``ConfigError`` with the first mistake."""
     for key in table:
         if key not in PARAMS:
@@ -143,6 +152,10 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place) -> StreamOpti
             values[key] = param.read(table[key], registry)
         except (ValueError, ConfigError) as error:
             raise _StreamPlace(place.source, name, key).error(error) from None
+    root = values["node_name"]
+    if entered is not None and root not in entered.roots and (root or entered.only_root is None):
+        what = f"{quoted(root)} is not a root" if root else "has to name one of several roots"
+        raise _StreamPlace(place.source, name, "node_name").error(f"{what}; {nearest(root, entered.roots)}")
     where = _StreamPlace(place.source, name, "source")
     filled: list[str] = []
     source = _VARIABLE.sub(lambda found: _variable(found[1], where, filled), values["source"])

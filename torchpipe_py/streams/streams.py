@@ -110,7 +110,7 @@ class Streams:
         most = in_flight or 1 + max(node["instances"] * node["max"] for node in stats["nodes"].values())
         self._most = min(most, stats["max_inflight"])
         with self._lock:
-            for options in read_streams(streams) if streams else ():
+            for options in read_streams(streams, run) if streams else ():
                 self._start(options)
         self._feeder = threading.Thread(target=self._expect_and_feed, name="torchpipe-streams", daemon=True)
         self._feeder.start()
@@ -120,7 +120,7 @@ class Streams:
 
         A relative file is looked for in the working directory, then ``beside`` that file, which messages name.
         """
-        read = read_stream(name, options, Place(os.fspath(beside)))
+        read = read_stream(name, options, Place(os.fspath(beside)), self._run)
         with self._lock:
             if name in self._streams:
                 raise ConfigError(f"there is a stream {name!r} already")
