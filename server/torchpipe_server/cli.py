@@ -94,8 +94,9 @@ def _serve(options: Options) -> int:
             gc.freeze()
             print_line(1, "\n".join(lines))
 
-        workers = counted(options.workers, "worker")
-        logger.info("torchpipe_py %s starts %s with %s", torchpipe_py.__version__, options.config, workers)
+        if options.log_format == "json":  # a person reads what `announce` prints
+            workers = counted(options.workers, "worker")
+            logger.info("torchpipe_py %s starts %s with %s", torchpipe_py.__version__, options.config, workers)
         if not supervisor.run(announce):
             return 1
         logger.info("stopped; every accepted request is answered")

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from kit.clients import IDL, Client
-from kit.services import LIGHT, Process
+from kit.services import DEMO, LIGHT, Process
 from kit.waits import eventually
+
+import torchpipe_py
 
 FORGED = '\n{"level":"critical","logger":"torchpipe_server","message":"forged"}\n'
 
@@ -78,6 +80,7 @@ def test_every_line_is_json_and_no_client_writes_one():
         process.wait()
         lines = [json.loads(line) for line in process.stderr.splitlines()]
     assert all({"time", "level", "logger", "pid", "message"} <= line.keys() for line in lines)
+    assert lines[0]["message"] == f"torchpipe_py {torchpipe_py.__version__} starts {DEMO} with 2 workers"
     requests = [line for line in lines if line["logger"] == "torchpipe_server.requests"]
     assert sorted(line["request"] for line in requests) == [f"{index}{FORGED!r}" for index in range(4)]
     assert {(line["method"], line["outcome"]) for line in requests} == {("infer_batch", "ok")}
