@@ -164,6 +164,7 @@ class Fleet:
         self._next: Generation | None = None  # while a reload is under way
         self.past = NOTHING  # figures of workers that have ended
         self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
+        self.has_begun = False  # all workers were ready, or given up
         self.has_lost = False  # a request that was accepted, since the stop began
         self._loop, self._options, self._connections = loop, options, connections
         self.on_stream_message: Callable[[Child, Event | Snapshot], object] = lambda *_: None
@@ -171,7 +172,7 @@ class Fleet:
         self.on_control: OnControl = lambda *_: None
         self._forker = Forker(loop, options, connections.journal)
         self._leaving: set[Child] = set()
-        self._has_begun = self._is_ending = self._wants_reload = False
+        self._is_ending = self._wants_reload = False
         self._changes: deque[Change] = deque()  # that wait
         self._on_reloaded: Callable[[str], object] = _nobody_asks
         self._on_begun: Callable[[], object] = lambda: None
@@ -317,7 +318,7 @@ class Fleet:
                 self._engine_became_ready(slot)
             elif self._is_successor(slot):
                 self._swap_if_complete(child)
-            elif self._has_begun:
+            elif self.has_begun:
                 logger.info("%s is back (pid %d)", child.name, child.pid)
                 self._listen([child])
                 self._connections.became_ready(child)
@@ -349,7 +350,7 @@ class Fleet:
                         self._link(worker)
             elif all(other.is_ready for other in generation.engines):
                 self._begin(generation)
-        if self._has_begun and engine.restarts and engine.child is not None:
+        if self.has_begun and engine.restarts and engine.child is not None:
             logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
 
     def _link(self, worker: WorkerSlot) -> None:
@@ -370,12 +371,12 @@ class Fleet:
     def _begin_if_complete(self) -> None:
         """The first generation is there, but for what was given up."""
         if (
-            not self._has_begun
+            not self.has_begun
             and self.ready
             and all(worker.is_ready or worker.is_given_up for worker in self.now.workers)
             and self._listen(self.ready)
         ):
-            self._has_begun = True
+            self.has_begun = True
             self.now.tell_engines(self._options)
             self._on_begun()
             if self._wants_reload:
@@ -421,12 +422,12 @@ class Fleet:
             slot.failures = 0
         if self._is_successor(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
-        elif is_settled or (child.has_served and self._has_begun):
+        elif is_settled or (child.has_served and self.has_begun):
             # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
             self._count_restart(slot, child.reason)
             slot.pauses = 0
             self._start(slot)
-        elif child.failure and not self._has_begun:
+        elif child.failure and not self.has_begun:
             self._on_failure(child.failure)  # what a configuration lacks, it lacks at the next attempt too
         elif child.ready_at:
             # NOTE: it did start: that does not count as a failed attempt, after some of which the service ends.
@@ -479,7 +480,7 @@ class Fleet:
 
     def reload(self) -> None:
         """Replace all of them, by workers of the configuration as it is now; a reload under way starts over."""
-        self._wants_reload = not self._has_begun
+        self._wants_reload = not self.has_begun
         if self._wants_reload or self._is_ending:
             return
         if self._next is not None:
@@ -490,7 +491,7 @@ class Fleet:
 
     def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
         """Serve what ``load`` gives once reloads under way are over; ``done`` is told why not, or "" when it serves."""
-        if self._is_ending or not self._has_begun:
+        if self._is_ending or not self.has_begun:
             done("the service is not ready")
         elif len(self._changes) >= MOST_CHANGES:
             done(f"more than {MOST_CHANGES} changes wait; come again later")

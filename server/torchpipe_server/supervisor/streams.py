@@ -99,7 +99,7 @@ class SharedStreams:
 
     def __init__(self, loop: Loop, file: str, tables: Mapping[str, Any]) -> None:
         self._file, self._next, self._loop = file, tables, loop
-        self._tables: Mapping[str, Any] = {}  # of the generation that serves
+        self._tables = tables  # of the generation that serves
         self._generation: object = None
         self._readers: dict[str, Child] = {}
         self._workers: dict[Child, int] = {}  # and their numbers

@@ -122,9 +122,10 @@ class Supervisor:
 
     def _step(self) -> None:
         if self._stopping_until is None:
-            workers = self._fleet.now.workers
-            ready = {worker.child: worker.index for worker in workers if worker.child and worker.child.is_ready}
-            self.streams.share_out(self._fleet.now, ready)
+            if self._fleet.has_begun:  # NOTE: else files that the first worker plays would begin anew at the next ones
+                workers = self._fleet.now.workers
+                ready = {worker.child: worker.index for worker in workers if worker.child and worker.child.is_ready}
+                self.streams.share_out(self._fleet.now, ready)
             return
         children, is_late = self._fleet.children, monotonic() >= self._stopping_until
         self._has_lost = self._has_lost or is_late

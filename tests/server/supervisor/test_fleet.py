@@ -53,7 +53,7 @@ def fleets() -> Iterator[Fleets]:
 def test_a_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: Fleets) -> None:
     """A client that keeps sending what kills a worker must not keep the others waiting."""
     fleet = fleets.make(workers=2)
-    fleet._has_begun = True
+    fleet.has_begun = True
     for _ in range(50):
         fleets.die(fleet, fleet.now.workers[0], has_served=True, ready_at=time.monotonic())
     assert fleets.started == [0] * 50
@@ -63,7 +63,7 @@ def test_a_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: 
 
 def test_a_worker_that_dies_without_a_connection_is_replaced_later(fleets: Fleets) -> None:
     fleet = fleets.make(workers=2)
-    fleet._has_begun = True
+    fleet.has_begun = True
     fleets.die(fleet, fleet.now.workers[0], ready_at=time.monotonic())
     assert (fleets.started, fleet.is_recovering) == ([], False)
     turn(fleets.loop, 2 * FIRST_DELAY)
@@ -97,7 +97,7 @@ def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(fleets: 
     fleet = fleets.make(workers=2)
     for slot in fleet._slots:
         slot.child = mock.Mock(is_ready=True, clients=set())
-    fleet._has_begun = True
+    fleet.has_begun = True
     fleet.reload()
     assert fleet._next is not None
     assert fleet._next.engines == fleet.now.engines

@@ -21,11 +21,13 @@ from kit.monitored import Monitored
 from kit.services import Process, turn
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
+from torchpipe_server.options import Options
 from torchpipe_server.supervisor import streams as module
 from torchpipe_server.supervisor.figures import Event
 from torchpipe_server.supervisor.streams import SharedStreams, Subscriber
+from torchpipe_server.supervisor.supervisor import Supervisor
 
-from torchpipe_py import cli
+from torchpipe_py import cli, parse_toml
 
 av = pytest.importorskip("av")
 
@@ -87,6 +89,22 @@ def test_each_stream_has_one_reader_and_stays_there() -> None:
         assert max(map(len, given), default=3) - min(map(len, given), default=3) <= 1
         assert {each["worker"] for each in shared.figures({}).values()} == ({0} if workers else {None})
     loop.close()
+
+
+def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None:
+    (folder / "one.toml").write_text('[a]\nsource = "a.ts"\n')
+    options = Options(str(folder / "small.toml"), streams=str(folder / "one.toml"), workers=2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor = Supervisor(listener, options, lambda: parse_toml(folder / "small.toml"), None)
+        reader: Any = Reader()
+        reader.is_ready = True
+        supervisor._fleet.now.workers[0].child = reader
+        supervisor._step()
+        assert reader.given is None, "it would lose the stream to the next worker, which begins anew"
+        supervisor._fleet.has_begun = True
+        supervisor._step()
+        assert reader.given == ["a"]
+        supervisor.loop.close()
 
 
 class SlowCall:
