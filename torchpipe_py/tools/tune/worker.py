@@ -46,12 +46,16 @@ class Team:
 
     def __init__(self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int]) -> None:
         self._processes, self._channels = [], []
-        for _ in cores:
-            ours, theirs = socketpair()
-            with theirs:
-                self._processes.append(start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()]))
-            self._channels.append(Connection(ours.detach()))
-        self.all("open", source, list(images), list(imports), list(cores))
+        try:
+            for _ in cores:
+                ours, theirs = socketpair()
+                with theirs:
+                    self._processes.append(start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()]))
+                self._channels.append(Connection(ours.detach()))
+            self.all("open", source, list(images), list(imports), list(cores))
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -63,9 +67,9 @@ class Team:
     def each(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """The same with arguments for each of them."""
         channels = self._channels[: len(arguments)]
-        for channel, own in zip(channels, arguments, strict=True):
-            channel.send((name, own))
         try:
+            for channel, own in zip(channels, arguments, strict=True):
+                channel.send((name, own))
             answers = [channel.recv() for channel in channels]
         except (EOFError, OSError):
             raise ToolError("a process of the tuner died; was it killed, or out of memory?") from None
