@@ -13,7 +13,16 @@ from engines import workers_of
 from kit.backends import Gate
 from kit.waits import WAIT
 
-from torchpipe_py import Backend, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, PipeClosed, pipe
+from torchpipe_py import (
+    Backend,
+    BackendError,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PipeClosed,
+    pipe,
+)
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.engine import EngineServer
 from torchpipe_py.runtime.ordering import Order
@@ -170,6 +179,25 @@ def test_states_are_bounded_and_forgotten() -> None:
     assert [type(error) for error in errors] == [Overloaded]
     assert "keeps the states of 2 different 'camera' (ordered_by)" in str(errors[0])
     assert [visit(short, camera) for camera in "abcaab"] == [0] * 6
+
+
+def test_a_signal_while_the_next_request_enters_does_not_hold_its_key() -> None:
+    entered: list[int] = []
+    failed: list[tuple[int, BaseException]] = []
+
+    def put(request: Request) -> None:
+        if request.data["data"] == 1:
+            raise KeyboardInterrupt
+        entered.append(request.data["data"])
+
+    order = Order("track", "camera", 60.0, put, lambda request, error: failed.append((request.data["data"], error)))
+    requests = [Request({"data": number, "camera": "a"}, nobody_waits) for number in range(3)]
+    for request in requests:
+        order.put(request)
+    with pytest.raises(KeyboardInterrupt):
+        order.delivering(lambda request: None)(requests[0])
+    assert entered == [0, 2]
+    assert [(number, type(error)) for number, error in failed] == [(1, BackendError)]
 
 
 @pytest.mark.parametrize(

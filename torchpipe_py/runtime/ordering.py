@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.errors import InvalidRequest, Overloaded, PipeClosed, shown
+from torchpipe_py.errors import BackendError, InvalidRequest, Overloaded, PipeClosed, describe, shown
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.request import Request
 
@@ -42,8 +42,8 @@ class Order:
 
     The key is what the request's dict has under ``ordered_by``: a text, or an integer. While the request is at the
     node, its dict has a shallow copy of the key's state under ``state``, at first ``{}``; what is there when the
-    backend is through is the key's state from then on. A request that fails leaves the state as it was. It is forgotten
-    when no request of the key came for ``seconds``. Beyond ``most`` keys, ``Overloaded``.
+    backend is through is the key's state from then on; where it raises, the state stays as it was. It is forgotten when
+    no request of the key came for ``seconds``. Beyond ``most`` keys, ``Overloaded``.
     """
 
     def __init__(
@@ -109,7 +109,12 @@ class Order:
                 return  # NOTE: or as many calls would be inside each other as requests fail at once
             turns.is_entering = True
         while (following := self._following(turns)) is not None:
-            self._put(following)
+            try:
+                self._put(following)
+            except BaseException as error:  # as in put
+                turns.is_entering = False
+                self.fail(following, BackendError(f"node {self._name!r}: {describe(error)}"))
+                raise
 
     def copied_state(self, request: Request) -> Any:
         """A copy of the state as it was when the request came to the node."""
