@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import stat
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from threading import get_ident
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -71,6 +76,9 @@ class _Call:
         self.server, self.rpc = server, rpc
         self.future: asyncio.Future[_Answer] = server.loop.create_future()
         self.began = monotonic()
+        self.reading: asyncio.Task[Any] | None = None  # what waits for its message
+        self.answered = 0.0  # since when the client has an answer to take
+        self.peer: Callable[[], str] = str
         self.size = 0
         self.request_id = ""
         self._ticket: Cancellable | None = None
@@ -83,8 +91,7 @@ class _Call:
         try:
             if data is grpc.aio.EOF:
                 raise InvalidRequest("the call has no message")
-            self.size = len(data)
-            server.held_bytes += self.size
+            self.hold(len(data))
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
             request = RpcRequest(_parsed(method.args, data), *_said(context))
@@ -113,10 +120,14 @@ class _Call:
             answer = _refusal(error)
         self.server.answer(self, answer)
 
+    def hold(self, size: int) -> None:
+        """Count what is kept of it, in bytes; negative for what is not any more."""
+        self.size += size
+        self.server.held_bytes += size
+
     def over(self) -> None:
         """It is answered, or its client is gone."""
-        self.server.held_bytes -= self.size
-        self.size = 0
+        self.hold(-self.size)
         if self._timer is not None:
             self._timer.cancel()
         ticket, self._ticket, self._timer = self._ticket, None, None
@@ -142,7 +153,7 @@ class RpcServer:
         self.held_bytes = 0
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None
-        self._calls: dict[_Call, asyncio.Task[Any] | None] = {}  # of unary ones that are being read, their tasks
+        self._calls: set[_Call] = set()
         self._answers: deque[tuple[_Call, _Answer]] = deque()
         self._is_awake = False
         self._thread = 0
@@ -205,12 +216,15 @@ class RpcServer:
         return not busy
 
     def _tick(self) -> None:
-        """End the calls whose messages do not come."""
-        late = monotonic() - self.options.message_seconds
-        for call, task in list(self._calls.items()):
-            if task is not None and call.began < late:
-                self._calls[call] = None
+        """End the calls whose messages do not come; where room gets scarce, also those whose answers nobody takes."""
+        options, late = self.options, monotonic() - self.options.message_seconds
+        for call in list(self._calls):
+            if call.reading is not None and call.began < late:
+                task, call.reading = call.reading, None
                 task.cancel()
+        if 2 * len(self._calls) >= options.max_connections or 2 * self.held_bytes > options.max_held_bytes:
+            # NOTE: grpc cannot end one of them alone: all that is sent to the client waits for it, the end too.
+            _disconnect({call.peer() for call in self._calls if 0 < call.answered < late}, options.grpc_port)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -226,16 +240,17 @@ class RpcServer:
             return grpc.stream_stream_rpc_method_handler(serve_stream)
         return grpc.stream_unary_rpc_method_handler(serve_one)
 
-    def _enter(self, call: _Call, context: Any, task: Any) -> bool:
+    def _enter(self, call: _Call, context: Any) -> bool:
         """Whether there is room for the call; it takes room until all of its answer is sent."""
         if len(self._calls) >= self.options.max_connections:
             most = counted(self.options.max_connections, "call")
             call.done(Overloaded(f"more than {most} at a time (--max-connections)", retry_after_ms=1000))
             return False
-        self._calls[call] = task
+        self._calls.add(call)
+        call.peer = context.peer
 
         def leave(_: Any) -> None:
-            self._calls.pop(call, None)
+            self._calls.discard(call)
             call.over()
 
         context.add_done_callback(leave)
@@ -243,13 +258,14 @@ class RpcServer:
 
     async def _serve_one(self, rpc: Rpc, context: Any) -> bytes:
         call = _Call(self, rpc)
-        if self._enter(call, context, asyncio.current_task()):
+        if self._enter(call, context):
+            call.reading = asyncio.current_task()
             try:
                 data = await context.read()
-                self._calls[call] = None
+                call.reading = None
                 call.begin(data, context)
             except asyncio.CancelledError:
-                if self._calls.get(call, call) is not None:
+                if call.reading is not None:
                     raise  # its client is gone
                 call.done(DeadlineExceeded(f"no whole message within {self.options.message_seconds:g} s"))
         answer = await call.future
@@ -257,8 +273,11 @@ class RpcServer:
 
     async def _reply(self, call: _Call, answer: _Answer, context: Any) -> bytes:
         self._count(call, answer)
+        call.answered = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has taken it
         if answer.code is not None:
             await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+        if call in self._calls:
+            call.hold(len(answer.data))
         if answer.headers:
             context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
         return answer.data
@@ -269,7 +288,7 @@ class RpcServer:
     async def _serve_stream(self, rpc: Rpc, context: Any) -> None:
         """Requests of a stream are in work side by side, and are answered in their order."""
         place = _Call(self, rpc)
-        if not self._enter(place, context, None):
+        if not self._enter(place, context):
             await self._reply(place, await place.future, context)
         calls: asyncio.Queue[_Call | None] = asyncio.Queue()
         room = asyncio.Semaphore(MOST_AHEAD)
@@ -282,16 +301,21 @@ class RpcServer:
                 self._count(call, answer)
                 call.over()
                 under_way.discard(call)
+                place.answered = monotonic()
                 if answer.code is not None:
                     await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+                place.hold(len(answer.data))
                 await context.write(answer.data)
+                place.hold(-len(answer.data))
+                place.answered = 0.0
                 room.release()
 
         writing = self.loop.create_task(write())
+        writing.add_done_callback(lambda _: room.release())  # the reader may wait for it
         reading: asyncio.Task[Any] | None = None
         try:
             is_over = False
-            while not is_over:
+            while not is_over and not writing.done():
                 await room.acquire()
                 reading = self.loop.create_task(context.read())
                 waiting = {reading, writing, self._draining}
@@ -309,10 +333,10 @@ class RpcServer:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"the stream {why}")
         finally:
             for task in (writing, reading):
-                if task is not None and not task.done():
+                if task is not None:
                     task.cancel()
                     with suppress(BaseException):
-                        await task
+                        await task  # NOTE: also where it has ended, or its error would be logged
             for call in under_way:
                 call.over()
 
@@ -337,6 +361,24 @@ class RpcServer:
 def _settle(call: _Call, answer: _Answer) -> None:
     if not call.future.done():
         call.future.set_result(answer)
+
+
+def _disconnect(peers: AbstractSet[str], port: int) -> None:
+    """End the connections at this port from peers, as grpc names them. Their calls are cancelled then."""
+    if not peers:
+        return
+    # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000"
+    addresses = {unquote(peer).partition(":")[2].replace("[", "").replace("]", "") for peer in peers}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port:
+                    host, from_port = sock.getpeername()[:2]
+                    if f"{host.removeprefix('::ffff:')}:{from_port}" in addresses:
+                        sock.shutdown(socket.SHUT_RDWR)
+    logger.warning("gRPC: room is scarce, and %s took no answers: disconnected", counted(len(peers), "client"))
 
 
 def _parsed(kind: Any, data: bytes) -> Any:

@@ -260,3 +260,36 @@ def test_a_port_of_another_service_is_not_shared() -> None:
         with Process("--grpc-port", str(port)) as service:
             assert service.wait() == 1
             assert f"cannot listen on 127.0.0.1:{port} (--grpc-port): Address already in use" in service.stderr
+
+
+@pytest.mark.parametrize("name", ["ModelInfer", "ModelStreamInfer"])
+def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarce(name: str) -> None:
+    def frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
+        return struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + data
+
+    path = f"{SERVICE}/{name}"
+    fields = (":method", "POST", ":scheme", "http", ":path", path, "content-type", "application/grpc", "te", "trailers")
+    texts = [bytes([len(text)]) + text.encode() for text in fields]
+    head = b"".join(b"\0" + key + value for key, value in zip(texts[::2], texts[1::2], strict=True))
+    data = as_rpc(Asked(b"large")).SerializeToString()
+    call = [frame(1, 4, at, head) + frame(0, 1, at, b"\0" + struct.pack(">I", len(data)) + data) for at in (1, 3)]
+    no_room = struct.pack(">HI", 4, 0)  # for bytes of answers
+    with steered(grpc_port=0, message_seconds=0.2, max_connections=4) as server:
+        with socket.create_connection(("127.0.0.1", server.grpc_port), WAIT) as sock:
+            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, no_room) + b"".join(call))
+            while sock.recv(2**16):
+                pass
+        eventually(lambda: not server.rpc.held_bytes)
+        with channel(server.grpc_port) as on:
+            assert method(on)(GOOD, timeout=WAIT)
+
+
+def test_a_stream_that_ends_with_an_error_leaves_nothing() -> None:
+    asked = [as_rpc(Asked(b"block")).SerializeToString(), b"\xff no message", *[GOOD] * 100]
+    with steered(grpc_port=0) as server, channel(server.grpc_port) as on:
+        answers = on.stream_stream(f"{SERVICE}/ModelStreamInfer")(iter(asked), timeout=WAIT)
+        eventually(lambda: Steered.entered.acquire(blocking=False))
+        Steered.opened.set()
+        assert next(answers)
+        assert code_of(lambda: next(answers))[0] == "INVALID_ARGUMENT"
+        eventually(lambda: (server.run.stats()["inflight"], server.rpc.held_bytes) == (0, 0))
