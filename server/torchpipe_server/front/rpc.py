@@ -27,6 +27,7 @@ from torchpipe_server.front.loop import Loop, call_from_any_thread, every
 from torchpipe_server.front.services import OK, Cancellable, Rpc, RpcRequest, code_of, reply_bound
 from torchpipe_server.options import Options
 from torchpipe_server.wire.http import MAX_HEAD_BYTES
+from torchpipe_server.wire.protobuf import check_fields
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -94,7 +95,10 @@ class _Call:
             self.hold(len(data))
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
-            request = RpcRequest(_parsed(method.args, data), *_said(context))
+            kind: Any = method.args
+            if len(data) > server.options.max_text_bytes:
+                check_fields(data, kind.DESCRIPTOR, server.options.max_items)
+            request = RpcRequest(_parsed(kind, data), *_said(context))
             if server.counters.is_logging:
                 self.request_id = method.request_id(request)
             ticket = method.start(request, self.done)
@@ -367,6 +371,7 @@ def _disconnect(peers: AbstractSet[str], port: int) -> None:
     """End the connections at this port from peers, as grpc names them. Their calls are cancelled then."""
     if not peers:
         return
+    logger.warning("gRPC: room is scarce, and %s took no answers: disconnected", counted(len(peers), "client"))
     # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000"
     addresses = {unquote(peer).partition(":")[2].replace("[", "").replace("]", "") for peer in peers}
     for name in os.listdir("/proc/self/fd"):
@@ -378,7 +383,6 @@ def _disconnect(peers: AbstractSet[str], port: int) -> None:
                     host, from_port = sock.getpeername()[:2]
                     if f"{host.removeprefix('::ffff:')}:{from_port}" in addresses:
                         sock.shutdown(socket.SHUT_RDWR)
-    logger.warning("gRPC: room is scarce, and %s took no answers: disconnected", counted(len(peers), "client"))
 
 
 def _parsed(kind: Any, data: bytes) -> Any:

@@ -66,6 +66,15 @@ GOOD = as_rpc(Asked()).SerializeToString()
         (b"\xff\xff no message", "INVALID_ARGUMENT", "not a inference.ModelInferRequest"),
         (b"", "NOT_FOUND", "no model ''; valid: test"),
         (tensor("BYTES", (1,), [bytes(2**20)]), "RESOURCE_EXHAUSTED", "larger than max"),
+        (GOOD + b"\x2a\0" * 300, "INVALID_ARGUMENT", "301 inputs; the limit is 256"),
+        (b"\x2a\0" * 5000, "INVALID_ARGUMENT", "more than 4096 fields (--max-items)"),
+        (
+            tensor(shape=(1,) * 100, contents={"bytes_contents": [b""] * 5000}),
+            "INVALID_ARGUMENT",
+            "more than 4096 fields",
+        ),
+        (b"\x0b" * 5000, "INVALID_ARGUMENT", "not a inference.ModelInferRequest"),
+        (b"\x08" + b"\xff" * 5000, "INVALID_ARGUMENT", "cut short"),
         (tensor("FP32", (1, 1), [b"1234", b"1"]), "INVALID_ARGUMENT", "2 raw_input_contents for 1 inputs"),
         (tensor("FP32", (1, -1), [b"1234"]), "INVALID_ARGUMENT", "the shape is no list of sizes"),
         (tensor("FP32", [1] * 10_000, [b"1234"]), "INVALID_ARGUMENT", "10000 dimensions"),
@@ -263,13 +272,15 @@ def test_a_port_of_another_service_is_not_shared() -> None:
 
 
 @pytest.mark.parametrize("name", ["ModelInfer", "ModelStreamInfer"])
-def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarce(name: str) -> None:
+def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarce(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
         return struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + data
 
     path = f"{SERVICE}/{name}"
-    fields = (":method", "POST", ":scheme", "http", ":path", path, "content-type", "application/grpc", "te", "trailers")
-    texts = [bytes([len(text)]) + text.encode() for text in fields]
+    fields = f":method POST :scheme http :path {path} :authority a content-type application/grpc te trailers"
+    texts = [bytes([len(text)]) + text.encode() for text in fields.split()]
     head = b"".join(b"\0" + key + value for key, value in zip(texts[::2], texts[1::2], strict=True))
     data = as_rpc(Asked(b"large")).SerializeToString()
     call = [frame(1, 4, at, head) + frame(0, 1, at, b"\0" + struct.pack(">I", len(data)) + data) for at in (1, 3)]
@@ -279,6 +290,7 @@ def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarc
             sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, no_room) + b"".join(call))
             while sock.recv(2**16):
                 pass
+        assert "1 client took no answers: disconnected" in caplog.text
         eventually(lambda: not server.rpc.held_bytes)
         with channel(server.grpc_port) as on:
             assert method(on)(GOOD, timeout=WAIT)

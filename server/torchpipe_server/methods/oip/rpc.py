@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from google.protobuf.json_format import ParseDict
 
-from torchpipe_py import InvalidRequest, TorchpipeError
+from torchpipe_py import InvalidRequest, Overloaded
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
 from torchpipe_py.wire.infer import priority_of
-from torchpipe_py.wire.values import is_label_and_score
+from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
 from torchpipe_server.front.services import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, trace_headers
 from torchpipe_server.methods.oip import metadata
 from torchpipe_server.methods.oip.core import Model, NotServedError, OpenInference, Root
@@ -115,7 +115,8 @@ class OipRpcs:
             if status < 300:
                 done(RpcAnswer(made()))
             else:
-                done((InvalidRequest if status < 500 else TorchpipeError)(body["error"]))
+                failed = Overloaded if body["code"] == Overloaded.code else InvalidRequest
+                done(failed(body["error"]))
 
         self._core.control(action, name, answer)
 
@@ -155,6 +156,11 @@ class OipRpcs:
     def _read(self, request: RpcRequest) -> InferRequest:
         """The request; raises what is wrong with it."""
         asked = request.message
+        # NOTE: before anything is done for each: a message has room for millions.
+        counts = {"inputs": len(asked.inputs), "outputs": len(asked.outputs), "parameters": len(asked.parameters)}
+        for what, count in counts.items():
+            if count > MOST_VALUES:
+                raise InvalidRequest(f"{count} {what}; the limit is {MOST_VALUES}")
         options = _options(asked.parameters) if asked.parameters else None
         outputs = [_wanted(output) for output in asked.outputs]
         priority = priority_of(request.fields.get("x-priority", 0))
@@ -178,6 +184,8 @@ class OipRpcs:
                 raise InvalidRequest(f"{where}parameter {next(iter(given.parameters))[:40]!r}: {text}")
             if raw and given.HasField("contents"):
                 raise InvalidRequest(f"{where}both contents and raw_input_contents")
+            if len(given.shape) > MOST_DIMENSIONS:
+                raise InvalidRequest(f"{where}{len(given.shape)} dimensions; the limit is {MOST_DIMENSIONS}")
             data = memoryview(raw[index]) if raw else self._contents(where, given)
             found.append(Given(given.name, given.datatype, list(given.shape), data))
         return found

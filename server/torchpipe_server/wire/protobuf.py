@@ -1,0 +1,50 @@
+"""What is looked at in a message of Protocol Buffers before it is parsed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchpipe_py import InvalidRequest
+from torchpipe_py.wire.errors import RequestTooLargeError
+
+_VARINT, _BYTES = 0, 2  # wire types: a number, and a text, bytes or a message after its size
+_SIZES = {1: 8, 5: 4}  # of the wire types that have always the same size
+_MOST_VARINT = 10
+
+
+def check_fields(data: bytes, descriptor: Any, most: int) -> None:
+    """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included.
+
+    Each becomes an object, of many times its bytes. ``InvalidRequest`` for what is no message. ``descriptor``: that of
+    the message's class.
+    """
+    left, todo = most, [(descriptor, 0, len(data))]
+    while todo:
+        descriptor, at, end = todo.pop()
+        while at < end:
+            left -= 1
+            if left < 0:
+                raise RequestTooLargeError(f"the message has more than {most} fields (--max-items)")
+            tag, at = _varint(data, at)
+            number, kind = tag >> 3, tag & 7
+            if kind in _SIZES:
+                at += _SIZES[kind]
+                continue
+            if kind not in (_VARINT, _BYTES):
+                raise InvalidRequest(f"the message is not a {descriptor.full_name}")
+            value, at = _varint(data, at)
+            if kind == _BYTES:
+                field = descriptor.fields_by_number.get(number)
+                if field is not None and field.message_type is not None:
+                    todo.append((field.message_type, at, min(at + value, end)))
+                at += value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number there, and where it ends."""
+    number = 0
+    for index, byte in enumerate(data[at : at + _MOST_VARINT]):
+        number |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return number, at + index + 1
+    raise InvalidRequest("the message is cut short")
