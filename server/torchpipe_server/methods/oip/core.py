@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,14 +48,12 @@ class Model:
         self.node_name, self.figures = node_name, metadata.Figures()
         self._roots: dict[str | None, Root] = {}
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether every node has an instance that serves."""
-        return all(node["alive"] for node in self.stats()["nodes"].values())
+    def is_ready(self, stats: Mapping[str, Any]) -> bool:
+        """Whether every node has an instance that serves; ``stats`` are the pipe's."""
+        return all(node["alive"] for node in self.stats(stats)["nodes"].values())
 
-    def stats(self) -> dict[str, Any]:
-        """Those of the pipe, as far as they are the model's."""
-        stats = self.pipe.stats()
+    def stats(self, stats: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of the pipe's, those that are the model's."""
         if self.node_name is None:
             return stats
         own = self.pipe.nodes_of(self.node_name)
@@ -144,7 +142,9 @@ class OpenInference:
 
     def is_ready(self, name: str = "", version: str = "") -> bool:
         """Whether the model is, or without a name whether all are."""
-        return all(model.is_ready for model in self._named(name, version))
+        models = self._named(name, version)
+        stats = models[0].pipe.stats()  # NOTE: once, which is not cheap: all models are of one pipe
+        return all(model.is_ready(stats) for model in models)
 
     def metadata(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
         """Inputs and outputs of the model, or of the root ``node_name``."""
@@ -158,9 +158,9 @@ class OpenInference:
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
         """Of the model, or without a name of all."""
-        summaries = [
-            model.figures.summary(model.name, model.version, model.stats()) for model in self._named(name, version)
-        ]
+        models = self._named(name, version)
+        stats = models[0].pipe.stats()
+        summaries = [model.figures.summary(model.name, model.version, model.stats(stats)) for model in models]
         return {"model_stats": summaries}
 
     def index(self) -> list[dict[str, Any]]:
@@ -172,11 +172,11 @@ class OpenInference:
 
     def load(self, name: str) -> None:
         """Load the model, or load it again."""
-        raise NotServedError("models are loaded at the start: change the file and send SIGHUP")
+        raise NotServedError("models are loaded at --http-port, or here with --repository-control")
 
     def unload(self, name: str) -> None:
         """Let go of the model."""
-        raise NotServedError("models stay loaded until the service ends")
+        raise NotServedError("models are unloaded at --http-port, or here with --repository-control")
 
     def _named(self, name: str, version: str) -> Sequence[Model]:
         return [self.models.find(name, version)] if name else self.models.all()
