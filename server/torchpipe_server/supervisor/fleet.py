@@ -11,7 +11,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import TorchpipeError, counted
+from torchpipe_py.errors import Overloaded, TorchpipeError, counted
 from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
@@ -42,6 +42,7 @@ SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
 RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
 FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to be there
 MOST_CHANGES = 16  # that wait for a reload to be over
+RETRY_MS = 1000  # for who asks for another one
 EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to tell how one has ended
 
 
@@ -221,7 +222,10 @@ class Fleet:
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
         self._is_ending = True
-        for done in [self._on_reloaded, *[done for _, done in self._changes]]:
+        waiting = [self._on_reloaded, *[done for _, done in self._changes]]
+        self._on_reloaded = _nobody_asks  # NOTE: the reload under way may end after all, and nobody is told twice
+        self._changes.clear()
+        for done in waiting:
             done("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
@@ -490,14 +494,16 @@ class Fleet:
         self._begin_reload(self._load, _nobody_asks)
 
     def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
-        """Serve what ``load`` gives once reloads under way are over; ``done`` is told why not, or "" when it serves."""
+        """Serve what ``load`` gives once reloads under way are over; ``done`` is told why not, or "" when it serves.
+
+        ``Overloaded`` where that cannot be begun now.
+        """
         if self._is_ending or not self.has_begun:
-            done("the service is not ready")
-        elif len(self._changes) >= MOST_CHANGES:
-            done(f"more than {MOST_CHANGES} changes wait; come again later")
-        else:
-            self._changes.append((load, done))
-            self._begin_change()
+            raise Overloaded("the service is starting or stopping", RETRY_MS)
+        if len(self._changes) >= MOST_CHANGES:
+            raise Overloaded(f"more than {MOST_CHANGES} changes wait", RETRY_MS)
+        self._changes.append((load, done))
+        self._begin_change()
 
     def _begin_change(self) -> None:
         if self._next is None and self._changes and not self._is_ending:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import ConfigError, nearest
+from torchpipe_py.errors import ConfigError, Overloaded, nearest
 from torchpipe_py.plan.folder import Folder, find_models
+from torchpipe_py.wire import answers
 from torchpipe_server.supervisor.fleet import Fleet
 
 logger = logging.getLogger("torchpipe_server")
@@ -31,11 +32,7 @@ class Repository:
     def index(self) -> list[dict[str, str]]:
         """Each version that is served or lies in the folder, with ``state`` and ``reason``."""
         served: Folder = self._fleet.tables
-        try:
-            files = find_models(served.source)
-        except ConfigError as error:
-            logger.error("the index has only the models that are served: %s", error)
-            files = {}
+        files = self._files()
         keys = dict.fromkeys([*served, *(f"{name}/{version}" for name, each in files.items() for version in each)])
         found = []
         for key in sorted(keys):
@@ -51,7 +48,7 @@ class Repository:
         def finish(problem: str) -> None:
             served: Folder = self._fleet.tables
             if problem:
-                if action == "load" and not served.versions(name) and len(name) <= 100:
+                if action == "load" and name in self._files() and not served.versions(name):
                     self._problems[name] = problem
                 done(400, {"error": f"{action} {name[:80]!r}: {problem}", "code": "config"})
                 return
@@ -60,7 +57,19 @@ class Repository:
             logger.info("%sed model %r in %.1f s", action, name, seconds)
             done(200, {"name": name, "versions": served.versions(name), "seconds": seconds})
 
-        self._fleet.change(lambda: self._changed(action, name), finish)
+        try:
+            self._fleet.change(lambda: self._changed(action, name), finish)
+        except Overloaded as error:
+            failed = answers.failure(error)
+            done(failed.status, failed.body)
+
+    def _files(self) -> dict[str, dict[str, str]]:
+        """What lies in the folder, by model and version."""
+        try:
+            return find_models(self._fleet.tables.source)
+        except ConfigError as error:
+            logger.error("models that are not served are not found: %s", error)
+            return {}
 
     def _changed(self, action: str, name: str) -> Folder:
         served: Folder = self._fleet.tables

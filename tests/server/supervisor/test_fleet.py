@@ -16,8 +16,10 @@ from kit.services import turn
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet, Generation, WorkerSlot
+from torchpipe_server.supervisor.fleet import FIRST_DELAY, MOST_CHANGES, START_ATTEMPTS, Fleet, Generation, WorkerSlot
 from torchpipe_server.supervisor.forker import Forker
+
+from torchpipe_py import Overloaded
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
 
@@ -79,6 +81,21 @@ def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(fleets: 
     assert (fleet.now.workers[0].failures, fleets.failed) == (0, [])
     fleet._forked(fleet.now.workers[0], OSError(errno.ESRCH, "it is gone"))
     assert fleet.now.workers[0].failures == 1
+
+
+def test_who_changes_the_configuration_is_told_once_what_came_of_it(fleets: Fleets) -> None:
+    fleet, told = fleets.make({}, workers=1), []
+    with pytest.raises(Overloaded, match="starting or stopping"):
+        fleet.change(dict, told.append)
+    fleet.has_begun = True
+    for _ in range(1 + MOST_CHANGES):
+        fleet.change(lambda: {"global": {}}, told.append)
+    with pytest.raises(Overloaded, match=f"more than {MOST_CHANGES} changes wait"):
+        fleet.change(dict, told.append)
+    fleet.drain()
+    fleet._not_forked(fleet._next.workers[0], OSError(errno.EPERM, "not any more"))
+    turn(fleets.loop, 0.01)
+    assert told == ["the service is stopping"] * (1 + MOST_CHANGES)
 
 
 def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(fleets: Fleets) -> None:
