@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from time import perf_counter
@@ -65,10 +66,9 @@ class PageHandler:
             raise Overloaded(f"more than {MOST_TRIES} are being tried at once", retry_after_ms=1000)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            self._tries.release()
             ended = perf_counter()
 
-            def answer() -> Any:
+            def answer() -> HttpAnswer:
                 try:
                     made = error_answer(error) if error else HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
                 except BaseException as failure:
@@ -77,7 +77,11 @@ class PageHandler:
                 return json_answer({**told, "answer": json.loads(made.body)})
 
             # NOTE: an instance's thread is here, and images take milliseconds to be written.
-            threading.Thread(target=_give, args=(answer, done), name="torchpipe-try", daemon=True).start()
+            give = partial(self._give, answer, done)
+            try:
+                threading.Thread(target=give, name="torchpipe-try", daemon=True).start()
+            except RuntimeError:  # there can be no more threads
+                give()
 
         try:
             with self._pipe.timed(with_pictures=True) as timelines:
@@ -86,13 +90,15 @@ class PageHandler:
             self._tries.release()
             raise
 
-
-def _give(answer: Callable[[], Any], done: Done) -> None:
-    try:
-        result = answer()
-    except BaseException as failure:
-        result = failure
-    done(result)
+    def _give(self, answer: Callable[[], HttpAnswer], done: Done) -> None:
+        """The answer to a try, which is over now."""
+        result: HttpAnswer | BaseException
+        try:
+            result = answer()
+        except BaseException as failure:
+            result = failure
+        self._tries.release()
+        done(result)
 
 
 def _nodes(timeline: Timeline, began: float) -> list[dict[str, Any]]:
@@ -126,8 +132,8 @@ def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
     text = (_FOLDER / "try.html").read_text(encoding="utf-8")
     named = [{"name": each.name, "version": each.version, "node_name": each.node_name or ""} for each in models]
     for mark, part in (
-        ("MODELS", escape(json.dumps(named))), ("MONITORING", str(monitoring_port)), ("STYLE", style),
-        ("SCRIPT", script),
+        ("MONITORING", str(monitoring_port)), ("STYLE", style), ("SCRIPT", script),
+        ("MODELS", escape(json.dumps(named))),  # NOTE: the last, since names may have any characters
     ):  # fmt: skip
         text = text.replace(f"@{mark}@", part, 1)
     hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
