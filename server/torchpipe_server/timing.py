@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 HEADER, WISH = "Server-Timing", "x-timing"
 """The header, or metadata, of an answer; and that of a request that wants it. ``?timing=1`` wants it, too."""
+
+_NO_TOKEN = re.compile(r"[^A-Za-z0-9!#$%&'*+.^_`|~-]")
 
 
 def timed(served: Served, run: pipe, options: Options) -> Served:
@@ -79,8 +82,12 @@ def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:
 
 
 def header_of(times: Mapping[str, Mapping[str, float]], seconds: float) -> str:
-    """As browsers read it (W3C Server Timing); ``total`` is from the request to its answer."""
+    """As browsers read it (W3C Server Timing); ``total`` is from the request to its answer.
+
+    What no name in a header may have is ``_`` there: a node's name may be anything.
+    """
     parts = [f"total;dur={1000 * seconds:.3f}"]
     for node, phases in times.items():
-        parts += [f"{node}.{phase};dur={ms:g}" for phase, ms in phases.items()]
+        name = _NO_TOKEN.sub("_", node)
+        parts += [f"{name}.{phase};dur={ms:g}" for phase, ms in phases.items()]
     return ", ".join(parts)

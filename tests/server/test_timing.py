@@ -83,4 +83,5 @@ def test_of_several_visits_of_a_node_the_longest_counts() -> None:
     times = node_times(visits)
     assert times == {"x": {"queue": 1000, "wait": 0, "compute": 7000}}
     assert header_of(times, 9) == "total;dur=9000.000, x.queue;dur=1000, x.wait;dur=0, x.compute;dur=7000"
+    assert header_of({"a/1/é, x": {"wait": 1}}, 0) == "total;dur=0.000, a_1____x.wait;dur=1", "no header has those"
     assert (Options("a.toml", log_requests="slow:2.5").slow_seconds, Options("a.toml").slow_seconds) == (0.0025, None)
