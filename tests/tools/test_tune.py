@@ -336,6 +336,7 @@ def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool)
         ),
         (["ok.toml", "--img_dir", "images", "--cores", "1"], "one core: there is nothing to share out; "),
         (["ok.toml", "--img_dir", "images", "--out", "ok.toml"], "--out ok.toml: would replace the file that is tuned"),
+        (["ok.toml", "--img_dir", "images", "--replay", "one.txt"], "the times of --replay are all the same"),
         (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
         (["ok.toml", "--img_dir", "images", "--gpu-memory", "6 G"], "expected bytes, as 6G or 800M, got '6 G'"),
         (["ok.toml", "--img_dir", "images", "--budget", "1"], "expected a number of seconds from 5 to 3600, got '1'"),
@@ -364,6 +365,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "        item['result'] = 1\n",
         "two.toml": '[a]\nbackend = "DecodeMat"\n[b]\nbackend = "DecodeMat"\n',
         "bad.onnx": "no model",
+        "one.txt": "1.5\n",
         "bad/one.jpg": "no image",
         "none/readme": "",
     }

@@ -116,7 +116,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         help="a state dict, or a checkpoint that has one; of torchvision's models also 'pretrained' (the default), the "
         "name of weights, or 'random' to measure speed",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of --weights random (default: 0)")
+    add("--seed", type=at_least(0, 2**63 - 1), default=0, metavar="N", help="of --weights random (default: 0)")
     add("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
     add("--force", action="store_true", help="replace files that are there")
     add("--labels", type=Path, metavar="FILE", help="a class a line; default: the weights' own, if they have any")

@@ -99,6 +99,7 @@ def tune(
         raise ToolError("no images")
     if len(usable) < 2:
         raise ToolError("one core: there is nothing to share out; serve with --workers 1 and one instance of each node")
+    pattern = rescale(times, 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
     tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
     with ExitStack() as stack:
         os.sched_setaffinity(0, usable)  # NOTE: a plan has as many instances as there are cores
@@ -111,7 +112,7 @@ def tune(
         try:
             stack.callback(run.start(imports).close)
             run.profile(slo_p99)
-            run.set_goal(slo_p99, times)
+            run.set_goal(slo_p99, pattern)
             run.calibrate()
             run.search(gpu_memory)
             run.verify()
@@ -204,11 +205,10 @@ class _Tuning:
         self.report["images"] = len(good)
         self.report["notes"].append(f"{counted(len(failed), 'image')} without a result left out: {why}")
 
-    def set_goal(self, slo: float | None, times: Sequence[float] | None) -> None:
+    def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """What is looked for, and the arrivals of all that is simulated and measured."""
         self.report["slo_p99"] = slo_of(slo, self.report["lone"])
-        unit = rescale(times, 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
-        self._goal = Goal(self.report["slo_p99"], self.report["rate"], list(_repeated(unit, _ARRIVALS)))
+        self._goal = Goal(self.report["slo_p99"], self.report["rate"], list(_repeated(times, _ARRIVALS)))
 
     def calibrate(self) -> None:
         """Measure the file as it is, with the workers that torchpipe-serve gives it; fit the simulation to that."""
