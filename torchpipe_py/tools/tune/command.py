@@ -339,6 +339,8 @@ def run_tune(args: argparse.Namespace) -> int:
     check_output(out, "--out")
     if os.path.realpath(out) == os.path.realpath(path):
         raise ToolError(f"--out {out}: would replace the file that is tuned")
+    if os.path.realpath(out.parent) != os.path.realpath(path.parent):
+        _check_moved(path, out)
     imports = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
     has_terminal = args.progress and sys.stderr is not None and sys.stderr.isatty()
     report = tune(
@@ -366,6 +368,14 @@ def run_tune(args: argparse.Namespace) -> int:
     if args.html is not None:
         write_text(args.html, text.page(report))
     return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0
+
+
+def _check_moved(path: Path, out: Path) -> None:
+    """``ConfigError`` where the file would not find, at another place, what it finds beside itself."""
+    plan_pipeline(path)
+    moved = parse_toml(path)
+    moved.source = os.fspath(out)
+    plan_pipeline(moved)
 
 
 def _show_progress(phase: str, share: float, left: float) -> None:
