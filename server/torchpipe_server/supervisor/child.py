@@ -304,3 +304,15 @@ class Child:
         self._channel.hear_out()
         self.close()
         self._on_exit(self)
+
+
+def link(worker: Child, engine: Child) -> None:
+    """Give a worker and an engine process the two ends of a way to each other."""
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            engine.link(ours, worker)
+            worker.link(theirs)
+    except OSError as error:
+        logger.error("%s and %s cannot be linked: %s", worker.name, engine.name, error)
+        worker.miss_link()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import socket
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import Overloaded, TorchpipeError, counted
-from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
+from torchpipe_py.errors import Overloaded, TorchpipeError
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
-from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
+from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, link
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import (
     NOTHING,
@@ -30,118 +27,28 @@ from torchpipe_server.supervisor.figures import (
     Snapshot,
     add_past,
 )
-from torchpipe_server.supervisor.forker import Forked, Forker, Role
-from torchpipe_server.worker.worker import HUNG, engine_processes, has_engine
+from torchpipe_server.supervisor.forker import Forked, Forker
+from torchpipe_server.supervisor.generation import (
+    RETRY_MS,
+    START_ATTEMPTS,
+    Changes,
+    Generation,
+    WorkerSlot,
+    nobody_asks,
+)
+from torchpipe_server.worker.worker import HUNG
 
 logger = logging.getLogger("torchpipe_server")
 
-START_ATTEMPTS = 5  # of a worker that ends before it is ready
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
 EXHAUSTED_DELAY = 1.0  # where descriptors, memory or threads were missing
 SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
 RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
 FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to be there
-MOST_CHANGES = 16  # that wait for a reload to be over
-RETRY_MS = 1000  # for who asks for another one
 EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to tell how one has ended
 
-
-Change = tuple[Callable[[], Any], Callable[[str], object]]
-"""What gives a configuration, and what is told why it is not served, or nothing once it is."""
 OnControl = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
 """Loads or unloads a model for a client of a worker; its last argument is told what came of it."""
-
-
-def _nobody_asks(problem: str) -> None:
-    """Of a reload by SIGHUP: the log has it."""
-
-
-@dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
-class WorkerSlot:
-    """One worker or engine process of a generation, whichever process it is now, and its configuration.
-
-    ``child`` is none while it is being forked, and during the pause before the next attempt.
-    """
-
-    index: int
-    tables: Any
-    role: Role = "worker"
-    child: Child | None = None
-    restarts: int = 0
-    pauses: int = 0  # since it last worked for a while
-    failures: int = 0  # starts that failed, since the last one that did not
-    is_given_up: bool = False
-    died_at: float = 0.0  # when its last process died with connections; 0 once the next one is ready
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its process takes connections, or links."""
-        child = self.child  # asked by other threads as well
-        return child is not None and child.is_ready
-
-    @property
-    def name(self) -> str:
-        """For a line in the log."""
-        return f"{self.role} {self.index}"
-
-
-class Generation:
-    """``workers``, and where nodes are shared by several of them, ``engines``: as many for each device.
-
-    Engine processes of the generation ``before`` go on where the shared nodes are the same: then their models are not
-    loaded again. Where code of the user's own is imported it may have changed, and they do not.
-    """
-
-    def __init__(self, tables: Any, options: Options, before: Generation | None = None) -> None:
-        self.workers = [WorkerSlot(index, tables) for index in range(options.workers)]
-        self.engines: list[WorkerSlot] = []
-        self.has_started_workers = False
-        self.tables, self._files = tables, {}
-        if has_engine(options, tables):
-            # NOTE: looked at before anybody reads the files: what changes meanwhile is different at the next reload.
-            self._files = shared_files(tables)
-            if before is not None and not options.import_code and self._shares_with(before):
-                self.engines = before.engines
-            else:
-                most, count = options.engines * max(1, len(options.device_numbers)), engine_processes(options, tables)
-                if options.engines > 1 and count < most:
-                    logger.warning(
-                        "--engines %d: %d engine processes instead of %d, one for each worker (--workers)",
-                        options.engines, count, most,
-                    )  # fmt: skip
-                self.engines = [WorkerSlot(index, tables, "engine process") for index in range(count)]
-        elif options.engines > 1:
-            reason = "no node has shared = true" if options.workers > 1 else "it takes --workers of 2 or more"
-            logger.warning("--engines %d does nothing: %s", options.engines, reason)
-
-    def tell_engines(self, options: Options, before: Generation | None = None) -> None:
-        """Log which engine processes run its shared nodes, and whether they are those of the generation ``before``."""
-        if not self.engines:
-            return
-        devices = [options.device_of(engine.index) for engine in self.engines]
-        named = [
-            f"{engine.name} on CUDA device {device}" if device else engine.name
-            for engine, device in zip(self.engines, devices, strict=True)
-        ]
-        logger.info(
-            "shared nodes (%s) run in %s for %d workers: %s%s",
-            ", ".join(shared_nodes(self.tables)), counted(len(named), "engine process"), options.workers,
-            ", ".join(named), ", as before" if before is not None and before.engines is self.engines else "",
-        )  # fmt: skip
-
-    def _shares_with(self, before: Generation) -> bool:
-        """Whether the engine processes of the generation before run what those of this one would."""
-        are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
-        return are_ready and self._files == before._files and same_shared(before.tables, self.tables)
-
-    @property
-    def slots(self) -> list[WorkerSlot]:
-        """All of them."""
-        return [*self.engines, *self.workers]
-
-    def engine_of(self, worker: WorkerSlot) -> WorkerSlot | None:
-        """One on the worker's device."""
-        return self.engines[worker.index % len(self.engines)] if self.engines else None
 
 
 class Fleet:
@@ -174,8 +81,7 @@ class Fleet:
         self._forker = Forker(loop, options, connections.journal)
         self._leaving: set[Child] = set()
         self._is_ending = self._wants_reload = False
-        self._changes: deque[Change] = deque()  # that wait
-        self._on_reloaded: Callable[[str], object] = _nobody_asks
+        self._changes = Changes()
         self._on_begun: Callable[[], object] = lambda: None
         every(loop, LOOK_SECONDS, self._look)
 
@@ -222,11 +128,7 @@ class Fleet:
     def drain(self) -> None:
         """Have each answer what it accepted, and end."""
         self._is_ending = True
-        waiting = [self._on_reloaded, *[done for _, done in self._changes]]
-        self._on_reloaded = _nobody_asks  # NOTE: the reload under way may end after all, and nobody is told twice
-        self._changes.clear()
-        for done in waiting:
-            done("the service is stopping")
+        self._changes.stop("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
 
@@ -363,14 +265,7 @@ class Fleet:
         engine = generation.engine_of(worker) if worker.role == "worker" else None
         if engine is None or worker.child is None or engine.child is None or not engine.is_ready:
             return
-        try:
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                engine.child.link(ours, worker.child)
-                worker.child.link(theirs)
-        except OSError as error:
-            logger.error("%s and %s cannot be linked: %s", worker.name, engine.name, error)
-            worker.child.miss_link()
+        link(worker.child, engine.child)
 
     def _begin_if_complete(self) -> None:
         """The first generation is there, but for what was given up."""
@@ -470,15 +365,9 @@ class Fleet:
         self._begin_if_complete()
 
     def _end_if_hopeless(self) -> None:
-        if self._next is not None:
-            return
-        for slots in (self.now.workers, self.now.engines):
-            if slots and all(slot.is_given_up for slot in slots):
-                self._on_failure(f"no {slots[0].role} can be started, after {START_ATTEMPTS} attempts each")
-                return
-        missing = [engine.name for engine in self.now.engines if engine.is_given_up]
-        if missing and not self.now.has_started_workers:  # which wait for all of them
-            self._on_failure(f"{missing[0]} cannot be started, after {START_ATTEMPTS} attempts")
+        problem = "" if self._next is not None else self.now.hopeless()
+        if problem:
+            self._on_failure(problem)
 
     # -- reload -------------------------------------------------------------------------------------------------
 
@@ -491,7 +380,7 @@ class Fleet:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
             self._reload_ended("a reload came in between")
-        self._begin_reload(self._load, _nobody_asks)
+        self._begin_reload(self._load, nobody_asks)
 
     def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
         """Serve what ``load`` gives once reloads under way are over; ``done`` is told why not, or "" when it serves.
@@ -500,22 +389,20 @@ class Fleet:
         """
         if self._is_ending or not self.has_begun:
             raise Overloaded("the service is starting or stopping", RETRY_MS)
-        if len(self._changes) >= MOST_CHANGES:
-            raise Overloaded(f"more than {MOST_CHANGES} changes wait", RETRY_MS)
-        self._changes.append((load, done))
+        self._changes.add((load, done))
         self._begin_change()
 
     def _begin_change(self) -> None:
-        if self._next is None and self._changes and not self._is_ending:
-            self._begin_reload(*self._changes.popleft())
+        change = self._changes.next() if self._next is None and not self._is_ending else None
+        if change is not None:
+            self._begin_reload(*change)
 
     def _reload_ended(self, problem: str) -> None:
-        done, self._on_reloaded = self._on_reloaded, _nobody_asks
-        done(problem)
+        self._changes.tell(problem)
         self._loop.call_soon(self._begin_change)
 
     def _begin_reload(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
-        self._on_reloaded = done
+        self._changes.who_asks = done
         logger.info("reloading %s", self._options.config)
         try:
             tables = load()

@@ -24,7 +24,8 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.figures import Figures, add, service_figures
-from torchpipe_server.supervisor.fleet import Fleet, WorkerSlot
+from torchpipe_server.supervisor.fleet import Fleet
+from torchpipe_server.supervisor.generation import WorkerSlot
 from torchpipe_server.supervisor.repository import Outcome, Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 

@@ -16,8 +16,9 @@ from kit.services import turn
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.supervisor.fleet import FIRST_DELAY, MOST_CHANGES, START_ATTEMPTS, Fleet, Generation, WorkerSlot
+from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet
 from torchpipe_server.supervisor.forker import Forker
+from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
 
 from torchpipe_py import Overloaded
 
