@@ -28,7 +28,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift import Limits, Message
-from torchpipe_server.worker.worker import usual_service
+from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import Signature
 from torchpipe_py.arguments import ArgumentParser

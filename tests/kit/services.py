@@ -28,7 +28,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.timing import timed
-from torchpipe_server.worker.worker import usual_service
+from torchpipe_server.worker.service import usual_service
 
 from kit.steered import FILE, steering
 from kit.waits import WAIT, eventually

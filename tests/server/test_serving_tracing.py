@@ -21,7 +21,7 @@ from torchpipe_server import tracing
 from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.options import Options
-from torchpipe_server.worker.worker import usual_service
+from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import ConfigError, pipe
 from torchpipe_py.runtime import spans

@@ -17,29 +17,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Server
-from torchpipe_server.front.services import Routes, Served, services_of
+from torchpipe_server.front.services import services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
 from torchpipe_server.timing import timed
 from torchpipe_server.worker.channel import Channel
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
+from torchpipe_server.worker.plan import engine_processes, has_engine, make_plan
+from torchpipe_server.worker.service import served_maker
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
     from torchpipe_py.plan.build import Pipeline
     from torchpipe_py.proc.engine import EngineClient
-    from torchpipe_py.runtime.admission import Deadlines
     from torchpipe_server.front.rpc import RpcServer
-    from torchpipe_server.methods.many import Turns
-    from torchpipe_server.methods.oip.core import Control, Models
     from torchpipe_server.worker.streams import WorkerStreams
 
 logger = logging.getLogger("torchpipe_server")
@@ -50,7 +48,6 @@ HUNG = 3  # the exit status of a process whose backend does not return
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two looks at whether the time to end is over
-VERSION = "1"  # of the model: a service has one configuration at a time
 NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
 
 
@@ -364,39 +361,6 @@ def set_up_process(options: Options) -> None:
     keep_freed_memory()
 
 
-def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
-    """The plan of the configuration for one of so many processes that run it.
-
-    What the options say otherwise is written into ``tables``.
-    """
-    from torchpipe_py.plan.build import plan_pipeline
-    from torchpipe_py.plan.folder import Folder
-
-    for each in tables.values() if isinstance(tables, Folder) else [tables]:
-        if options.max_inflight:
-            each["global"]["max_inflight"] = options.max_inflight
-        if options.decode_isolation != "config":
-            for table in each.values():
-                table.pop("decode_isolation", None)
-            each["global"]["decode_isolation"] = options.decode_isolation
-    return plan_pipeline(tables, processes=processes)
-
-
-def has_engine(options: Options, tables: Any) -> bool:
-    """Whether an engine process runs the shared nodes of the configuration."""
-    from torchpipe_py.plan.sharing import shared_nodes
-
-    return options.workers > 1 and bool(shared_nodes(tables))
-
-
-def engine_processes(options: Options, tables: Any) -> int:
-    """How many run the shared nodes, if there are any: no more than workers."""
-    from torchpipe_py.plan.sharing import decodes_on_gpu
-
-    each = options.engines or (2 if decodes_on_gpu(tables) else 1)
-    return min(each * max(1, len(options.device_numbers)), options.workers)
-
-
 def meet(engine: EngineClient, start: Start) -> None:
     """Wait for an engine process, and the links that the supervisor makes to it, until one has told what it runs."""
     while True:
@@ -422,68 +386,6 @@ def limit_threads() -> None:
     torch.set_num_threads(1)
     # A thread that comes back from OpenCV, or from a GPU, waits this long at most for Python's lock (default: 5 ms).
     sys.setswitchinterval(SWITCH_SECONDS)
-
-
-def served_maker(options: Options, control: Control | None = None) -> Callable[[pipe], Served]:
-    """What makes of a pipe what is served: the usual service, or the user's own."""
-    if not options.handler:
-        return partial(usual_service, options, control=control)
-    from torchpipe_server.methods.custom import CustomHandler, load_handler
-
-    cls = load_handler(options.handler)
-
-    def make_own(run: pipe) -> Served:
-        limit_delays(run, options)
-        handler = CustomHandler(cls, run, options.deadline_ms)
-        return Served(handler.methods, Routes(handler.routes, options.monitoring))
-
-    return make_own
-
-
-def usual_service(options: Options, run: pipe, control: Control | None = None) -> Served:
-    """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
-    from torchpipe_py.idl import load_idl
-    from torchpipe_py.runtime.admission import Deadlines
-    from torchpipe_py.wire.errors import Bound
-    from torchpipe_server.front.services import reply_bound
-    from torchpipe_server.methods.http import HttpHandler
-    from torchpipe_server.methods.many import Turns
-    from torchpipe_server.methods.oip.core import OpenInference
-    from torchpipe_server.methods.oip.handler import OipHandler
-    from torchpipe_server.methods.oip.requests import InferLimits
-    from torchpipe_server.methods.page import PageHandler
-    from torchpipe_server.methods.thrift import InferenceHandler
-
-    limit_delays(run, options)
-    deadlines, turns = Deadlines(run, options.deadline_ms), Turns(run)
-    thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
-    http = HttpHandler(run, deadlines, options.max_text_bytes, options.max_reply_bytes)
-    limits = InferLimits(Bound(options.max_text_bytes, "--max-text-bytes"), options.max_batch)
-    models = _models(run, Path(options.config).stem, deadlines, turns)
-    core = OpenInference(models, options.max_batch, reply_bound(options.max_reply_bytes), control)
-    page = [] if options.no_page else PageHandler(run, models.all(), deadlines, options).routes
-    routes = Routes([*http.routes, *OipHandler(core, limits).routes, *page], options.monitoring)
-    if options.grpc_port < 0:
-        return Served(thrift.methods, routes)
-    from torchpipe_server.methods.oip.rpc import OipRpcs
-
-    return Served(thrift.methods, routes, OipRpcs(core, limits).rpcs)
-
-
-def _models(run: pipe, stem: str, deadlines: Deadlines, turns: Turns) -> Models:
-    """Each root that requests may enter; that of a file with one root goes by the file's name, too."""
-    from torchpipe_server.methods.oip.core import Model, Models
-
-    roots = [Model(each.name, each.version, run, deadlines, turns, each.node_name) for each in run.models]
-    if any(each.root != each.name for each in run.models):
-        return Models(roots)
-    file = [Model(stem, VERSION, run, deadlines, turns)]
-    return Models(roots, file) if len(roots) > 1 else Models(file, roots)
-
-
-def limit_delays(run: pipe, options: Options) -> None:
-    """Have the pipe refuse what waits too long."""
-    run.limit_delays(None if options.queue_target_ms < 0 else options.queue_target_ms / 1000)
 
 
 def die_with_parent(is_wanted: bool) -> None:

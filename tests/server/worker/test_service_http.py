@@ -12,7 +12,7 @@ from kit.clients import Client
 from kit.services import ROOT, LocalServer, serving
 from kit.waits import WAIT
 from torchpipe_server.options import Options
-from torchpipe_server.worker.worker import usual_service
+from torchpipe_server.worker.service import usual_service
 
 import torchpipe_py
 from torchpipe_py import Backend, registry
