@@ -24,12 +24,21 @@ class Picture(NamedTuple):
 def small_copy(value: Any, color: str) -> Picture | None:
     """Of a Mat H×W×C or H×W, or of a Tensor 1×C×H×W or C×H×W, of 1 or 3 channels; ``None`` for anything else.
 
-    Numbers beyond 0 to 255, and fractions beyond 0 to 1, are spread over 0 to 255.
+    Numbers beyond 0 to 255, and fractions beyond 0 to 1, are spread over 0 to 255. It raises nothing: that somebody
+    looks on must not fail a batch.
     """
+    try:
+        with np.errstate(all="ignore"):
+            return _copied(value, color)
+    except Exception:  # of a sparse Tensor, say, or of an object that only looks like an array
+        return None
+
+
+def _copied(value: Any, color: str) -> Picture | None:
     shape = tuple(getattr(value, "shape", ()))
     if hasattr(value, "detach"):
         shape = shape[1:] if len(shape) == 4 and shape[0] == 1 else shape
-        if len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < 2:
+        if len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < 2 or value.is_complex():
             return None
         rows, columns, step = shape[1], shape[2], -(-max(shape[1:]) // MOST_SIDE)
         array = value.detach().reshape(shape)[:, ::step, ::step].float().cpu().numpy().transpose(1, 2, 0)

@@ -6,15 +6,18 @@ import base64
 import http.client
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import torch
 from browser import CHROMIUM, Tab
 from kit.services import ROOT, LocalServer, serving
 
 from torchpipe_py import Backend, register_backend
+from torchpipe_py.runtime.pictures import small_copy
 
 IMAGE = ROOT / "configs/demo/images/ring_00.jpg"
 SIZE = 211, 357
@@ -49,6 +52,22 @@ def ask(server: LocalServer, verb: str, path: str, body: bytes = b"", **fields: 
         return answer.status, answer.headers, answer.read()
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(3, 8, 8).to_sparse(),
+        torch.zeros(3, 8, 8, device="meta"),
+        torch.zeros(3, 8, 8, dtype=torch.complex64),
+        SimpleNamespace(shape=None),
+        SimpleNamespace(shape=(3, 8, 8), detach=None),
+        np.zeros((8, 8), object),
+        "text",
+    ],
+)
+def test_a_result_that_cannot_be_drawn_fails_no_batch(value: Any) -> None:
+    assert small_copy(value, "rgb") is None
 
 
 def test_what_a_try_tells() -> None:
