@@ -84,7 +84,7 @@ def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:
 def header_of(times: Mapping[str, Mapping[str, float]], seconds: float) -> str:
     """As browsers read it (W3C Server Timing); ``total`` is from the request to its answer.
 
-    What no name in a header may have is ``_`` there: a node's name may be anything.
+    What no name in a header may have is ``_`` there, as the ``/`` in names of a folder's nodes.
     """
     parts = [f"total;dur={1000 * seconds:.3f}"]
     for node, phases in times.items():
