@@ -21,7 +21,7 @@ import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
 from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import ReplyTooLargeError
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every
 from torchpipe_server.front.services import OK, Cancellable, Rpc, RpcRequest, code_of, reply_bound
@@ -96,8 +96,8 @@ class _Call:
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
             kind: Any = method.args
-            if len(data) > server.options.max_text_bytes:
-                check_fields(data, kind.DESCRIPTOR, server.options.max_items)
+            if len(data) > server.text.bytes:
+                check_fields(data, kind.DESCRIPTOR, server.options.max_items, server.text)
             request = RpcRequest(_parsed(kind, data), *_said(context))
             if server.counters.is_logging:
                 self.request_id = method.request_id(request)
@@ -153,7 +153,7 @@ class RpcServer:
 
     def __init__(self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters) -> None:
         self.loop, self.options, self.counters = loop, options, counters
-        self.reply = reply_bound(options.max_reply_bytes)
+        self.reply, self.text = reply_bound(options.max_reply_bytes), Bound(options.max_text_bytes, "--max-text-bytes")
         self.held_bytes = 0
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None

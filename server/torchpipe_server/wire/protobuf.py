@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from torchpipe_py import InvalidRequest
-from torchpipe_py.wire.errors import RequestTooLargeError
+from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 
 _VARINT, _BYTES = 0, 2  # wire types: a number, and a text, bytes or a message after its size
 _SIZES = {1: 8, 5: 4}  # of the wire types that have always the same size
 _MOST_VARINT = 10
+_TEXTS = 9, 12  # the types of fields that are a text or bytes
 
 
-def check_fields(data: bytes, descriptor: Any, most: int) -> None:
-    """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included.
+def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
+    """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included, or
+    with more numbers in one of them than half of ``text``.
 
     Each becomes an object, of many times its bytes. ``InvalidRequest`` for what is no message. ``descriptor``: that of
     the message's class.
@@ -37,6 +39,9 @@ def check_fields(data: bytes, descriptor: Any, most: int) -> None:
                 field = descriptor.fields_by_number.get(number)
                 if field is not None and field.message_type is not None:
                     todo.append((field.message_type, at, min(at + value, end)))
+                elif field is not None and field.type not in _TEXTS and value > _MOST_VARINT * text.bytes // 2:
+                    limit = f"{text.bytes // 2} numbers (half of {text.name})"
+                    raise RequestTooLargeError(f"{value} bytes of numbers in {field.name}; the limit is {limit}")
                 at += value
 
 

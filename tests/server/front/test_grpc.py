@@ -73,6 +73,7 @@ GOOD = as_rpc(Asked()).SerializeToString()
             "INVALID_ARGUMENT",
             "more than 4096 fields",
         ),
+        (tensor("FP32", [1] * 30_000), "INVALID_ARGUMENT", "30000 bytes of numbers in shape; the limit is 2048"),
         (b"\x0b" * 5000, "INVALID_ARGUMENT", "not a inference.ModelInferRequest"),
         (b"\x08" + b"\xff" * 5000, "INVALID_ARGUMENT", "cut short"),
         (tensor("FP32", (1, 1), [b"1234", b"1"]), "INVALID_ARGUMENT", "2 raw_input_contents for 1 inputs"),
