@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kit.waits import eventually
 
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
 from torchpipe_py.plan.config import Place
@@ -242,6 +243,7 @@ def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
             time.sleep(0.5)
             assert streams.stats()["stuck"]["reconnects"] == module.MOST_BLOCKED - 1
             stuck.set()
+    eventually(lambda: not any(thread.name.endswith(" stuck") for thread in threading.enumerate()))
 
 
 def test_a_file_whose_clock_jumps_plays_on(tmp_path):
