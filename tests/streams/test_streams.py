@@ -8,12 +8,12 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
-from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kit.videos import write_video
 from kit.waits import eventually
 
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
@@ -22,7 +22,7 @@ from torchpipe_py.streams import Streams
 from torchpipe_py.streams.config import read_stream, read_streams
 from torchpipe_py.streams.stream import LAST_SECONDS, Stream
 
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 cv2 = pytest.importorskip("cv2")
 
 FRAMES = 50
@@ -31,15 +31,7 @@ FRAMES = 50
 @pytest.fixture(scope="module")
 def video(tmp_path_factory):
     """Two seconds, 25 frames each; a frame's brightness is its number."""
-    path = tmp_path_factory.mktemp("video") / "a.ts"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(FRAMES):
-            image = np.full((48, 64, 3), 4 * number, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="bgr24")))
-        container.mux(stream.encode())
-    return path
+    return write_video(tmp_path_factory.mktemp("video") / "a.ts", [4 * number for number in range(FRAMES)])
 
 
 class Bright(ItemBackend):
@@ -247,15 +239,7 @@ def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
 
 
 def test_a_file_whose_clock_jumps_plays_on(tmp_path):
-    path = tmp_path / "jump.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for number in range(10):
-            frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="bgr24")
-            frame.pts, frame.time_base = number + 25 * 3600 * (number >= 5), Fraction(1, 25)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    path = write_video(tmp_path / "jump.mp4", [(0, number + 25 * 3600 * (number >= 5)) for number in range(10)])
     with bright() as run, Streams(run, {"a": {"source": str(path), "keep": 10}}) as streams:
         assert [frame.number for frame in streams] == list(range(10))
 

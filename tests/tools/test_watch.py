@@ -6,22 +6,18 @@ import json
 
 import numpy as np
 import pytest
+from kit.videos import write_video
 
 from torchpipe_py import cli
 from torchpipe_py.streams.boxes import COLOR, draw_boxes
 
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 
 
 @pytest.fixture
 def files(tmp_path):
     """A configuration, and a file of streams with a video of five frames."""
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for _ in range(5):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="bgr24")))
-        container.mux(stream.encode())
+    write_video(tmp_path / "a.mp4", [0] * 5)
     (tmp_path / "small.toml").write_text('backend = "ResizeMat"\nresize_h = 1\nresize_w = 2\n')
     (tmp_path / "wrong.toml").write_text('backend = "CropMat"\n')
     (tmp_path / "cameras.toml").write_text('[door]\nsource = "a.mp4"\nkeep = "all"\n')

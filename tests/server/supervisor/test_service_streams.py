@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from kit.monitored import Monitored
 from kit.services import Process, turn
+from kit.videos import write_video
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
@@ -29,7 +30,7 @@ from torchpipe_server.supervisor.supervisor import Supervisor
 
 from torchpipe_py import cli, parse_toml
 
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 
 CONFIG = 'backend = "ResizeMat"\nresize_h = 1\nresize_w = 2\n'
 SECRET = "s3cret-of-a-camera"
@@ -39,12 +40,7 @@ SECRET = "s3cret-of-a-camera"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration, and a video of a second."""
     folder = tmp_path_factory.mktemp("streams")
-    with av.open(str(folder / "a.ts"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for _ in range(25):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="bgr24")))
-        container.mux(stream.encode())
+    write_video(folder / "a.ts", [0] * 25)
     (folder / "small.toml").write_text(CONFIG)
     return folder
 
