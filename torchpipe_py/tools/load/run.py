@@ -293,8 +293,8 @@ def run_sweep(run: Run, options: argparse.Namespace, name: str, values: Sequence
     return series.report("sweep", {"name": name, "values": list(values)}, status)
 
 
-def search_rate(holds: Callable[[float], bool], estimate: float) -> tuple[float | None, float | None]:
-    """The highest rate that held, and the lowest that did not; None where there is none.
+def search_rate(holds: Callable[[float], bool], estimate: float) -> float | None:
+    """The highest rate that held; None where there is none.
 
     Brackets the limit from ``estimate``, in images per second, then halves the bracket until it is narrow.
     ``holds(rate)`` runs a probe; it is noisy near the limit, and no rate is tried twice.
@@ -316,7 +316,7 @@ def search_rate(holds: Callable[[float], bool], estimate: float) -> tuple[float 
             break
         else:
             rate = (best + too_much) / 2
-    return best, too_much
+    return best
 
 
 def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         closed = series.run("closed loop", arrivals="closed", rate=None, slo_p99=None)
         if not closed["images_ok"]:
             raise ToolError(f"--search: no image has a result in a closed loop: {closed['errors']}")
-        best, _ = search_rate(holds, closed["goodput"])
+        best = search_rate(holds, closed["goodput"])
     about = {
         "slo_p99_ms": options.slo_p99,
         "arrivals": options.arrivals,
