@@ -209,9 +209,8 @@ class Simulation:
     def __init__(self, plans: Sequence[Pipeline], costs: dict[str, Cost], machine: Machine) -> None:
         self.costs, self.machine, self.now = costs, machine, 0.0
         self.look: list[_InVirtualTime] = []
-        self.waited: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds, by node, from the arrival to the start of the batch
+        # Seconds, by node, from the arrival to the start of the batch.
+        self.waited: defaultdict[str, float] = defaultdict(float)
         self._timers: list[tuple[float, int, _InVirtualTime]] = []
         self._numbers = count()
         self._jobs: list[_Job] = []
