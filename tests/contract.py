@@ -26,11 +26,11 @@ from kit.steered import steering
 from kit.waits import WAIT
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server import Handler
-from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler
 
 import torchpipe_py.errors
 from torchpipe_py import NoResult, pipe
+from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.service import PipeReplica
 from torchpipe_py.wire.errors import reason
@@ -277,7 +277,7 @@ def replica(house: House, asked: Asked) -> Outcome:
 
 def as_rpc(asked: Asked) -> Any:
     """The message that asks so; a deadline that gRPC cannot say is a parameter."""
-    from torchpipe_server.methods.oip.messages import message
+    from torchpipe_py.methods.oip.messages import message
 
     given = {name: value for name, value in _options(asked).items() if name != "outputs"}
     if asked.deadline_ms is not None and asked.deadline_ms > 0:
@@ -295,7 +295,8 @@ def as_rpc(asked: Asked) -> Any:
 
 def rpc(house: House, asked: Asked) -> Outcome:
     import grpc
-    from torchpipe_server.methods.oip.messages import message
+
+    from torchpipe_py.methods.oip.messages import message
 
     with grpc.insecure_channel(f"127.0.0.1:{house.server.grpc_port}") as channel:
         infer = channel.unary_unary(

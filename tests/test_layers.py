@@ -30,7 +30,7 @@ PACKAGE = [
     "backends",
     "proc",
     "runtime",
-    "streams",
+    "methods streams",
     "tools tools.report",
     "tools.options",
     "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor tools.watch",
@@ -50,6 +50,8 @@ SERVER_MAY_IMPORT = {
     *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
     *("runtime.admission", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build"),
     *("plan.folder", "plan.sharing", "runtime.pictures", "runtime.visits"),
+    *("methods.http", "methods.many", "methods.routes", "methods.oip.core", "methods.oip.handler", "wire.http"),
+    *("methods.oip.requests", "methods.oip.rpc"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

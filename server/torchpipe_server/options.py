@@ -127,6 +127,11 @@ class Options:
         return f"monitoring is on --http-port {port}" if port > 0 else "--http-port opens a port for monitoring"
 
     @property
+    def elsewhere(self) -> dict[str, str]:
+        """The same for each of them."""
+        return dict.fromkeys(MONITORING_PATHS, self.monitoring)
+
+    @property
     def slow_seconds(self) -> float | None:
         """Beyond which a request is logged, where slow ones are to be."""
         found = _SLOW.fullmatch(self.log_requests)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from torchpipe_py.methods.routes import Cancellable, Done, Method, Served
 from torchpipe_server.front.counters import log_request
-from torchpipe_server.front.services import Cancellable, Done, Method, Served, code_of
+from torchpipe_server.front.services import code_of
 from torchpipe_server.options import Options
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from torchpipe_py.errors import ConfigError
-from torchpipe_server.front.services import OK, Cancellable, Done, Method, Served, code_of
+from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Served
+from torchpipe_server.front.services import code_of
 
 _FIELD_CHARACTERS = 512
 _REQUEST_ID_CHARACTERS = 200

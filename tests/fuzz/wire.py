@@ -26,13 +26,13 @@ from thrift_maker import ThriftMaker
 from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift import Limits, Message
 from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import Signature
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.errors import DecodeError, UnknownNode
+from torchpipe_py.wire.http import HttpRequest
 
 SEEDS = Path(__file__).parent / "seeds"
 LIMITS = Limits(message_bytes=2**20, string_bytes=2**20, text_bytes=2**12, items=2**12)

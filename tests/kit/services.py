@@ -23,7 +23,7 @@ from torchpipe_server.cli import reserve
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Server
-from torchpipe_server.front.services import Routes, Served, services_of
+from torchpipe_server.front.services import services_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
@@ -33,6 +33,7 @@ from torchpipe_server.worker.service import usual_service
 from kit.steered import FILE, steering
 from kit.waits import WAIT, eventually
 from torchpipe_py import pipe
+from torchpipe_py.methods.routes import Routes, Served
 
 ROOT = Path(__file__).parents[2]
 DEMO = "configs/demo_nodes.toml"

@@ -18,12 +18,12 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from torchpipe_client import AsyncClient, Client, InferenceError
 from torchpipe_server import tracing
-from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.options import Options
 from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import ConfigError, pipe
+from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.runtime import spans
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

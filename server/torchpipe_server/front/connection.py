@@ -10,9 +10,10 @@ from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
+from torchpipe_py.methods.routes import OK, Cancellable
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
-from torchpipe_server.front.services import OK, Cancellable, Service, Services
+from torchpipe_server.front.services import Service, Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION

@@ -20,11 +20,12 @@ import grpc
 import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
+from torchpipe_py.methods.routes import OK, Cancellable, Rpc, RpcRequest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every
-from torchpipe_server.front.services import OK, Cancellable, Rpc, RpcRequest, code_of, reply_bound
+from torchpipe_server.front.services import code_of, reply_bound
 from torchpipe_server.options import Options
 from torchpipe_server.wire.http import MAX_HEAD_BYTES
 from torchpipe_server.wire.protobuf import check_fields

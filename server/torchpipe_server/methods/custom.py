@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.errors import nearest
+from torchpipe_py.methods.routes import OK, Done, Method, Route, json_answer, route, trace_fields
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import reason
-from torchpipe_server.front.services import METHODS, OK, Done, Method, Route, json_answer, route, trace_fields
-from torchpipe_server.wire.http import HttpAnswer
+from torchpipe_py.wire.http import HttpAnswer
+from torchpipe_server.front.services import METHODS
 
 Data = dict[str, Any]
 

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import WorkerDied
+from torchpipe_py.wire.http import HttpRequest
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server
@@ -21,7 +22,6 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.figures import Figures
 from torchpipe_server.supervisor.slots import Slots, slots_for
-from torchpipe_server.wire.http import HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 

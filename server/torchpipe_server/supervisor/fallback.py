@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.methods.routes import Done, Method, Route, Routes
 from torchpipe_py.wire.errors import describe_error
+from torchpipe_py.wire.http import HttpRequest
 from torchpipe_server.front.loop import Loop
-from torchpipe_server.front.services import Done, HttpService, Method, Route, Routes, Services, ThriftService
-from torchpipe_server.wire.http import HttpRequest
+from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.wire.thrift import Limits
 
 ANSWER_SECONDS = 0.25  # a client that repeats at once must not keep the supervisor busy

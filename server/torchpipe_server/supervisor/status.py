@@ -16,29 +16,20 @@ from typing import Any
 from urllib.parse import unquote
 
 from torchpipe_py.errors import nearest
+from torchpipe_py.methods.routes import Cancellable, Done, Route, Routes, json_answer, route
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RouteError
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server
-from torchpipe_server.front.services import (
-    Cancellable,
-    Done,
-    HttpService,
-    Route,
-    Routes,
-    Services,
-    code_of,
-    json_answer,
-    route,
-)
+from torchpipe_server.front.services import HttpService, Services, code_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
 from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import NoStreamError
 from torchpipe_server.supervisor.supervisor import Supervisor
-from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torchpipe_py import parse_toml
 from torchpipe_py.errors import counted, nearest
+from torchpipe_py.methods.routes import Done
 from torchpipe_py.streams.config import read_streams
 from torchpipe_server.front.connection import Call
 from torchpipe_server.front.loop import Loop, every
-from torchpipe_server.front.services import Done
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.figures import Event, Figures, Snapshot
 

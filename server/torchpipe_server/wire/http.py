@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from email.utils import formatdate
-from functools import lru_cache
-from http import HTTPStatus
-from time import time
-from typing import Any, NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
+from torchpipe_py.wire.http import NAME_CHARACTERS, HttpRequest
 from torchpipe_server.wire.errors import ProtocolError
 
 MAX_HEAD_BYTES = 8192
@@ -22,7 +18,6 @@ MAX_FIELDS = 64
 SMALL_CHUNKS = 64
 CHUNK_BYTES = 1024
 """A body has so many chunks that are shorter, no more: each costs the same."""
-NAME_CHARACTERS = 48
 INVITATION = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/(\d)\.(\d)\r?\n")
@@ -35,8 +30,6 @@ _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+;=%-]*)(?::\d*)?"
 _FIELD_HOST = re.compile(_HOST, re.ASCII)
 # Groups: the host, the path, the query.
 _TARGET = re.compile(rf"(?:(?i:https?)://(?![/?:]|$)({_HOST})(?=[/?]|$))?(/[^?#]*|\*)?(?:\?([^#]*))?", re.ASCII)
-_PHRASES = {status.value: status.phrase for status in HTTPStatus}
-_WITHOUT_BODY = frozenset({204, 304})
 
 
 class HttpError(ProtocolError):
@@ -48,123 +41,6 @@ class HttpError(ProtocolError):
 
     def __str__(self) -> str:
         return self.detail
-
-
-class HttpAnswer(NamedTuple):
-    """``kind`` is the body's type, ``headers`` are sent beside it and the length."""
-
-    status: int
-    kind: str
-    body: bytes
-    headers: Mapping[str, str] = {}
-
-
-class HttpRequest:
-    """One request.
-
-    method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
-    parameters: the parts of the path that its route has in braces. error: why there is no body, if it was not read
-    whole. is_last: whether the connection ends after its answer. name: method and path, cut if they are long.
-    head: the same without the body. known: what others have found out about the head; requests of a connection with
-    the same head share it.
-    """
-
-    __slots__ = (
-        "body", "error", "fields", "head", "is_last", "known", "length", "method", "name", "parameters", "path",
-        "query",
-    )  # fmt: skip
-
-    is_oneway, seqid, protocol = False, 0, "http"
-
-    def __init__(self, method: str = "", path: str = "", is_last: bool = False) -> None:
-        self.method, self.path, self.query, self.is_last = method, path, "", is_last
-        self.fields: Mapping[str, str] = {}
-        self.parameters: Mapping[str, str] = {}
-        self.length: int | None = 0  # of the body; None if it comes in chunks
-        self.body = b""
-        self.error: ProtocolError | None = None
-        self.name = f"{method} {path}"[:NAME_CHARACTERS]
-        self.known: dict[str, Any] = {}
-        self.head: HttpRequest | None = None
-
-    @classmethod
-    def named(cls, name: str) -> HttpRequest:
-        """What is left of one whose ``name`` alone is known; its answer is the connection's last."""
-        method, _, path = name.partition(" ")
-        return cls(method, path, is_last=True)
-
-    def with_body(self, body: bytes) -> HttpRequest:
-        """Another request with the same head."""
-        request = HttpRequest.__new__(HttpRequest)
-        request.method, request.path, request.query, request.is_last = self.method, self.path, self.query, self.is_last
-        request.fields, request.parameters, request.length = self.fields, self.parameters, self.length
-        request.body, request.error, request.name, request.known = body, None, self.name, self.known
-        request.head = self
-        return request
-
-    def refused(self, error: ProtocolError) -> HttpRequest:
-        """The same, not read to its end because of ``error``; nothing after it is read."""
-        self.error, self.is_last = error, True
-        return self
-
-    @property
-    def host(self) -> str:
-        """The Host field; empty without one."""
-        return self.fields.get("host", "")
-
-    @property
-    def is_of_other_page(self) -> bool:
-        """Whether a page of another origin had a browser send it, which can do harm without reading the answer."""
-        origin = self.fields.get("origin")
-        return origin is not None and origin.partition("://")[2] != self.host
-
-    @property
-    def kind(self) -> str:
-        """The type of the body, in lower case and without parameters."""
-        return self.fields.get("content-type", "").partition(";")[0].strip().lower()
-
-    @property
-    def size(self) -> int:
-        """Bytes of the body."""
-        return len(self.body)
-
-    def answer(self, answer: HttpAnswer, more: Mapping[str, str] | None = None) -> bytes:
-        """The bytes of the answer, for HEAD without its body. ``more`` are header fields besides its own.
-
-        Raises ``ValueError`` for a header field that would end its line, or is not Latin-1.
-        """
-        status, kind, body, own = answer
-        head = b"%b%d\r\nDate: %b\r\n" % (_start_of_head(status, kind), len(body), _date(int(time())))
-        for fields in (own, more):
-            if fields:
-                for name, value in fields.items():
-                    if "\r" in (field := f"{name}: {value}") or "\n" in field:
-                        raise ValueError(f"a header field of the answer has a line break: {field!r}")
-                    head += f"{field}\r\n".encode("latin-1")
-        if self.is_last:
-            head += b"Connection: close\r\n"
-        if self.method == "HEAD" or status in _WITHOUT_BODY:
-            return head + b"\r\n"
-        return b"%b\r\n%b" % (head, body)
-
-    def head_of_parts(self, kind: str, headers: Mapping[str, str]) -> bytes:
-        """The head of an answer that comes in parts, and ends with the connection."""
-        self.is_last = True
-        lines = {"Date": _date(int(time())).decode(), "Content-Type": kind, **headers, "Connection": "close"}
-        return "".join(["HTTP/1.1 200 OK\r\n", *(f"{name}: {lines[name]}\r\n" for name in lines), "\r\n"]).encode()
-
-
-@lru_cache(maxsize=64)
-def _start_of_head(status: int, kind: str) -> bytes:
-    if "\r" in kind or "\n" in kind:
-        raise ValueError(f"the Content-Type of the answer has a line break: {kind!r}")
-    phrase = _PHRASES.get(status, "")
-    return f"HTTP/1.1 {status} {phrase}\r\nContent-Type: {kind}\r\nContent-Length: ".encode("latin-1")
-
-
-@lru_cache(maxsize=1)
-def _date(second: int) -> bytes:
-    return formatdate(second, usegmt=True).encode()
 
 
 class HttpReader:

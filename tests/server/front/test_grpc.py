@@ -19,7 +19,7 @@ from kit.steered import Steered
 from kit.waits import WAIT, eventually
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-messages = pytest.importorskip("torchpipe_server.methods.oip.messages")
+messages = pytest.importorskip("torchpipe_py.methods.oip.messages")
 
 SERVICE = "/inference.GRPCInferenceService"
 Request, Answer = (messages.message(f"inference.ModelInfer{what}") for what in ("Request", "Response"))

@@ -36,12 +36,12 @@ from kit.waits import WAIT, eventually
 from thriftpy2.transport import TTransportException
 from torchpipe_server.front.connection import STALLED_SECONDS, Call
 from torchpipe_server.front.server import TICK_SECONDS
-from torchpipe_server.front.services import Routes, Served, route
 from torchpipe_server.methods.thrift import InferenceHandler
-from torchpipe_server.wire.http import HttpRequest
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
 from torchpipe_py import Backend
+from torchpipe_py.methods.routes import Routes, Served, route
+from torchpipe_py.wire.http import HttpRequest
 
 LIMIT = 2**16
 

@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, SMALL_CHUNKS, HttpAnswer, HttpError, HttpReader
+from torchpipe_server.wire.http import MAX_FIELDS, MAX_HEAD_BYTES, SMALL_CHUNKS, HttpError, HttpReader
+
+from torchpipe_py.wire.http import HttpAnswer
 
 GET = b"GET /stats?a=1 HTTP/1.1\r\nHost: here:80\r\nX-Y: z\r\n\r\n"
 GOT = ("GET", "/stats", "a=1", "here:80", b"")

@@ -23,11 +23,11 @@ from kit.waits import WAIT, eventually
 from test_service_http import ask, fetch
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server import Handler
-from torchpipe_server.front.services import Routes, Served
 from torchpipe_server.methods.custom import CustomHandler, load_handler
-from torchpipe_server.wire.http import HttpAnswer
 
 from torchpipe_py import ConfigError, pipe
+from torchpipe_py.methods.routes import Routes, Served
+from torchpipe_py.wire.http import HttpAnswer
 
 THRIFT = """
 exception Refused { 1: string reason, 2: optional string code }

@@ -11,7 +11,8 @@ from kit.backends import Gate
 from kit.clients import IDL, Client
 from kit.services import serving
 from kit.waits import eventually
-from torchpipe_server.methods.many import ROUNDS
+
+from torchpipe_py.methods.many import ROUNDS
 
 
 def images(data: bytes, count: int) -> list[Any]:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchpipe_server.methods.oip.http import HEADER_LENGTH, read_head, read_infer
-from torchpipe_server.methods.oip.requests import (
+
+from torchpipe_py import InvalidRequest, TensorSpec
+from torchpipe_py.methods.oip.http import HEADER_LENGTH, read_head, read_infer
+from torchpipe_py.methods.oip.requests import (
     InferLimits,
     InferRequest,
     Wanted,
 )
-from torchpipe_server.methods.oip.tensors import NUMBERS
-
-from torchpipe_py import InvalidRequest, TensorSpec
+from torchpipe_py.methods.oip.tensors import NUMBERS
 from torchpipe_py.wire.errors import Bound
 
 LIMITS = InferLimits(Bound(2**16, "--max-text-bytes"), 32)

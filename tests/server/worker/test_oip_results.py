@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchpipe_server.methods.oip.http import answer
-from torchpipe_server.methods.oip.requests import InferRequest, Wanted
-from torchpipe_server.methods.oip.results import kept, outputs_of
-from torchpipe_server.methods.oip.tensors import Output
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING
+from torchpipe_py.methods.oip.http import answer
+from torchpipe_py.methods.oip.requests import InferRequest, Wanted
+from torchpipe_py.methods.oip.results import kept, outputs_of
+from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 
 Y = TensorSpec("y", (None, 2), "float32")

@@ -14,24 +14,16 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py import Overloaded, pipe
+from torchpipe_py.methods.oip.core import Model
+from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pictures import Picture
 from torchpipe_py.runtime.visits import Timeline
 from torchpipe_py.wire.errors import Bound, RouteError
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import answer_of, read_request
-from torchpipe_server.front.services import (
-    JSON,
-    Cancellable,
-    Done,
-    Route,
-    error_answer,
-    json_answer,
-    reply_bound,
-    route,
-)
-from torchpipe_server.methods.oip.core import Model
+from torchpipe_server.front.services import error_answer, reply_bound
 from torchpipe_server.options import Options
-from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 MOST_TRIES = 4
 """Of a worker, at a time: what they show costs more than an answer."""

@@ -8,8 +8,9 @@ from time import perf_counter, time
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py import TASK_DATA_KEY, TASK_RESULT_KEY, Signature, TensorSpec
-from torchpipe_server.methods.oip.tensors import BYTES, OF_DTYPE
+from torchpipe_py.backends.signature import Signature, TensorSpec
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.methods.oip.tensors import BYTES, OF_DTYPE
 
 PLATFORM = "torchpipe_py"
 SERVER = {

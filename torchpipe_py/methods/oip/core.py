@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from torchpipe_py import Signature, TorchpipeError, UnknownNode, pipe
-from torchpipe_py.errors import nearest
+from torchpipe_py.backends.signature import Signature
+from torchpipe_py.errors import TorchpipeError, UnknownNode, nearest
+from torchpipe_py.methods.many import Turns
+from torchpipe_py.methods.oip import metadata
+from torchpipe_py.methods.oip.requests import InferRequest
+from torchpipe_py.methods.oip.results import RESULT, kept, outputs_of
+from torchpipe_py.methods.oip.tensors import Output
+from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, log_defect
-from torchpipe_server.front.services import Cancellable, Done
-from torchpipe_server.methods.many import Turns
-from torchpipe_server.methods.oip import metadata
-from torchpipe_server.methods.oip.requests import InferRequest
-from torchpipe_server.methods.oip.results import RESULT, kept, outputs_of
-from torchpipe_server.methods.oip.tensors import Output
+
+VERSION = "1"  # of a file's model: it is there once
 
 
 class NotServedError(TorchpipeError):
@@ -113,6 +116,15 @@ class Models:
             raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], {model.name for model in self._listed})}")
         versions = nearest("", self.versions(name))
         raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {versions}")
+
+
+def models_of(run: pipe, stem: str, deadlines: Deadlines, turns: Turns) -> Models:
+    """Each root that requests may enter; that of a file with one root goes by the file's name, ``stem``, too."""
+    roots = [Model(each.name, each.version, run, deadlines, turns, each.node_name) for each in run.models]
+    if any(each.root != each.name for each in run.models):
+        return Models(roots)
+    file = [Model(stem, VERSION, run, deadlines, turns)]
+    return Models(roots, file) if len(roots) > 1 else Models(file, roots)
 
 
 class Codec(Protocol):

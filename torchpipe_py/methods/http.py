@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py import pipe
+from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import answer_of, read_request
-from torchpipe_server.front.services import JSON, Cancellable, Done, Route, json_answer, reply_bound, route
-from torchpipe_server.wire.http import HttpAnswer, HttpRequest
 
 
 class HttpHandler:
-    """Routes on a pipe, for ``Server``. ``text_bytes`` bounds a body of JSON, ``reply_bytes`` an answer."""
+    """Routes on a pipe. ``text`` bounds a body of JSON, ``reply`` an answer."""
 
-    def __init__(self, run: pipe, deadlines: Deadlines, text_bytes: int, reply_bytes: int) -> None:
-        self._pipe, self._deadlines = run, deadlines
-        self._text, self._reply = Bound(text_bytes, "--max-text-bytes"), reply_bound(reply_bytes)
+    def __init__(self, run: pipe, deadlines: Deadlines, text: Bound, reply: Bound) -> None:
+        self._pipe, self._deadlines, self._text, self._reply = run, deadlines, text, reply
         document = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
         document["info"]["version"] = torchpipe_py.__version__
         answer = json_answer(document)

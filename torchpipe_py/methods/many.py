@@ -11,9 +11,9 @@ from contextvars import copy_context
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py import Overloaded, pipe
-from torchpipe_py.errors import counted
-from torchpipe_server.front.services import Cancellable
+from torchpipe_py.errors import Overloaded, counted
+from torchpipe_py.methods.routes import Cancellable
+from torchpipe_py.runtime.pipe import pipe
 
 ROUNDS = 2
 """How often the images in the pipe could fill every instance: single requests beside them wait no longer than that."""

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.errors import counted
+from torchpipe_py.errors import InvalidRequest, NoResult, counted
 from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json
 from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
 
@@ -64,6 +62,8 @@ def rows_of(form: Form, data: Any) -> list[Any]:
     is_binary, where, shape = isinstance(data, memoryview), form.where, form.shape
     if form.datatype == BYTES:
         return list(_binary_elements(form, data) if is_binary else _elements(form, data))
+    import torch
+
     if is_binary:
         array = array_of_bytes(where, NUMBERS.get(form.datatype, "int16"), shape, data)
     else:
@@ -142,6 +142,8 @@ class Output(NamedTuple):
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
     """A Tensor or an array as its datatype and its elements; ``NoResult`` for a type that the protocol lacks."""
+    import torch
+
     if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
         return BF16, value.detach().cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
     array = to_array(name, value, OF_DTYPE)

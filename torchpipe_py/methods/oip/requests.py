@@ -8,12 +8,12 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 
-from torchpipe_py import InvalidRequest, TensorSpec
-from torchpipe_py.errors import counted, nearest
+from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.errors import InvalidRequest, counted, nearest
+from torchpipe_py.methods.oip.tensors import form_of, rows_of
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import milliseconds
 from torchpipe_py.wire.values import check_name, check_names
-from torchpipe_server.methods.oip.tensors import form_of, rows_of
 
 _DATA = "data"
 MOST_ITEM_VALUES = 2**12

@@ -8,14 +8,14 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from torchpipe_py.methods.oip import metadata
+from torchpipe_py.methods.oip.core import Model, OpenInference, Root
+from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_infer
+from torchpipe_py.methods.oip.requests import InferLimits, InferRequest
+from torchpipe_py.methods.oip.tensors import Output
+from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
 from torchpipe_py.wire.errors import RouteError
-from torchpipe_server.front.services import Cancellable, Done, Route, json_answer, route
-from torchpipe_server.methods.oip import metadata
-from torchpipe_server.methods.oip.core import Model, OpenInference, Root
-from torchpipe_server.methods.oip.http import Templates, answer, read_head, read_infer
-from torchpipe_server.methods.oip.requests import InferLimits, InferRequest
-from torchpipe_server.methods.oip.tensors import Output
-from torchpipe_server.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
 _MODEL = "/v2/models/{model}"
 _HEAD = "oip"  # what a head is known to say

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torchpipe_py import InvalidRequest
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
-from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
-from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
-from torchpipe_py.wire.values import is_label_and_score
-from torchpipe_server.methods.oip.requests import (
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
     InferRequest,
@@ -25,9 +20,14 @@ from torchpipe_server.methods.oip.requests import (
     infer_request,
     refuse,
 )
-from torchpipe_server.methods.oip.results import MOST_FLOAT32, RESULT
-from torchpipe_server.methods.oip.tensors import BYTES, Output
-from torchpipe_server.wire.http import HttpAnswer
+from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT
+from torchpipe_py.methods.oip.tensors import BYTES, Output
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.wire.http import HttpAnswer
+from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
+from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
+from torchpipe_py.wire.values import is_label_and_score
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """The header that says how many bytes of a body are JSON; the tensors' binary data follow."""

@@ -11,16 +11,11 @@ from typing import Any
 import msgspec
 from google.protobuf.json_format import ParseDict
 
-from torchpipe_py import InvalidRequest, Overloaded
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
-from torchpipe_py.wire.infer import priority_of
-from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
-from torchpipe_server.front.services import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, trace_headers
-from torchpipe_server.methods.oip import metadata
-from torchpipe_server.methods.oip.core import Model, NotServedError, OpenInference, Root
-from torchpipe_server.methods.oip.messages import message, methods, reflected
-from torchpipe_server.methods.oip.requests import (
+from torchpipe_py.errors import InvalidRequest, Overloaded
+from torchpipe_py.methods.oip import metadata
+from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, Root
+from torchpipe_py.methods.oip.messages import message, methods, reflected
+from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
     InferRequest,
@@ -29,8 +24,13 @@ from torchpipe_server.methods.oip.requests import (
     infer_request,
     refuse,
 )
-from torchpipe_server.methods.oip.results import MOST_FLOAT32
-from torchpipe_server.methods.oip.tensors import BYTES, DATATYPES, Output
+from torchpipe_py.methods.oip.results import MOST_FLOAT32
+from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, Output
+from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, trace_headers
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
+from torchpipe_py.wire.infer import priority_of
+from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
 
 _OIP, _HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 _FINAL = "triton_enable_empty_final_response"  # a wish of Triton's clients for streams
@@ -198,11 +198,11 @@ class OipRpcs:
             return []
         elements = getattr(given.contents, field)
         # NOTE: each becomes an object of Python's, as a number in JSON does.
-        if len(elements) > self._limits.text.bytes // 2:
-            most = self._limits.text.bytes // 2
+        most, name = self._limits.text.bytes // 2, self._limits.text.name
+        if len(elements) > most:
             raise RequestTooLargeError(
-                f"{where}{len(elements)} elements in contents; the limit is {most} (half of --max-text-bytes): send "
-                "large inputs as raw_input_contents"
+                f"{where}{len(elements)} elements in contents; the limit is {most} (half of {name}): send large inputs "
+                "as raw_input_contents"
             )
         return list(elements)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from torchpipe_py import InvalidRequest, NoResult, TensorSpec
-from torchpipe_py.errors import nearest
+from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.errors import InvalidRequest, NoResult, nearest
+from torchpipe_py.methods.oip.requests import InferRequest
+from torchpipe_py.methods.oip.tensors import Output, numbers, texts
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of
-from torchpipe_server.methods.oip.requests import InferRequest
-from torchpipe_server.methods.oip.tensors import Output, numbers, texts
 
 RESULT = "result"
 MOST_FLOAT32 = 3.4e38
