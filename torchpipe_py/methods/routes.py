@@ -130,11 +130,13 @@ class Routes:
 
 
 class RpcRequest(NamedTuple):
-    """A message that came over gRPC, the call's metadata, and its deadline in milliseconds from now."""
+    """A message that came over gRPC, the call's metadata, its deadline in milliseconds from now, and whether the
+    service is ending."""
 
     message: Any
     fields: Mapping[str, str]
     deadline_ms: float | None = None
+    is_ending: bool = False
 
 
 class RpcAnswer(NamedTuple):
@@ -148,12 +150,14 @@ class RpcAnswer(NamedTuple):
 class Rpc(NamedTuple):
     """A method over gRPC. It takes a ``RpcRequest`` with a message of ``method.args``, its result is a ``RpcAnswer``.
 
-    ``is_stream``: each message of a call is a request, and is answered by one message.
+    ``is_stream``: each message of a call is a request, and is answered by one message. ``is_watch``: the answer to a
+    call's one message is sent again when it is another one, until the service ends.
     """
 
     path: str
     method: Method
     is_stream: bool = False
+    is_watch: bool = False
 
     @property
     def name(self) -> str:

@@ -83,6 +83,7 @@ class _Call:
         self.peer: Callable[[], str] = str
         self.size = 0
         self.request_id = ""
+        self.message = b""  # of a watch
         self._ticket: Cancellable | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -94,12 +95,14 @@ class _Call:
             if data is grpc.aio.EOF:
                 raise InvalidRequest("the call has no message")
             self.hold(len(data))
+            if self.rpc.is_watch:
+                self.message = data
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
             kind: Any = method.args
             if len(data) > server.text.bytes:
                 check_fields(data, kind.DESCRIPTOR, server.options.max_items, server.text)
-            request = RpcRequest(_parsed(kind, data), *_said(context))
+            request = RpcRequest(_parsed(kind, data), *_said(context), server.is_ending)
             if server.counters.is_logging:
                 self.request_id = method.request_id(request)
             ticket = method.start(request, self.done)
@@ -206,6 +209,11 @@ class RpcServer:
         await self._server.stop(self.options.drain_seconds)
 
     @property
+    def is_ending(self) -> bool:
+        """Whether it takes no further call."""
+        return self._draining.done()
+
+    @property
     def is_finished(self) -> bool:
         """Whether it has ended as it was asked to, or its time for that is over."""
         return self._server is None or (self._ending is not None and self._ending.done())
@@ -235,14 +243,17 @@ class RpcServer:
 
     def _handler(self, rpc: Rpc) -> Any:
         async def serve_one(messages: Any, context: Any) -> bytes:
-            return await self._serve_one(rpc, context)
+            return await self._serve_one(_Call(self, rpc), context)
 
         async def serve_stream(messages: Any, context: Any) -> None:
             await self._serve_stream(rpc, context)
 
+        async def serve_watch(messages: Any, context: Any) -> None:
+            await self._serve_watch(rpc, context)
+
         # NOTE: a call of one message is read as a stream, so that the time for that can be bounded.
-        if rpc.is_stream:
-            return grpc.stream_stream_rpc_method_handler(serve_stream)
+        if rpc.is_stream or rpc.is_watch:
+            return grpc.stream_stream_rpc_method_handler(serve_stream if rpc.is_stream else serve_watch)
         return grpc.stream_unary_rpc_method_handler(serve_one)
 
     def _enter(self, call: _Call, context: Any) -> bool:
@@ -261,8 +272,7 @@ class RpcServer:
         context.add_done_callback(leave)
         return True
 
-    async def _serve_one(self, rpc: Rpc, context: Any) -> bytes:
-        call = _Call(self, rpc)
+    async def _serve_one(self, call: _Call, context: Any) -> bytes:
         if self._enter(call, context):
             call.reading = asyncio.current_task()
             try:
@@ -344,6 +354,24 @@ class RpcServer:
                         await task  # NOTE: also where it has ended, or its error would be logged
             for call in under_way:
                 call.over()
+
+    async def _serve_watch(self, rpc: Rpc, context: Any) -> None:
+        """Only the first answer is counted, and only that can be an error."""
+        watch, sent = _Call(self, rpc), b""
+        data = await self._serve_one(watch, context)
+        while True:
+            if data != sent:
+                watch.answered = monotonic()
+                await context.write(data)
+                sent, watch.answered = data, 0.0
+            if self.is_ending:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is ending: watch again")
+            await asyncio.wait({self._draining}, timeout=TICK_SECONDS)
+            call = _Call(self, rpc)
+            call.begin(watch.message, context)
+            answer = await call.future
+            call.over()
+            data = sent if answer.code else answer.data
 
     # -- answers ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from kit.services import LocalServer, Process, SteeredProcess, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
 
+from torchpipe_py import pipe
+
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 messages = pytest.importorskip("torchpipe_py.methods.oip.messages")
 
@@ -118,6 +120,28 @@ def test_what_grpc_offers_besides(server: LocalServer) -> None:
             unregister = method(on, f"{SERVICE}/{memory}SharedMemoryUnregister")
             assert unregister(b"", timeout=WAIT) == b""
             assert code_of(lambda call=unregister: call(b"\n\x01x", timeout=WAIT))[0] == "UNIMPLEMENTED"
+
+
+def test_who_watches_the_health_is_told_of_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving_, not_serving, unknown = b"\x08\x01", b"\x08\x02", b"\x08\x03"
+    with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
+        watch = on.unary_stream("/grpc.health.v1.Health/Watch")
+        told, of_unknown = watch(b"", timeout=WAIT), watch(b"\n\x01x", timeout=WAIT)
+        assert (next(told), next(of_unknown)) == (serving_, unknown)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe, "stats", lambda self: {"nodes": {"node": {"alive": 0}}})
+            assert next(told) == not_serving
+        assert next(told) == serving_
+        assert code_of(lambda: next(watch(b"\xff", timeout=WAIT)))[0] == "INVALID_ARGUMENT"
+        told.cancel()
+        eventually(lambda: len(server.rpc._calls) == 1, "a watch whose client is gone takes room")
+        told = watch(b"", timeout=WAIT)
+        assert next(told) == serving_
+        server.call(server.rpc.drain)
+        for each in (told, of_unknown):
+            assert next(each) == not_serving
+            assert code_of(lambda each=each: next(each)) == ("UNAVAILABLE", "the service is ending: watch again")
+        assert server.server.counters.summary()["by_method"]["gRPC Watch"] == {"ok": 3, "invalid_request": 1}
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

@@ -52,6 +52,7 @@ _ModelInferRequest, _ModelInferResponse = (
     message("inference.ModelInferResponse"),
 )
 _StreamResponse = message("inference.ModelStreamInferResponse")
+_HealthResponse = message("grpc.health.v1.HealthCheckResponse")
 _ReflectionResponse = message("grpc.reflection.v1.ServerReflectionResponse")
 _FINAL_ANSWER = _ModelInferResponse(parameters={"triton_final_response": {"bool_param": True}}).SerializeToString()
 
@@ -94,6 +95,8 @@ class OipRpcs:
             return Rpc(
                 path, Method(args, partial(self._control, name.removeprefix("RepositoryModel").lower(), answer_with))
             )
+        if name == "Watch":
+            return Rpc(path, Method(args, self._watch), is_watch=True)
         if name == "ServerReflectionInfo":
             return Rpc(path, Method(args, _reflect), is_stream=True)
         answer: Callable[[Any], Any] = known.get(name, _shared_memory)
@@ -124,6 +127,14 @@ class OipRpcs:
         if asked.service not in ("", _OIP, _HEALTH):
             raise RouteError(f"no service {asked.service[:80]!r}; valid: {_OIP}")
         return {"status": "SERVING" if self._core.is_ready() else "NOT_SERVING"}
+
+    def _watch(self, request: RpcRequest, done: Done) -> None:
+        """As ``_check``; a name that is not served has a state here."""
+        try:
+            found = self._check(request.message)
+        except RouteError:
+            found = {"status": "SERVICE_UNKNOWN"}
+        done(RpcAnswer(_HealthResponse(**({"status": "NOT_SERVING"} if request.is_ending else found))))
 
     # -- inference ----------------------------------------------------------------------------------------------
 
