@@ -1,13 +1,23 @@
 #!/usr/bin/env bash
-# Everything that must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
-#   bash scripts/test.sh [pytest arguments]
-# Without arguments all tests run, in six processes and beside mypy: most of the time they wait. With a folder or -k add
+# What must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
+#   bash scripts/test.sh [slow | pytest arguments]
+# Without arguments all tests run but the slow ones, in six processes and beside mypy: most of the time they wait.
+# `slow` runs those alone: the examples of the pages, a service under faults, a compiler. With a folder or -k add
 # -n 6 --dist worksteal for the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE # else some hundred processes would each compile the package
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
+run_tests() { # in several processes; the arguments go to pytest
+  "$bin/python" -m pytest -p no:cacheprovider -n 6 --dist worksteal --durations=10 "$@"
+}
+if [[ ${1:-} == slow ]]; then
+  mapfile -t files < <(grep -rl --include='test_*.py' 'pytest.mark.slow' tests)
+  run_tests -m slow "${files[@]}"
+  exit
+fi
+
 echo ruff
 "$bin/ruff" check .
 "$bin/ruff" format --check --quiet .
@@ -23,7 +33,9 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 "$bin/mypy" > "$types" 2>&1 & checked=$!
 status=0
-"$bin/python" -m pytest -p no:cacheprovider -n 6 --dist worksteal --durations=10 tests || status=$?
+# Else each of the processes would compile all test modules at the first run.
+[[ -d tests/__pycache__ ]] || "$bin/python" -m pytest -p no:cacheprovider --collect-only tests > /dev/null || true
+run_tests -m 'not slow' tests || status=$?
 wait $checked || status=$?
 cat "$types"
 exit $status

@@ -28,6 +28,7 @@ ROWS: dict[str, Callable[[], Report]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_the_service_endures(name):
     report = ROWS[name]()

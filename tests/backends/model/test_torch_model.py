@@ -16,7 +16,6 @@ import torch
 from conftest import picture
 from encrypted import encrypt
 from model_kit import Data, answer, batched, refused, torch_model
-from torch._inductor import config
 from torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
@@ -52,8 +51,11 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str, tmp_path: Path)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # the compiler takes 12 s of a core, however busy that is
 def test_a_package_of_aotinductor(tmp_path: Path) -> None:
+    from torch._inductor import config  # which takes a second
+
     program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2, 4),), dynamic_shapes=batched())
     with config.patch({"cpp.vec_isa_ok": True}):
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
