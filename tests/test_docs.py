@@ -297,7 +297,8 @@ def test_the_flags_of_the_service_are_the_declared_ones() -> None:
 
 
 def test_the_metrics_shown_are_those_that_the_service_tells() -> None:
-    source = (ROOT / "server/torchpipe_server/supervisor/metrics.py").read_text(encoding="utf-8")
+    files = ("server/torchpipe_server/supervisor/metrics.py", "torchpipe_py/runtime/statistics.py")
+    source = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
     page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(torchpipe_\w+)", page, flags=re.MULTILINE)
     assert {name.removesuffix("_total") for name in shown} == set(re.findall(r'"(torchpipe_\w+)"', source))

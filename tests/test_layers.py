@@ -39,7 +39,7 @@ PACKAGE = [
 ]
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]
 """Imports neither ``torchpipe_py`` nor the server."""
-SERVER = ["options", "logs", "wire", "front", "tracing timing", "methods", "worker", "supervisor", "cli", "__main__"]
+SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "supervisor", "cli", "__main__"]
 TRAINING = ["errors", "options data plan prefetch ranks", "samples", "decode", "batcher", "transfer", "workers"]
 TRAINING += ["loader preload", "wrap"]
 """Within ``torchpipe_py.training``."""
@@ -50,8 +50,8 @@ SERVER_MAY_IMPORT = {
     *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
     *("runtime.admission", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build"),
     *("plan.folder", "plan.sharing", "runtime.pictures", "runtime.visits"),
-    *("methods.http", "methods.many", "methods.routes", "methods.oip.core", "methods.oip.handler", "wire.http"),
-    *("methods.oip.requests", "methods.oip.rpc"),
+    *("methods.inference", "methods.many", "methods.oip.core", "methods.routes", "methods.rpcs"),
+    *("methods.timing", "methods.tracing", "wire.http"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""
 

@@ -1,34 +1,17 @@
-"""OpenTelemetry's server spans: one for each request that runs the pipe, below the span that its ``traceparent`` names.
-
-Exporters are OpenTelemetry's own, as ``OTEL_TRACES_EXPORTER`` and its like say.
-"""
+"""OpenTelemetry in a worker: its exporters, as ``OTEL_TRACES_EXPORTER`` and its like say."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-from collections.abc import Callable
-from random import random
 from typing import Any
 
-from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # what distributions of OpenTelemetry are to use
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from torchpipe_py.errors import ConfigError
-from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Served
-from torchpipe_server.front.services import code_of
-
-_FIELD_CHARACTERS = 512
-_REQUEST_ID_CHARACTERS = 200
-_PROPAGATOR = TraceContextTextMapPropagator()
-_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
-
-
-Start = Callable[[Any, Done], "Cancellable | None"]
+from torchpipe_py.methods.tracing import keep_fields_out_of_the_log
 
 
 def set_up() -> trace.TracerProvider:
@@ -55,85 +38,9 @@ def set_up() -> trace.TracerProvider:
     return trace.get_tracer_provider()
 
 
-def keep_fields_out_of_the_log() -> None:
-    """OpenTelemetry warns of a ``tracestate`` that is wrong and repeats it: a client's text."""
-    for name in _LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def shut_down(provider: Any, seconds: float) -> bool:
     """Export what is left, for so long at most; whether that was enough."""
     thread = threading.Thread(target=provider.shutdown, name="torchpipe-flush", daemon=True)
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
-
-
-def traced(served: Served, provider: trace.TracerProvider, ratio: float) -> Served:
-    """The same with a span around each method that runs the pipe.
-
-    A request with a parent has one if the parent's sampled flag says so, of the others a share of ``ratio``.
-    """
-    tracer = provider.get_tracer("torchpipe_server")
-
-    def change(name: str, method: Method) -> Method:
-        fields, start = method.trace_fields, method.start
-        if fields is None:
-            return method
-
-        def start_traced(args: Any, done: Done) -> Cancellable | None:
-            parent, state = fields(args)
-            # NOTE: this is all that a request pays which is not traced.
-            context = None if parent is None else context_of(parent, state)
-            if context is not None:
-                if not trace.get_current_span(context).get_span_context().trace_flags.sampled:
-                    return _within(context, start, args, done)
-            elif random() >= ratio:
-                return start(args, done)
-            span = tracer.start_span(name, context or contexts.Context(), trace.SpanKind.SERVER)
-            if request_id := method.request_id(args):
-                span.set_attribute("torchpipe.request_id", request_id[:_REQUEST_ID_CHARACTERS])
-
-            def answer(result: Any) -> None:
-                try:
-                    done(result)
-                finally:
-                    _end(span, code_of(result) if isinstance(result, BaseException) else method.outcome(result))
-
-            try:
-                return _within(trace.set_span_in_context(span, contexts.Context()), start, args, answer)
-            except BaseException as error:
-                _end(span, code_of(error))
-                raise
-
-        return method._replace(start=start_traced)
-
-    return served.changed(change)
-
-
-def context_of(parent: str, state: str | None) -> contexts.Context | None:
-    """The context of the span that a ``traceparent`` names, with its ``tracestate`` (W3C Trace Context, level 2).
-
-    ``None`` for what the standard does not allow; a ``tracestate`` that it does not allow counts for nothing.
-    """
-    if not isinstance(parent, str) or len(parent) > _FIELD_CHARACTERS:
-        return None
-    carrier = {"traceparent": parent}
-    if isinstance(state, str) and len(state) <= _FIELD_CHARACTERS:
-        carrier["tracestate"] = state
-    return _PROPAGATOR.extract(carrier, contexts.Context()) or None
-
-
-def _within(context: contexts.Context, start: Start, args: Any, done: Done) -> Cancellable | None:
-    token = contexts.attach(context)
-    try:
-        return start(args, done)
-    finally:
-        contexts.detach(token)
-
-
-def _end(span: trace.Span, outcome: str) -> None:
-    if outcome != OK:
-        span.set_attribute("error.type", outcome)
-        span.set_status(trace.StatusCode.ERROR, outcome)
-    span.end()

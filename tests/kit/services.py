@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 from torchpipe_server.cli import reserve
+from torchpipe_server.front.counters import log_request
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Server
@@ -27,13 +28,13 @@ from torchpipe_server.front.services import services_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.slots import Slots, slots_for
-from torchpipe_server.timing import timed
 from torchpipe_server.worker.service import usual_service
 
 from kit.steered import FILE, steering
 from kit.waits import WAIT, eventually
 from torchpipe_py import pipe
 from torchpipe_py.methods.routes import Routes, Served
+from torchpipe_py.methods.timing import timed
 
 ROOT = Path(__file__).parents[2]
 DEMO = "configs/demo_nodes.toml"
@@ -76,7 +77,7 @@ class LocalServer:
         else:
             served = make_served(self.loop) if make_served else usual_service(settings, run or FakePipe())
         if hasattr(run, "timed"):
-            served = timed(served, run, settings)
+            served = timed(served, run, settings.server_timing == "all", settings.slow_seconds, log_request)
         services = services_of(served, settings)
         self.server = Server(self.loop, services, settings, self._gone, served.names_with_pipe())
         self.grpc_port, self.rpc, self.listens = settings.grpc_port, None, threading.Event()

@@ -17,12 +17,13 @@ from kit.waits import WAIT
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from torchpipe_client import AsyncClient, Client, InferenceError
-from torchpipe_server import tracing
 from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_server.options import Options
+from torchpipe_server.tracing import set_up
 from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import ConfigError, pipe
+from torchpipe_py.methods import tracing
 from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.runtime import spans
 
@@ -88,7 +89,7 @@ def test_what_is_no_traceparent_is_ignored(parent: str, caplog: pytest.LogCaptur
 def test_an_exporter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonsense")
     with pytest.raises(ConfigError, match=r"\(OTEL_TRACES_EXPORTER=nonsense; .*\): .*'nonsense' not found"):
-        tracing.set_up()
+        set_up()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from kit.clients import IDL, Client
 from kit.services import LocalServer, serving
 from kit.waits import WAIT, eventually
 from torchpipe_server.options import Options
-from torchpipe_server.timing import header_of, node_times
+
+from torchpipe_py.methods.timing import header_of, node_times
 
 CONFIG = {"first": {"backend": "Identity", "next": "last"}, "last": {"backend": "Identity"}}
 HEADER = r"total;dur=[\d.]+((, (first|last)\.(queue|wait|compute);dur=[\de.-]+){3}){2}"

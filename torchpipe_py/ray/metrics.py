@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchpipe_py.runtime.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
+
 FIGURE = "request_ms"
 
-_COUNTERS = {
-    "requests": ("torchpipe_node_requests", "Requests that a node's backend was run on", 1.0),
-    "batches": ("torchpipe_node_batches", "Batches that a node has run", 1.0),
-    "failed": ("torchpipe_node_failures", "Requests whose backend raised", 1.0),
-    "expired": ("torchpipe_node_expired", "Requests whose deadline passed in a node's queue", 1.0),
-    "queue_ms": ("torchpipe_node_queue_seconds", "Time of requests in a node's queue", 1e-3),
-    "batch_wait_ms": ("torchpipe_node_batch_wait_seconds", "Time of requests until their batch closed", 1e-3),
-    "compute_ms": ("torchpipe_node_compute_seconds", "Time of batches in a node's backend", 1e-3),
-}
-_GAUGES = {
-    "queued": ("torchpipe_node_pending", "Requests in a node's queue"),
-    "busy": ("torchpipe_node_instances_busy", "Instances of a node that are computing"),
-    "oldest_batch_s": ("torchpipe_node_oldest_batch_seconds", "For how long the oldest batch of a node runs"),
-}
 SIZE_BOUNDS = [2.0**power for power in range(9)]
 
 
@@ -28,13 +16,13 @@ class Metrics:
 
     def __init__(self, library: Any) -> None:
         tags = ("node",)
-        self._counters = {
-            key: (library.Counter(name, description=text, tag_keys=tags), factor)
-            for key, (name, text, factor) in _COUNTERS.items()
-        }
-        self._gauges = {
-            key: library.Gauge(name, description=text, tag_keys=tags) for key, (name, text) in _GAUGES.items()
-        }
+        counters = [(key, name, text, 1.0) for key, name, text in NODE_COUNTERS]
+        counters += [(f"{key}_ms", name, text, 1e-3) for key, name, text in NODE_TIMES]
+        self._counters = [
+            (key, library.Counter(name, description=text, tag_keys=tags), factor)
+            for key, name, text, factor in counters
+        ]
+        self._gauges = [(key, library.Gauge(name, description=text, tag_keys=tags)) for key, name, text in NODE_GAUGES]
         self._sizes = library.Histogram(
             "torchpipe_node_batch_size", description="Requests in a batch", boundaries=SIZE_BOUNDS, tag_keys=tags
         )
@@ -47,11 +35,11 @@ class Metrics:
         self._pipe, self._before = run, run.stats()["nodes"]
         for node, figures in self._before.items():
             tags, last = {"node": node}, before.get(node, {})
-            for key, (counter, factor) in self._counters.items():
+            for key, counter, factor in self._counters:
                 more = figures[key] - last.get(key, 0)
                 if more > 0:
                     counter.inc(factor * more, tags=tags)
-            for key, gauge in self._gauges.items():
+            for key, gauge in self._gauges:
                 gauge.set(figures[key], tags=tags)
             sizes = last.get("batch_sizes", {})
             for size, count in figures["batch_sizes"].items():

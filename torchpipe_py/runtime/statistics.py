@@ -19,6 +19,27 @@ PLACES = 64
 """Counters where times are counted first: no time is beyond the last of them. ``folded`` makes ``COUNTS`` of them."""
 
 
+# Of a node: the key of its figures, the metric, what it says.
+NODE_COUNTERS = (
+    ("requests", "torchpipe_node_requests", "Requests that a node's backend was run on"),
+    ("batches", "torchpipe_node_batches", "Batches that a node has run"),
+    ("failed", "torchpipe_node_failures", "Requests whose backend raised"),
+    ("expired", "torchpipe_node_expired", "Requests whose deadline passed in a node's queue"),
+)
+NODE_GAUGES = (
+    ("queued", "torchpipe_node_pending", "Requests in a node's queue"),
+    ("instances", "torchpipe_node_instances", "Instances of a node, of all workers"),
+    ("alive", "torchpipe_node_instances_alive", "Instances of a node whose thread runs"),
+    ("busy", "torchpipe_node_instances_busy", "Instances of a node that are computing"),
+    ("oldest_batch_s", "torchpipe_node_oldest_batch_seconds", "For how long the oldest batch of a node runs"),
+)
+NODE_TIMES = (
+    ("queue", "torchpipe_node_queue_seconds", "Time of a request from its arrival at a node until it was taken"),
+    ("batch_wait", "torchpipe_node_batch_wait_seconds", "Time of a request from then until its batch was closed"),
+    ("compute", "torchpipe_node_compute_seconds", "Time of a batch in a node's backend"),
+)
+
+
 def folded(places: Sequence[int]) -> list[int]:
     """Of times that were counted by ``int(seconds * 1e6).bit_length()``: below 1 µs the first, then below 2**n µs."""
     # NOTE: whoever counts writes this out, and does not call a function for each of the times of each request.

@@ -8,27 +8,26 @@ import os
 import socket
 import stat
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from threading import get_ident
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
-from torchpipe_py.methods.routes import OK, Cancellable, Rpc, RpcRequest
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.methods.routes import Cancellable, Rpc, RpcRequest
+from torchpipe_py.methods.rpcs import WireAnswer, parsed
+from torchpipe_py.wire.errors import Bound
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every
-from torchpipe_server.front.services import code_of, reply_bound
+from torchpipe_server.front.services import reply_bound
 from torchpipe_server.options import Options
 from torchpipe_server.wire.http import MAX_HEAD_BYTES
-from torchpipe_server.wire.protobuf import check_fields
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -37,46 +36,13 @@ TICK_SECONDS = 0.5
 PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # of a connection whose client may be gone without a word
 CLIENT_PROBE_MS = 10_000  # a client that asks more often whether the service is there, is sent away
 
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-    500: grpc.StatusCode.INTERNAL,
-}
-"""By the status that an error has over HTTP."""
-_OWN_CODES = {"not_served": grpc.StatusCode.UNIMPLEMENTED, "cancelled": grpc.StatusCode.CANCELLED}
-PUSHBACK, ERROR_CODE = "grpc-retry-pushback-ms", "error-code"
-"""Metadata behind an error: when to come again, as gRPC's retries read it, and the code that it has over HTTP."""
-
-
-class _Answer(NamedTuple):
-    """``code`` is None for a message, else that of an error, and ``text`` says what was wrong."""
-
-    data: bytes
-    headers: Mapping[str, str]
-    outcome: str = OK
-    code: grpc.StatusCode | None = None
-    text: str = ""
-
-
-def _refusal(error: BaseException) -> _Answer:
-    failed = answers.failure(error)
-    code, after = failed.body["code"], failed.body.get("retry_after_ms")
-    headers = {ERROR_CODE: code} if after is None else {ERROR_CODE: code, PUSHBACK: str(after)}
-    status = _OWN_CODES.get(code) or _CODES.get(failed.status, grpc.StatusCode.INVALID_ARGUMENT)
-    return _Answer(b"", headers, code_of(error), status, answers.utf8_text(failed.body["error"]).decode())
-
 
 class _Call:
     """A request in work. ``done`` is for any thread, the rest for that of the loop."""
 
     def __init__(self, server: RpcServer, rpc: Rpc) -> None:
         self.server, self.rpc = server, rpc
-        self.future: asyncio.Future[_Answer] = server.loop.create_future()
+        self.future: asyncio.Future[WireAnswer] = server.loop.create_future()
         self.began = monotonic()
         self.reading: asyncio.Task[Any] | None = None  # what waits for its message
         self.answered = 0.0  # since when the client has an answer to take
@@ -100,9 +66,8 @@ class _Call:
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
             kind: Any = method.args
-            if len(data) > server.text.bytes:
-                check_fields(data, kind.DESCRIPTOR, server.options.max_items, server.text)
-            request = RpcRequest(_parsed(kind, data), *_said(context), server.is_ending)
+            message = parsed(kind, data, server.options.max_items, server.text)
+            request = RpcRequest(message, *_said(context), server.is_ending)
             if server.counters.is_logging:
                 self.request_id = method.request_id(request)
             ticket = method.start(request, self.done)
@@ -116,17 +81,7 @@ class _Call:
 
     def done(self, result: Any) -> None:
         """Answer with the result, or with the exception there is in its place."""
-        method, limit = self.rpc.method, self.server.reply
-        try:
-            if isinstance(result, BaseException):
-                result = method.fail(result)
-            data = result.message if isinstance(result.message, bytes) else result.message.SerializeToString()
-            if len(data) > limit.bytes:
-                raise ReplyTooLargeError(len(data), limit)
-            answer = _Answer(data, result.headers, method.outcome(result))
-        except BaseException as error:
-            answer = _refusal(error)
-        self.server.answer(self, answer)
+        self.server.answer(self, WireAnswer.of(self.rpc.method, result, self.server.reply))
 
     def hold(self, size: int) -> None:
         """Count what is kept of it, in bytes; negative for what is not any more."""
@@ -162,7 +117,7 @@ class RpcServer:
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None
         self._calls: set[_Call] = set()
-        self._answers: deque[tuple[_Call, _Answer]] = deque()
+        self._answers: deque[tuple[_Call, WireAnswer]] = deque()
         self._is_awake = False
         self._thread = 0
         self._draining: asyncio.Future[None] = loop.create_future()
@@ -286,7 +241,7 @@ class RpcServer:
         answer = await call.future
         return await self._reply(call, answer, context)
 
-    async def _reply(self, call: _Call, answer: _Answer, context: Any) -> bytes:
+    async def _reply(self, call: _Call, answer: WireAnswer, context: Any) -> bytes:
         self._count(call, answer)
         call.answered = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has taken it
         if answer.code is not None:
@@ -297,7 +252,7 @@ class RpcServer:
             context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
         return answer.data
 
-    def _count(self, call: _Call, answer: _Answer) -> None:
+    def _count(self, call: _Call, answer: WireAnswer) -> None:
         self.counters.add(call.rpc.name, answer.outcome, monotonic() - call.began, call.request_id)
 
     async def _serve_stream(self, rpc: Rpc, context: Any) -> None:
@@ -375,7 +330,7 @@ class RpcServer:
 
     # -- answers ------------------------------------------------------------------------------------------------
 
-    def answer(self, call: _Call, answer: _Answer) -> None:
+    def answer(self, call: _Call, answer: WireAnswer) -> None:
         """The answer to a request, from any thread. The loop is woken once for all that come until it is there."""
         if get_ident() == self._thread:
             _settle(call, answer)
@@ -391,7 +346,7 @@ class RpcServer:
             _settle(*self._answers.popleft())
 
 
-def _settle(call: _Call, answer: _Answer) -> None:
+def _settle(call: _Call, answer: WireAnswer) -> None:
     if not call.future.done():
         call.future.set_result(answer)
 
@@ -412,13 +367,6 @@ def _disconnect(peers: AbstractSet[str], port: int) -> None:
                     host, from_port = sock.getpeername()[:2]
                     if f"{host.removeprefix('::ffff:')}:{from_port}" in addresses:
                         sock.shutdown(socket.SHUT_RDWR)
-
-
-def _parsed(kind: Any, data: bytes) -> Any:
-    try:
-        return kind.FromString(data)
-    except Exception:
-        raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.full_name}") from None
 
 
 def _said(context: Any) -> tuple[dict[str, str], float | None]:

@@ -12,29 +12,10 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from torchpipe_py.runtime.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
 from torchpipe_py.wire import answers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-# Of a node: the key of its figures, the metric, what it says.
-_NODE_COUNTERS = (
-    ("requests", "torchpipe_node_requests", "Requests that a node's backend was run on"),
-    ("batches", "torchpipe_node_batches", "Batches that a node has run"),
-    ("failed", "torchpipe_node_failures", "Requests whose backend raised"),
-    ("expired", "torchpipe_node_expired", "Requests whose deadline passed in a node's queue"),
-)
-_NODE_GAUGES = (
-    ("queued", "torchpipe_node_pending", "Requests in a node's queue"),
-    ("instances", "torchpipe_node_instances", "Instances of a node, of all workers"),
-    ("alive", "torchpipe_node_instances_alive", "Instances of a node whose thread runs"),
-    ("busy", "torchpipe_node_instances_busy", "Instances of a node that are computing"),
-    ("oldest_batch_s", "torchpipe_node_oldest_batch_seconds", "For how long the oldest batch of a node runs"),
-)
-_NODE_TIMES = (
-    ("queue", "torchpipe_node_queue_seconds", "Time of a request from its arrival at a node until it was taken"),
-    ("batch_wait", "torchpipe_node_batch_wait_seconds", "Time of a request from then until its batch was closed"),
-    ("compute", "torchpipe_node_compute_seconds", "Time of a batch in a node's backend"),
-)
 
 _Row = tuple[Any, str, str, str, dict[Any, Any]]
 """A metric: its kind, its name, what it says, its label, and its values by label; a histogram's are its arguments."""
@@ -105,11 +86,11 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
 
 def _nodes(figures: dict[str, Any]) -> Iterator[_Row]:
     nodes = figures["nodes"]
-    for key, name, text in _NODE_COUNTERS:
+    for key, name, text in NODE_COUNTERS:
         yield CounterMetricFamily, name, text, "node", _column(nodes, key)
-    for key, name, text in _NODE_GAUGES:
+    for key, name, text in NODE_GAUGES:
         yield GaugeMetricFamily, name, text, "node", _column(nodes, key)
-    for key, name, text in _NODE_TIMES:
+    for key, name, text in NODE_TIMES:
         times = {
             node: _times(each["histograms"][key], each[f"{key}_ms"], figures["bounds_ms"])
             for node, each in nodes.items()

@@ -40,8 +40,7 @@ with contextlib.suppress(ImportError):
 import cv2  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
-import torchpipe_py.methods.http  # noqa: E402
-import torchpipe_py.methods.oip.handler  # noqa: E402
+import torchpipe_py.methods.inference  # noqa: E402
 import torchpipe_py.proc.engine  # noqa: E402
 import torchpipe_py.tools.draw.render  # noqa: E402, F401
 import torchpipe_server.front.server  # noqa: E402

@@ -34,32 +34,21 @@ def served_maker(options: Options, control: Control | None = None) -> Callable[[
 def usual_service(options: Options, run: pipe, control: Control | None = None) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
     from torchpipe_py.idl import load_idl
-    from torchpipe_py.methods.http import HttpHandler
-    from torchpipe_py.methods.many import Turns
-    from torchpipe_py.methods.oip.core import OpenInference, models_of
-    from torchpipe_py.methods.oip.handler import OipHandler
-    from torchpipe_py.methods.oip.requests import InferLimits
-    from torchpipe_py.runtime.admission import Deadlines
+    from torchpipe_py.methods.inference import Inference
     from torchpipe_py.wire.errors import Bound
     from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.page import PageHandler
     from torchpipe_server.methods.thrift import InferenceHandler
 
     limit_delays(run, options)
-    deadlines, turns = Deadlines(run, options.deadline_ms), Turns(run)
-    thrift = InferenceHandler(run, load_idl(), deadlines, options.max_batch, options.max_reply_bytes, turns)
     text, reply = Bound(options.max_text_bytes, "--max-text-bytes"), reply_bound(options.max_reply_bytes)
-    http = HttpHandler(run, deadlines, text, reply)
-    limits = InferLimits(text, options.max_batch)
-    models = models_of(run, Path(options.config).stem, deadlines, turns)
-    core = OpenInference(models, options.max_batch, reply, control)
-    page = [] if options.no_page else PageHandler(run, models.all(), deadlines, options).routes
-    routes = Routes([*http.routes, *OipHandler(core, limits).routes, *page], options.elsewhere)
-    if options.grpc_port < 0:
-        return Served(thrift.methods, routes)
-    from torchpipe_py.methods.oip.rpc import OipRpcs
-
-    return Served(thrift.methods, routes, OipRpcs(core, limits).rpcs)
+    stem = Path(options.config).stem
+    usual = Inference(run, stem, options.deadline_ms, options.max_batch, text, reply, control)
+    most = options.max_batch, options.max_reply_bytes
+    thrift = InferenceHandler(run, load_idl(), usual.deadlines, *most, usual.turns)
+    page = [] if options.no_page else PageHandler(run, usual.models.all(), usual.deadlines, options).routes
+    routes = Routes([*usual.routes, *page], options.elsewhere)
+    return Served(thrift.methods, routes, () if options.grpc_port < 0 else usual.rpcs())
 
 
 def limit_delays(run: pipe, options: Options) -> None:

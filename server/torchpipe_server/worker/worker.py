@@ -19,7 +19,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchpipe_server.front.counters import RequestCounters
+from torchpipe_py.methods.timing import timed
+from torchpipe_server.front.counters import RequestCounters, log_request
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
 from torchpipe_server.front.server import Server
@@ -27,7 +28,6 @@ from torchpipe_server.front.services import services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
-from torchpipe_server.timing import timed
 from torchpipe_server.worker.channel import Channel
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
 from torchpipe_server.worker.plan import engine_processes, has_engine, make_plan
@@ -194,13 +194,15 @@ class Worker:
             self._run = pipe_of_worker(self._plan, self._engine)
         else:
             self._run = pipe(self._plan)
-        served = timed(make_served(self._run), self._run, options)
+        served = make_served(self._run)
+        served = timed(served, self._run, options.server_timing == "all", options.slow_seconds, log_request)
         if options.trace_ratio >= 0:
+            from torchpipe_py.methods.tracing import traced
             from torchpipe_server import tracing
 
             self._provider = tracing.set_up()
             self._run.instrument(self._provider, starts_traces=False)
-            served = tracing.traced(served, self._provider, options.trace_ratio)
+            served = traced(served, self._provider, options.trace_ratio)
         services = services_of(served, options)
         self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
         self._rpc: RpcServer | None = None

@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a large shape": (of(shape=[2, 2**40, 2**40]), "does not fit 4 numbers"),
     "no batch": (of(shape=[]), "the shape [] has no batch"),
     "an empty batch": (of(shape=[0, 4], data=[]), "the shape [0, 4] has no batch"),
-    "a large batch": (of(shape=[33], data=[0] * 33), "a batch of 33; the limit is 32 (--max-batch)"),
+    "a large batch": (of(shape=[33], data=[0] * 33), "a batch of 33; the limit is 32 (max_batch)"),
     "many values": (
         {"inputs": [{"name": str(index), "datatype": "INT8", "shape": [32, 0], "data": []} for index in range(200)]},
         "200 inputs of 32 items; the limit is 4096 values",

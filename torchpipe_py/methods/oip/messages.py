@@ -9,6 +9,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
+OIP = "inference.GRPCInferenceService"
+
 # NOTE: a pool of their own: that of the process may hold Triton's messages, which have the same names.
 POOL = DescriptorPool()
 _FILES: Any = FileDescriptorSet.FromString((Path(__file__).parent / "proto" / "messages.binpb").read_bytes())

@@ -140,7 +140,7 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
         form = form_of(given.name, given.datatype, given.shape)
         items = form.shape[0]
         if items > most:
-            raise InvalidRequest(f"{form.where}a batch of {items}; the limit is {most} (--max-batch)")
+            raise InvalidRequest(f"{form.where}a batch of {items}; the limit is {most} (max_batch)")
         if items * len(inputs) > MOST_ITEM_VALUES:
             count = counted(len(inputs), "input")
             raise InvalidRequest(f"{count} of {items} items; the limit is {MOST_ITEM_VALUES} values")

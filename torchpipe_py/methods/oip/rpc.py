@@ -14,7 +14,7 @@ from google.protobuf.json_format import ParseDict
 from torchpipe_py.errors import InvalidRequest, Overloaded
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, Root
-from torchpipe_py.methods.oip.messages import message, methods, reflected
+from torchpipe_py.methods.oip.messages import OIP, message, methods, reflected
 from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
@@ -32,7 +32,7 @@ from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
 from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
 
-_OIP, _HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
+_HEALTH = "grpc.health.v1.Health"
 _FINAL = "triton_enable_empty_final_response"  # a wish of Triton's clients for streams
 _OPTIONS = Options.__struct_fields__
 _CONTENTS = {
@@ -124,8 +124,8 @@ class OipRpcs:
         self._core.control(action, name, answer)
 
     def _check(self, asked: Any) -> dict[str, Any]:
-        if asked.service not in ("", _OIP, _HEALTH):
-            raise RouteError(f"no service {asked.service[:80]!r}; valid: {_OIP}")
+        if asked.service not in ("", OIP, _HEALTH):
+            raise RouteError(f"no service {asked.service[:80]!r}; valid: {OIP}")
         return {"status": "SERVING" if self._core.is_ready() else "NOT_SERVING"}
 
     def _watch(self, request: RpcRequest, done: Done) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchpipe_py import InvalidRequest
+from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 
 _VARINT, _BYTES = 0, 2  # wire types: a number, and a text, bytes or a message after its size

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchpipe_py.methods.routes import Cancellable, Done, Method, Served
-from torchpipe_server.front.counters import log_request
-from torchpipe_server.front.services import code_of
-from torchpipe_server.options import Options
-
-if TYPE_CHECKING:
-    from torchpipe_py import pipe
+from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.wire.errors import code_of
 
 HEADER, WISH = "Server-Timing", "x-timing"
 """The header, or metadata, of an answer; and that of a request that wants it. ``?timing=1`` wants it, too."""
@@ -21,9 +17,11 @@ HEADER, WISH = "Server-Timing", "x-timing"
 _NO_TOKEN = re.compile(r"[^A-Za-z0-9!#$%&'*+.^_`|~-]")
 
 
-def timed(served: Served, run: pipe, options: Options) -> Served:
-    """The same, whose answers say where their time went if that is asked for, and slow ones are logged."""
-    is_always, slow_s = options.server_timing == "all", options.slow_seconds
+def timed(
+    served: Served, run: pipe, is_always: bool = False, slow_s: float | None = None,
+    log: Callable[..., object] = lambda *figures: None,
+) -> Served:  # fmt: skip
+    """The same, whose answers say where their time went if that is asked for; ``log`` is given those that are slow."""
 
     def change(name: str, method: Method) -> Method:
         start = method.start
@@ -47,7 +45,7 @@ def timed(served: Served, run: pipe, options: Options) -> Served:
                     done(result)
                 if slow_s is not None and seconds > slow_s:
                     outcome = code_of(result) if isinstance(result, BaseException) else method.outcome(result)
-                    log_request(name, outcome, seconds, method.request_id(args), times)
+                    log(name, outcome, seconds, method.request_id(args), times)
 
             with run.timed() as timelines:
                 return start(args, answer)

@@ -1,0 +1,35 @@
+"""``POST /infer`` and the Open Inference Protocol on a pipe: what every server of this package answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchpipe_py.methods.http import HttpHandler
+from torchpipe_py.methods.many import Turns
+from torchpipe_py.methods.oip.core import Control, OpenInference, models_of
+from torchpipe_py.methods.oip.handler import OipHandler
+from torchpipe_py.methods.oip.requests import InferLimits
+from torchpipe_py.methods.routes import Route, Rpc
+from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.wire.errors import Bound
+
+
+class Inference:
+    """``stem`` is the name of the file, ``items`` bounds the batch of a request, ``text`` JSON, ``reply`` an answer."""
+
+    def __init__(
+        self, run: pipe, stem: str, deadline_ms: float, items: int, text: Bound, reply: Bound,
+        control: Control | None = None,
+    ) -> None:  # fmt: skip
+        self.deadlines, self.turns = Deadlines(run, deadline_ms), Turns(run)
+        self.models = models_of(run, stem, self.deadlines, self.turns)
+        self._core, self._limits = OpenInference(self.models, items, reply, control), InferLimits(text, items)
+        http = HttpHandler(run, self.deadlines, text, reply)
+        self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]
+
+    def rpcs(self) -> Sequence[Rpc]:
+        """The protocol over gRPC; imports its libraries."""
+        from torchpipe_py.methods.oip.rpc import OipRpcs
+
+        return OipRpcs(self._core, self._limits).rpcs

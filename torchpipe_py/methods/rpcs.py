@@ -1,0 +1,70 @@
+"""Messages of gRPC: read within their bounds, and what an answer or an error is sent as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import grpc
+
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.methods.routes import OK, Method
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, code_of
+from torchpipe_py.wire.protobuf import check_fields
+
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    500: grpc.StatusCode.INTERNAL,
+}
+"""By the status that an error has over HTTP."""
+_OWN_CODES = {"not_served": grpc.StatusCode.UNIMPLEMENTED, "cancelled": grpc.StatusCode.CANCELLED}
+PUSHBACK, ERROR_CODE = "grpc-retry-pushback-ms", "error-code"
+"""Metadata behind an error: when to come again, as gRPC's retries read it, and the code that it has over HTTP."""
+
+
+class WireAnswer(NamedTuple):
+    """``code`` is None for a message, else that of an error, and ``text`` says what was wrong."""
+
+    data: bytes
+    headers: Mapping[str, str]
+    outcome: str = OK
+    code: grpc.StatusCode | None = None
+    text: str = ""
+
+    @classmethod
+    def of(cls, method: Method, result: Any, most: Bound) -> WireAnswer:
+        """Of a method's result, or of the exception there is in its place."""
+        try:
+            if isinstance(result, BaseException):
+                result = method.fail(result)
+            data = result.message if isinstance(result.message, bytes) else result.message.SerializeToString()
+            if len(data) > most.bytes:
+                raise ReplyTooLargeError(len(data), most)
+            return cls(data, result.headers, method.outcome(result))
+        except BaseException as error:
+            return _refusal(error)
+
+
+def _refusal(error: BaseException) -> WireAnswer:
+    failed = answers.failure(error)
+    code, after = failed.body["code"], failed.body.get("retry_after_ms")
+    headers = {ERROR_CODE: code} if after is None else {ERROR_CODE: code, PUSHBACK: str(after)}
+    status = _OWN_CODES.get(code) or _CODES.get(failed.status, grpc.StatusCode.INVALID_ARGUMENT)
+    return WireAnswer(b"", headers, code_of(error), status, answers.utf8_text(failed.body["error"]).decode())
+
+
+def parsed(kind: Any, data: bytes, most: int, text: Bound) -> Any:
+    """The message of this class; ``InvalidRequest`` for what is none. See ``check_fields``."""
+    if len(data) > text.bytes:
+        check_fields(data, kind.DESCRIPTOR, most, text)
+    try:
+        return kind.FromString(data)
+    except Exception:
+        raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.full_name}") from None

@@ -1,0 +1,99 @@
+"""OpenTelemetry's server spans: one for each request that runs the pipe, below that of its ``traceparent``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from random import random
+from typing import Any
+
+from opentelemetry import context as contexts
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Served
+from torchpipe_py.wire.errors import code_of
+
+_FIELD_CHARACTERS = 512
+_REQUEST_ID_CHARACTERS = 200
+_PROPAGATOR = TraceContextTextMapPropagator()
+_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+
+
+Start = Callable[[Any, Done], "Cancellable | None"]
+
+
+def keep_fields_out_of_the_log() -> None:
+    """OpenTelemetry warns of a ``tracestate`` that is wrong and repeats it: a client's text."""
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def traced(served: Served, provider: trace.TracerProvider, ratio: float) -> Served:
+    """The same with a span around each method that runs the pipe.
+
+    A request with a parent has one if the parent's sampled flag says so, of the others a share of ``ratio``.
+    """
+    tracer = provider.get_tracer("torchpipe_server")
+
+    def change(name: str, method: Method) -> Method:
+        fields, start = method.trace_fields, method.start
+        if fields is None:
+            return method
+
+        def start_traced(args: Any, done: Done) -> Cancellable | None:
+            parent, state = fields(args)
+            # NOTE: this is all that a request pays which is not traced.
+            context = None if parent is None else context_of(parent, state)
+            if context is not None:
+                if not trace.get_current_span(context).get_span_context().trace_flags.sampled:
+                    return _within(context, start, args, done)
+            elif random() >= ratio:
+                return start(args, done)
+            span = tracer.start_span(name, context or contexts.Context(), trace.SpanKind.SERVER)
+            if request_id := method.request_id(args):
+                span.set_attribute("torchpipe.request_id", request_id[:_REQUEST_ID_CHARACTERS])
+
+            def answer(result: Any) -> None:
+                try:
+                    done(result)
+                finally:
+                    _end(span, code_of(result) if isinstance(result, BaseException) else method.outcome(result))
+
+            try:
+                return _within(trace.set_span_in_context(span, contexts.Context()), start, args, answer)
+            except BaseException as error:
+                _end(span, code_of(error))
+                raise
+
+        return method._replace(start=start_traced)
+
+    return served.changed(change)
+
+
+def context_of(parent: str, state: str | None) -> contexts.Context | None:
+    """The context of the span that a ``traceparent`` names, with its ``tracestate`` (W3C Trace Context, level 2).
+
+    ``None`` for what the standard does not allow; a ``tracestate`` that it does not allow counts for nothing.
+    """
+    if not isinstance(parent, str) or len(parent) > _FIELD_CHARACTERS:
+        return None
+    carrier = {"traceparent": parent}
+    if isinstance(state, str) and len(state) <= _FIELD_CHARACTERS:
+        carrier["tracestate"] = state
+    return _PROPAGATOR.extract(carrier, contexts.Context()) or None
+
+
+def _within(context: contexts.Context, start: Start, args: Any, done: Done) -> Cancellable | None:
+    token = contexts.attach(context)
+    try:
+        return start(args, done)
+    finally:
+        contexts.detach(token)
+
+
+def _end(span: trace.Span, outcome: str) -> None:
+    if outcome != OK:
+        span.set_attribute("error.type", outcome)
+        span.set_status(trace.StatusCode.ERROR, outcome)
+    span.end()
