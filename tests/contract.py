@@ -34,6 +34,7 @@ from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.service import PipeReplica
 from torchpipe_py.wire.errors import reason
+from torchpipe_py.wire.http import HttpRequest
 
 HAS_GRPC = all(find_spec(name) for name in ("grpc", "google"))
 MOST_INFLIGHT = 4
@@ -106,7 +107,7 @@ class House:
 
     def pipe_of(self, way: str) -> pipe:
         """The pipe that answers."""
-        return {"shared": self.shared, "replica": self.replica._served.pipe}.get(way, self.pipe)
+        return {"shared": self.shared, **dict.fromkeys(REPLICA, self.replica._served.pipe)}.get(way, self.pipe)
 
     def connect(self, cls: type = Client, port: int = 0, **options: Any) -> Any:
         client = cls(port or self.server.port, **options)
@@ -218,12 +219,18 @@ def form(house: House, asked: Asked) -> Outcome:
 
 
 def oip(house: House, asked: Asked) -> Outcome:
-    return _oip(house, asked, {"data": [asked.data.decode()]}, b"")
+    return http(house, "/v2/models/test/infer", _oip(asked, {"data": [asked.data.decode()]}))
 
 
 def oip_binary(house: House, asked: Asked) -> Outcome:
+    body, fields = _oip_binary(asked)
+    return http(house, "/v2/models/test/infer", body, **fields)
+
+
+def _oip_binary(asked: Asked) -> tuple[bytes, dict[str, str]]:
     binary = struct.pack("<I", len(asked.data)) + asked.data
-    return _oip(house, asked, {"parameters": {"binary_data_size": len(binary)}}, binary)
+    head = _oip(asked, {"parameters": {"binary_data_size": len(binary)}})
+    return head + binary, {"inference_header_content_length": str(len(head))}
 
 
 def own_route(house: House, asked: Asked) -> Outcome:
@@ -236,16 +243,14 @@ def _options(asked: Asked) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _oip(house: House, asked: Asked, data: dict[str, Any], binary: bytes) -> Outcome:
+def _oip(asked: Asked, data: dict[str, Any]) -> bytes:
     inputs = [{"name": "data", "datatype": "BYTES", "shape": [1], **data}]
     inputs += [{"name": key, "datatype": "BYTES", "shape": [1], "data": [text]} for key, text in asked.inputs.items()]
     parameters = {name: value for name, value in _options(asked).items() if name != "outputs"}
     given: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
     if asked.outputs:
         given["outputs"] = [{"name": name} for name in asked.outputs]
-    head = json.dumps(given).encode()
-    fields = {"inference_header_content_length": str(len(head))} if binary else {}
-    return http(house, "/v2/models/test/infer", head + binary, **fields)
+    return json.dumps(given).encode()
 
 
 def http(house: House, path: str, body: bytes, port: int = 0, **fields: str) -> Outcome:
@@ -266,13 +271,23 @@ def _of_json(body: bytes) -> Outcome:
 
 
 def replica(house: House, asked: Asked) -> Outcome:
+    return _replica(house, "/infer", as_json_body(asked), content_type="application/json")
+
+
+def replica_oip(house: House, asked: Asked) -> Outcome:
+    body, fields = _oip_binary(asked)
+    return _replica(house, "/v2/models/demo/infer", body, **fields)
+
+
+def _replica(house: House, path: str, body: bytes, **fields: str) -> Outcome:
     """HTTP, as Ray Serve hands it over."""
 
     async def pieces() -> AsyncIterator[bytes]:
-        yield as_json_body(asked)
+        yield body
 
-    answer = house.replica.answer("POST", "/infer", "", {"content-type": "application/json"}, pieces())
-    return _of_json(asyncio.run(answer).body)  # type: ignore[arg-type]
+    request = HttpRequest("POST", path)
+    request.fields = {name.replace("_", "-"): value for name, value in fields.items()}
+    return _of_json(asyncio.run(house.replica.answer(request, pieces())).body)
 
 
 def as_rpc(asked: Asked) -> Any:
@@ -316,10 +331,29 @@ def rpc(house: House, asked: Asked) -> Outcome:
             code = said.get("error-code") or RPC_CODES[error.code().name]
             after = said.get("grpc-retry-pushback-ms")
             return Outcome(code, None, error.details(), after and int(after))
+    return _of_rpc(found)
+
+
+def _of_rpc(found: Any) -> Outcome:
     output, raw = found.outputs[0], found.raw_output_contents[0]
     if output.datatype == "BYTES":
         return Outcome("ok", raw[4 : 4 + struct.unpack_from("<I", raw)[0]].decode())
     return Outcome("ok", np.frombuffer(raw, output.datatype.lower())[0])
+
+
+def replica_rpc(house: House, asked: Asked) -> Outcome:
+    from torchpipe_py.methods.oip.messages import message
+
+    given = as_rpc(asked)
+    given.model_name = "demo"
+    if asked.deadline_ms is not None:
+        given.parameters["deadline_ms"].double_param = asked.deadline_ms
+    path = "/inference.GRPCInferenceService/ModelInfer"
+    answer = asyncio.run(house.replica.rpc(path, given.SerializeToString(), {}))
+    if answer.code is None:
+        return _of_rpc(message("inference.ModelInferResponse").FromString(answer.data))
+    after = answer.headers.get("grpc-retry-pushback-ms")
+    return Outcome(answer.headers["error-code"], None, answer.text, after and int(after))
 
 
 RPC_CODES = {"DEADLINE_EXCEEDED": "deadline_exceeded", "RESOURCE_EXHAUSTED": "too_large"}
@@ -341,9 +375,11 @@ WAYS: dict[str, Way] = {
     "own_method": own_method,
     "own_route": own_route,
     "replica": replica,
-    **({"grpc": rpc} if HAS_GRPC else {}),
+    "replica_oip": replica_oip,
+    **({"grpc": rpc, "replica_rpc": replica_rpc} if HAS_GRPC else {}),
 }
-IN_PROCESS = ("pipe", "shared", "replica")
+REPLICA = ("replica", "replica_oip", *(("replica_rpc",) if HAS_GRPC else ()))
+IN_PROCESS = ("pipe", "shared", *REPLICA)
 PLAIN = ("infer_batch", "infer_many", "own_method", "own_route")
 """Those whose requests have nothing but ``data`` and a deadline."""
 
@@ -390,7 +426,7 @@ class Row(NamedTuple):
 
 
 THRIFT = ("infer_batch", "infer_many", "infer", "infer, framed and compact")
-OIP = ("oip", "oip_binary", *(("grpc",) if HAS_GRPC else ()))
+OIP = ("oip", "oip_binary", *REPLICA[1:], *(("grpc",) if HAS_GRPC else ()))
 HTTP = ("raw", "json", "form", *OIP, "replica")
 OWN = ("own_method", "own_route")
 SERVED = (*THRIFT, *HTTP)

@@ -37,10 +37,10 @@ def app(**given: Any) -> Any:
             "app: no argument 'replica'; did you mean 'replicas'? (a key of the configuration is node.key=value)",
         ),
         (lambda: app(replicas="two"), "app: argument 'replicas': expected an integer, got 'two'"),
-        (lambda: app(replicas=0), "app: argument 'replicas': expected 1 or more, got 0"),
+        (lambda: app(replicas=0), "app: argument 'replicas': expected at least 1, got 0"),
         (
             lambda: app(max_replicas=2, scale_on="queue"),
-            "app: argument 'scale_on': no 'queue'; did you mean 'queue_time'?",
+            "app: argument 'scale_on': expected one of ongoing, queue_time, got 'queue'",
         ),
         (lambda: app(target=5), "app: argument 'target' is for scaling, which max_replicas turns on"),
         (lambda: app(replicas=3, max_replicas=2), "app: argument 'max_replicas' = 2 is less than replicas"),
@@ -85,7 +85,7 @@ def test_the_working_directory_of_a_node_comes_first(tmp_path: Path, monkeypatch
 
 def test_the_table_of_the_documentation_has_every_argument() -> None:
     page = (Path(__file__).parents[2] / "docs" / "ray.md").read_text(encoding="utf-8").splitlines()
-    for name, setting in SETTINGS.items():
-        default = "" if setting.default in (None, "") else f"={setting.default}"
-        choices = ", ".join(setting.metadata["choices"])
-        assert f"| `{name}{default}` | {setting.metadata['doc']}{choices and ': '}{choices} |" in page
+    for name, (_, param) in SETTINGS.items():
+        default = "" if param.default in (None, "") else f"={param.default}"
+        choices = ", ".join(param.choices)
+        assert f"| `{name}{default}` | {param.doc}{choices and ': '}{choices} |" in page

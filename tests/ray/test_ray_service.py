@@ -11,17 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kept_spans import KeptSpans
 from kit.backends import Gate
-from torchpipe_server.supervisor import metrics as service
+from kit.waits import WAIT
+from opentelemetry import trace
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, pipe
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
-from torchpipe_py.ray.service import Answer, PipeReplica, UnhealthyError
+from torchpipe_py.ray.service import PipeReplica, UnhealthyError
+from torchpipe_py.runtime import spans, statistics
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"backend": "Identity"}
-LIMITS: dict[str, Any] = {"drain_seconds": 30.0, "max_message_bytes": 64, "max_text_bytes": 64}
+LIMITS: dict[str, Any] = {"drain_seconds": 30.0, "max_message_bytes": 200, "max_text_bytes": 200}
 
 
 @pytest.fixture(autouse=True)
@@ -51,41 +55,95 @@ def served(use: Callable[[PipeReplica], Awaitable[Any]], config: Any = IDENTITY,
     return asyncio.run(run())
 
 
-def post(replica: PipeReplica, body: bytes, query: str = "", **fields: str) -> Awaitable[Answer]:
+def ask(replica: PipeReplica, name: str, body: bytes = b"", query: str = "", **fields: str) -> Awaitable[HttpAnswer]:
+    """``name`` is a method and a path."""
+
     async def pieces() -> AsyncIterator[bytes]:
         yield body[:7]
         yield body[7:]
 
-    method, path = fields.pop("method", "POST"), fields.pop("path", "/infer")
-    named = {name.replace("_", "-"): value for name, value in fields.items()}
-    return replica.answer(method, path, query, named, pieces())
+    request = HttpRequest.named(name)
+    request.query, request.fields = query, {name.replace("_", "-"): value for name, value in fields.items()}
+    return replica.answer(request, pieces())
 
 
+INFER = "POST /infer"
 JSON = {"content_type": "application/json"}
 
 
 def test_answers_bytes() -> None:
     """``test_contract`` has the same for JSON."""
-    got: Answer = served(lambda replica: post(replica, b"bytes of any kind"))
+    got: HttpAnswer = served(lambda replica: ask(replica, INFER, b"bytes of any kind"))
     assert (got.status, json.loads(got.body)) == (200, {"result": {"b64": "Ynl0ZXMgb2YgYW55IGtpbmQ="}})
     assert got.headers == {}
 
 
+TENSOR = b'{"inputs": [{"name": "data", "datatype": "BYTES", "shape": [3], "data": ["a", "b", "c"]}]}'
+
+
 @pytest.mark.parametrize(
-    ("body", "query", "fields", "status", "code", "text"),
+    ("name", "body", "status", "code", "text"),
     [
-        (b"x" * 65, "", {}, 413, "too_large", "a body of more than 64 bytes (max_message_bytes)"),
-        (b"{", "", JSON, 400, "invalid_request", ""),
-        (b"x", "", {"path": "/v2/models/demo"}, 404, "not_found", "no /v2/models/demo; there is /infer"),
-        (b"", "", {"method": "GET"}, 405, "method_not_allowed", "/infer takes POST, not GET"),
+        (INFER, b"x" * 201, 413, "too_large", "a body of more than 200 bytes (max_message_bytes)"),
+        (INFER, b"{", 400, "invalid_request", ""),
+        (
+            "POST /v2/models/demo/infer",
+            TENSOR,
+            400,
+            "invalid_request",
+            "input 'data': a batch of 3; the limit is 2 (max_batch)",
+        ),
+        ("GET /v2/models/dem", b"", 404, "not_found", "no model 'dem'; did you mean 'demo'?"),
+        ("GET /v2/modls", b"", 404, "not_found", "no /v2/modls; did you mean '/v2/models/…'?"),
+        ("GET /infer", b"", 405, "method_not_allowed", "/infer takes POST, not GET"),
     ],
 )
-def test_answers_errors(body: bytes, query: str, fields: dict[str, str], status: int, code: str, text: str) -> None:
-    answer: Answer = served(lambda replica: post(replica, body, query, **fields))
+def test_answers_errors(name: str, body: bytes, status: int, code: str, text: str) -> None:
+    answer: HttpAnswer = served(lambda replica: ask(replica, name, body, **JSON), max_batch=2)
     told = json.loads(answer.body)
     assert (answer.status, told["code"]) == (status, code)
     assert told["error"] == text or not text
     assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("GET /v2", {"name": "torchpipe_py"}),
+        ("GET /v2/health/live", {"live": True}),
+        ("GET /v2/health/ready", {"ready": True}),
+        ("GET /v2/models/demo/ready", {"name": "demo", "ready": True}),
+        ("GET /v2/models/demo/versions/1", {"name": "demo", "versions": ["1"]}),
+        ("GET /openapi.json", {"openapi": "3.1.0"}),
+    ],
+)
+def test_answers_what_a_client_asks_first(name: str, part: dict[str, Any]) -> None:
+    answer: HttpAnswer = served(lambda replica: ask(replica, name))
+    assert answer.status == 200
+    assert part.items() <= json.loads(answer.body).items()
+
+
+def test_says_where_the_time_went() -> None:
+    answer: HttpAnswer = served(lambda replica: ask(replica, INFER, b"x", "timing=1"))
+    assert "node.compute" in answer.headers["Server-Timing"]
+
+
+def test_makes_spans_where_the_process_exports_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Ray's tracing, say."""
+    kept = KeptSpans()
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: kept.provider)
+    monkeypatch.setattr(spans, "CLOSE_SECONDS", WAIT)
+
+    async def use(replica: PipeReplica) -> None:
+        await ask(replica, INFER, b"1", traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
+        await ask(replica, INFER, b"2")
+        await replica.infer(b"3")
+        with kept.tracer.start_as_current_span("Ray's"):
+            await replica.infer(b"4")
+
+    served(use)
+    found = [line for line in kept.tree() if "compute" not in line]
+    assert found == ["POST /infer > pipe node", "Ray's > pipe node", "remote > POST /infer", "root > Ray's"]
 
 
 def test_gives_a_handle_the_result_the_dict_or_the_error() -> None:
@@ -204,9 +262,8 @@ class Library:
 def test_metrics_have_the_names_of_the_service() -> None:
     library = Library()
     Metrics(library)
-    families = (*service._NODE_COUNTERS, *service._NODE_GAUGES, *service._NODE_TIMES)
-    assert library.names <= {name for _, name, _ in families} | {"torchpipe_node_batch_size"}
-    assert len(library.names) > 10
+    families = (*statistics.NODE_COUNTERS, *statistics.NODE_GAUGES, *statistics.NODE_TIMES)
+    assert library.names == {name for _, name, _ in families} | {"torchpipe_node_batch_size"}
 
 
 def test_metrics_add_what_is_new() -> None:

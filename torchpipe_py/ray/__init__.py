@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["PipeDeployment", "PipeMapper", "app"]
+__all__ = ["PipeDeployment", "PipeMapper", "add_inference", "app"]
 
-_MODULES = {"PipeDeployment": "serve", "PipeMapper": "data", "app": "serve"}
+_MODULES = {"PipeDeployment": "serve", "PipeMapper": "data", "add_inference": "serve", "app": "serve"}
 
 
 def __getattr__(name: str) -> Any:

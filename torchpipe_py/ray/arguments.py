@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import ConfigError, nearest
 from torchpipe_py.plan.config import GLOBAL, Tables
 from torchpipe_py.values import to_float, to_int, to_str
@@ -18,7 +18,7 @@ Overrides = Mapping[tuple[str, str], Any]
 """Values for keys of nodes, by ``(node, key)``."""
 
 
-def _argument(default: Any, doc: str, low: float = 0, choices: Sequence[str] = (), key: str = "") -> Any:
+def _argument(default: Any, doc: str, low: float | None = None, choices: Sequence[str] = (), key: str = "") -> Any:
     return field(default=default, metadata={"doc": doc, "low": low, "choices": choices, "key": key})
 
 
@@ -34,23 +34,27 @@ class Arguments:
     target: float | None = _argument(
         None, "of a replica: ongoing requests (those that fill two rounds of batches), or ms of queue time (50)", 0.001
     )
-    num_cpus: float | None = _argument(None, "CPUs of a replica")
-    num_gpus: float | None = _argument(None, "GPUs of a replica")
+    num_cpus: float | None = _argument(None, "CPUs of a replica", 0)
+    num_gpus: float | None = _argument(None, "GPUs of a replica", 0)
     max_ongoing_requests: int | None = _argument(None, "requests of a replica (max_inflight + 10,000)", 1)
     max_queued_requests: int | None = _argument(None, "requests that wait for one, of each proxy or handle", 1)
-    deadline_ms: float = _argument(0.0, "longest deadline of a request; 0 is none")
-    hang_seconds: float = _argument(30.0, "seconds for a batch; then the replica is unhealthy; 0: no limit")
-    drain_seconds: float = _argument(25.0, "seconds for accepted requests when a replica or a pipe ends")
+    deadline_ms: float = _argument(0.0, "longest deadline of a request; 0 is none", 0)
+    hang_seconds: float = _argument(30.0, "seconds for a batch; then the replica is unhealthy; 0: no limit", 0)
+    drain_seconds: float = _argument(25.0, "seconds for accepted requests when a replica or a pipe ends", 0)
     max_message_bytes: int = _argument(16 * MEBIBYTE, "bytes of a body", 64)
     max_text_bytes: int = _argument(MEBIBYTE, "bytes of a body of JSON", 64)
-    max_reply_bytes: int = _argument(64 * MEBIBYTE, "bytes of an answer over HTTP", 4096)
+    max_reply_bytes: int = _argument(64 * MEBIBYTE, "bytes of an answer", 4096)
+    max_batch: int = _argument(256, "items of a request", 1)
     overrides: Overrides = field(default_factory=dict)
 
 
-SETTINGS: dict[str, Field] = {each.metadata["key"] or each.name: each for each in fields(Arguments) if each.metadata}
-"""By name."""
-
 _CONVERT: dict[str, Callable[[Any], Any]] = {"str": to_str, "int": to_int, "float": to_float}
+SETTINGS: dict[str, tuple[str, Any]] = {
+    each.metadata["key"] or each.name: (each.name, Param(_CONVERT[each.type.split()[0]], each.default, **each.metadata))
+    for each in fields(Arguments)
+    if each.metadata
+}
+"""By name: the attribute, and its ``Param``."""
 
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:
@@ -65,7 +69,11 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
             hint = nearest(name, SETTINGS)
             raise ConfigError(f"app: no argument {name!r}; {hint} (a key of the configuration is node.key=value)")
         if value is not None:
-            values[SETTINGS[name].name] = _read(name, value)
+            attribute, param = SETTINGS[name]
+            try:
+                values[attribute] = param.read(value, None)
+            except ValueError as error:
+                raise ConfigError(f"app: argument {name!r}: {error}") from None
     if not values.get("config"):
         raise ConfigError("app: the argument 'config' is missing, as in config=configs/demo.toml")
     arguments = Arguments(**values, overrides=overrides)
@@ -129,17 +137,3 @@ def _split(given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[tuple[str, st
         else:
             named[key] = value
     return named, overrides
-
-
-def _read(name: str, value: Any) -> Any:
-    setting = SETTINGS[name]
-    low, choices = setting.metadata["low"], setting.metadata["choices"]
-    try:
-        read = _CONVERT[str(setting.type).partition(" ")[0]](value)
-    except ValueError as error:
-        raise ConfigError(f"app: argument {name!r}: {error}") from None
-    if choices and read not in choices:
-        raise ConfigError(f"app: argument {name!r}: no {read!r}; {nearest(read, choices)}")
-    if isinstance(read, (int, float)) and not low <= read < math.inf:
-        raise ConfigError(f"app: argument {name!r}: expected {low} or more, got {read}")
-    return read

@@ -6,17 +6,20 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import grpc
 from ray import serve
 from ray.serve import metrics
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig
 from starlette.requests import Request
 from starlette.responses import Response
 
+from torchpipe_py.methods.oip.messages import OIP, methods
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.resources import Resources, plan_replica, resources_of
 from torchpipe_py.ray.service import PipeReplica, import_modules
+from torchpipe_py.wire.http import HttpRequest
 
 RETRY_AFTER_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
@@ -27,8 +30,8 @@ TARGET_QUEUE_MS = 50.0
 class PipeDeployment(PipeReplica):
     """What Serve calls of a replica.
 
-    Over HTTP it answers ``POST /infer``; a handle calls ``remote`` with the bytes of an image, or whatever else
-    ``data`` may be, for its result, or with a dict for the dict.
+    Over HTTP it answers ``POST /infer`` and the Open Inference Protocol; a handle calls ``remote`` with the bytes of an
+    image, or whatever else ``data`` may be, for its result, or with a dict for the dict.
     """
 
     def __init__(self, arguments: Arguments, tables: Tables, folder: str) -> None:
@@ -39,10 +42,11 @@ class PipeDeployment(PipeReplica):
         """An HTTP request from Serve's proxy, or what a handle was given."""
         if not isinstance(given, Request):
             return await self.infer(given, deadline_ms)
-        path = given.scope["path"].removeprefix(given.scope.get("root_path", "").rstrip("/"))
-        query = given.scope["query_string"].decode("latin-1")
-        answer = await self.answer(given.method, path, query, given.headers, given.stream())
-        return Response(answer.body, answer.status, answer.headers, "application/json")
+        prefix = given.scope.get("root_path", "").rstrip("/")
+        request = HttpRequest(given.method, given.scope["raw_path"].decode("latin-1").removeprefix(prefix))
+        request.query, request.fields = given.scope["query_string"].decode("latin-1"), given.headers
+        answer = await self.answer(request, given.stream())
+        return Response(answer.body, answer.status, answer.headers, answer.kind)
 
     async def check_health(self) -> None:
         """Serve calls it again and again; each time the figures are passed on as well."""
@@ -56,6 +60,38 @@ class PipeDeployment(PipeReplica):
     async def __del__(self) -> None:
         """Serve calls it once no request is left."""
         await self.end()
+
+
+class Message(bytes):
+    """One that is written already."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802
+        return bytes(self)
+
+
+def _rpc(path: str) -> Any:
+    """What Serve calls of a replica for a message over gRPC."""
+
+    async def answer(self: PipeDeployment, message: bytes, grpc_context: Any) -> Message:
+        answer = await self.rpc(path, message, dict(grpc_context.invocation_metadata()))
+        if answer.code is not None:
+            grpc_context.set_code(answer.code)
+            grpc_context.set_details(answer.text)
+        grpc_context.set_trailing_metadata([(name.lower(), value) for name, value in answer.headers.items()])
+        return Message(answer.data)
+
+    return answer
+
+
+_UNARY = [method for method in methods() if method.containing_service.full_name == OIP and not method.client_streaming]
+for _method in _UNARY:
+    setattr(PipeDeployment, _method.name, _rpc(f"/{OIP}/{_method.name}"))
+
+
+def add_inference(servicer: Any, server: Any) -> None:
+    """For ``grpc_servicer_functions``: Serve's proxies pass messages on as they are, and to ``PipeDeployment``."""
+    handlers = {method.name: grpc.unary_unary_rpc_method_handler(None) for method in _UNARY}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(OIP, handlers),))
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:

@@ -5,31 +5,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure
+from torchpipe_py.methods.inference import Inference
+from torchpipe_py.methods.routes import Cancellable, Done, Routes, RpcRequest, Served, json_answer
+from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
 from torchpipe_py.registry import import_code
-from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.answers import failure, to_line
-from torchpipe_py.wire.errors import Bound, RequestTooLargeError, RouteError, reason
-from torchpipe_py.wire.infer import answer_of, priority_in, read_request
+from torchpipe_py.wire.answers import failure
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.infer import priority_in
+from torchpipe_py.wire.values import output_of
 
 logger = logging.getLogger("torchpipe_py")
 
-PATH = "/infer"
 
-
-class Answer(NamedTuple):
-    """``body`` is JSON."""
-
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
+MOST_FIELDS = 2**12
+"""Of a message over gRPC, as of ``torchpipe-serve`` by default."""
 
 
 class UnhealthyError(TorchpipeError, RuntimeError):
@@ -39,31 +42,43 @@ class UnhealthyError(TorchpipeError, RuntimeError):
 
 
 class ServedPipe:
-    """A pipe and its running requests. For one event loop."""
+    """A pipe, what leads to it, and its running requests. For one event loop."""
 
-    def __init__(self, run: pipe, deadline_ms: float) -> None:
-        self.pipe, self._deadlines = run, Deadlines(run, deadline_ms)
+    def __init__(self, run: pipe, usual: Inference) -> None:
+        self.pipe, self.deadlines = run, usual.deadlines
+        rpcs = usual.rpcs() if find_spec("grpc") else ()
+        served = _traced(timed(Served({}, Routes(usual.routes), rpcs), run), run)
+        self.routes, self.rpcs = served.routes, {rpc.path: rpc.method for rpc in served.rpcs}
         self._requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def call(self, data: dict[str, Any], deadline_ms: float | None) -> dict[str, Any]:
-        """Run a request; cancelled, it is dropped from its queue."""
+    async def finished(self, start: Callable[[Any, Done], Cancellable | None], args: Any) -> Any:
+        """What a method's ``done`` is given, or raised in its place. Late or cancelled, the request is dropped."""
+        result: Future[Any] = Future()
+
+        def done(given: Any) -> None:
+            if result.set_running_or_notify_cancel():  # it is still waited for
+                result.set_result(given)
+
         self._requests += 1
         self._idle.clear()
+        ticket = None
         try:
-            seconds = self._deadlines.seconds(deadline_ms, priority_in(data), data.get("node_name"))
-            if seconds is None:
-                return await self.pipe.acall(data)
-            return await asyncio.wait_for(self.pipe.acall(data, seconds), seconds)
-        except DeadlineExceeded:
-            raise
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(f"not finished within {seconds} s") from None
+            ticket, waiting = start(args, done), asyncio.wrap_future(result)
+            if ticket is not None and ticket.deadline is not None:
+                await asyncio.wait([waiting], timeout=max(0.0, ticket.deadline - perf_counter()))
+                ticket.cancel(DeadlineExceeded("not finished by its deadline"))  # if it is not finished
+            found = await waiting
         finally:
+            if ticket is not None:
+                ticket.cancel()  # if it is not waited for any more
             self._requests -= 1
             if not self._requests:
                 self._idle.set()
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
     async def end(self, seconds: float) -> None:
         """Let its requests finish, then close the pipe."""
@@ -74,6 +89,19 @@ class ServedPipe:
         await asyncio.get_running_loop().run_in_executor(None, self.pipe.close, seconds)
 
 
+def _traced(served: Served, run: pipe) -> Served:
+    """The same with spans, where the process exports any: Ray does if its tracing is on."""
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    provider = trace and trace.get_tracer_provider()
+    if trace is None or isinstance(provider, trace.ProxyTracerProvider):
+        return served
+    from torchpipe_py.methods import tracing
+
+    tracing.keep_fields_out_of_the_log()
+    run.instrument(provider, starts_traces=False)
+    return tracing.traced(served, provider, 0.0)
+
+
 class PipeReplica:
     """A replica: one pipe, which forms the batches. ``serve.batch`` would form them twice.
 
@@ -82,46 +110,63 @@ class PipeReplica:
 
     def __init__(self, arguments: Arguments, tables: Tables, folder: str) -> None:
         self._arguments, self._tables, self._folder = arguments, tables, folder
+        names = ("max_message_bytes", "max_text_bytes", "max_reply_bytes")
+        self._message, self._text, self._reply = (Bound(getattr(arguments, name), name) for name in names)
         os.chdir(found_folder(arguments.config, folder))
         import_modules(arguments)
-        self._served = ServedPipe(pipe(plan_replica(tables)), arguments.deadline_ms)
+        self._served = self._serve(arguments.config, tables)
         self._is_at_work = False  # from the first check on, which Serve makes before it sends requests
+
+    def _serve(self, config: str, tables: Tables) -> ServedPipe:
+        run, given = pipe(plan_replica(tables)), self._arguments
+        usual = Inference(run, Path(config).stem, given.deadline_ms, given.max_batch, self._text, self._reply)
+        return ServedPipe(run, usual)
 
     async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:
         """The result of one request: bytes, a Mat, a tensor. A dict with ``data`` comes back, with what was added.
 
         Raises the error that is there in the place of the result.
         """
-        if isinstance(given, dict):
-            return await self._served.call(given, deadline_ms)
-        data = await self._served.call({"data": given}, deadline_ms)
-        if "result" not in data:
-            raise reason(data, "result")
-        return data["result"]
+        served = self._served
 
-    async def answer(
-        self, method: str, path: str, query: str, fields: Mapping[str, str], body: AsyncIterator[bytes]
-    ) -> Answer:
-        """The answer to an HTTP request; every error is an answer."""
-        most = self._arguments.max_message_bytes
+        def start(data: dict[str, Any], done: Done) -> Cancellable:
+            seconds = served.deadlines.seconds(deadline_ms, priority_in(data), data.get("node_name"))
+            return served.pipe.dispatch(data, lambda data, error: done(data if error is None else error), seconds)
+
+        if isinstance(given, dict):
+            return await served.finished(start, given)
+        return output_of(await served.finished(start, {"data": given}), "result")
+
+    async def answer(self, request: HttpRequest, body: AsyncIterator[bytes]) -> HttpAnswer:
+        """The answer to an HTTP request whose body is still to be read; every error is an answer."""
+        read = bytearray()
         try:
-            if path.rstrip("/") != PATH:
-                raise RouteError(f"no {path[:80]}; there is {PATH}")
-            if method != "POST":
-                raise RouteError(f"{PATH} takes POST, not {method[:20]}", ["POST"])
-            read = bytearray()
             async for piece in body:
                 read += piece
-                if len(read) > most:
-                    raise RequestTooLargeError(f"a body of more than {most} bytes (max_message_bytes)")
-            text = Bound(self._arguments.max_text_bytes, "max_text_bytes")
-            asked = read_request(bytes(read), query, fields, text)
-            data = await self._served.call(asked.data, asked.deadline_ms)
-            reply = Bound(self._arguments.max_reply_bytes, "max_reply_bytes")
-            return Answer(200, answer_of(data, asked, reply), {})
+                check_size(len(read), self._message)
+            request.body, served = bytes(read), self._served  # NOTE: that of now: it may have been exchanged meanwhile
+            route, request.parameters = served.routes.find(request)
+            found: HttpAnswer = await served.finished(route.method.start, request)
+            if len(found.body) > self._reply.bytes:
+                raise ReplyTooLargeError(len(found.body), self._reply)
+            return found
         except Exception as error:
             failed = failure(error)
-            return Answer(failed.status, to_line(failed.body), failed.headers)
+            return json_answer(failed.body, failed.status, failed.headers)
+
+    async def rpc(self, path: str, data: bytes, fields: Mapping[str, str]) -> Any:
+        """The ``WireAnswer`` to a message over gRPC with this metadata; every error is an answer."""
+        from torchpipe_py.methods.rpcs import WireAnswer, parsed
+
+        served = self._served
+        method = served.rpcs[path]
+        try:
+            check_size(len(data), self._message)
+            message = parsed(method.args, data, MOST_FIELDS, self._text)
+            result = await served.finished(method.start, RpcRequest(message, fields))
+        except Exception as error:
+            result = error
+        return WireAnswer.of(method, result, self._reply)
 
     async def stats(self) -> dict[str, Any]:
         """``pipe.stats()`` of this replica."""
@@ -145,33 +190,39 @@ class PipeReplica:
         before stays: for an error Serve would end the replica, and have none that can be started.
         """
         try:
-            run = await asyncio.get_running_loop().run_in_executor(None, self._pipe_for, user_config)
+            served = await asyncio.get_running_loop().run_in_executor(None, self._another, user_config)
         except Exception as error:
             if not self._is_at_work:
                 raise
             log_failure("the configuration cannot be exchanged; the one before stays", error)
             return
-        if run is not None:
-            before, self._served = self._served, ServedPipe(run, self._arguments.deadline_ms)
+        if served is not None:
+            before, self._served = self._served, served
             await before.end(self._arguments.drain_seconds)
 
     async def end(self) -> None:
         """Finish what was accepted, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
 
-    def _pipe_for(self, user_config: Any) -> pipe | None:
-        """Another pipe; ``None`` where the configuration is the same."""
+    def _another(self, user_config: Any) -> ServedPipe | None:
+        """That of another configuration; ``None`` where it is the same."""
         config, overrides = read_user_config(user_config, self._arguments)
         before = os.getcwd()
         try:
             os.chdir(found_folder(config, self._folder))
             tables = overridden(parse_toml(config), overrides)
-            run = None if tables == self._tables else pipe(plan_replica(tables))
+            served = None if tables == self._tables else self._serve(config, tables)
         except BaseException:
             os.chdir(before)  # the pipe before stays
             raise
         self._tables = tables
-        return run
+        return served
+
+
+def check_size(size: int, most: Bound) -> None:
+    """Raises ``RequestTooLargeError`` for a body, or a message over gRPC, that has more bytes."""
+    if size > most.bytes:
+        raise RequestTooLargeError(f"a body of more than {most.bytes} bytes ({most.name})")
 
 
 def import_modules(arguments: Arguments) -> None:
