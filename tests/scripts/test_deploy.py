@@ -1,4 +1,5 @@
-"""What lies in scripts/deploy: for systemd, for Kubernetes, nginx that asks for certificates, HAProxy for several."""
+"""What lies in scripts/deploy: for systemd, Kubernetes, KServe, Prometheus, Grafana; nginx that asks for certificates,
+HAProxy for several."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from kit.services import Process, reserved_port, serving
 from kit.waits import PROGRAM_WAIT, WAIT, eventually
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
-from torchpipe_server.options import MONITORING_PATHS, parse_options
+from torchpipe_server.options import MONITORING_PATHS, Options, parse_options
+
+from torchpipe_py.plan.config import parse_toml
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "scripts/deploy/torchpipe.service"
@@ -27,6 +30,7 @@ NGINX = ROOT / "scripts/deploy/nginx.conf"
 HAPROXY = ROOT / "scripts/deploy/haproxy.cfg"
 DOCKERFILE = ROOT / "scripts/deploy/Dockerfile"
 KUBERNETES = ROOT / "scripts/deploy/kubernetes.yaml"
+KSERVE = ROOT / "scripts/deploy/kserve.yaml"
 PING = b"\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01\x00"
 MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
 
@@ -70,14 +74,67 @@ def test_the_pods_run_the_image_with_flags_that_there_are_and_ports_that_it_open
     assert ports == {"requests": options.port, "monitoring": options.http_port}
     assert found(r"port: (\d+), targetPort: (\w+)") == [(str(options.port), "requests")]
     assert found(r"prometheus.io/port: \"(\d+)\", prometheus.io/path: (\S+)}") == [(str(options.http_port), "/metrics")]
-    probes = found(r"(\w+)Probe: {httpGet: {path: (\S+), port: (\w+)}")
+    assert_probed(KUBERNETES, options, "monitoring")
+
+
+def assert_probed(path: Path, options: Options, port: str) -> None:
+    """Its probes ask this port for paths that there are, and a pod has the time that the service takes to end."""
+    probes = found(r"(\w+)Probe: {httpGet: {path: (\S+), port: (\w+)}", path)
     wanted = {"startup": "/ready", "readiness": "/ready", "liveness": "/live"}
     assert {name: path for name, path, _ in probes} == wanted
-    assert {port for *_, port in probes} == {"monitoring"}
+    assert {asked for *_, asked in probes} == {port}
     assert {*wanted.values(), "/metrics"} <= set(MONITORING_PATHS)
-    (pause,) = found(r"preStop: {exec: {command: \[sleep, \"(\d+)\"\]}}")
-    (grace,) = found(r"terminationGracePeriodSeconds: (\d+)")
+    (pause,) = found(r"preStop: {exec: {command: \[sleep, \"(\d+)\"\]}}", path)
+    (grace,) = found(r"terminationGracePeriodSeconds: (\d+)", path)
     assert int(grace) >= int(pause) + options.drain_seconds + 10
+
+
+def test_the_runtime_of_kserve_has_flags_that_there_are_and_ports_that_it_opens() -> None:
+    (given,) = found(r" args: \[(.*)\]", KSERVE)
+    options = parse_options([word.strip('" ') for word in given.split(",")])
+    assert (options.config, options.host, options.http_host) == ("/mnt/models", "0.0.0.0", "0.0.0.0")
+    assert found(r"containerPort: (\d+)", KSERVE) == [str(options.port), str(options.grpc_port)] == ["8080", "9000"]
+    (scraped,) = found(r"prometheus.kserve.io/port: \"(\d+)\", prometheus.kserve.io/path: /metrics", KSERVE)
+    assert scraped == str(options.http_port)
+    assert_probed(KSERVE, options, scraped)
+    assert found(r"[mM]odelFormats?: \[?{name: (\w+)", KSERVE) == ["torchpipe"] * 2
+
+
+@pytest.mark.parametrize(("folder", "image"), [("deploy", ":1"), ("deploy-gpu", ":1-gpu")])
+def test_kustomize_builds_a_deployment_with_flags_that_there_are(folder: str, image: str) -> None:
+    (given,) = found(r" args: \[(.*)\]", ROOT / "scripts" / folder / "kustomization.yaml")
+    config = Path(parse_options([word.strip('" ') for word in given.split(",")]).config)
+    assert parse_toml(str(KUBERNETES.with_name(config.name)))
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    built = run("kubectl", "kustomize", ROOT / "scripts" / folder)
+    assert (built.returncode, built.stderr) == (0, "")
+    assert f"image: registry.example/classifier{image}\n" in built.stdout
+    assert re.search(r"configMap:\n +name: classifier-\w{10}\n", built.stdout)
+
+
+# -- monitoring ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's prometheus)")
+def test_each_alert_is_raised_by_its_fault_and_not_without() -> None:
+    tried = run("promtool", "test", "rules", Path(__file__).parent / "alerts.yaml")
+    assert tried.returncode == 0, tried.stdout + tried.stderr
+
+
+def test_the_dashboard_asks_the_data_source_that_is_chosen() -> None:
+    board = json.loads((ROOT / "scripts/deploy/grafana.json").read_text())
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    (source, *_) = board["templating"]["list"]
+    assert (source["type"], source["query"]) == ("datasource", "prometheus")
+    asked = [
+        each["datasource"]["uid"]
+        for panel in panels
+        for each in (panel, *panel.get("targets", ()))
+        if "datasource" in each
+    ]
+    assert set(asked) == {f"${{{source['name']}}}"}
 
 
 # -- TLS -----------------------------------------------------------------------------------------------------------

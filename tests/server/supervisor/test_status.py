@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 
 from torchpipe_py.runtime.statistics import BOUNDS_MS
+from torchpipe_py.wire import answers
 
 PAGE = ROOT / "server/torchpipe_server/supervisor/page"
 JPEG = next((ROOT / "configs/demo/images").glob("*.jpg")).read_bytes()
@@ -112,6 +114,16 @@ def test_paths_and_what_they_answer(served: Served):
         said = json.loads(answer.body)["error"]
         assert answer.status == 404
         assert said.startswith(f"no {path}; monitoring is on --http-port {served.http_port}; ")
+
+
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yaml"])
+def test_dashboard_and_alerts_ask_for_metrics_that_there_are(served: Served, file: str) -> None:
+    ends = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
+    there = {name + end for name, family in served.families().items() for end in ends[family.type]}
+    text = (ROOT / "scripts/deploy" / file).read_text()
+    assert set(re.findall(r"\btorchpipe_\w+", text)) - there == set()
+    codes = {code for found in re.findall(r'outcome=~\\?"([\w|]+)', text) for code in found.split("|")}
+    assert codes - answers.STATUSES.keys() == set() != codes
 
 
 # -- figures --------------------------------------------------------------------------------------------------------
