@@ -297,7 +297,7 @@ def test_the_flags_of_the_service_are_the_declared_ones() -> None:
 
 
 def test_the_metrics_shown_are_those_that_the_service_tells() -> None:
-    files = ("server/torchpipe_server/supervisor/metrics.py", "torchpipe_py/runtime/statistics.py")
+    files = ("server/torchpipe_server/supervisor/monitoring/metrics.py", "torchpipe_py/runtime/record/statistics.py")
     source = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
     page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(torchpipe_\w+)", page, flags=re.MULTILINE)

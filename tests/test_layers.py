@@ -48,8 +48,8 @@ SCRIPTS = ["examples", "benchmarks", "recipes"]
 SERVER_MAY_IMPORT = {
     *("", "arguments", "cores", "errors", "idl", "malloc", "streams", "streams.boxes", "streams.config"),
     *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
-    *("runtime.admission", "runtime.statistics", "tools.draw.render", "proc.engine", "plan.build"),
-    *("plan.folder", "plan.sharing", "runtime.pictures", "runtime.visits"),
+    *("runtime.admission", "runtime.record.statistics", "tools.draw.render", "proc.engine", "plan.build"),
+    *("plan.folder", "plan.sharing", "runtime.record.pictures", "runtime.record.visits"),
     *("methods.inference", "methods.many", "methods.oip.core", "methods.routes", "methods.rpcs"),
     *("methods.timing", "methods.tracing", "wire.http"),
 }

@@ -79,7 +79,7 @@ def _serve(options: Options) -> int:
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, lambda: read(options.config), idl)
         if http is not None:
-            from torchpipe_server.supervisor.status import StatusServer
+            from torchpipe_server.supervisor.monitoring.status import StatusServer
 
             images_port, most = listener.getsockname()[1], http_connections(files)
             supervisor.monitoring = StatusServer(supervisor.loop, http, supervisor, images_port, options, most)

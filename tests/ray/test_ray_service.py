@@ -20,7 +20,7 @@ from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, pipe
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.service import PipeReplica, UnhealthyError
-from torchpipe_py.runtime import spans, statistics
+from torchpipe_py.runtime.record import spans, statistics
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
 ROOT = Path(__file__).parents[2]

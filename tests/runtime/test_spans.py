@@ -14,7 +14,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
 from torchpipe_py import BackendError, Overloaded, pipe
-from torchpipe_py.runtime import spans as module
+from torchpipe_py.runtime.record import spans as module
 
 Data = dict[str, Any]
 

@@ -12,7 +12,7 @@ from kit.backends import Company, Echo, EchoFour
 from kit.waits import WAIT
 
 from torchpipe_py import pipe
-from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS, Record, summed
+from torchpipe_py.runtime.record.statistics import BOUNDS_MS, COUNTS, Record, summed
 
 
 def test_a_batch_that_waits_for_company(register: Register) -> None:

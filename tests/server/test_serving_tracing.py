@@ -25,7 +25,7 @@ from torchpipe_server.worker.service import usual_service
 from torchpipe_py import ConfigError, pipe
 from torchpipe_py.methods import tracing
 from torchpipe_py.methods.routes import Routes, Served
-from torchpipe_py.runtime import spans
+from torchpipe_py.runtime.record import spans
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchpipe_py.runtime.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
+from torchpipe_py.runtime.record.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
 
 FIGURE = "request_ms"
 

@@ -16,8 +16,8 @@ from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import log_failure
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.idle import Sleeper
+from torchpipe_py.runtime.record.statistics import Record, Recorder
 from torchpipe_py.runtime.request import Request
-from torchpipe_py.runtime.statistics import Record, Recorder
 
 THREAD_PREFIX = "torchpipe-"
 """Of the names of threads that a pipe has."""

@@ -28,8 +28,8 @@ from torchpipe_py.runtime.admission import ComputeTimes, ControlledDelay
 from torchpipe_py.runtime.idle import Idle
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.ordering import Order
+from torchpipe_py.runtime.record.statistics import summed
 from torchpipe_py.runtime.request import Caller, Request
-from torchpipe_py.runtime.statistics import summed
 
 _AT_ONCE = 0.002  # seconds from the entry into a queue to an instance that was idle
 _PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that comes at once does not take a core
@@ -228,7 +228,7 @@ class Node:
         return self.times.expected(min(self.max, self.queued_before(0) + 1), now)
 
     def stats(self) -> dict[str, Any]:
-        """The node now, and since it started; see ``torchpipe_py.runtime.statistics``.
+        """The node now, and since it started; see ``torchpipe_py.runtime.record.statistics``.
 
         ``alive`` counts the instances whose thread runs, ``busy`` those that have requests. ``oldest_batch_s`` is how
         long the ``forward`` runs that has run longest, 0.0 where none does.

@@ -28,10 +28,7 @@ from torchpipe_py.runtime.batching import BatchingNode, Due
 from torchpipe_py.runtime.idle import is_main_thread
 from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.node import Node, Source
-from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
-from torchpipe_py.runtime.runtime import Runtime
-from torchpipe_py.runtime.single import DeferredNode
-from torchpipe_py.runtime.tracing import (
+from torchpipe_py.runtime.record.tracing import (
     DEFAULT_LIMIT,
     WANTED,
     MakeRequest,
@@ -40,12 +37,15 @@ from torchpipe_py.runtime.tracing import (
     Wanted,
     making_timelines,
 )
-from torchpipe_py.runtime.visits import Timeline
+from torchpipe_py.runtime.record.visits import Timeline
+from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
+from torchpipe_py.runtime.runtime import Runtime
+from torchpipe_py.runtime.single import DeferredNode
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from torchpipe_py.runtime.spans import Spans
+    from torchpipe_py.runtime.record.spans import Spans
 
 Data = dict[str, Any]
 
@@ -271,7 +271,7 @@ class pipe:
         self._runtime.door.check(seconds, root, self._runtime.inflight.admitted, priority)
 
     def stats(self) -> dict[str, Any]:
-        """Counts and times since the pipe was built; see ``torchpipe_py.runtime.statistics``."""
+        """Counts and times since the pipe was built; see ``torchpipe_py.runtime.record.statistics``."""
         runtime = self._runtime
         return {
             "inflight": len(runtime.inflight),
@@ -334,7 +334,7 @@ class pipe:
         try:
             from opentelemetry.trace import get_tracer_provider
 
-            from torchpipe_py.runtime.spans import Spans
+            from torchpipe_py.runtime.record.spans import Spans
         except ImportError as error:
             raise ImportError(f"spans need OpenTelemetry (pip install 'torchpipe_py[otel]'): {error}") from error
         runtime = self._runtime

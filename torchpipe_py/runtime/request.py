@@ -18,7 +18,7 @@ from torchpipe_py.keys import (
     TASK_RESULT_KEY,
 )
 from torchpipe_py.plan.graph import Hidden
-from torchpipe_py.runtime.visits import Timeline
+from torchpipe_py.runtime.record.visits import Timeline
 
 OnDone = Callable[[Data, BaseException | None], object]
 """Called once, when a request is completed: with the dict it came with, and its error."""

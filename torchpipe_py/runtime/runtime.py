@@ -35,10 +35,10 @@ from torchpipe_py.runtime.hand_over import HandOverNode
 from torchpipe_py.runtime.inflight import InFlight
 from torchpipe_py.runtime.instance import THREAD_PREFIX, Instance, creator
 from torchpipe_py.runtime.node import Fail, Node
+from torchpipe_py.runtime.record.statistics import Recorder
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
 from torchpipe_py.runtime.routes import Routes
 from torchpipe_py.runtime.single import DeferredNode, SingleNode
-from torchpipe_py.runtime.statistics import Recorder
 
 LEAVE_SECONDS = 2.0
 """How long a pipe that is closed waits for a backend to return when nobody waits for its requests any more."""

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torchpipe_py.methods.routes import OK
-from torchpipe_py.runtime.statistics import PLACES, folded
+from torchpipe_py.runtime.record.statistics import PLACES, folded
 from torchpipe_server.logs.handler import REQUESTS
 
 logger = logging.getLogger(REQUESTS)
@@ -42,7 +42,7 @@ class RequestCounters:
             log_request(method, outcome, seconds, request_id)
 
     def summary(self) -> dict[str, Any]:
-        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.statistics``)."""
+        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.record.statistics``)."""
         by_method: dict[str, dict[str, int]] = {}
         for (method, outcome), count in self._counts.items():
             by_method.setdefault(method, {})[outcome] = count

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.logs.stderr import StderrPipe
-from torchpipe_server.supervisor.figures import (
+from torchpipe_server.supervisor.forker import Forked
+from torchpipe_server.supervisor.monitoring.figures import (
     Closed,
     Control,
     End,
@@ -28,7 +29,6 @@ from torchpipe_server.supervisor.figures import (
     Stats,
     parse_message,
 )
-from torchpipe_server.supervisor.forker import Forked
 from torchpipe_server.worker.channel import Channel
 
 logger = logging.getLogger("torchpipe_server")

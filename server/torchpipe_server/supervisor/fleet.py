@@ -15,7 +15,16 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, link
 from torchpipe_server.supervisor.connections import Connections
-from torchpipe_server.supervisor.figures import (
+from torchpipe_server.supervisor.forker import Forked, Forker
+from torchpipe_server.supervisor.generation import (
+    RETRY_MS,
+    START_ATTEMPTS,
+    Changes,
+    Generation,
+    WorkerSlot,
+    nobody_asks,
+)
+from torchpipe_server.supervisor.monitoring.figures import (
     NOTHING,
     Closed,
     Control,
@@ -26,15 +35,6 @@ from torchpipe_server.supervisor.figures import (
     Released,
     Snapshot,
     add_past,
-)
-from torchpipe_server.supervisor.forker import Forked, Forker
-from torchpipe_server.supervisor.generation import (
-    RETRY_MS,
-    START_ATTEMPTS,
-    Changes,
-    Generation,
-    WorkerSlot,
-    nobody_asks,
 )
 from torchpipe_server.worker.worker import HUNG
 

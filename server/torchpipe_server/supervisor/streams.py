@@ -15,7 +15,7 @@ from torchpipe_py.streams.config import read_streams
 from torchpipe_server.front.connection import Call
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.supervisor.child import Child
-from torchpipe_server.supervisor.figures import Event, Figures, Snapshot
+from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snapshot
 
 logger = logging.getLogger("torchpipe_server")
 

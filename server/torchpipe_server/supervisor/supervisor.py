@@ -17,15 +17,15 @@ from typing import Any
 import torchpipe_py
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.folder import Folder
-from torchpipe_py.runtime.statistics import BOUNDS_MS
+from torchpipe_py.runtime.record.statistics import BOUNDS_MS
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
-from torchpipe_server.supervisor.figures import Figures, add, service_figures
 from torchpipe_server.supervisor.fleet import Fleet
 from torchpipe_server.supervisor.generation import WorkerSlot
+from torchpipe_server.supervisor.monitoring.figures import Figures, add, service_figures
 from torchpipe_server.supervisor.repository import Outcome, Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 

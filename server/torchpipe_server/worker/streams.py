@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.errors import TorchpipeError, describe
-from torchpipe_py.runtime.statistics import PLACES, folded
+from torchpipe_py.runtime.record.statistics import PLACES, folded
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
 from torchpipe_server.front.loop import Loop, call_from_any_thread

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.figures import NOTHING, parse_message, service_figures
-from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.monitoring.figures import NOTHING, parse_message, service_figures
+from torchpipe_server.supervisor.monitoring.metrics import CONTENT_TYPE, render
 
-from torchpipe_py.runtime.statistics import BOUNDS_MS, COUNTS
+from torchpipe_py.runtime.record.statistics import BOUNDS_MS, COUNTS
 
 
 def counts(**places: int) -> list[int]:

@@ -16,7 +16,7 @@ from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import call_from_any_thread, new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import listen
-from torchpipe_server.supervisor.status import StatusServer
+from torchpipe_server.supervisor.monitoring.status import StatusServer
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 MOST = 8

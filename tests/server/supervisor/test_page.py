@@ -14,7 +14,7 @@ import pytest
 import torchpipe_server
 from kit.waits import WAIT
 
-PAGE = Path(torchpipe_server.__file__).parent / "supervisor" / "page"
+PAGE = Path(torchpipe_server.__file__).parent / "supervisor" / "monitoring" / "page"
 NODE = shutil.which("node")
 
 pytestmark = pytest.mark.skipif(NODE is None, reason="no Node.js on this machine")

@@ -25,10 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 
-from torchpipe_py.runtime.statistics import BOUNDS_MS
+from torchpipe_py.runtime.record.statistics import BOUNDS_MS
 from torchpipe_py.wire import answers
 
-PAGE = ROOT / "server/torchpipe_server/supervisor/page"
+PAGE = ROOT / "server/torchpipe_server/supervisor/monitoring/page"
 JPEG = next((ROOT / "configs/demo/images").glob("*.jpg")).read_bytes()
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -17,7 +17,7 @@ from browser import CHROMIUM, Tab
 from kit.services import ROOT, LocalServer, serving
 
 from torchpipe_py import Backend, register_backend
-from torchpipe_py.runtime.pictures import small_copy
+from torchpipe_py.runtime.record.pictures import small_copy
 
 IMAGE = ROOT / "configs/demo/images/ring_00.jpg"
 SIZE = 211, 357

@@ -17,8 +17,8 @@ from torchpipe_py import Overloaded, pipe
 from torchpipe_py.methods.oip.core import Model
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
-from torchpipe_py.runtime.pictures import Picture
-from torchpipe_py.runtime.visits import Timeline
+from torchpipe_py.runtime.record.pictures import Picture
+from torchpipe_py.runtime.record.visits import Timeline
 from torchpipe_py.wire.errors import Bound, RouteError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import answer_of, read_request

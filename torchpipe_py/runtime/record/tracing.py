@@ -13,8 +13,8 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data
+from torchpipe_py.runtime.record.visits import Timeline, Visit, error_in, taken_at
 from torchpipe_py.runtime.request import OnDone, Request, callers_request
-from torchpipe_py.runtime.visits import Timeline, Visit, error_in, taken_at
 
 DEFAULT_LIMIT = 1_000_000
 

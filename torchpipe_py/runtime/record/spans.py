@@ -13,8 +13,8 @@ from opentelemetry import trace
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import log_failure, logger
+from torchpipe_py.runtime.record.visits import Outcome, Timeline, Visit
 from torchpipe_py.runtime.request import OnDone, Request
-from torchpipe_py.runtime.visits import Outcome, Timeline, Visit
 
 MOST_WAITING = 1024
 """Finished requests whose spans are still to be made; of more than that no spans are made."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchpipe_py.errors import TorchpipeError, message_of
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.pictures import MOST_PICTURES, Picture, small_copy
+from torchpipe_py.runtime.record.pictures import MOST_PICTURES, Picture, small_copy
 
 MOST_ELEMENTS = 256
 """Runs of other graphs that are recorded of one request; a list may be longer."""

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from torchpipe_py.runtime.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
+from torchpipe_py.runtime.record.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
 from torchpipe_py.wire import answers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

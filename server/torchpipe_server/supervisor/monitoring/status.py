@@ -26,7 +26,7 @@ from torchpipe_server.front.server import Server
 from torchpipe_server.front.services import HttpService, Services, code_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
-from torchpipe_server.supervisor.metrics import CONTENT_TYPE, render
+from torchpipe_server.supervisor.monitoring.metrics import CONTENT_TYPE, render
 from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import NoStreamError
 from torchpipe_server.supervisor.supervisor import Supervisor

@@ -1,0 +1,1 @@
+"""What is recorded of requests and batches: figures, visits, traces, spans."""
