@@ -142,7 +142,7 @@ def _file(report: Report, video: Path, compute_s: float) -> None:
     table = {"source": str(video), "keep": "all"}
     (options,) = read_streams({"a": table})
     start = monotonic()
-    for picture in read_pictures(options):
+    for picture in read_pictures(options, threading.Event()):
         image = picture.to_mat()
     decoding = Load(FRAMES / (monotonic() - start))
     with _model(compute_s) as run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -19,7 +20,10 @@ from kit.waits import eventually
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
 from torchpipe_py.plan.config import Place
 from torchpipe_py.streams import Streams
+from torchpipe_py.streams import source as source_module
+from torchpipe_py.streams import stream as stream_module
 from torchpipe_py.streams.config import read_stream, read_streams
+from torchpipe_py.streams.source import Picture, read_pictures
 from torchpipe_py.streams.stream import LAST_SECONDS, Stream
 
 pytest.importorskip("av")
@@ -101,13 +105,19 @@ def test_gives_every_frame_in_order(video, decoder):
     assert frames[0].image.shape == (48, 64, 3)
 
 
-def test_says_which_frames_are_due(video):
+@contextmanager
+def unread(video, **keys):
+    """Streams that take no frame, and a stream that nobody reads."""
     with bright() as run:
         streams = Streams(run, in_flight=2)
-        streams.close()  # so that nothing takes a frame
-        read = read_stream("a", {"source": str(video)}, Place("streams"))
-        stream = Stream(read, streams._lock, streams._has_work, streams._has_result)
-        streams._streams["a"] = stream
+        streams.close()
+        read = read_stream("a", {"source": str(video), **keys}, Place("streams"))
+        stream = streams._streams["a"] = Stream(read, streams._lock, streams._has_work, streams._has_result)
+        yield streams, stream
+
+
+def test_says_which_frames_are_due(video):
+    with unread(video) as (streams, stream):
         assert not streams._is_due(-1, 1)
         for seen in (time.monotonic() - 50, time.monotonic()):
             stream._offer(SimpleNamespace(pts=None), seen, threading.Event())
@@ -140,6 +150,14 @@ def test_serves_streams_by_their_weight(video):
         taken = Counter(next(streams).stream for _ in range(40))
     assert taken["a"] == pytest.approx(20, abs=2)
     assert taken["b"] == pytest.approx(10, abs=2)
+
+
+def test_gives_back_one_turn_that_a_stream_missed(video):
+    with unread(video, weight=2) as (streams, stream):
+        streams._used = 10
+        for used, turn in ((3, 9.5), (9.7, 9.7), (10.5, 10.5)):
+            stream.used = used
+            assert streams._turn(stream) == turn
 
 
 def test_a_frame_that_fails_has_an_error(video):
@@ -177,6 +195,36 @@ def test_adds_and_removes_streams(video):
             streams.remove("a")
 
 
+def test_streams_that_were_removed_leave_nothing(video):
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    with bright() as run, Streams(run, {"a": {"source": str(video), "keep": "all", "repeat": True}}) as streams:
+        next(streams)
+        files, threads = open_files(), threading.active_count()
+        for number in range(30):
+            streams.add(name := f"stream {number}", source=str(video), keep="all", repeat=True)
+            wait_for(lambda name=name: next(streams).stream == name)
+            streams.remove(name)
+        assert open_files() <= files
+        assert threading.active_count() <= threads
+        assert len(streams._order) == 1
+
+
+def test_a_thread_that_cannot_be_started_costs_only_its_stream(video, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with unread(video) as (streams, stream), monkeypatch.context() as patch:
+        stream._thread, stream._overdue_at = threading.current_thread(), 0
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            streams.add("b", source=str(video))
+        assert list(streams.stats()) == ["a"]
+        stream.look_after(time.monotonic())
+        assert stream.state == "blocked"
+
+
 def test_close_ends_the_iteration(video):
     with bright() as run:
         streams = Streams(run, {"a": {"source": str(video), "keep": "all", "repeat": True}})
@@ -210,19 +258,17 @@ def test_opens_a_network_stream_again(video, caplog):
 
 
 def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
-    from torchpipe_py.streams import stream as module
-
     stuck = threading.Event()
-    read = module.read_pictures
+    read = stream_module.read_pictures
 
-    def read_or_hang(options):
+    def read_or_hang(options, stop):
         if options.name == "stuck":
             stuck.wait()
             return
-        yield from read(options)
+        yield from read(options, stop)
 
-    monkeypatch.setattr(module, "read_pictures", read_or_hang)
-    monkeypatch.setattr(module, "_GRACE", 0.1)
+    monkeypatch.setattr(stream_module, "read_pictures", read_or_hang)
+    monkeypatch.setattr(stream_module, "_GRACE", 0.1)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent, bright() as run:
         stuck_source = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         tables = {
@@ -230,10 +276,10 @@ def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
             "good": {"source": str(video), "keep": "all", "repeat": True},
         }
         with Streams(run, tables) as streams:
-            while streams.stats()["stuck"]["reconnects"] < module.MOST_BLOCKED - 1:
+            while streams.stats()["stuck"]["reconnects"] < stream_module.MOST_BLOCKED - 1:
                 assert next(streams).error is None
             time.sleep(0.5)
-            assert streams.stats()["stuck"]["reconnects"] == module.MOST_BLOCKED - 1
+            assert streams.stats()["stuck"]["reconnects"] == stream_module.MOST_BLOCKED - 1
             stuck.set()
     eventually(lambda: not any(thread.name.endswith(" stuck") for thread in threading.enumerate()))
 
@@ -242,6 +288,32 @@ def test_a_file_whose_clock_jumps_plays_on(tmp_path):
     path = write_video(tmp_path / "jump.mp4", [(0, number + 25 * 3600 * (number >= 5)) for number in range(10)])
     with bright() as run, Streams(run, {"a": {"source": str(path), "keep": 10}}) as streams:
         assert [frame.number for frame in streams] == list(range(10))
+
+
+def test_a_clock_that_goes_back_makes_no_frame_old(video, monkeypatch):
+    pictures = [Picture(pts, lambda: None) for pts in (0, 0.02, 7200, 7200.02, 0, 0.02)]
+    monkeypatch.setattr(stream_module, "read_pictures", lambda options, stop: (each for each in pictures))
+    seen = []
+    with unread(video) as (_, stream):
+        monkeypatch.setattr(stream, "_offer", lambda picture, at, stop: seen.append(at))
+        assert stream._read_once(threading.Event()) is None
+    assert len(seen) == len(pictures)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("decoder", ["pyav", "opencv"])
+def test_refuses_large_frames_and_stops_between_frames(video, decoder, monkeypatch):
+    monkeypatch.setattr(source_module, "MOST_PIXELS", 64 * 48 - 1)
+    table = {"source": str(video), "decoder": decoder}
+    with bright() as run, Streams(run, {"a": table}) as streams:
+        assert not list(streams)
+        assert "frames of 64x48 pixels" in streams.stats()["a"]["last_error"]
+    monkeypatch.undo()
+    (options,), stop = read_streams({"a": table}), threading.Event()
+    pictures = read_pictures(options, stop)
+    next(pictures)
+    stop.set()
+    assert not list(pictures)
 
 
 def test_a_file_of_one_frame_is_not_repeated_without_a_pause(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -35,8 +36,8 @@ class Picture(NamedTuple):
     """H×W×3 ``uint8`` BGR."""
 
 
-def read_pictures(options: StreamOptions) -> Iterator[Picture]:
-    """Every frame, as fast as they can be read, until the stream ends; ``SourceError`` where it cannot be read.
+def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
+    """Every frame, as fast as they can be read, until it ends or ``stop`` is set; ``SourceError`` if it cannot be read.
 
     ``BackendUnavailable`` where PyAV is asked for and missing.
     """
@@ -47,11 +48,11 @@ def read_pictures(options: StreamOptions) -> Iterator[Picture]:
             if options.decoder == "pyav":
                 raise BackendUnavailable("decoder = 'pyav' needs PyAV (pip install 'torchpipe_py[video]')") from None
         else:
-            return _by_pyav(av, options)
-    return _by_opencv(options)
+            return _by_pyav(av, options, stop)
+    return _by_opencv(options, stop)
 
 
-def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
+def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
     settings: dict[str, Any] = {}
     if options.source.startswith("rtsp"):
         settings["options"] = {"rtsp_flags": "prefer_tcp"}
@@ -72,9 +73,17 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
         stream = container.streams.video[0]
         # Several threads read ahead, which makes a live frame old; several streams share the cores anyway.
         stream.thread_type = "NONE" if options.live else "AUTO"
+        _check_size(stream.codec_context.width, stream.codec_context.height)
+        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than it was said
+        # One for all frames: to make one costs more than to convert a small frame.
+        reformat = av.video.reformatter.VideoReformatter().reformat
+        if int(av.__version__.partition(".")[0]) >= 17:  # before, there was one thread always
+            reformat = partial(reformat, threads=1)
         broken = 0
         try:
             for packet in container.demux(stream):
+                if stop.is_set():
+                    return
                 try:
                     frames = packet.decode()
                 except (av.error.InvalidDataError, av.error.EOFError) as error:
@@ -87,9 +96,14 @@ def _by_pyav(av: Any, options: StreamOptions) -> Iterator[Picture]:
                 for frame in frames:
                     broken = 0
                     _check_size(frame.width, frame.height)
-                    yield Picture(frame.time, partial(frame.to_ndarray, format="bgr24"))
+                    yield Picture(frame.time, partial(_to_mat, reformat, frame))
         except (av.FFmpegError, OSError, ValueError) as error:
             raise _source_error(av, options, error) from error
+
+
+def _to_mat(reformat: Callable[..., Any], frame: Any) -> NDArray[np.uint8]:
+    mat: NDArray[np.uint8] = reformat(frame, format="bgr24").to_ndarray()
+    return mat
 
 
 def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceError:
@@ -98,7 +112,7 @@ def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceEr
     return SourceError(first_line(error))
 
 
-def _by_opencv(options: StreamOptions) -> Iterator[Picture]:
+def _by_opencv(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
     import cv2
 
     milliseconds = round(1000 * options.timeout)
@@ -108,7 +122,8 @@ def _by_opencv(options: StreamOptions) -> Iterator[Picture]:
     try:
         if not capture.isOpened():
             raise SourceError("cannot be opened by OpenCV")
-        while True:
+        _check_size(int(capture.get(cv2.CAP_PROP_FRAME_WIDTH)), int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT)))
+        while not stop.is_set():
             is_read, mat = capture.read()
             if not is_read:
                 return

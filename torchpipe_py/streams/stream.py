@@ -26,7 +26,7 @@ MOST_BLOCKED = 3
 """Threads of a stream that its source may keep for good."""
 
 LONGEST_GAP = 60.0
-"""Seconds between two frames of a file by its clock; more is a damaged file, and the next frame comes at once."""
+"""Seconds between two frames of a file by its clock; after more, or back, the clock is set anew."""
 
 LAST_SECONDS = 0.04
 """For the last frame of a file, after which it ends or is repeated."""
@@ -85,8 +85,9 @@ class Stream:
         """Begin to read, on a new thread."""
         self._overdue_at = monotonic() + self.options.timeout + _GRACE
         name = f"torchpipe-stream {self.options.name}"
-        self._thread = threading.Thread(target=self._read, args=(self._stop,), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._read, args=(self._stop,), name=name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def stop(self) -> None:
         """Read no further; under the lock."""
@@ -133,7 +134,8 @@ class Stream:
             self._note("blocked", problem)
         if len(self._blocked) < MOST_BLOCKED:
             self.counts["reconnects"] += 1
-            self.start()
+            with suppress(RuntimeError):  # the system has no thread left; tried again when it is overdue again
+                self.start()
         else:
             self._overdue_at = now + LONGEST_PAUSE  # one of them may have ended by then
 
@@ -182,17 +184,19 @@ class Stream:
 
     def _read_once(self, stop: threading.Event) -> str | BackendUnavailable | None:
         """Read to the end; what went wrong, if something did."""
-        began: float | None = None
+        began = 0.0
+        last_pts: float | None = None
         self._next_pts = None
         try:
-            with closing(read_pictures(self.options)) as pictures:  # type: ignore[type-var]
+            with closing(read_pictures(self.options, stop)) as pictures:  # type: ignore[type-var]
                 for picture in pictures:
                     now = seen = monotonic()
                     if self.options.is_file and self.options.live and picture.pts is not None:
-                        if began is None or began + picture.pts > now + LONGEST_GAP:  # the first, or the clock jumps
+                        if last_pts is None or not -1 < picture.pts - last_pts < LONGEST_GAP:  # or the clock jumps
                             began = now - picture.pts
+                        last_pts = picture.pts
                         seen = began + picture.pts
-                        if seen > now:
+                        if seen > now and not stop.is_set():
                             self._overdue_at = float("inf")
                             stop.wait(seen - now)
                     if stop.is_set():

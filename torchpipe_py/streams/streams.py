@@ -187,8 +187,8 @@ class Streams:
     def _start(self, options: StreamOptions) -> None:
         stream = Stream(options, self._lock, self._has_work, self._has_result)
         stream.used = self._used
-        self._streams[stream.options.name] = stream
         stream.start()
+        self._streams[options.name] = stream
 
     def _expect_and_feed(self) -> None:
         with self._run.expecting(self._is_due):
@@ -220,8 +220,9 @@ class Streams:
                     stream.drop(waiting, "stale")
                     self._has_result.notify_all()  # it may have been the last frame of all
                     continue
-                self._used = max(self._used, stream.used)
-                stream.used = max(stream.used, self._used) + 1 / stream.options.weight
+                turn = self._turn(stream)
+                self._used = max(self._used, turn)
+                stream.used = turn + 1 / stream.options.weight
                 stream.in_flight += 1
                 self._under_way += 1
                 self._is_converting = True
@@ -244,7 +245,12 @@ class Streams:
         ready = [
             stream for stream in self._streams.values() if stream.waiting and stream.in_flight < self._room(stream)
         ]
-        return min(ready, key=lambda stream: max(stream.used, self._used), default=None)
+        return min(ready, key=self._turn, default=None)
+
+    def _turn(self, stream: Stream) -> float:
+        """When it is a stream's turn: one turn that it missed, as its frame came late, is given to it later."""
+        missed: float = self._used - 1 / stream.options.weight
+        return max(stream.used, missed)
 
     def _room(self, stream: Stream) -> int:
         return stream.options.in_flight or (self._most if stream.options.keep == ALL else 1)
