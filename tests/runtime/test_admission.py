@@ -19,6 +19,7 @@ from torchpipe_py.runtime.admission import (
     CALM,
     INTERVAL,
     RECENT,
+    REMEMBERED,
     ComputeTimes,
     ControlledDelay,
     Path,
@@ -41,6 +42,10 @@ def test_a_batch_is_no_larger_than_its_time_allows() -> None:
     for size, seconds in ((1, 0.01), (2, 0.02), (4, 0.04), (8, 0.08)):
         times.add(size, seconds, 0.0)
     assert [times.fitting(8, seconds, 0.0) for seconds in (0.1, 0.05, 0.025, 0.001)] == [8, 4, 2, 1]
+    for now, fits in ((2 * RECENT, 4), (REMEMBERED + 0.01, 8)):
+        times.add(4, 0.04, now)
+        assert times.expected(8, now) == 0.04
+        assert times.fitting(8, 0.05, now) == fits, "a size that was too large is tried again, but not each second"
 
 
 def waits(delay: ControlledDelay, seconds: float, since: float, until: float) -> list[bool]:
@@ -79,27 +84,49 @@ def test_queues_may_be_longer_while_nobody_leaves() -> None:
     assert any(waits(delay, 0.5, 9.0, 10.0))
 
 
-def test_patience_is_what_clients_show_by_leaving() -> None:
+def judged(patience: Patience, window: int, left: int = 0, stayed: int = 0) -> float:
+    """What is known after the window, in which clients left after 50 to 70 ms, or were answered after 80."""
+    for place in range(left):
+        patience.left(0.05 + 0.01 * (place % 3))
+    for _ in range(stayed):
+        patience.answered(0.08)
+    return patience.bound(Patience.SEEN * (window + 1), 0.11 * window)
+
+
+def test_patience_is_learnt_from_those_that_left_and_those_that_waited_as_long() -> None:
     patience = Patience()
+    assert not patience.is_learning
+    windows = [judged(patience, window, left, stayed=20) for window, left in enumerate((3, 0, 3, 3))]
+    assert windows == [math.inf] * 4, "most of those that waited so long stayed"
+    assert not patience.is_learning
+    windows = [judged(patience, 10 + window, left, stayed=2) for window, left in enumerate((3, 0, 3))]
+    assert windows == [math.inf] * 3, "they may have been closed at once"
+    assert patience.is_learning
+    assert judged(patience, 13, left=3) == pytest.approx(0.06)
+    assert not patience.is_learning
 
-    def judged(left: int, of: int) -> float:
-        for place in range(left):
-            patience.left(0.05 + 0.01 * (place % 3))
-        counts[0] += of
-        counts[1] += 1
-        return patience.bound(counts[0], float(counts[1]))
 
-    counts = [0, 0]
-    assert judged(3, 100) == math.inf
-    assert [judged(6, 10), judged(6, 10), judged(0, 10)] == [math.inf] * 3, "they may have been closed at once"
-    assert [judged(6, 10) for _ in range(3)] == [math.inf, math.inf, pytest.approx(0.06)]
-    assert judged(1, 1) == pytest.approx(0.06), "too few to judge by"
-    assert judged(0, 100) == pytest.approx(0.06 * Patience.GROWTH)
+def test_clients_that_leave_now_and_then_show_nothing() -> None:
+    patience = Patience()
+    for window in range(6 * Patience.WITHIN):
+        assert judged(patience, window, left=2 if window % (Patience.WITHIN // 2) == 0 else 0) == math.inf
+
+
+def test_a_known_patience_follows_those_that_leave_and_is_forgotten() -> None:
+    patience = Patience()
+    for window in range(Patience.WINDOWS):
+        judged(patience, window, left=3)
+    assert not patience.is_endless
+    assert patience.bound(0, 100.0) == pytest.approx(0.06), "too few to judge by"
+    grown = judged(patience, 100)
+    assert grown == pytest.approx(0.06 * Patience.GROWTH)
     patience.left(0.02)
-    assert judged(0, 10) > 0.06, "it left early"
-    assert judged(1, 10) < 0.06
-    while judged(0, 100) < math.inf:
-        assert counts[1] < 10_000
+    assert judged(patience, 101) > grown, "it left early"
+    assert judged(patience, 102, left=1) < 0.06
+    window = 103
+    while judged(patience, window) < math.inf:
+        window += 1
+        assert window < 10_000
 
 
 def test_a_newcomer_waits_for_what_runs_and_for_what_is_before_it() -> None:

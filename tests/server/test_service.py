@@ -193,3 +193,22 @@ def test_a_client_that_is_done_sending_gets_its_answers(client_type, rest, monke
         received = read_all(sock)
     assert b"first" in received
     assert b"block" in received, "the one that was in work is not answered"
+
+
+@every_client
+def test_what_waits_when_its_client_leaves_is_not_computed(client_type, monkeypatch):
+    monkeypatch.setattr(torchpipe_server.front.connection, "QUEUED_SECONDS", WAIT)
+    with steered() as server, connect(server.port) as first, connect(server.port) as second:
+        first.sendall(client_type.pack(b"block"))
+        assert Steered.entered.acquire(timeout=WAIT)
+        second.sendall(client_type.pack(b"queued"))
+        eventually(lambda: [bool(connection.call) for connection in server.server._connections] == [True] * 2)
+        for connection in server.server._connections:
+            connection.call.began -= WAIT  # as long ago
+        second.shutdown(1)
+        assert read_all(second) == b""
+        eventually(lambda: server.server.connections == 1)
+        Steered.opened.set()
+        first.shutdown(1)
+        assert b"block" in read_all(first)
+    assert b"queued" not in map(bytes, Steered.seen)

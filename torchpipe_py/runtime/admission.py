@@ -30,6 +30,9 @@ CALM = 1.0
 RECENT = 1.0
 """Seconds after which compute times are forgotten: a mean that refuses everything would never be corrected."""
 
+REMEMBERED = 10.0
+"""Seconds after which a batch that was too large for a time limit is tried again."""
+
 _WEIGHT = 0.1  # of the newest batch in the mean of those of its size
 _SIZES = 64  # by bit length of the size
 
@@ -69,8 +72,15 @@ class ComputeTimes:
         return 0.0
 
     def fitting(self, size: int, seconds: float, now: float) -> int:
-        """The largest batch of at most ``size``, and at least 1, that takes no longer than ``seconds``."""
-        while size > 1 and self.expected(size, now) > seconds:
+        """The largest batch of at most ``size``, and at least 1, that takes no longer than ``seconds``.
+
+        What a size took counts for ``REMEMBERED`` seconds: one that is too large is not to be tried each second.
+        """
+        while size > 1:
+            place = size.bit_length()
+            is_known = now - self._at[place] <= REMEMBERED
+            if (self._means[place] if is_known else self.expected(size, now)) <= seconds:
+                break
             size = (size + 1) // 2
         return size
 
@@ -149,14 +159,14 @@ class ControlledDelay:
 class Patience:
     """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
 
-    Judged once in ``WINDOW`` seconds, and after ``SEEN`` requests: where more than ``MOST`` of them ended because their
-    client left, ``WINDOWS`` times one after the other (many may be closed at once and mean nothing), the median of how
-    long those had waited, at least ``LEAST``. From then on it shrinks where more than ``SHARE`` of them left after half
-    of it or more, and else grows slowly, since nobody can tell how much longer the others would wait. Beyond
-    ``FORGOTTEN`` it is over.
+    Learnt where within ``WITHIN`` windows at least ``SEEN`` clients left, in ``WINDOWS`` of them or more (many may be
+    closed at once and mean nothing), and they are more than ``MOST`` of those that waited as long as the median of
+    them: it is that median, at least ``LEAST``. From then on it shrinks where more than ``SHARE`` of a window's clients
+    left after half of it or more, and else grows slowly, since nobody can tell how much longer the others would wait.
+    Beyond ``FORGOTTEN`` it is over. A window is ``WINDOW`` seconds, and ``SEEN`` requests.
     """
 
-    WINDOW, SEEN, WINDOWS, MOST, LEAST = 0.1, 8, 3, 0.5, 0.01
+    WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 3, 100, 0.5, 0.01
     SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.002, 60.0
     MARGIN = 0.85
     """Of that time an answer may take: it has a way back, and an answer that is late is of no use."""
@@ -164,8 +174,10 @@ class Patience:
     def __init__(self) -> None:
         self._seconds = math.inf
         self._left: list[float] = []
+        self._answered: list[float] = []
         self._admitted = 0
-        self._were_leaving = 0  # windows one after the other
+        self._age = 0  # in windows, of what is being learnt
+        self._windows = self._seen = 0  # in which some left, and those that had until the last one
         self._until = -math.inf
 
     @property
@@ -173,24 +185,47 @@ class Patience:
         """Whether (nearly) all wait for their answers, as far as is known."""
         return self._seconds == math.inf
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether some left lately: then it is to be told of answers."""
+        return self.is_endless and bool(self._left)
+
     def left(self, seconds: float) -> None:
         """A client did not wait any longer for its answer; from any thread."""
         self._left.append(seconds)
 
+    def answered(self, seconds: float) -> None:
+        """A client waited so long and got its answer; from any thread."""
+        self._answered.append(seconds)
+
     def bound(self, admitted: int, now: float) -> float:
         """How long most wait; ``admitted`` counts the requests since the start."""
-        if now >= self._until and admitted - self._admitted >= self.SEEN:
-            left, self._left = self._left, []
-            count = admitted - self._admitted
-            self._were_leaving = self._were_leaving + 1 if len(left) > self.MOST * count else 0
-            if self._were_leaving >= self.WINDOWS:
-                self._seconds = max(self.LEAST, sorted(left)[len(left) // 2])
-            elif sum(1 for each in left if 2 * each >= self._seconds) > self.SHARE * count:
-                self._seconds = max(self.LEAST, self.SHRINKING * self._seconds)
+        count = admitted - self._admitted
+        if now >= self._until and count >= self.SEEN:
+            if self.is_endless:
+                self._learn()
             else:
-                self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
+                left, self._left = self._left, []
+                if sum(1 for each in left if 2 * each >= self._seconds) > self.SHARE * count:
+                    self._seconds = max(self.LEAST, self.SHRINKING * self._seconds)
+                else:
+                    self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
             self._admitted, self._until = admitted, now + self.WINDOW
         return self._seconds
+
+    def _learn(self) -> None:
+        left = sorted(self._left)
+        if len(left) > self._seen:
+            self._windows, self._seen = self._windows + 1, len(left)
+        self._age += 1
+        is_enough = self._windows >= self.WINDOWS and len(left) >= self.SEEN
+        if is_enough:
+            median = left[len(left) // 2]
+            stayed = sum(1 for each in list(self._answered) if each >= median)
+            if len(left) > self.MOST * (len(left) + stayed):
+                self._seconds = max(self.LEAST, median)
+        if is_enough or not left or self._age >= self.WITHIN:
+            self._left, self._answered, self._age, self._windows, self._seen = [], [], 0, 0, 0
 
     def allows(self, compute: float) -> float:
         """Seconds that a request which takes ``compute`` alone may take."""

@@ -24,6 +24,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
+from torchpipe_py.runtime.admission import Patience
 from torchpipe_py.runtime.batching import BatchingNode, Due
 from torchpipe_py.runtime.idle import is_main_thread
 from torchpipe_py.runtime.mapping import in_order
@@ -172,6 +173,9 @@ class pipe:
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         request = self._request(data, on_done, deadline_after(timeout))
         ticket = Ticket(self._runtime, request)
+        patience = self._runtime.door.patience
+        if patience is not None and patience.is_learning:
+            request.on_done = ticket.noting(on_done)
         self._runtime.inflight.submit((request,))
         return ticket
 
@@ -485,10 +489,24 @@ class Ticket:
 
     def client_left(self) -> None:
         """Its client waits no longer, as far as can be seen: remember how long it has, once."""
-        patience, since = self._runtime.door.patience, self._since
-        if patience is not None and self._request.deadline is None and since:
+        if (patience := self._patience()) is not None:
+            patience.left(perf_counter() - self._since)
             self._since = 0.0
-            patience.left(perf_counter() - since)
+
+    def noting(self, on_done: Callable[[Data, BaseException | None], None]) -> OnDone:
+        """``on_done``, before which it is remembered how long the client has waited, if it still does."""
+
+        def note(data: Data, error: BaseException | None) -> None:
+            patience = self._patience()
+            if patience is not None and not isinstance(error, CancelledError):
+                patience.answered(perf_counter() - self._since)
+            on_done(data, error)
+
+        return note
+
+    def _patience(self) -> Patience | None:
+        """What is to know how long its client waits, until it has left."""
+        return self._runtime.door.patience if self._request.deadline is None and self._since else None
 
 
 def _has_own_code(node: Node) -> bool:

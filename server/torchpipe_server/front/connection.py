@@ -25,7 +25,7 @@ PARTS_BYTES = 2**16  # of an answer in parts that the system keeps for a client:
 LINGER_SECONDS = 2.0
 STALLED_SECONDS = 60.0  # without room for another part of its answer
 ENDED_SECONDS = 1.0  # after a client's last byte, for its answer
-QUEUED_SECONDS = 0.01  # after a client's last byte; what no instance has taken then is not computed
+QUEUED_SECONDS = 0.01  # after the request of a client that has ended; what no instance has taken then is not computed
 REFUSED_SECONDS = 1.0  # for a client over the limit to ask, so that it can be answered
 
 
@@ -200,7 +200,8 @@ class Connection(asyncio.BufferedProtocol):
         self.close_when_answered()
         if self.call is not None:
             getattr(self.call.ticket, "client_left", bool)()  # NOTE: now: the answer may be late by little
-            self.owner.loop.call_later(QUEUED_SECONDS, self._end_queued, self.call)
+            left = max(0.0, self.call.began + QUEUED_SECONDS - self.ended_at)
+            self.owner.loop.call_later(left, self._end_queued, self.call)
         return True
 
     def _end_queued(self, call: Call) -> None:
