@@ -72,13 +72,14 @@ def test_a_flood_of_normal_requests_lets_one_in_that_has_waited_long() -> None:
 def test_batches_stay_short_for_the_next_normal_request() -> None:
     times = ComputeTimes()
     for size in (1, 2, 4, 8):
-        times.add(size, 0.006 * size, 2.0)
+        times.add(size, 0.002 * size, 2.0)
     queue = BatchQueue(0.0, lambda data: None)
-    for _ in range(16):
+    for _ in range(24):
         queue.add(waiting("low", 1, 2.0))
     assert len(queue.take(8, 2.0, True, times=times) or ()) == 8, "no normal request came lately"
     queue.add(waiting("normal", 0, 2.0))
-    assert len(queue.take(8, 2.0, True, times=times) or ()) == 2
+    assert len(queue.take(8, 2.0, True, times=times) or ()) == 2, "twice as long as it takes alone"
+    assert len(queue.take(8, 2.0, True, times=times) or ()) == 4, "10 ms, which the next one may have to wait"
 
 
 def test_a_queue_lets_one_in_that_has_waited_long() -> None:

@@ -24,7 +24,7 @@ Due = Callable[[float, float], bool]
 """``is_due(since, until)``: whether a request is due in that time, in seconds from now, that has not come yet."""
 
 LOW_SECONDS = 0.01
-"""As long as batches may take that requests of low priority make larger, or twice as long as one request alone."""
+"""As long as batches of low priority may take, or twice as long as one request alone, while normal requests come."""
 
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
@@ -80,8 +80,9 @@ class BatchQueue:
     ) -> list[Request] | None:
         """The batch that closes now, at most ``limit`` long, or ``None``.
 
-        By ``times`` a batch is no larger than its tightest deadline allows. While normal requests come, it takes no
-        longer than ``LOW_SECONDS`` for the sake of those of low priority: the next normal one has to wait for it.
+        By ``times`` a batch is no larger than its tightest deadline allows. While normal requests come, those of low
+        priority make it take at most twice as long; one without any normal ones takes no longer than ``LOW_SECONDS``,
+        since the next normal one has to wait for it.
 
         A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
         no further than ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that
@@ -106,7 +107,9 @@ class BatchQueue:
             if bucket[size - 1].priority:
                 normal = _normal(bucket, size)
                 if now - self._normal_at < RequestQueue.AGING:
-                    seconds = max(LOW_SECONDS, 2 * times.expected(1, now))
+                    seconds = 2 * times.expected(max(1, normal), now)
+                    if not normal:
+                        seconds = max(LOW_SECONDS, seconds)
                     size = max(1, normal, times.fitting(size, seconds, now))
         batch = list(self._buckets.pop(key)) if size == len(bucket) else [bucket.popleft() for _ in range(size)]
         if self.low:
