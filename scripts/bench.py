@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import common, in_process
-from benchmarks.goodput import goodput
+from benchmarks.goodput import SERVICES, goodput
 from benchmarks.io_cost import io_cost
 from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
@@ -44,8 +44,8 @@ def make_parser() -> ArgumentParser:
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
     group = parser.add_argument_group("goodput")
-    group.add_argument("--serve", action="append", metavar="OPTIONS", help="measure torchpipe-serve with these as well")
-    group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton with a model 'sleep'")
+    group.add_argument("--services", default=",".join(SERVICES[:4]), help="to measure (default: %(default)s)")
+    group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton that serves benchmarks/triton")
     return parser
 
 

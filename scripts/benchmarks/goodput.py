@@ -1,8 +1,11 @@
 """What a service still answers in time when more comes than it can take: its goodput.
 
 A backend of 20 ms with two instances takes 100 requests/s. Requests come by an open loop, whatever the service does:
-their latency counts from when they were due. A client leaves at its deadline, three times what a request takes alone,
-and three in ten of those that got no answer in time try once more.
+the latency of an answer counts from when its request was due, that of a refusal from when it was sent. A client leaves
+at its deadline, three times what a request takes alone, and three in ten of those without an answer in time try once
+more.
+
+``python -m benchmarks.goodput`` is a front that refuses everything at once: what clients and machine leave for others.
 """
 
 from __future__ import annotations
@@ -10,19 +13,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import socket
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torchpipe_server.front.loop import new_loop
 
 from benchmarks.common import Load, Report, progress
 from benchmarks.peers import PATHS, is_installed, serving_module
-from benchmarks.services import free_port, serving, stats
+from benchmarks.services import free_port, serving, started, stats
 
 COMPUTE_S, INSTANCES = 0.02, 2
 CAPACITY = INSTANCES / COMPUTE_S
@@ -33,8 +39,18 @@ DEADLINES = 3
 AGAIN = 0.3
 """The share of those without an answer in time who try once more."""
 BURST_CV = 4.0
-WASTED, REFUSALS_P99 = "wasted %", "refusals' p99 ms"
+STEP = (0.5, 2.0), (2.0, 3.0), (0.5, 3.0)
+"""Times the capacity, for so many seconds."""
+WASTED, REFUSALS_P99, NORMAL = "wasted %", "refusals' p99 ms", "s until normal"
+OURS, FRONT = "torchpipe-serve", "refusing front"
+SERVICES = (FRONT, OURS, "mosec", "litserve", "triton")
 BODY = bytes(200)
+HEAD = (
+    "HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
+    f"Inference-Header-Content-Length: 0\r\nContent-Length: {len(BODY)}\r\n\r\n"
+)
+"""The third field tells Triton that the body is the tensor."""
+REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
 BACKEND = """
 import time
 from torchpipe_py import register_backend
@@ -48,6 +64,9 @@ class Sleep:
 """
 
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
 class Service(NamedTuple):
     """Where requests go; ``computed`` counts those that its backend has begun, as far as it says."""
 
@@ -58,10 +77,12 @@ class Service(NamedTuple):
 
 @dataclass
 class Outcomes:
-    """What became of the requests of one run; seconds."""
+    """What became of the requests of one run; seconds. ``missed`` are the due times of those never answered in time."""
 
     good: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
+    sent_late: list[float] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
     left: int = 0
     broken: int = 0
 
@@ -86,171 +107,179 @@ ARRIVALS = {"Poisson": poisson, "bursts": bursts}
 
 
 def goodput(args: argparse.Namespace) -> Report:
-    """Goodput at each load of each service, as a share of the capacity, and what it computed for nobody."""
+    """Goodput at each load of each service, what it computed for nobody, and how soon it is normal after a step."""
     report = Report(
         f"goodput: {COMPUTE_S * 1000:.0f} ms x {INSTANCES} instances take {CAPACITY:.0f} requests/s; QPS are answers "
         f"within {DEADLINES} x a lone request's time, open loop"
     )
     with ExitStack() as stack:
         services = dict(_services(stack, report, args))
-        for name, arrive in ARRIVALS.items():
-            for number in range(args.rounds):
+        for number in range(args.rounds):
+            for name, arrive in ARRIVALS.items():
                 for offered in OFFERED:
                     dues = list(arrive(offered * CAPACITY, args.seconds, random.Random(number)))
                     for service, where in services.items():
-                        load = asyncio.run(_run(where, dues, args.seconds))
+                        load, _ = _measured(where, dues, args.seconds)
                         report.add(f"{service}, {name}, {{}} % of capacity", round(100 * offered), load)
-                progress(f"{name}: round {number + 1} of {args.rounds}")
-        for service, where in services.items():
-            _step(report, service, where, args)
-    for service in services:
-        if service.startswith("torchpipe"):
-            _hold(report, service)
+            for service, where in services.items():
+                report.add(f"{service}, 50 %, {{}} %, 50 % of capacity", 200, _step(where, number))
+            progress(f"round {number + 1} of {args.rounds}")
+    if OURS in services:
+        _hold(report)
     return report
 
 
 def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Iterator[tuple[str, Service]]:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    (folder / "sleep.py").write_text(BACKEND.format(seconds=COMPUTE_S), encoding="utf-8")
-    config = folder / "sleep.toml"
-    config.write_text(f'[sleep]\nbackend = "Sleep"\ninstance_num = {INSTANCES}\n', encoding="utf-8")
-    ours = ["--import", str(folder / "sleep.py"), "--workers", "1"]
-    for name, options in {"torchpipe-serve": (), **dict(_variants(args))}.items():
-        http = free_port()
-        port = stack.enter_context(serving(str(config), [*ours, "--http-port", str(http), *options]))
-        yield name, Service(port, "/infer", partial(_computed, http))
-    settings = {"BENCH_SLEEP_MS": 1000 * COMPUTE_S, "BENCH_WORKERS": INSTANCES, "BENCH_BATCH": 1, "BENCH_WAIT_MS": 0}
-    environment = {key: f"{value:g}" for key, value in settings.items()}
-    for name in ("mosec", "litserve"):
-        if is_installed(name, report):
-            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", environment))
+    wanted = args.services.split(",")
+    if FRONT in wanted:
+        yield FRONT, Service(stack.enter_context(started(["-m", "benchmarks.goodput"])), "/")
+    if OURS in wanted:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "sleep.py").write_text(BACKEND.format(seconds=COMPUTE_S), encoding="utf-8")
+        config, http = folder / "sleep.toml", free_port()
+        config.write_text(f'[sleep]\nbackend = "Sleep"\ninstance_num = {INSTANCES}\n', encoding="utf-8")
+        options = ["--import", str(folder / "sleep.py"), "--workers", "1", "--http-port", str(http)]
+        yield OURS, Service(stack.enter_context(serving(str(config), options)), "/infer", partial(_computed, http))
+    # At their best: they wait no longer than clients, as far as they can be told.
+    settings = {"SLEEP_MS": 1000 * COMPUTE_S, "WORKERS": INSTANCES, "BATCH": 1, "WAIT_MS": 0, "TIMEOUT_S": 0.04}
+    environment = {f"BENCH_{key}": f"{value:g}" for key, value in settings.items()}
+    for name, options in {"mosec": ["--timeout", "60", "--capacity", "3"], "litserve": []}.items():
+        if name in wanted and is_installed(name, report):
+            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", environment, options))
             yield name, Service(peer.port, PATHS[name])
-    if args.triton:
+    if "triton" in wanted:
         yield "Triton", Service(args.triton, "/v2/models/sleep/infer")
-
-
-def _variants(args: argparse.Namespace) -> Iterator[tuple[str, Sequence[str]]]:
-    """The service with options of its own, each of ``--serve OPTIONS``."""
-    for options in args.serve or ():
-        yield f"torchpipe-serve {options}", options.split()
 
 
 def _computed(http: int) -> int:
     return sum(int(node["requests"]) for node in stats(http)["nodes"].values())
 
 
-async def _run(service: Service, dues: Sequence[float], seconds: float) -> Load:
+def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[Load, Outcomes]:
     """Send a request at each due time; goodput, latency of what was answered in time, and what went to waste."""
-    lone = [await _lone(service) for _ in range(5)]
-    deadline = DEADLINES * statistics.median(lone)
+    loop, free, outcomes = new_loop(), list[Streams](), Outcomes()
+    lone = statistics.median([loop.run_until_complete(_lone(service, free)) for _ in range(6)])
     before = service.computed() if service.computed else 0
-    outcomes = Outcomes()
-    await _send(service, dues, deadline, outcomes)
+    loop.run_until_complete(_send(service, dues, DEADLINES * max(COMPUTE_S, lone), free, outcomes))
+    loop.close()
     good, refused = outcomes.good, outcomes.refused
     more: dict[str, float] = {"left": outcomes.left, "refused": len(refused), "broken": outcomes.broken}
     more[REFUSALS_P99] = 1000 * _quantile(refused, 0.99)
+    more["sent late, p99 ms"] = 1000 * _quantile(outcomes.sent_late, 0.99)
     if service.computed:
         computed = service.computed() - before
         more[WASTED] = 100 * max(0, computed - len(good)) / max(1, computed)
     p50, p99 = (1000 * _quantile(good, share) for share in (0.5, 0.99))
-    return Load(len(good) / seconds, p50, p99, more=more)
+    return Load(len(good) / seconds, p50, p99, more=more), outcomes
 
 
-async def _send(service: Service, dues: Sequence[float], deadline: float, outcomes: Outcomes) -> None:
-    free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-    rng = random.Random(0)
+async def _send(
+    service: Service, dues: Sequence[float], deadline: float, free: list[Streams], outcomes: Outcomes
+) -> None:
+    rng, tasks = random.Random(0), []
     start = perf_counter() + 0.05
-    tasks = []
     for due in dues:
         if (wait := start + due - perf_counter()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(_request(service, free, start + due, deadline, outcomes, rng)))
+        tasks.append(asyncio.create_task(_request(service, free, start, due, deadline, outcomes, rng)))
     await asyncio.gather(*tasks)
     for _, writer in free:
         writer.close()
 
 
+async def _lone(service: Service, free: list[Streams]) -> float:
+    """Seconds that a request takes alone."""
+    start = perf_counter()
+    await _exchange(service, free)
+    return perf_counter() - start
+
+
 async def _request(
     service: Service,
-    free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
-    due: float,
+    free: list[Streams],
+    start: float,
+    offset: float,
     deadline: float,
     outcomes: Outcomes,
     rng: random.Random,
 ) -> None:
     """One request, and perhaps another one."""
+    due = start + offset
     for _ in range(2):
+        sent = perf_counter()
+        outcomes.sent_late.append(sent - due)
         try:
-            status = await asyncio.wait_for(_exchange(service, free), due + deadline - perf_counter())
-            took = perf_counter() - due
+            status = await asyncio.wait_for(_exchange(service, free), due + deadline - sent)
+            now = perf_counter()
             if status == 200:
-                outcomes.good.append(took)
+                outcomes.good.append(now - due)
                 return
-            outcomes.refused.append(took)
+            outcomes.refused.append(now - sent)
         except asyncio.TimeoutError:
             outcomes.left += 1
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, EOFError):
             outcomes.broken += 1
         if rng.random() > AGAIN:
-            return
+            break
         due = perf_counter()
+    outcomes.missed.append(offset)
 
 
-async def _exchange(service: Service, free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> int:
-    """A request on a connection of its own, which is used again afterwards, or closed by who waits no longer."""
+async def _exchange(service: Service, free: list[Streams]) -> int:
+    """The status of an answer, on a connection that is used again, or closed by a client that waits no longer."""
     reader, writer = free.pop() if free else await asyncio.open_connection("127.0.0.1", service.port)
     try:
-        status = await _ask(reader, writer, service.path)
+        writer.write(f"POST {service.path} {HEAD}".encode() + BODY)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(answer.lower().partition(b"content-length:")[2].split()[0]))
     except BaseException:
         writer.close()
         raise
     free.append((reader, writer))
-    return status
-
-
-async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> int:
-    """The status of the answer."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\nContent-Length: {len(BODY)}"
-    writer.write(f"{head}\r\n\r\n".encode() + BODY)
-    answer = await reader.readuntil(b"\r\n\r\n")
-    length = next(line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-    await reader.readexactly(int(length.split(b":")[1]))
     return int(answer.split()[1])
 
 
-async def _lone(service: Service) -> float:
-    """Seconds that a request takes alone."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
-    await _ask(reader, writer, service.path)
-    start = perf_counter()
-    await _ask(reader, writer, service.path)
-    took = perf_counter() - start
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return took
+def _step(service: Service, number: int) -> Load:
+    """Overload between two times of half the load; from when on at most 1 % are not answered in time after it."""
+    rng, dues, start = random.Random(number), [], 0.0
+    for offered, seconds in STEP:
+        dues += [start + due for due in poisson(offered * CAPACITY, seconds, rng)]
+        start += seconds
+    load, outcomes = _measured(service, dues, start)
+    normal = start - STEP[-1][1]
+    allowed = sum(1 for due in dues if due >= normal) // 100
+    late = sorted((due - normal for due in outcomes.missed if due >= normal), reverse=True)
+    load.more[NORMAL] = late[allowed] if len(late) > allowed else 0.0
+    return load
 
 
-def _step(report: Report, name: str, service: Service, args: argparse.Namespace) -> None:
-    """Half the capacity, and then twice of it: the goodput of the second after the step, and of those that follow."""
-    for number in range(args.rounds):
-        rng = random.Random(number)
-        dues = [*poisson(0.5 * CAPACITY, 2.0, rng), *(2.0 + due for due in poisson(2 * CAPACITY, 3.0, rng))]
-        report.add(f"{name}, 50 % of capacity, then {{}} %", 200, asyncio.run(_run(service, dues, 5.0)))
-
-
-def _hold(report: Report, service: str) -> None:
+def _hold(report: Report) -> None:
     for arrivals in ARRIVALS:
-        name = f"{service}, {arrivals}, {{}} % of capacity"
+        name = f"{OURS}, {arrivals}, {{}} % of capacity"
         loads = [report.median(name, round(100 * offered)) for offered in OFFERED]
-        rates = [load.qps for load in loads]
-        report.require(
-            f"{service}, {arrivals}, {OFFERED[-1]:g} x capacity against the best", rates[-1] / max(rates), low=0.95
-        )
+        best = max(load.qps for load in loads)
+        report.require(f"{arrivals}, {OFFERED[-1]:g} x capacity against the best", loads[-1].qps / best, low=0.95)
         for figure, high in ((WASTED, 5.0), (REFUSALS_P99, 5.0)):
             worst = max(load.more[figure] for load in loads)
-            report.require(f"{service}, {arrivals}, {figure}, at the worst load", worst, high=high)
+            report.require(f"{arrivals}, {figure}, at the worst load", worst, high=high)
+    normal = report.median(f"{OURS}, 50 %, {{}} %, 50 % of capacity", 200).more[NORMAL]
+    report.require(f"{NORMAL} after the step", normal, high=1.0)
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+class _Refusing(asyncio.Protocol):
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(REFUSAL)
+
+
+if __name__ == "__main__":
+    front, listener = new_loop(), socket.create_server(("127.0.0.1", 0), backlog=1024)
+    front.run_until_complete(front.create_server(_Refusing, sock=listener))
+    print(f"refuses on 127.0.0.1:{listener.getsockname()[1]} everything", flush=True)
+    front.run_forever()

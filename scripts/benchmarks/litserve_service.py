@@ -43,7 +43,8 @@ class Classify(litserve.LitAPI):
 
 if __name__ == "__main__":
     api = Classify(max_batch_size=int(os.environ["BENCH_BATCH"]), batch_timeout=int(os.environ["BENCH_WAIT_MS"]) / 1000)
-    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=int(os.environ["BENCH_WORKERS"]))
+    workers, timeout = int(os.environ["BENCH_WORKERS"]), float(os.environ.get("BENCH_TIMEOUT_S", "30"))
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=workers, timeout=timeout)
     # NOTE: 300 s, since 5 are too few for clients that wait until all are warm.
     options = {"log_level": "warning", "generate_client_file": False, "timeout_keep_alive": 300}
     server.run(host="127.0.0.1", port=int(sys.argv[-1]), **options)

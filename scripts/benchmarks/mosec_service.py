@@ -23,7 +23,10 @@ class Classify(Worker):
         return data
 
     def forward(self, data: Any) -> Any:
-        return [{"label": int(row.argmax()), "score": float(row.max())} for row in self.classify(data)]
+        # NOTE: without batches mosec gives no list, and wants none.
+        batch = data if isinstance(data, list) else [data]
+        answers = [{"label": int(row.argmax()), "score": float(row.max())} for row in self.classify(batch)]
+        return answers if isinstance(data, list) else answers[0]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -56,10 +56,12 @@ def serving_classifier(
 
 
 @contextmanager
-def serving_module(name: str, module: str, environment: Mapping[str, str]) -> Iterator[Peer]:
+def serving_module(
+    name: str, module: str, environment: Mapping[str, str], options: Sequence[str] = ()
+) -> Iterator[Peer]:
     """A module with a service of mosec or LitServe, from when it answers an image until the block ends."""
     port = free_port()
-    command = ["-m", module, *ARGUMENTS[name], str(port)]
+    command = ["-m", module, *ARGUMENTS[name][:-1], *options, ARGUMENTS[name][-1], str(port)]
     with tempfile.TemporaryFile("w+") as log:
         process = python(*command, environment=environment, stdout=log, stderr=log, start_new_session=True)
         try:
