@@ -1,4 +1,4 @@
-"""From an expression to backends that can be built: every name resolved and every value checked."""
+"""Turns an expression into backends that can be built: resolves every name and checks every value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("torchpipe_py")
 
 @dataclass(frozen=True)
 class FilterPlan:
-    """A filter that can be made, where it is to run: a function as it is, of a class an instance with ``params``."""
+    """A filter to be created where it will run: a function as it is, or a class to instantiate with ``params``."""
 
     source: Any
     params: Mapping[str, Any] | None = None
@@ -38,9 +38,9 @@ class FilterPlan:
 
 @dataclass(frozen=True)
 class BackendPlan:
-    """A backend that can be built: class, typed parameters, children, and the filters in front of the children.
+    """A backend that can be built: class, typed parameters, children, and the filters before the children.
 
-    ``keys`` has the key that each parameter was read from, where there is one.
+    ``keys`` maps a parameter to the key it was read from, if there is one.
     """
 
     cls: type[Backend]
@@ -52,24 +52,24 @@ class BackendPlan:
 
     @classmethod
     def of(cls, backend: Backend) -> BackendPlan:
-        """The plan that makes another ``backend``."""
+        """The plan that creates another instance of ``backend``."""
         config = backend.config
         children = tuple(map(cls.of, config.children))
         return cls(type(backend), config.label, dict(config.params), children, config.filters)
 
     def parts(self) -> Iterator[BackendPlan]:
-        """Itself, its children, theirs, and so on."""
+        """This plan and all its descendants."""
         yield self
         for child in self.children:
             yield from child.parts()
 
     def jumps(self) -> Iterator[tuple[str, str]]:
-        """Roots of the graphs that it runs, each with what a drawing says of the jump."""
+        """Roots of the graphs that it runs, each with the label that a drawing gives the jump."""
         for part in self.parts():
             yield from part.cls.jumps(part.params).items()
 
     def batch_range(self) -> BatchRange | None:
-        """The batches that it takes, as far as the configuration says."""
+        """The batch sizes that it accepts, or ``None`` if the configuration does not determine them."""
         return self.cls.batch_range(self.params, [child.batch_range() for child in self.children])
 
     def requires_cuda(self) -> bool:
@@ -77,17 +77,17 @@ class BackendPlan:
         return self.cls.requires_cuda(self.params, [child.requires_cuda() for child in self.children])
 
     def uses_device(self) -> bool:
-        """Whether a backend of it says that it works on a CUDA device where there is one."""
+        """Whether any of its backends declares that it uses a CUDA device when one is available."""
         return self.requires_cuda() or any(part.cls.uses_device for part in self.parts())
 
     def create(self, config: BackendConfig) -> Backend:
-        """A new instance, not set up yet; ``config`` says which instance it is, and on which device."""
+        """A new instance, not set up yet; ``config`` holds its index and its device."""
         children = tuple(child.create(config) for child in self.children)
         return self.cls(replace(config, params=self.params, children=children, filters=self.filters, label=self.label))
 
 
 _Position = tuple[tuple[str, ...], int]
-"""Where a call stands: the names of all calls in its list, and its place among them."""
+"""The position of a call: the names of all calls in its list, and its index among them."""
 
 _ALONE: _Position = (("",), 0)
 
@@ -108,7 +108,7 @@ def expand(call: Call, node: NodeSpec, ancestors: tuple[str, ...] = ()) -> Call:
 class Binder:
     """Binds the calls of one node to classes and values, and remembers which keys were used.
 
-    What is wrong with single values goes to ``problems``; what leaves no backend to bind is raised.
+    Errors in single values are added to ``problems``; an error that leaves no backend to bind is raised.
     """
 
     def __init__(self, node: NodeSpec, registry: Registry, problems: Problems) -> None:
@@ -126,7 +126,7 @@ class Binder:
         self._reads_beside = False
 
     def bind(self, call: Call, position: _Position = _ALONE) -> BackendPlan:
-        """The plan of a call, which stands at ``position`` in its list."""
+        """The plan of a call, which is at ``position`` in its list."""
         call = self._hoisted(call)
         cls = self._find(call)
         self._check_children(call, cls)
@@ -142,13 +142,13 @@ class Binder:
         )
 
     def check_names(self, call: Call) -> None:
-        """Tell every name in an expression that is no backend; ``bind`` ends at the first one."""
+        """Report every unknown backend name in an expression; ``bind`` stops at the first one."""
         for each in call.walk():
             with self.problems.gathered():
                 self._find(each)
 
     def wrapper(self, name: str) -> BackendPlan:
-        """The plan of a backend that is to stand around another one, though the node does not name it."""
+        """The plan of a backend that will wrap another one, although the node does not name it."""
         call = Call(name)
         cls = self._find(call)
         return BackendPlan(cls, name, self._params(name, cls, _ALONE)[0])
@@ -168,7 +168,7 @@ class Binder:
         return FilterPlan(source, self._values(scope, source, _ALONE)[0])
 
     def _hoisted(self, call: Call) -> Call:
-        """``S[A,B,SyncTensor]`` is ``SyncTensor[S[A,B]]``."""
+        """Rewrite ``S[A,B,SyncTensor]`` as ``SyncTensor[S[A,B]]``."""
         if len(call.args) < 2 or not self._find(call).is_sequence:
             return call
         *before, last = call.args
@@ -196,7 +196,7 @@ class Binder:
             raise self.node.at("backend").error(f"{call.name} takes {allowed}, found {count}")
 
     def _params(self, scope: str, cls: type[Backend], position: _Position) -> tuple[dict[str, Any], dict[str, str]]:
-        """The parameters of a backend, and the keys that they were read from."""
+        """The parameters of a backend, and the keys they were read from."""
         self.used.update(_scoped(scope, "backend"))
         for key, reason in cls.ignored_keys.items():
             self.ignored.update(dict.fromkeys((key, *_scoped(scope, key)), f"ignored: {reason}"))
@@ -207,7 +207,7 @@ class Binder:
         return params, keys
 
     def _values(self, scope: str, source: Any, position: _Position) -> tuple[dict[str, Any], dict[str, str]]:
-        """The same of a ``PythonFilter``, too."""
+        """The same for a backend or a ``PythonFilter``."""
         self._sources[scope] = source
         if source.any_params:
             return self._all_params(scope), {}
@@ -218,7 +218,7 @@ class Binder:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         params: dict[str, Any] = {}
         keys: dict[str, str] = {}
-        # Files to make last: they belong where those that are read were found.
+        # Handle files to be written last: they go to the folder where the files to be read were found.
         for name, param in sorted(declared.items(), key=lambda item: item[1].kept):
             self.known |= {param.key, f"{scope}::{param.key}"}
             key = self._key(scope, param)
@@ -232,7 +232,7 @@ class Binder:
         return params, keys
 
     def check_combinations(self) -> None:
-        """Tell what is wrong between valid parameters of each backend, once all of them are bound."""
+        """Report invalid combinations of valid parameters, once every backend is bound."""
         declaring = [source for source in self._sources.values() if not source.any_params]
         takers = Counter(param.key for source in declaring for param in source.parameters().values())
         for cls, params, read in self._valid:
@@ -273,9 +273,10 @@ class Binder:
         return value
 
     def _located(self, path: str, param: Param) -> str:
-        """A file in the working directory, or else beside the TOML file; ``ValueError`` for a missing one to read.
+        """The path of a file in the working directory, or else beside the TOML file.
 
-        One to make is beside the TOML file where this node's others were found there.
+        A file to be written goes beside the TOML file if this node's other files were found there.
+        Raises ``ValueError`` if a file to be read is missing.
         """
         beside = path if self._folder is None else os.path.join(self._folder, path)
         if not os.path.isfile(path) and os.path.isfile(beside):
@@ -295,7 +296,7 @@ class Binder:
         return beside if param.kept and self._reads_beside and not os.path.isfile(path) else path
 
     def _key(self, scope: str, param: Param) -> str | None:
-        """The key that holds the parameter: the node's table before the top level, the scoped form before the bare."""
+        """The key that sets the parameter: the node's table wins over the top level, a scoped key over a bare one."""
         present = [
             (name, key)
             for name in (param.key, *param.also)
@@ -310,7 +311,7 @@ class Binder:
         return found[0][1] if found else None
 
     def _all_params(self, scope: str) -> dict[str, Value]:
-        """Every bare key, and those of this scope over them without their scope."""
+        """All bare keys, overridden by the keys of this scope, whose prefix is removed."""
         prefix = f"{scope}::"
         bare = {key: value for key, value in self.node.params.items() if "::" not in key}
         scoped = {key: value for key, value in self.node.params.items() if key.startswith(prefix)}
@@ -325,7 +326,7 @@ class Binder:
         return self.filter(call.filter, "backend")
 
     def check_keys(self, unused: Iterable[str], ignored: Mapping[str, str]) -> None:
-        """Keys that nothing takes, and missing ones; ``ignored`` holds those that mean nothing here."""
+        """Report unknown and missing keys; ``ignored`` holds known keys that have no effect here."""
         unknown = []
         for key in unused:
             if key in ignored:
@@ -338,7 +339,7 @@ class Binder:
             self.problems.add(error)
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
-        """Where no backend is named, say that once, not of each parameter; the keys that stand for others."""
+        """If no backend is named, report that once instead of every parameter; returns the keys still to report."""
         others = [key for key in unused if elsewhere(key) or _is_nearly(key, [*NODE_KEYS, *self.known])]
         params = ", ".join(quoted(key) for key in unused if key not in others)
         if params:
@@ -365,20 +366,20 @@ class Binder:
 
 
 def _is_nearly(key: str, valid: Iterable[str]) -> bool:
-    """Whether an unknown key is nearly a valid one."""
+    """Whether an unknown key is similar to a valid one."""
     return bool(difflib.get_close_matches(key, list(valid), 1, 0.75))
 
 
 def _scoped(scope: str, name: str) -> list[str]:
-    """The scoped forms of a key, under the backend's own name and its aliases."""
+    """The scoped forms of a key: one for the backend's name and one for each alias."""
     aliases = [alias for alias, target in ALIASES.items() if target == scope]
     return [f"{prefix}::{name}" for prefix in (scope, *aliases)]
 
 
 def _at_position(value: Value, position: _Position, scope: str) -> Value:
-    """One of the values separated by ``|``, where the backend occurs several times in one list.
+    """Select one of the values separated by ``|``, if the backend occurs several times in one list.
 
-    There is one for each of its occurrences, or one for each backend of the list, of which the others are ignored.
+    There must be one value for each occurrence, or one for each backend of the list; the others are then ignored.
     """
     names, place = position
     count = names.count(names[place])

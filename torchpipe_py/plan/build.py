@@ -1,4 +1,4 @@
-"""From specs to what runs: a graph, and for each node what its instances are made of, before any thread starts."""
+"""Turns specs into a graph and a plan for the instances of each node, before any thread starts."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from torchpipe_py.registry import Registry, default
 logger = logging.getLogger("torchpipe_py")
 
 MOST_BY_CORES = 8
-"""Instances of a node whose number comes from the cores."""
+"""Maximum number of instances if it is derived from the number of cores."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
     """A node that can be started; ``backends`` has an entry for each part of an ``&`` composition.
 
-    A logical node has the backends of the node whose instances it shares, and a filter of its own. Each of so many
-    ``processes`` runs it.
+    A logical node has the backends of the node whose instances it shares, but its own filter. ``processes`` is the
+    number of processes that run it.
     """
 
     spec: NodeSpec
@@ -54,12 +54,12 @@ class NodePlan:
 
     @property
     def label(self) -> str:
-        """The backend as it was written."""
+        """The backend expression as it was written."""
         labels = [backend.label for backend in self.backends]
         return labels[0] if len(set(labels)) == 1 else "&".join(labels)
 
     def batch_range(self) -> BatchRange | None:
-        """The batches that an instance takes, as far as the configuration says."""
+        """The batch sizes that an instance accepts, or ``None`` if the configuration does not determine them."""
         limits = [backend.batch_range() for backend in self.backends]
         known = [each for each in limits if each is not None]
         return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(limits) else None
@@ -69,7 +69,7 @@ class NodePlan:
         return any(backend.requires_cuda() for backend in self.backends)
 
     def jumps(self) -> dict[str, list[str]]:
-        """Roots of the graphs that it runs, each with what a drawing says of the jumps to it."""
+        """Roots of the graphs that it runs, each with the labels that a drawing gives the jumps to it."""
         labels: dict[str, list[str]] = {}
         for backend in self.backends:
             for root, label in backend.jumps():
@@ -79,7 +79,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Everything there is to know of a pipeline before it runs; ``plans`` has the nodes in file order."""
+    """Everything known about a pipeline before it runs; ``plans`` has the nodes in file order."""
 
     spec: PipelineSpec
     graph: Graph
@@ -87,21 +87,21 @@ class Pipeline:
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """Every root that a request may enter, by the name that clients have for it."""
+        """Every root that a request may enter, with the name that clients use for it."""
         return models_of(self.spec, self.graph)
 
     @property
     def roots(self) -> dict[str, str]:
-        """The root that a request enters, by what it may say under ``node_name``."""
+        """Maps each valid ``node_name`` of a request to the root that the request enters."""
         if not self.spec.parts:
             return {root: root for root in self.graph.roots}
-        # In a folder the names of nodes are nothing that a request knows.
+        # In a folder, requests do not use node names.
         versions = {f"{model.name}/{model.version}": model.root for model in self.models}
         return versions | {model.name: model.root for model in self.models}
 
     @property
     def only_root(self) -> str | None:
-        """The root of a request that names none; ``None`` where it has to."""
+        """The root that a request enters by default, or ``None`` if it must name one."""
         latest = {model.name: model.root for model in self.models}
         return next(iter(latest.values())) if len(latest) == 1 else None
 
@@ -109,13 +109,13 @@ class Pipeline:
 def plan_pipeline(
     config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, registry: Registry = default, processes: int = 1
 ) -> Pipeline:
-    """What a configuration comes to: a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, what
-    ``parse_folder`` read, or a plan.
+    """Plan a configuration: a path ending in ``.toml``, a flat dict (one node), a dict of dicts, a result of
+    ``parse_folder``, or a plan.
 
-    ``registry`` knows the backends, filters and postprocessors that it names. ``processes`` are going to run it, and
-    share the cores.
+    ``registry`` finds the backends, filters and postprocessors that it names. ``processes`` is the number of processes
+    that will run it and share the cores.
 
-    Raises ``ConfigError`` for all that is wrong with it, as far as one mistake does not hide another.
+    Raises ``ConfigError`` with all problems found; one mistake may hide another.
     """
     if isinstance(config, Pipeline):
         return config
@@ -126,7 +126,7 @@ def plan_pipeline(
         with problems.gathered():
             bound[name] = _bind_node(node, spec.nodes.get(node.owner, node), registry, problems)
     if spec.broken:
-        # Without a node that could not be read, edges to it would look wrong as well.
+        # If a node could not be read, edges to it would be reported as wrong, too.
         problems.raise_all()
     with problems.gathered():
         graph = build_graph(spec)
@@ -156,9 +156,10 @@ def plan_pipeline(
 
 
 def _counted(node: NodeSpec, backends: Sequence[BackendPlan], processes: int) -> NodeSpec:
-    """The node with its number of instances, where it does not say so.
+    """The node with the default number of instances, unless it sets one.
 
-    One, but the process's share of the cores, rounded up, where it decodes images on the CPU or checks files.
+    The default is 1, or the process's share of the cores, rounded up, if the node decodes images on the CPU or checks
+    files.
     """
     if node.instance_num:
         return node
@@ -169,7 +170,7 @@ def _counted(node: NodeSpec, backends: Sequence[BackendPlan], processes: int) ->
 
 
 def with_jumps(graph: Graph, spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Graph:
-    """The graph of a spec with the jumps that its backends make."""
+    """The graph of a spec, including the jumps of its backends."""
     jumps = {name: tuple(plan.jumps()) for name, plan in plans.items()}
     return add_jumps(graph, spec, {name: targets for name, targets in jumps.items() if targets})
 
@@ -178,7 +179,7 @@ _Bound = tuple[tuple[BackendPlan, ...], FilterPlan | None, list[Binder]]
 
 
 def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Problems) -> _Bound:
-    """A node's backends (none of a logical one) and filter, and what knows which keys they used."""
+    """A node's backends (empty for a logical node), its filter, and the binders that recorded which keys they used."""
     binders = [Binder(_variant(node, index), registry, problems) for index in range(len(node.calls))]
     filter_ = None
     with problems.gathered():
@@ -212,7 +213,7 @@ def _setting(node: NodeSpec, key: str) -> Any:
 
 
 def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> None:
-    """Say it where isolation is wanted and nothing is isolated: a decoder of the user's own may not say what it is."""
+    """Warn if isolation is requested and nothing is isolated: a custom decoder may not declare that it decodes."""
     wanted = any(node.decode_isolation != "none" for node in spec.nodes.values())
     if wanted and not any(decodes(backend) for plan in plans.values() for backend in plan.backends):
         logger.warning(
@@ -236,7 +237,7 @@ def _reaches_caller(node: NodeSpec, spec: PipelineSpec, graph: Graph) -> bool:
 
 
 def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: Problems) -> None:
-    """Refuse what an engine process cannot run for a worker."""
+    """Refuse shared nodes that an engine process cannot run for a worker."""
     for name, aliases in spec.logical().items():
         if not spec.nodes[name].shared:
             continue
@@ -255,7 +256,7 @@ def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: P
 
 
 def _check_ordered(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: Problems) -> None:
-    """Refuse nodes whose requests cannot be kept in order, or cannot have their state."""
+    """Refuse nodes that cannot keep their requests in order, or cannot give them their state."""
     for name, node in spec.nodes.items():
         if node.owner != name:
             continue
@@ -273,7 +274,7 @@ def _check_ordered(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: 
 
 
 def _check_defaults(spec: PipelineSpec, binders: Sequence[Binder], problems: Problems) -> None:
-    """Refuse a key of the top level that no node takes."""
+    """Refuse a top-level key that no node uses."""
     used = set(NODE_KEYS).union(*(binder.used for binder in binders))
     known = set().union(*(binder.known for binder in binders))
     ignored = {key: reason for binder in binders for key, reason in binder.ignored.items()}

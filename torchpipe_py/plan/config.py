@@ -1,4 +1,4 @@
-"""TOML text or dicts to frozen, checked node specs; nothing here knows a backend or starts a thread."""
+"""Turns TOML text or dicts into frozen, checked node specs; knows no backends and starts no threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLOBAL = "global"
 DEFAULT_NODE = "node"
 DEFAULT_MAX_INFLIGHT = 10_000
 DEFAULT_STATE_SECONDS = 60.0
-MAX_INSTANCES = 1024  # of a node: threads, far beyond any machine's cores
+MAX_INSTANCES = 1024  # per node; each is a thread, and no machine has so many cores
 
 NODE_KEYS = (
     "backend",
@@ -38,16 +38,16 @@ NODE_KEYS = (
 )
 ISOLATIONS = ("none", "process")
 MOST_CHARACTERS = 2**20
-"""Of a configuration file."""
+"""Maximum length of a configuration file, in characters."""
 
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
 PIPELINE_KEYS = ("max_inflight",)
-DEFAULT_FILTER = "swap"  # of a node behind another one, without a map
+DEFAULT_FILTER = "swap"  # for a node that has a predecessor and no map
 RUNS = (DEFAULT_FILTER, "run", "continue")
-"""Filters that never say ``Skip``."""
+"""Filters that never return ``Skip``."""
 
-# Scheduler choices of the C++ library: its default names are what this package does anyway.
+# Schedulers of the C++ library; this package always behaves like the default ones.
 _SCHEDULER_SCOPES = ("Interpreter", "PipelineV3")
 _SCHEDULER_DEFAULTS = ("PipelineV3", "BaselineSchedule")
 
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the configuration something stands; the beginning of every error message."""
+    """A place in the configuration; every error message begins with it."""
 
     kind: ClassVar[str] = "node"
 
@@ -81,7 +81,7 @@ class Place:
 
 @dataclass(frozen=True)
 class MapSource:
-    """One source of a ``map``: ``node`` (empty: every predecessor) and its ``(key, new key)`` pairs."""
+    """One source of a ``map``: ``node`` (if empty, every predecessor) and its ``(key, new key)`` pairs."""
 
     node: str
     pairs: tuple[tuple[str, str], ...]
@@ -91,11 +91,10 @@ class MapSource:
 class NodeSpec:
     """One table of the configuration, with the defaults of the top level filled in.
 
-    ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition; ``instance_num`` is empty where
-    the configuration says nothing of it, until the node is planned.
+    ``calls`` and ``instance_num`` have one entry for each part of an ``&`` composition; if the configuration does not
+    set ``instance_num``, it is empty until the node is planned.
     ``params`` holds every key that is not a node key, bare or as ``"Backend::param"``, still as written;
-    ``own`` names those that stand in the node's table itself. ``has_backend`` says whether it or the top level names
-    one.
+    ``own`` names those from the node's own table. ``has_backend``: the node or the top level names a backend.
     """
 
     place: Place
@@ -122,23 +121,23 @@ class NodeSpec:
 
     @property
     def always_runs(self) -> bool:
-        """Whether the node runs on every result that comes to it."""
+        """Whether the node runs on every result that it receives."""
         return self.has_filter(*RUNS)
 
     def has_filter(self, *names: str) -> bool:
-        """Whether its filter, the default one where it names none, is one of these."""
+        """Whether its filter, named or default, is one of these."""
         return (self.filter or DEFAULT_FILTER).lower() in names
 
     def at(self, key: str) -> Place:
-        """The place of ``key``: the node's table, or the top level where it comes from there."""
+        """The place of ``key``: the node's table, or the top level if it is set there."""
         return Place(self.place.source, self.place.node if key in self.own else GLOBAL, key)
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """The whole configuration; ``nodes`` in file order, without the ``broken`` ones, which could not be read.
+    """The whole configuration; ``nodes`` are in file order, without the ``broken`` ones, which could not be read.
 
-    ``parts`` has those of the files, by what their nodes' names begin with here, where it is a folder of them.
+    For a folder, ``parts`` maps the prefix of a file's node names to the spec of that file.
     """
 
     place: Place
@@ -149,7 +148,7 @@ class PipelineSpec:
     parts: Mapping[str, PipelineSpec] = field(default_factory=dict)
 
     def logical(self) -> dict[str, list[str]]:
-        """For each node with instances, the names of all nodes that run on them; in file order."""
+        """Maps each node with instances to the names of all nodes that run on them, in file order."""
         names: dict[str, list[str]] = {}
         for name, node in self.nodes.items():
             names.setdefault(node.owner, []).append(name)
@@ -157,26 +156,26 @@ class PipelineSpec:
 
 
 class Tables(dict[str, Any]):
-    """The tables of a file, or of several; errors about them name it: ``source``."""
+    """The tables of one file or several; error messages name it as ``source``."""
 
     source = "config"
 
     def spec(self, problems: Problems) -> PipelineSpec:
-        """What they say; what is wrong with single nodes is in ``problems``, what leaves no node is raised."""
+        """The checked spec; errors in single nodes go to ``problems``, an error that leaves no node is raised."""
         place = Place(self.source)
         return _pipeline(_with_global(dict(self), place), place, problems)
 
 
 def parse_toml(path: str | os.PathLike[str]) -> Tables:
-    """The file as a dict of dicts, ``"global"`` first, to be edited and passed to ``pipe``.
+    """Read a file as a dict of dicts, ``"global"`` first, which you may edit and pass to ``pipe``.
 
-    Raises ``ConfigError`` for a missing file (naming it and the working directory) or text that is no TOML.
+    Raises ``ConfigError`` if the file is missing (naming it and the working directory) or is not valid TOML.
     """
-    import tomli  # here, so that what reads no TOML does without it: `torchpipe load` where only the client is
+    import tomli  # here, so that `torchpipe load` works where only the client is installed
 
     name = os.fspath(path)
     try:
-        # NOTE: a service reads it again while it answers: a pipe would keep it waiting, and /dev/zero has no end.
+        # NOTE: a service reloads it while it serves: reading a pipe would block, and /dev/zero never ends.
         if not stat.S_ISREG(os.stat(name).st_mode):
             raise ConfigError(f"{name}: not a regular file")
         with open(name, encoding="utf-8-sig") as file:  # editors on Windows write a mark at the start
@@ -193,7 +192,7 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
         raise ConfigError(f"{name}: not UTF-8, as TOML is: byte {byte} in line {line}; save it as UTF-8") from None
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, nesting without end
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, endless nesting
         raise ConfigError(f"{name}: not valid TOML: {error}{_line_of(error, text)}") from None
     parsed = Tables(_with_global(tables, Place(name)))
     parsed.source = name
@@ -201,7 +200,7 @@ def parse_toml(path: str | os.PathLike[str]) -> Tables:
 
 
 def _line_of(error: Exception, text: str) -> str:
-    """The line that a TOML error is in, to be added to its message, and what is most often wrong with one like it."""
+    """The line of a TOML error, with its most likely cause, to be added to the message."""
     place = re.search(r"at line (\d+), column (\d+)", str(error))
     if place is None:
         return ""
@@ -212,7 +211,7 @@ def _line_of(error: Exception, text: str) -> str:
 
 
 def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineSpec:
-    """Specs from a path ending in ``.toml``, a flat dict (one node) or a dict of dicts, all of them checked."""
+    """Checked specs from a path ending in ``.toml``, a flat dict (one node) or a dict of dicts."""
     problems = Problems()
     spec = read_config(config, problems)
     problems.raise_all()
@@ -220,7 +219,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineS
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Problems) -> PipelineSpec:
-    """The same, with what is wrong in ``problems``; what is no configuration at all is raised."""
+    """The same, but add errors to ``problems``; raises only if it is not a configuration at all."""
     if isinstance(config, Mapping):
         return (config if isinstance(config, Tables) else Tables(config)).spec(problems)
     if not isinstance(config, (str, os.PathLike)):
@@ -247,7 +246,7 @@ def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, An
 
 
 def _with_aliases(name: Any, table: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The node, and its logical nodes: ``[name.alias]`` without quotes is a table in a table to TOML."""
+    """The node and its logical nodes: TOML reads an unquoted ``[name.alias]`` as a table inside a table."""
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     own = {key: value for key, value in table.items() if key not in inner}
     aliases = {f"{name}.{alias}": dict(value) for alias, value in inner.items()}
@@ -274,19 +273,19 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problem
     for spec in specs.values():
         with problems.gathered():
             _check_alias(spec, specs, set(nodes), problems)
-    # NOTE: a logical node has no instances: where its owner is run, it is.
+    # NOTE: a logical node has no instances: it runs where its owner runs.
     specs = {name: replace(spec, shared=specs.get(spec.owner, spec).shared) for name, spec in specs.items()}
     return PipelineSpec(place, specs, defaults, max_inflight, tuple(name for name in nodes if name not in specs))
 
 
 def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str], problems: Problems) -> None:
-    """A logical node has no instances of its own."""
+    """Check that a logical node has an owner, and warn if it names another backend."""
     if node.owner == node.name:
         return
     owner = nodes.get(node.owner)
     if owner is None:
         if node.owner in names:
-            return  # what is wrong with it has been said
+            return  # its errors have already been reported
         physical = {name for name, other in nodes.items() if other.owner == name}
         hint = nearest(node.owner, physical)
         raise node.place.error(
@@ -354,12 +353,12 @@ def _node(
     )
     for key in ("backend", "next", "map"):
         if key in failed:
-            raise failed[key]  # without these it is another node, with other mistakes
+            raise failed[key]  # without these keys, further errors would be misleading
     return spec
 
 
 def _spell_out_or(own: dict[str, Value], place: Place) -> None:
-    """``or = true`` is what the C++ library calls ``filter = "or"``."""
+    """Replace ``or = true``, the C++ library's form of ``filter = "or"``."""
     if "or" not in own:
         return
     is_or = _read({"or": own.pop("or")}, "or", to_bool, False, place)
@@ -368,7 +367,7 @@ def _spell_out_or(own: dict[str, Value], place: Place) -> None:
 
 
 def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict[str, Value]:
-    """The table without scheduler choices that are the default anyway; values of impossible types refused."""
+    """The table without scheduler choices that equal the default; refuses values of unsupported types."""
     cleaned: dict[str, Value] = {}
     for key, value in table.items():
         here = Place(place.source, place.node, key)
@@ -392,7 +391,7 @@ def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict
 
 
 def _copied(value: Value) -> Value:
-    """The value; a list is copied, so that whoever edits it later changes no pipe."""
+    """The value; a list is copied, so that later edits to it do not change a pipe."""
     return [_copied(part) for part in value] if isinstance(value, list) else value
 
 
@@ -406,14 +405,14 @@ def _read(keys: Mapping[str, Value], key: str, convert: Callable[[Any], T], defa
 
 
 def parse_expression_value(value: Value) -> tuple[Call, ...]:
-    """``parse_expression`` of a value that must be a string."""
+    """Call ``parse_expression`` on a value that must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"expected a backend expression, got {quoted(value)}")
     return parse_expression(value)
 
 
 def is_composed(key: str) -> bool:
-    """Whether the values of a key may have a part for each part of an ``&`` composition."""
+    """Whether a key may have a separate value for each part of an ``&`` composition."""
     return key == "instance_num" or key == "model::cache" or key.rpartition("::")[2] in ("model", "min", "max")
 
 
@@ -422,7 +421,7 @@ def _variants(value: Value) -> int:
 
 
 def split_variants(value: Value, count: int) -> list[Value]:
-    """One value for each of ``count`` parts of an ``&`` composition: a shared one, or ``"a&b"`` with a part each."""
+    """One value for each of ``count`` parts of an ``&`` composition: a shared value, or ``"a&b"`` with one for each."""
     if not isinstance(value, str) or "&" not in value:
         return [value] * count
     parts: list[Value] = [part.strip() for part in value.split("&")]
@@ -470,7 +469,7 @@ def _names(value: Value) -> tuple[str, ...]:
 
 
 def _map(value: Value) -> tuple[MapSource, ...]:
-    """``"src[key:newkey,key:newkey],src2[…]"``."""
+    """Parse ``"src[key:newkey,key:newkey],src2[…]"``."""
     text, position, sources = to_str(value).strip(), 0, []
     while position < len(text):
         match = _MAP_SOURCE.match(text, position)

@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_.\-]*)|(?P<mark>[\[\]()
 
 @dataclass(frozen=True)
 class Call:
-    """``(filter)name[args]``; ``filter`` is ``None`` where the expression names none."""
+    """``(filter)name[args]``; ``filter`` is ``None`` if the expression has no filter there."""
 
     name: str
     args: tuple[Call, ...] = ()
@@ -45,7 +45,7 @@ class Call:
 def parse_expression(text: str) -> tuple[Call, ...]:
     """Parse ``text``; one tree for each part of an ``&`` composition (one part is the usual case).
 
-    Raises ``ConfigError`` that quotes the text and points at the column, counted from 1.
+    Raises ``ConfigError``, which quotes the text and gives the column, counted from 1.
     """
     return _Parser(text).variants()
 

@@ -1,4 +1,5 @@
-"""Whether each backend takes what the one before it gives, as far as classes, parameters and model files say."""
+"""Checks that each backend accepts the output of the one before it, as far as classes, parameters and model files
+declare it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torchpipe_py.registry import BUILT_IN_BACKENDS
 
 @dataclass(frozen=True)
 class Fact:
-    """A number that is known of an image, the key that says it, and how messages begin."""
+    """A known number of an image, the key that sets it, and the beginning of messages about it."""
 
     value: int
     place: Place
@@ -25,10 +26,10 @@ class Fact:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of data on its way: its kind, and which backend of which node gave it; empty where nothing is.
+    """What is known of data between two backends: its kind, and the backend and node that produced it.
 
-    ``facts`` are what is known of an image, by the names that ``ImageSpec`` has for them. ``unsaid`` is the place where
-    the order of its channels would stand, which is BGR because nobody has said it.
+    The fields are empty if unknown. ``facts`` describes an image, by field names of ``ImageSpec``. ``unsaid`` is the
+    place where the channel order could be set, if it is not set and therefore BGR.
     """
 
     kind: str = ""
@@ -44,9 +45,9 @@ UNKNOWN = Known()
 def refuse_misfits(
     spec: PipelineSpec, graph: Graph, backends: Mapping[str, Sequence[BackendPlan]], problems: Problems
 ) -> None:
-    """Refuse a backend that cannot take what always comes to it.
+    """Refuse a backend that can never accept its input.
 
-    What comes out of a map, past a filter that may skip, or out of a backend of the user's own is not known.
+    Output of a map, of a custom backend, or after a filter that may skip is not known and is not checked.
     """
     results: dict[str, Known] = {}
     for name in graph.order:
@@ -58,7 +59,7 @@ def refuse_misfits(
             problems.add(error)
         for place in walk.unsaid:
             problems.doubt(f"{place}: {_UNSAID}")
-        # NOTE: a node that a filter skips, its own or one upstream, hands on what came before it.
+        # NOTE: a node that is skipped, by its own filter or one upstream, passes its input on unchanged.
         is_certain = all(spec.nodes[each].always_runs for each in (name, *graph.upstream[name]))
         results[name] = known if is_certain else UNKNOWN
     for end in graph.order:
@@ -75,7 +76,7 @@ def refuse_misfits(
 
 
 def _first(plan: BackendPlan) -> type[Backend]:
-    """The backend that takes what comes to a node."""
+    """The backend that receives the input of a node."""
     while plan.children and not plan.cls.takes:
         plan = plan.children[0]
     return plan.cls
@@ -88,9 +89,9 @@ _UNSAID = (
 
 
 class _Walk:
-    """Follows data through the backends of one node; what is wrong is in ``errors``.
+    """Follows data through the backends of one node and collects ``errors``.
 
-    ``unsaid`` has the places where the order of channels would stand that a model gets and nobody has said.
+    ``unsaid`` has the places where the channel order of a model's input could be set but is not.
     """
 
     def __init__(self, node: NodeSpec, owner: NodeSpec) -> None:
@@ -99,7 +100,7 @@ class _Walk:
         self.unsaid: list[Place] = []
 
     def any_of(self, plans: Sequence[BackendPlan], known: Known) -> Known:
-        """Through one of them, whichever: refused is what none of them takes."""
+        """Follow data through any one of the plans; it is refused only if all of them refuse it."""
         before, results, misfits = self.errors, [], []
         for plan in plans:
             self.errors = []
@@ -119,12 +120,12 @@ class _Walk:
     def through(self, plan: BackendPlan, known: Known) -> Known:
         cls = plan.cls
         if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:
-            return UNKNOWN  # of the user's own: whatever it inherits, its forward may be another
+            return UNKNOWN  # a custom backend may override the forward that it inherits
         if cls.is_sequence:
             for child, filter_ in zip(plan.children, plan.filters, strict=True):
                 known = self.through(child, known if filter_ is None else UNKNOWN)
                 known = known if filter_ is None else UNKNOWN
-            # NOTE: a filter may end the sequence, with the result of any backend before it.
+            # NOTE: a filter may end the sequence with the result of any backend before it.
             return UNKNOWN if any(plan.filters) else known
         if plan.children:
             return self.any_of(plan.children, known)
@@ -142,14 +143,14 @@ class _Walk:
         return Known(cls.gives, plan.label, self._node.name, self._facts(plan, known), self._unsaid(plan, known))
 
     def _unsaid(self, plan: BackendPlan, known: Known) -> Place | None:
-        """Where the order of channels would stand, where the backend gives BGR and nobody has said so."""
-        # NOTE: a plain class of the user's has a ``color`` of its own, which says nothing about an image.
+        """Where the channel order could be set, if the backend outputs BGR only by default."""
+        # NOTE: ``color`` of a custom class may have nothing to do with an image.
         if plan.cls.gives in _NAMES and "color" in plan.params:
             return self._place(plan, "color") if plan.params["color"] == "bgr" and "color" not in plan.keys else None
         return known.unsaid if {plan.cls.takes, plan.cls.gives} <= _NAMES.keys() else None
 
     def _facts(self, plan: BackendPlan, known: Known) -> dict[str, Fact]:
-        """What is known of the image that the backend gives."""
+        """What is known of the image that the backend outputs."""
         cls = plan.cls
         facts = {name: fact for name, fact in known.facts.items() if cls.keeps_sides}
         for side, name in zip(("height", "width"), cls.sides, strict=False):
@@ -167,7 +168,7 @@ class _Walk:
         return facts
 
     def _place(self, plan: BackendPlan, param: str) -> Place:
-        """Where the parameter stands, or would stand."""
+        """Where the parameter is set, or could be set."""
         if param in plan.keys:
             return self._owner.at(plan.keys[param])
         return replace(self._owner.place, key=plan.cls.parameters()[param].key)

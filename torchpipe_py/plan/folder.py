@@ -13,10 +13,10 @@ from torchpipe_py.plan.graph import Graph
 from torchpipe_py.values import Value
 
 FIRST_VERSION = "1"
-"""Of ``NAME.toml``, and of each root of a configuration that is one file."""
+"""The version of ``NAME.toml``, and of each root of a configuration in one file."""
 
 MOST_MODELS = 1000
-"""Files of a folder."""
+"""Maximum number of files in a folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
@@ -24,7 +24,7 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class Model:
-    """A root, by the name and version that clients know it by."""
+    """A root, with the name and version that clients use for it."""
 
     name: str
     version: str
@@ -32,28 +32,28 @@ class Model:
 
     @property
     def node_name(self) -> str:
-        """What a request names it by."""
+        """The ``node_name`` that requests use for it."""
         return self.name if self.name == self.root else f"{self.name}/{self.version}"
 
 
 class Folder(Tables):
-    """The tables of each file, by ``NAME/VERSION``; nodes of the whole are called ``NAME/VERSION/NODE``."""
+    """The tables of each file, by ``NAME/VERSION``; nodes of the combined configuration are ``NAME/VERSION/NODE``."""
 
     @property
     def names(self) -> list[str]:
-        """The models, each once."""
+        """The names of the models, without duplicates."""
         return list(dict.fromkeys(key.partition("/")[0] for key in self))
 
     def versions(self, name: str) -> list[str]:
-        """Of a model, in ascending order; empty where that is none."""
+        """The versions of a model in ascending order; empty for an unknown model."""
         return sorted([key.partition("/")[2] for key in self if key.partition("/")[0] == name], key=int)
 
     def without(self, name: str) -> Folder:
-        """The others."""
+        """The folder without model ``name``."""
         return self._with({key: tables for key, tables in self.items() if key.partition("/")[0] != name})
 
     def having(self, name: str) -> Folder:
-        """The same, with all versions of a model as the folder has them now. ``ConfigError`` where that is none."""
+        """The same, with all versions of model ``name`` read again. ``ConfigError`` if the folder does not have it."""
         files = find_models(self.source)
         if name not in files:
             raise ConfigError(f"no model {name[:80]!r} in {self.source}; {nearest(name[:80], files)}")
@@ -80,7 +80,7 @@ class Folder(Tables):
 
 
 def parse_folder(path: str | os.PathLike[str]) -> Folder:
-    """All models of a folder, to be passed to ``pipe``. ``ConfigError`` for files that are no models."""
+    """Read all models of a folder, to be passed to ``pipe``. ``ConfigError`` for files that are not models."""
     folder = Folder()
     folder.source = os.fspath(path)
     for name, versions in sorted(find_models(folder.source).items()):
@@ -89,7 +89,7 @@ def parse_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def find_models(folder: str) -> dict[str, dict[str, str]]:
-    """The files of a folder by model and version. ``ConfigError`` for TOML files whose names say neither."""
+    """The files of a folder by model and version. ``ConfigError`` for TOML files whose names are not valid."""
     found: dict[str, dict[str, str]] = {}
     try:
         for name, path in _entries(folder):
@@ -105,7 +105,7 @@ def find_models(folder: str) -> dict[str, dict[str, str]]:
 
 
 def _entries(folder: str) -> list[tuple[str, str]]:
-    """Names and paths; without those that begin with a dot, which editors and volumes make."""
+    """Names and paths, without names that begin with a dot, which editors and volumes create."""
     with os.scandir(folder) as entries:
         return sorted((entry.name, entry.path) for entry in entries if not entry.name.startswith("."))
 
@@ -124,7 +124,7 @@ def _add(found: dict[str, dict[str, str]], name: str, version: str, path: str) -
 
 
 def _moved(node: NodeSpec, key: str) -> NodeSpec:
-    """The node among those of other files. NOTE: ``jump`` is the one parameter that names a node."""
+    """The node with ``key`` added to all node names. NOTE: ``jump`` is the only parameter that names a node."""
 
     def moved(value: Value) -> Value:
         return f"{key}/{value}" if isinstance(value, str) else value
@@ -142,9 +142,9 @@ def _moved(node: NodeSpec, key: str) -> NodeSpec:
 
 
 def models_of(spec: PipelineSpec, graph: Graph) -> tuple[Model, ...]:
-    """Every root that a request may enter, as a model: by its own name, in a folder by that of its file.
+    """Every root that a request may enter, as a model named after the root or, in a folder, after its file.
 
-    Of a file with several roots each is a model ``NAME.ROOT``. Versions of a model are in ascending order.
+    If a file has several roots, each is a model ``NAME.ROOT``. Versions of a model are in ascending order.
     """
     if not spec.parts:
         return tuple(Model(root, FIRST_VERSION, root) for root in graph.entered)

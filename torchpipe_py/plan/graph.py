@@ -1,4 +1,4 @@
-"""The graph of a pipeline as pure data: roots, successors, order, what a skip hides, and everything that is refused."""
+"""The graph of a pipeline as pure data: roots, successors, order, what a skip hides; refuses invalid graphs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torchpipe_py.errors import Problems, nearest, quoted
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
 
 MAX_JUMPS = 64
-"""How deep graphs may run graphs: the end of each is told on the stack of the one inside."""
+"""Maximum depth of nested graphs: each level's completion is reported on the stack of the inner one."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """A node behind a ``Hidden``: ``edges`` of its ``predecessors`` edges come from there.
+    """A node after a ``Hidden``, from which it has ``edges`` of its ``predecessors`` incoming edges.
 
-    It makes its dict by a map, or takes that of the node before it.
+    It builds its dict by a map, or takes over the dict of the node before it.
     """
 
     node: str
@@ -28,10 +28,10 @@ class Exit:
 
 @dataclass(frozen=True)
 class Hidden:
-    """A node with the nodes behind it that a skip hides, if any: from outside they are one node, with its dict.
+    """A node with the later nodes that a skip hides, if any: from outside they act as one node with one dict.
 
-    ``members`` begins with that node. ``is_end``: a way through the graph ends in it. ``is_read``: the map of a node
-    outside reads a member. ``copies``: the dict has several uses, so that each successor needs its own.
+    ``members`` begins with that node. ``is_end``: a path through the graph ends here. ``is_read``: the map of a node
+    outside reads a member. ``copies``: the dict is used several times, so each successor needs its own copy.
     """
 
     members: tuple[str, ...]
@@ -42,7 +42,7 @@ class Hidden:
 
     @property
     def next(self) -> str | None:
-        """The one node that takes over the dict as it is and waits for no other; ``None`` if there is more to do."""
+        """The only next node, if it takes over the dict unchanged and waits for no other; else ``None``."""
         if len(self.exits) == 1 and not (self.is_end or self.copies or self.exits[0].has_map):
             return self.exits[0].node
         return None
@@ -68,20 +68,20 @@ class Graph:
 
     @property
     def jumped_to(self) -> frozenset[str]:
-        """Roots of the graphs that nodes of others run."""
+        """Roots of graphs that are run by nodes of other graphs."""
         return frozenset(root for roots in self.jumps.values() for root in roots)
 
     @property
     def entered(self) -> tuple[str, ...]:
-        """Roots that no jump leads to: where a request enters that names none, if there is only one."""
+        """Roots that no jump leads to; if there is only one, requests enter it by default."""
         return tuple(root for root in self.roots if root not in self.jumped_to)
 
     def alone(self, name: str) -> Hidden:
-        """A node alone."""
+        """The node ``name`` alone, as a ``Hidden``."""
         return self._hide((name,))
 
     def serial_chain(self, name: str) -> Hidden:
-        """The largest serial chain from a node on: each next one is the only successor and has no other predecessor."""
+        """The longest serial chain from a node: each next one is the only successor and has no other predecessor."""
         members = [name]
         while True:
             after = self.successors[members[-1]]
@@ -90,7 +90,7 @@ class Graph:
             members.append(after[0])
 
     def subgraph(self, name: str) -> Hidden:
-        """The largest subgraph from a node on all of whose other nodes have their predecessors in it."""
+        """The largest subgraph that starts at a node and holds all predecessors of its other nodes."""
         members = {name: None}
         for other in self.order:
             before = self.predecessors[other]
@@ -114,7 +114,7 @@ class Graph:
 
 
 def build_graph(spec: PipelineSpec) -> Graph:
-    """Check edges and maps and order the nodes; ``ConfigError`` names file, node, key and the nearest valid name."""
+    """Check edges and maps, and order the nodes; ``ConfigError`` names file, node, key and the nearest valid name."""
     problems = Problems()
     nodes = spec.nodes
     for node in nodes.values():
@@ -191,7 +191,7 @@ def _check_map(
 
 
 def _topological(nodes: Mapping[str, NodeSpec]) -> tuple[str, ...]:
-    """Depth first from every node, without recursion; a cycle is an error that shows it."""
+    """Order the nodes depth first, without recursion; raises an error that shows the cycle, if there is one."""
     order: list[str] = []
     done: set[str] = set()
     for start in nodes:
@@ -217,7 +217,7 @@ def _topological(nodes: Mapping[str, NodeSpec]) -> tuple[str, ...]:
 
 
 def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, ...]]) -> Graph:
-    """The graph with the jumps of its nodes: targets checked, and who is upstream of whom through them."""
+    """The graph with the jumps of its nodes: checks their targets, and adds the upstream nodes that they imply."""
     problems = Problems()
     for name, targets in jumps.items():
         for target in targets:
@@ -228,13 +228,13 @@ def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, .
     runs = {root: {target for name in inside[root] for target in jumps.get(name, ())} for root in graph.roots}
     _check_jump_cycles(spec, graph, jumps, runs)
     upstream = {name: set(before) for name, before in graph.upstream.items()}
-    # What runs in a graph that a node jumps to comes back to it, and goes on to the nodes behind it.
+    # A request returns from the graph that a node jumps to, and continues to the node's successors.
     for name, targets in jumps.items():
         within = set().union(*(_all_inside(target, inside, runs) for target in targets))
         for reached in graph.order:
             if name in graph.upstream[reached]:
                 upstream[reached] |= within
-    # And what can reach a jump can reach its target; graphs that jump before those they jump to.
+    # A node that can reach a jump can reach its target; handle graphs before those they jump to.
     for root in _by_jumps(graph.roots, runs):
         for name in sorted(inside[root] & jumps.keys()):
             for target in jumps[name]:
@@ -244,7 +244,7 @@ def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, .
 
 
 def _place(spec: PipelineSpec, name: str) -> Place:
-    """Where the target of a node's jump is written."""
+    """The place where a node's jump target is set."""
     owner = spec.nodes[spec.nodes[name].owner]
     return owner.at(next((key for key in owner.params if key.rpartition("::")[2] == "jump"), "jump"))
 
@@ -287,13 +287,13 @@ def _all_inside(root: str, inside: Mapping[str, frozenset[str]], runs: Mapping[s
 
 
 def _by_jumps(roots: Iterable[str], runs: Mapping[str, set[str]]) -> list[str]:
-    """Roots, each before those it jumps to; there are no cycles any more."""
+    """Roots, each before those it jumps to; cycles have already been refused."""
     sorter = TopologicalSorter({root: runs[root] for root in roots})
     return list(sorter.static_order())[::-1]
 
 
 def both_ways(before: Mapping[str, Collection[str]]) -> dict[str, Collection[str]]:
-    """For each name the others that come both before it and behind it, by however many steps."""
+    """Maps each name to the others that are both before and after it, at any distance."""
     bits = {name: 1 << index for index, name in enumerate(before)}
     reached = {name: sum(bits[other] for other in others) for name, others in before.items()}
     for middle, bit in bits.items():

@@ -1,4 +1,4 @@
-"""Which backends of a node run in a process of their own, where ``decode_isolation`` asks for that."""
+"""Selects the backends of a node that run in a separate process if ``decode_isolation`` is set."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Wrap = Callable[[BackendPlan], BackendPlan]
 
 
 def isolated(plan: BackendPlan, binder: Binder) -> BackendPlan:
-    """The plan, and where its node asks for it, with each decoder in ``Isolated``.
+    """The plan, with each decoder wrapped in ``Isolated`` if its node requests it.
 
-    In a sequence the backends that follow a decoder go along: what they make of its image is smaller, as a rule, than
-    the image, which then need not be copied from process to process.
+    In a sequence the backends after a decoder move with it: their output is usually smaller than the decoded image, so
+    less is copied between processes.
 
-    ``ConfigError`` for a decoder that no other process can run.
+    Raises ``ConfigError`` for a decoder that cannot run in another process.
     """
     _refuse(plan, binder)
     if not decodes(plan):
         return plan
-    # NOTE: its parameters are known to a node that could use it, so that the key alone turns isolation on and off.
+    # NOTE: bind its parameters for every node that could use it, so that the key alone turns isolation on and off.
     wrapper = binder.wrapper(_ISOLATED)
     if binder.node.decode_isolation == "none":
         return plan
@@ -36,7 +36,7 @@ def isolated(plan: BackendPlan, binder: Binder) -> BackendPlan:
 
 
 def decodes(plan: BackendPlan) -> bool:
-    """Whether a backend of it is one that isolation moves elsewhere."""
+    """Whether it contains a backend that isolation moves to another process."""
     return any(part.cls.isolation is Isolation.MOVES for part in plan.parts())
 
 
@@ -61,7 +61,7 @@ def _wrapped(plan: BackendPlan, wrap: Wrap, wrapper: type) -> BackendPlan:
 
 
 def _groups(plan: BackendPlan) -> Iterator[tuple[int, int]]:
-    """The sequence in pieces: a decoder with those that follow it, any other backend alone."""
+    """Split the sequence: a decoder with the backends after it, any other backend alone."""
     start = 0
     while start < len(plan.children):
         end = start + 1

@@ -1,4 +1,4 @@
-"""A plan in two: what each worker runs, and what an engine process runs for all of them."""
+"""Splits a plan in two: the part that each worker runs, and the part that an engine process runs for all workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchpipe_py.plan.graph import Graph, build_graph
 from torchpipe_py.values import Value
 
 _INSIDE = (*RUNS, "or")
-"""Filters that decide of their own node alone, or end a request that has no result."""
+"""Filters that affect only their own node, or end a request that has no result."""
 
-MOST_INFLIGHT = 2**31  # in an engine process: its slots are the bound
+MOST_INFLIGHT = 2**31  # in an engine process, which is limited by its slots
 
 
 @dataclass(frozen=True)
 class Section:
-    """Shared nodes that an engine process runs one after the other, without a way back to the worker in between."""
+    """Shared nodes that an engine process runs in sequence, without returning to the worker in between."""
 
     nodes: tuple[str, ...]
 
@@ -36,7 +36,7 @@ class Section:
 
 
 def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
-    """Names in file order; none of a configuration that cannot be read: whoever plans it tells why."""
+    """Names in file order; empty if the configuration cannot be read, which planning reports."""
     try:
         return [node.name for node in load_config(tables).nodes.values() if node.shared]
     except ConfigError:
@@ -44,15 +44,15 @@ def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
 
 
 def decodes_on_gpu(tables: Mapping[str, Any]) -> bool:
-    """Whether a shared node decodes on the GPU, which keeps the thread of one process busy: two are faster."""
+    """Whether a shared node decodes on the GPU; this keeps one process's thread busy, so two processes are faster."""
     shared = [node for node in load_config(tables).nodes.values() if node.shared]
     return any(part.name == "DecodeTensor" for node in shared for call in node.calls for part in call.walk())
 
 
 def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether the shared nodes of two configurations are the same, and stand in the same graph.
+    """Whether two configurations have the same shared nodes in the same graph.
 
-    What stands in files that they name is not looked at: see ``shared_files``.
+    The contents of files that they name are not compared: see ``shared_files``.
     """
     try:
         old, new = load_config(before), load_config(after)
@@ -68,7 +68,7 @@ def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """Files that the shared nodes name, as they are now: inode, size and time of the last change of each."""
+    """Files that the shared nodes name, with the current inode, size and modification time of each."""
     found = {}
     for node in load_config(tables).nodes.values():
         for value in node.params.values() if node.shared else ():
@@ -80,13 +80,13 @@ def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
 
 
 def _paths(value: Value, source: str) -> list[str]:
-    """What may name a file, in the working directory or beside the configuration."""
+    """Paths that a value may name, in the working directory or beside the configuration."""
     names = [part.strip() for part in value.split("&")] if isinstance(value, str) else []
     return [path for name in names for path in (name, os.path.join(os.path.dirname(source), name))]
 
 
 def sections(pipeline: Pipeline) -> list[Section]:
-    """All shared nodes, in the order of the graph: each in one section."""
+    """All shared nodes in the order of the graph, each in exactly one section."""
     found: list[Section] = []
     taken: set[str] = set()
     for name in pipeline.graph.order:
@@ -98,7 +98,7 @@ def sections(pipeline: Pipeline) -> list[Section]:
 
 
 def engine_part(pipeline: Pipeline) -> Pipeline:
-    """The sections alone, each as a graph of its own."""
+    """The sections alone, each as a separate graph."""
     plans: dict[str, NodePlan] = {}
     for section in sections(pipeline):
         for name, after in zip(section.nodes, [*section.nodes[1:], None], strict=True):
@@ -121,7 +121,7 @@ def engine_part(pipeline: Pipeline) -> Pipeline:
 def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan]) -> Pipeline:
     """The plan with one node for each section, under the name of its head.
 
-    ``remote(section, label)`` is what that node runs.
+    ``remote(section, label)`` returns the backend that this node runs.
     """
     found = sections(pipeline)
     inner = {name for section in found for name in section.nodes[1:]}
@@ -142,16 +142,16 @@ def _with_plans(pipeline: Pipeline, plans: Mapping[str, NodePlan]) -> Pipeline:
 
 
 def _renamed(plan: NodePlan, names: Mapping[str, str]) -> NodePlan:
-    """The plan, whose map reads nodes under their new names."""
+    """The plan with new node names in its map."""
     sources = tuple(replace(source, node=names.get(source.node, source.node)) for source in plan.spec.map)
     return replace(plan, spec=replace(plan.spec, map=sources))
 
 
 def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
-    """As many shared nodes from ``head`` on as leave nothing to decide in between."""
+    """The longest chain of shared nodes from ``head`` that needs no decision by the worker in between."""
     graph, nodes = pipeline.graph, [head]
     if not pipeline.spec.nodes[head].always_runs:
-        return (head,)  # the worker asks that filter: a ``Skip`` is to skip the head alone, not what is behind it
+        return (head,)  # the worker calls that filter: a ``Skip`` must skip only the head, not later nodes
     while True:
         after = graph.successors[nodes[-1]]
         if len(after) != 1 or graph.readers[nodes[-1]] or len(graph.predecessors[after[0]]) != 1:
@@ -160,8 +160,8 @@ def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
         if not spec.shared or not _has_filter(spec, *_INSIDE):
             break
         nodes.append(after[0])
-    # NOTE: a request that ends inside the chain has to end here too: behind the chain nothing may run without a result,
-    # and no other branch of the request may go on.
+    # NOTE: a request that ends inside the chain must end here too: nothing after the chain may run without a result,
+    # and no other branch of the request may continue.
     after, last = graph.successors[nodes[-1]], nodes[-1]
     is_usual = all(_has_filter(pipeline.spec.nodes[name], DEFAULT_FILTER) for name in after)
     ends_there = is_usual if after else _is_only_end(graph, last)
@@ -169,18 +169,18 @@ def _chain(pipeline: Pipeline, head: str) -> tuple[str, ...]:
 
 
 def _is_data_read(pipeline: Pipeline, name: str) -> bool:
-    """Whether a map reads the ``data`` of the node, which is not sent back from inside of a chain."""
+    """Whether a map reads the node's ``data``, which is not sent back from inside a chain."""
     maps = [pipeline.spec.nodes[reader].map for reader in pipeline.graph.readers[name]]
     sources = [source for each in maps for source in each if source.node == name]
     return any(key == TASK_DATA_KEY for source in sources for key, _ in source.pairs)
 
 
 def _is_only_end(graph: Graph, end: str) -> bool:
-    """Whether no request that comes to this end has another one."""
+    """Whether a request that reaches this end has no other end."""
     roots = graph.reached_from[end]
     return all(graph.successors[name] or name == end or not roots & graph.reached_from[name] for name in graph.order)
 
 
 def _has_filter(node: NodeSpec, *names: str) -> bool:
-    """Whether the node takes the dict of the one before it, past one of these filters."""
+    """Whether the node takes over its predecessor's dict, through one of these filters."""
     return not node.map and node.has_filter(*names)

@@ -1,4 +1,4 @@
-"""What may be meant by a key that nothing takes."""
+"""Suggestions for unknown keys and backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SERVICE_FLAGS = (
     *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "no-page"),
     *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
 )
-"""Options of ``torchpipe-serve`` that may be taken for keys."""
+"""Options of ``torchpipe-serve`` that may be mistaken for keys."""
 
 
 _INSTANCES = "it is 'instance_num' here: the number of instances, each on a thread of its own"
@@ -57,7 +57,7 @@ ELSEWHERE = {
     "timeout": _DEADLINE,
     "workers_per_device": _PROCESSES,
 }
-"""Keys of other servers, and what there is here in their place; docs/migrating.md has them too."""
+"""Keys of other servers and their equivalents here; docs/migrating.md lists them too."""
 
 _NORMALISE = "'mean' and 'std' of the model's node normalise, of pixels from 0 to 255"
 BACKENDS_ELSEWHERE = {
@@ -73,11 +73,11 @@ BACKENDS_ELSEWHERE = {
     "torchscript": "TorchTensor",
     "totensor": "Mat2Tensor",
 }
-"""Backends of other servers and transforms of torchvision, in lower case, and what there is here in their place."""
+"""Backends of other servers and torchvision transforms, in lower case, and their equivalents here."""
 
 
 def backend_instead_of(name: str, valid: Iterable[str]) -> str:
-    """A clause for an error message: what may be meant by a backend that is not there."""
+    """A clause for an error message that suggests a replacement for an unknown backend."""
     here = BACKENDS_ELSEWHERE.get(name.lower())
     if here is None:
         return nearest(name, valid)
@@ -85,12 +85,12 @@ def backend_instead_of(name: str, valid: Iterable[str]) -> str:
 
 
 def instead_of(key: str, valid: Iterable[str]) -> str:
-    """A clause for an error message: what may be meant by a key that nothing takes."""
+    """A clause for an error message that suggests a replacement for an unknown key."""
     return elsewhere(key) or nearest(key, valid)
 
 
 def elsewhere(key: str) -> str:
-    """The same of a key of another server, or of an option of torchpipe-serve; empty for other keys."""
+    """The same, for a key of another server or an option of torchpipe-serve; empty for other keys."""
     if key.replace("-", "_") == "max_batch":
         return f"{_LARGEST}; --max-batch of torchpipe-serve bounds the images of one infer_many"
     if is_service_flag(key):
