@@ -34,7 +34,7 @@ PACKAGE = [
     "tools tools.report",
     "tools.options",
     "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor tools.watch",
-    "ray tools.quantize tools.tune",
+    "ray tools.from_triton tools.quantize tools.tune",
     "cli",
 ]
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]

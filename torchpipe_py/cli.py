@@ -47,15 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, folder, text in (
         ("export", "tools.export", "write a PyTorch model as ONNX, with the TOML that serves it"),
         ("encrypt", "encryption", "encrypt a model, or make a key"),
+        ("from-triton", "tools.from_triton", "write the TOML files of a model repository of Triton"),
         ("parity", "tools.parity", "compare two configurations on a directory of images"),
         ("quantize", "tools.quantize", "write an int8 copy of a configuration's model, if it is as good"),
         ("tune", "tools.tune", "choose workers, batches and threads of a configuration by measurements"),
     ):
         command = commands.add_parser(name, help=text)
-        getattr(options, f"add_{name}_options")(command)
-        if name != "encrypt":
+        own = name.replace("-", "_")
+        getattr(options, f"add_{own}_options")(command)
+        if name not in ("encrypt", "from-triton"):
             _add_imports(command)
-        command.set_defaults(run=_tool(f"{folder}.command", f"run_{name}"))
+        command.set_defaults(run=_tool(f"{folder}.command", f"run_{own}"))
     bench = commands.add_parser("bench", help="load a configuration in this process and report throughput and latency")
     _add_config(bench)
     options.add_load_options(bench, clients="client threads")

@@ -85,7 +85,7 @@ def _floats(text: str) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-# --- torchpipe parity, export, quantize, encrypt
+# --- torchpipe parity, export, quantize, encrypt, from-triton
 
 
 def add_parity_options(parser: argparse.ArgumentParser) -> None:
@@ -182,6 +182,14 @@ def add_encrypt_options(parser: argparse.ArgumentParser) -> None:
     keys("--new_key", default="", metavar="FILE", help="make a key, and write it to FILE, which must not exist")
     add("--out", metavar="FILE", help="the encrypted model (default: MODEL.enc)")
     add("--force", action="store_true", help="replace it if it is there")
+
+
+def add_from_triton_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``torchpipe from-triton``."""
+    add = parser.add_argument
+    add("repository", metavar="MODEL_REPOSITORY", help="its folder, as tritonserver --model-repository takes it")
+    add("--out", default="converted", metavar="FOLDER", help="NAME.toml for each model (default: %(default)s)")
+    add("--force", action="store_true", help="replace files that are there")
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,101 @@
+"""A model repository of Triton: its models, their versions that are served, and their files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torchpipe_py.backends.model.onnx_graph import declared_tensors
+from torchpipe_py.errors import Problems, nearest
+from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE
+from torchpipe_py.tools.from_triton.pbtxt import Message, read_pbtxt
+from torchpipe_py.tools.report import ToolError
+
+FILES = {"OnnxTensor": ("model.onnx",), "TensorrtTensor": ("model.plan",), "TorchTensor": ("model.pt", "model.pt2")}
+"""The backends that run a model's file, and what Triton calls that by default."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """``backend`` is the one here where it is of ``FILES``, else Triton's, or ``ensemble``; ``versions`` ascend."""
+
+    name: str
+    folder: str
+    config: Message
+    versions: list[str]
+    backend: str
+
+    def file(self, version: str) -> str:
+        """Of a model with one. ``ConfigError`` where it is not there."""
+        named = self.config.text("default_model_filename")
+        paths = [os.path.join(self.folder, version, name) for name in ([named] if named else FILES[self.backend])]
+        # A folder may have its name, for weights beside it.
+        for path in [*paths, *(os.path.join(path, os.path.basename(path)) for path in paths)]:
+            if os.path.isfile(path):
+                return path
+        raise self.config.error(f"no such file: {' or '.join(paths)}", "default_model_filename")
+
+    def names(self, version: str, kind: str) -> list[str]:
+        """Of its ``input`` or ``output`` tensors, in the model's order as far as that is known."""
+        names = [tensor.text("name") for tensor in self.config.all(kind, Message)]
+        if self.backend == "OnnxTensor":
+            declared = declared_tensors(self.file(version))[kind == "output"]
+            return [spec.name for spec in declared] or names
+        is_numbered = self.backend == "TorchTensor" and all(re.search(r"__\d+$", name, re.ASCII) for name in names)
+        return sorted(names, key=lambda name: int(name.rpartition("__")[2])) if is_numbered else names
+
+
+def read_repository(root: str) -> dict[str, Model]:
+    """Its models by their names. ``ConfigError`` with a line for what is wrong with each."""
+    models, problems = dict[str, Model](), Problems()
+    try:
+        for name in sorted(os.listdir(root)):
+            if not name.startswith(".") and os.path.isdir(folder := os.path.join(root, name)):
+                with problems.gathered():
+                    models |= _read_model(name, folder)
+    except OSError as error:
+        raise ToolError(f"{error.filename or root}: {error.strerror}") from None
+    problems.raise_all()
+    if not models:
+        raise ToolError(f"{root}: no model in it, as NAME/config.pbtxt with NAME/1/model.onnx")
+    return models
+
+
+def _read_model(name: str, folder: str) -> dict[str, Model]:
+    """None where it is another folder, with neither a configuration nor versions."""
+    path = os.path.join(folder, "config.pbtxt")
+    versions = sorted([entry for entry in os.listdir(folder) if re.fullmatch("[1-9][0-9]*", entry)], key=int)
+    if not (versions or os.path.exists(path)):
+        return {}
+    config = read_pbtxt(path) if os.path.exists(path) else Message(path)
+    if config.text("name") not in ("", name):
+        raise config.error(f"name: {config.text('name')!r} is in the folder of {name!r}, as Triton calls it", "name")
+    backend = config.text("backend") or config.text("platform") or name.partition(".")[2]
+    if "ensemble_scheduling" in config.fields:
+        backend = "ensemble"
+    elif not backend and versions:
+        there = os.listdir(os.path.join(folder, versions[-1]))
+        usual = {file: each for each, files in {**FILES, "python": ("model.py",)}.items() for file in files}
+        backend = next((usual[file] for file in there if file in usual), "")
+    if not backend:
+        raise config.error("backend: is missing, and no file has a name that says it")
+    if not config.text("runtime").endswith(".py"):
+        backend = BACKENDS_ELSEWHERE.get(backend.lower(), backend)
+    if backend in FILES and not versions:
+        raise config.error(f"no version in {folder}, a folder with a number from 1 as its name")
+    policy, versions = config.message("version_policy"), versions or ["1"]
+    if "specific" in policy.fields:
+        given = sorted(policy.message("specific").all("versions", int))
+        versions = [checked(policy, "specific", str(version), versions) for version in given]
+    elif "all" not in policy.fields:
+        versions = versions[-(policy.message("latest").number("num_versions", 1) or 1) :]
+    return {name: Model(name, folder, config, versions, backend)}
+
+
+def checked(message: Message, field: str, name: str, valid: Collection[str]) -> str:
+    """The name. ``ConfigError`` where it is none of the valid ones."""
+    if name not in valid:
+        raise message.error(f"{field}: no {name!r}; {nearest(name, valid)}", field)
+    return name
