@@ -79,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Its options are parsed by itself, for scripts/client_qps.py has them too.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
-        for name in filter(None, (part.strip() for part in ",".join(getattr(args, "imports", None) or ()).split(","))):
-            registry.import_code(name)
+        registry.import_all(",".join(getattr(args, "imports", None) or ()))
         status = args.run(args) or 0
         print(end="", flush=True)  # it may be closed
         return int(status)

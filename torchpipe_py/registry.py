@@ -235,6 +235,12 @@ def import_code(name: str) -> ModuleType:
         raise ConfigError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
 
 
+def import_all(names: str) -> None:
+    """``import_code`` of each of the names, which are separated by commas."""
+    for name in filter(None, map(str.strip, names.split(","))):
+        import_code(name)
+
+
 def _import_module(name: str) -> ModuleType:
     top, here = name.partition(".")[0], os.getcwd()
     spec = importlib.util.find_spec(top)

@@ -18,7 +18,8 @@ from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.resources import Resources, plan_replica, resources_of
-from torchpipe_py.ray.service import PipeReplica, import_modules
+from torchpipe_py.ray.service import PipeReplica
+from torchpipe_py.registry import import_all
 from torchpipe_py.wire.http import HttpRequest
 
 RETRY_AFTER_SECONDS = 1.0
@@ -100,7 +101,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     Raises ``ConfigError`` that names the argument, or the place in the configuration, and the nearest valid name.
     """
     arguments = read_arguments(args)
-    import_modules(arguments)
+    import_all(arguments.import_code)
     tables = overridden(parse_toml(arguments.config), arguments.overrides)
     options = deployment_options(arguments, resources_of(plan_replica(tables)))
     deployment = serve.deployment(PipeDeployment).options(**options)

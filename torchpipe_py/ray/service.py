@@ -20,7 +20,7 @@ from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
-from torchpipe_py.registry import import_code
+from torchpipe_py.registry import import_all
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.answers import failure
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
@@ -113,7 +113,7 @@ class PipeReplica:
         names = ("max_message_bytes", "max_text_bytes", "max_reply_bytes")
         self._message, self._text, self._reply = (Bound(getattr(arguments, name), name) for name in names)
         os.chdir(found_folder(arguments.config, folder))
-        import_modules(arguments)
+        import_all(arguments.import_code)
         self._served = self._serve(arguments.config, tables)
         self._is_at_work = False  # from the first check on, which Serve makes before it sends requests
 
@@ -223,10 +223,3 @@ def check_size(size: int, most: Bound) -> None:
     """Raises ``RequestTooLargeError`` for a body, or a message over gRPC, that has more bytes."""
     if size > most.bytes:
         raise RequestTooLargeError(f"a body of more than {most.bytes} bytes ({most.name})")
-
-
-def import_modules(arguments: Arguments) -> None:
-    """Import the code of the user's backends."""
-    for name in arguments.import_code.split(","):
-        if name.strip():
-            import_code(name.strip())

@@ -354,11 +354,10 @@ def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
 
 def set_up_process(options: Options) -> None:
     """Import the user's own code, and have libraries, Python and malloc do as a process with a pipe needs it."""
-    from torchpipe_py import import_code
     from torchpipe_py.malloc import keep_freed_memory
+    from torchpipe_py.registry import import_all
 
-    for name in filter(None, (part.strip() for part in options.import_code.split(","))):
-        import_code(name)
+    import_all(options.import_code)
     limit_threads()  # NOTE: after that code, which may have set them otherwise
     keep_freed_memory()
 
