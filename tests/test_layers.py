@@ -33,7 +33,8 @@ PACKAGE = [
     "methods streams",
     "tools tools.report",
     "tools.options",
-    "proc.engine training tools.draw tools.export tools.load tools.parity tools.doctor tools.watch",
+    "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
+    "tools.parity",
     "ray tools.from_triton tools.quantize tools.tune",
     "cli",
 ]

@@ -6,11 +6,13 @@ import enum
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -35,7 +37,23 @@ class Interpolation(enum.Enum):
     BILINEAR = "bilinear"
 
 
-class TinyWeights(enum.Enum):
+class Preset:
+    """Resize(40), CenterCrop(32), ToTensor, Normalize."""
+
+    resize_size, crop_size, interpolation = (40,), (32,), Interpolation.BILINEAR
+
+    def __init__(self) -> None:
+        self.mean, self.std = MEAN, STD
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        width, height = (40 * side // min(image.size) for side in image.size)
+        left, top = round((width - 32) / 2), round((height - 32) / 2)
+        cut = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + 32, top + 32))
+        pixels = torch.from_numpy(np.asarray(cut) / np.float32(255))
+        return ((pixels - torch.tensor(self.mean)) / torch.tensor(self.std)).permute(2, 0, 1)
+
+
+class Tiny_Weights(enum.Enum):
     V1 = "V1"
     DEFAULT = V1
 
@@ -47,12 +65,8 @@ class TinyWeights(enum.Enum):
     def meta(self) -> dict[str, Any]:
         return {"categories": [f"thing {index}" for index in range(1000)]}
 
-    def transforms(self) -> SimpleNamespace:
-        sizes = {"resize_size": [40], "crop_size": [32]}
-        return SimpleNamespace(**sizes, mean=MEAN, std=STD, interpolation=Interpolation.BILINEAR)
-
-    def __str__(self) -> str:
-        return f"Tiny_Weights.{self.name}"
+    def transforms(self) -> Preset:
+        return Preset()
 
 
 def use_small_zoo(monkeypatch: pytest.MonkeyPatch, downloaded: nn.Module | None = None) -> None:
@@ -66,16 +80,10 @@ def use_small_zoo(monkeypatch: pytest.MonkeyPatch, downloaded: nn.Module | None 
             raise OSError("no way to\n  weights.invalid")
         return downloaded
 
-    def get_weight(name: str) -> TinyWeights:
-        if name != "Tiny_Weights.V1":
-            raise ValueError(f"Couldn't parse {name}")
-        return TinyWeights.V1
-
     models = ModuleType("torchvision.models")
     models.list_models = lambda module: ["tiny"]  # type: ignore[attr-defined]
     models.get_model = get_model  # type: ignore[attr-defined]
-    models.get_model_weights = lambda name: TinyWeights  # type: ignore[attr-defined]
-    models.get_weight = get_weight  # type: ignore[attr-defined]
+    models.get_model_weights = lambda name: Tiny_Weights  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
     monkeypatch.setitem(sys.modules, "torchvision.models", models)
 

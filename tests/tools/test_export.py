@@ -191,7 +191,7 @@ MENDABLE = [
     ("tiny", "the weights Tiny_Weights.V1 cannot be downloaded (OSError: no way to weights.invalid); download"),
     ("tiny", f"--weights {FILE}"),
     ("tiny --weights no.pt", "--weights no.pt: no such file; tiny has pretrained, random, V1"),
-    ("tiny --weights random --transforms V2", "--transforms V2: no weights of torchvision's; expected V1"),
+    ("tiny --weights random --transforms V2", "--transforms V2: no such weights in torchvision; did you mean 'V1'?"),
     ("tiny --weights random --labels two.txt", "--labels two.txt: 2 lines, tiny has 1000 classes"),
     ("tiny --weights random --out two.txt/model", "--out two.txt/model: no such folder: two.txt"),
     ("tiny --weights random --postprocessor Sigmoidd", "--postprocessor Sigmoidd: did you mean 'Sigmoid'?"),

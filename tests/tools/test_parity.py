@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, encode, picture
+from small_zoo import use_small_zoo
 
 from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main
@@ -86,10 +88,11 @@ Parity = Callable[..., Run]
 def parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parity:
     """Runs ``torchpipe parity`` with both files written."""
 
-    def run(a: str, b: str, img_dir: Path, *options: str) -> Run:
+    def run(a: str, b: str | None, img_dir: Path, *options: str) -> Run:
         json_file, html_file = tmp_path / "out.json", tmp_path / "out.html"
         files = ("--json", str(json_file), "--html", str(html_file))
-        status = main(["parity", a, b, "--img_dir", str(img_dir), *files, *options])
+        capsys.readouterr()
+        status = main(["parity", a, *filter(None, [b]), "--img_dir", str(img_dir), *files, *options])
         printed = capsys.readouterr()
         assert max(map(len, printed.out.splitlines()), default=0) <= 120
         return Run(status, printed.out, printed.err, json_file, html_file)
@@ -286,13 +289,58 @@ def test_disagreeing_images_are_listed(parity: Parity, write: Write, tmp_path: P
     assert "--min-agreement 0.6: 0.5000 over 2 images, missed" in run.out
 
 
+# -- torchvision's transform ------------------------------------------------------------------------------------------
+
+
+def test_pixels_are_torchvisions(parity: Parity, tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_zoo(monkeypatch)
+    assert main(["export", "tiny", "--weights", "random", "--out", str(tmp_path / "model")]) == 0
+    asked = (str(tmp_path / "model.toml"), None, images, "--torchvision", "Tiny_Weights.V1", "--max-mean", "0.1")
+    run = parity(*asked)
+    assert (run.status, run.json["counts"]["compared"], run.json["b"]) == (0, 5, "torchvision's Tiny_Weights.V1")
+    assert run.json["notes"] == ["A: Mat, RGB", "B: Tensor, RGB"]
+    text = (tmp_path / "model.toml").read_text("utf-8")
+    (tmp_path / "model.toml").write_text(text.replace('"51, ', '"52, ').replace("size = 40", "size = 36"))
+    run = parity(*asked)
+    wrong = "model: std is (52.0, 63.75, 76.5); torchvision's, times 255, is (51.0, 63.75, 76.5)"
+    assert (run.status, run.json["notes"][-1]) == (1, wrong)
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        (
+            "tiny_weights.v1",
+            "--torchvision tiny_weights.v1: no such weights in torchvision; did you mean 'Tiny_Weights.V1'?",
+        ),
+        ("", "--torchvision : no such weights in torchvision; valid: Tiny_Weights.DEFAULT, Tiny_Weights.V1"),
+        (None, "torchvision is not installed: pip install torchvision 'torch=="),
+    ],
+)
+def test_transforms_that_are_not_there(
+    parity: Parity, write: Write, images: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None, problem: str
+) -> None:
+    use_small_zoo(monkeypatch)
+    if weights is None:
+        monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    run = parity(write("a", BILINEAR), None, images, "--torchvision", "any" if weights is None else weights)
+    assert (run.status, problem in run.err) == (1, True), run.err
+
+
 # -- status and errors ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        *[(), ("--limit", "0"), ("--worst", "-1"), ("--max-mean", "nan"), ("--max-mean", "-1")],
+        *[
+            (),
+            ("--limit", "0"),
+            ("--torchvision", "any"),
+            ("--worst", "-1"),
+            ("--max-mean", "nan"),
+            ("--max-mean", "-1"),
+        ],
         *[("--min-agreement", "1.1"), ("--max-drop", "101"), ("--html", "no/such/folder/x.html"), ("--json", ".")],
     ],
 )

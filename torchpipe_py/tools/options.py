@@ -92,7 +92,9 @@ def add_parity_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe parity``."""
     add = parser.add_argument
     add("a", metavar="A.toml", help="the reference: its result is a Mat, a Tensor or a class")
-    add("b", metavar="B.toml", help="to hold against it, with a result of the same kind")
+    other = parser.add_mutually_exclusive_group(required=True).add_argument
+    other("b", nargs="?", metavar="B.toml", help="to hold against it, with a result of the same kind")
+    other("--torchvision", metavar="WEIGHTS", help="in place of B: the transform of these weights of torchvision's")
     add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
     add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
     add("--limit", type=at_least(1), metavar="N", help="only the first N images, in the order of their names")

@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -253,14 +253,19 @@ def transform_of(weights: str, name: str | None = None) -> tuple[Transform, str]
 
     For the architecture ``name`` without the part before the dot.
     """
-    models = torchvision_models()
-    own = models.get_model_weights(name).__members__ if name else {}
-    try:
-        entry = own[weights] if weights in own else models.get_weight(weights)
-    except (AttributeError, KeyError, ValueError) as error:
-        known = ", ".join(own) if own else "a full name: ResNet50_Weights.IMAGENET1K_V2, say"
-        raise ToolError(f"--transforms {weights}: no weights of torchvision's; expected {known}") from error
+    own = torchvision_models().get_model_weights(name).__members__ if name else {}
+    entry = own[weights] if weights in own else find_weights(weights, "--transforms", own)
     return Transform.of(entry.transforms()), str(entry)
+
+
+def find_weights(weights: str, option: str, others: Iterable[str] = ()) -> Any:
+    """torchvision's weights of a classifier by their full name; ``ToolError`` names the nearest, also of ``others``."""
+    models = torchvision_models()
+    enums = [models.get_model_weights(name) for name in models.list_models(module=models)]
+    known = {f"{enum.__name__}.{key}": entry for enum in enums for key, entry in enum.__members__.items()}
+    if weights not in known:
+        raise ToolError(f"{option} {weights}: no such weights in torchvision; {nearest(weights, [*others, *known])}")
+    return known[weights]
 
 
 def torchvision_models() -> Any:

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py import registry
 from torchpipe_py.errors import counted
 from torchpipe_py.tools import report
 from torchpipe_py.tools.parity.figures import AMPLIFICATION, FIGURES, Share, accuracy, agreement, disagreeing, spreads
 from torchpipe_py.tools.parity.run import Bar, Parity, Settings, Unlike, compare_configs, lists
+from torchpipe_py.tools.parity.torchvision import TorchvisionTransform, before_model
 from torchpipe_py.tools.report import WIDTH, ToolError, aligned, clip, write_json, write_text
 
 LISTED = 20
@@ -35,9 +37,11 @@ TITLES = {
 
 def run_parity(args: argparse.Namespace) -> int:
     """0 if all is well, 1 for a missed bar or nothing to compare; ``TorchpipeError`` for what cannot be run."""
+    b, tables, notes = _against(args)
     parity = compare_configs(
-        Settings(args.a, args.b, args.img_dir, args.model, args.limit, args.worst, args.html is not None)
+        Settings(args.a, b, args.img_dir, args.model, args.limit, args.worst, args.html is not None, tables=tables)
     )
+    parity.notes += notes
     parity.judge(args.max_mean, args.min_agreement, args.max_drop)
     print("\n".join(text_report(parity)))
     if args.html is not None:
@@ -53,6 +57,16 @@ def run_parity(args: argparse.Namespace) -> int:
     if problem:
         print(f"torchpipe: {problem}", file=sys.stderr)
     return 0 if not problem and all(bar.ok for bar in parity.bars) else 1
+
+
+def _against(args: argparse.Namespace) -> tuple[str, dict[str, dict[str, Any]], list[str]]:
+    """The second configuration's name, tables in place of files, and notes."""
+    if args.torchvision is None:
+        return args.b, {}, []
+    backend = registry.default.register_backend(TorchvisionTransform).__name__
+    name = f"torchvision's {args.torchvision}"
+    tables, notes = before_model(args.a, args.torchvision)
+    return name, {args.a: tables, name: {"backend": backend, "weights": args.torchvision}}, notes
 
 
 # --- what text and page show
