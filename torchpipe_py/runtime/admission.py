@@ -1,4 +1,7 @@
-"""What is worth queueing: recent compute times, queues that stand, clients that leave. The clock is an argument."""
+"""Decides which requests to queue, from recent compute times, queue times and clients that leave.
+
+The clock is an argument.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +13,47 @@ from typing import Any, Protocol
 from torchpipe_py.errors import Overloaded
 
 INTERVAL = 0.1
-"""Seconds for which the oldest request must have waited longer than the target before any is shed, as CoDel has it."""
+"""Seconds for which the oldest request must exceed the target before any request is shed, as in CoDel."""
 
 LEAST_TARGET = 0.05
-"""Seconds: the least target of a queue, where none is configured."""
+"""Minimum target of a queue in seconds, if no target is configured."""
 
 COMPUTES = 4
-"""So many recent compute times are the target, where that is more."""
+"""The target is this multiple of the recent compute time, or ``LEAST_TARGET`` if that is more."""
 
 LEAST_LEFT = 0.1
-"""The share of its compute time that a batch takes from now on that should be through already."""
+"""Share of its compute time that a running batch is assumed to need, even if it should have finished."""
 
 PATIENT = 10
-"""So many times the target a request may wait while all clients wait for their answers."""
+"""A request may wait this multiple of the target while all clients wait for their answers."""
 
 CALM = 1.0
-"""Seconds without a refusal after which a node does not shed any more."""
+"""Seconds without a refusal after which a node stops shedding."""
 
 RECENT = 1.0
-"""Seconds after which compute times are forgotten: a mean that refuses everything would never be corrected."""
+"""Seconds after which compute times expire: otherwise a mean that refuses everything would never be corrected."""
 
 REMEMBERED = 10.0
 """Seconds after which a batch that was too large for a time limit is tried again."""
 
-_WEIGHT = 0.1  # of the newest batch in the mean of those of its size
-_SIZES = 64  # by bit length of the size
+_WEIGHT = 0.1  # of the newest batch in the mean for its size
+_SIZES = 64  # indexed by the bit length of the size
 
 
 class ComputeTimes:
-    """Recent compute times of a node's batches, by size; seconds. Instances write, any thread reads.
+    """Recent compute times of a node's batches in seconds, by size. Instances write, any thread reads.
 
-    Sizes of one bit length share a mean: 1, 2 and 3, 4 to 7, and so on.
+    Sizes with the same bit length share a mean: 1, 2 and 3, 4 to 7, and so on.
     """
 
     __slots__ = ("_at", "_means")
 
     def __init__(self) -> None:
         self._means = [0.0] * _SIZES
-        self._at = [-math.inf] * _SIZES  # when the last one of that size ran
+        self._at = [-math.inf] * _SIZES  # when the last batch of that size ran
 
     def add(self, size: int, seconds: float, now: float) -> None:
-        """A batch of ``size`` took so long."""
+        """Record that a batch of ``size`` took ``seconds``."""
         place = size.bit_length()
         mean = self._means[place]
         is_fresh = now - self._at[place] <= RECENT
@@ -58,9 +61,9 @@ class ComputeTimes:
         self._at[place] = now
 
     def expected(self, size: int, now: float) -> float:
-        """How long a batch of ``size`` takes: the mean of the nearest size that ran, a larger one first.
+        """Expected seconds for a batch of ``size``: the mean of the nearest size that ran, a larger one first.
 
-        0.0 if nothing ran within the last ``RECENT`` seconds; what a size took before that is forgotten.
+        0.0 if nothing ran within the last ``RECENT`` seconds; older times are ignored.
         """
         place, means, at, since = size.bit_length(), self._means, self._at, now - RECENT
         if at[place] >= since:
@@ -72,9 +75,9 @@ class ComputeTimes:
         return 0.0
 
     def fitting(self, size: int, seconds: float, now: float) -> int:
-        """The largest batch of at most ``size``, and at least 1, that takes no longer than ``seconds``.
+        """The largest batch size, from 1 to ``size``, that takes no longer than ``seconds``.
 
-        What a size took counts for ``REMEMBERED`` seconds: one that is too large is not to be tried each second.
+        Times count for ``REMEMBERED`` seconds here, so that a batch that is too large is not tried every second.
         """
         while size > 1:
             place = size.bit_length()
@@ -85,31 +88,31 @@ class ComputeTimes:
         return size
 
     def remaining(self, size: int, started: float, now: float) -> float:
-        """Seconds until a batch of ``size`` that began at ``started`` (0.0: unknown) is through."""
+        """Seconds until a batch of ``size`` that began at ``started`` (0.0: unknown) is finished."""
         expected = self.expected(size, now) if size else 0.0
         return max(LEAST_LEFT * expected, started + expected - now) if started else expected / 2
 
     def wait(self, waiting: int, remaining: Sequence[float], most: int, now: float) -> float:
-        """Seconds until a newcomer is begun, behind ``waiting`` others; ``remaining`` until each instance is free."""
+        """Seconds until a new request starts, after ``waiting`` others; ``remaining``: until each instance is free."""
         rounds, place = divmod(waiting // most, len(remaining))
         return rounds * self.expected(min(most, max(1, waiting)), now) + sorted(remaining)[place]
 
 
 class ControlledDelay:
-    """Which requests of a node are not worth computing any more (after CoDel).
+    """Decides which requests of a node are no longer worth computing (after CoDel).
 
-    A queue stands once its oldest request has waited longer than ``target`` seconds for ``INTERVAL`` without a break.
-    When one has then waited more than twice the target, more comes than the node can take, and it sheds: as long as
-    requests are refused, those are that could not be finished within the target, or before clients leave. A longer
-    queue would only make each answer later. A burst that the instances work off in time loses nothing.
-    Where nobody leaves (a fixed number of clients that wait for each answer, say) queues may be ``PATIENT`` times as
-    long, unless the target is configured.
+    A queue is standing once its oldest request has exceeded ``target`` seconds throughout ``INTERVAL``. If a request
+    has then waited more than twice the target, the node is overloaded and sheds: it refuses requests that it could not
+    finish within the target, or before clients leave, until a pause in refusals. A longer queue would only delay every
+    answer. A burst that the instances process in time loses nothing.
+    If no client leaves (for example, a fixed number of clients that wait for each answer), queues may be ``PATIENT``
+    times as long, unless the target is configured.
     """
 
     __slots__ = ("_above_since", "_patience", "_shed_at", "_target", "sheds")
 
     def __init__(self, target: float | None, patience: Patience | None = None) -> None:
-        """``target`` in seconds; 0.0: never. ``None``: ``COMPUTES`` times a batch, at least ``LEAST_TARGET``."""
+        """``target`` in seconds; 0.0: no shedding. ``None``: ``COMPUTES`` batch times, at least ``LEAST_TARGET``."""
         self._target, self._patience = target, patience
         self.sheds = target != 0.0
         self._above_since = 0.0
@@ -120,11 +123,11 @@ class ControlledDelay:
         return now - self._shed_at < CALM
 
     def refused(self, now: float) -> None:
-        """A request was refused, here or at the door."""
+        """Record that a request was refused, in the queue or on entry."""
         self._shed_at = now
 
     def took(self, wait: float, compute: float, now: float) -> bool:
-        """A request that takes ``compute`` seconds leaves the queue after ``wait`` seconds; whether it is refused."""
+        """Whether to refuse a request that leaves the queue after ``wait`` seconds and needs ``compute`` seconds."""
         if not self.sheds:
             return False
         if self.is_shedding(now):
@@ -141,13 +144,13 @@ class ControlledDelay:
         return is_late
 
     def longest(self, compute: float) -> float:
-        """Seconds that a request which takes ``compute`` alone may take while it sheds."""
+        """Maximum seconds, while shedding, for a request whose computation takes ``compute``."""
         if self._target is not None or self._patience is None or self._patience.is_endless:
             return self._allowed(compute)
         return min(self._allowed(compute), self._patience.allows(compute))
 
     def _allowed(self, compute: float) -> float:
-        """The target of such a request, seconds."""
+        """The target for such a request in seconds."""
         if self._target is not None:
             return self._target
         return max(LEAST_TARGET, COMPUTES * compute) * (PATIENT if self._is_patient() else 1)
@@ -157,49 +160,49 @@ class ControlledDelay:
 
 
 class Patience:
-    """How long clients wait for an answer, as far as they show it by leaving; seconds, ``inf`` while few leave.
+    """Estimates from departures how long clients wait for an answer; in seconds, ``inf`` while few leave.
 
-    Learnt where within ``WITHIN`` windows at least ``SEEN`` clients left, in ``WINDOWS`` of them or more (many may be
-    closed at once and mean nothing), and they are more than ``MOST`` of those that waited as long as the median of
-    them: it is that median, at least ``LEAST``. From then on it shrinks where more than ``SHARE`` of a window's clients
-    left after half of it or more, and else grows slowly, since nobody can tell how much longer the others would wait.
-    Beyond ``FORGOTTEN`` it is over. A window is ``WINDOW`` seconds, and ``SEEN`` requests.
+    The estimate is set if at least ``SEEN`` clients left within ``WITHIN`` windows, in ``WINDOWS`` of them or more
+    (many closing at once mean nothing), and they are more than ``MOST`` of the clients that waited as long as their
+    median: it is that median, at least ``LEAST``. Then it shrinks if more than ``SHARE`` of a window's clients left
+    after half of it or more; else it grows slowly, since it is unknown how much longer the others would wait.
+    Above ``FORGOTTEN`` it is dropped. A window is ``WINDOW`` seconds and ``SEEN`` requests.
     """
 
     WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 3, 100, 0.5, 0.01
     SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.002, 60.0
     MARGIN = 0.85
-    """Of that time an answer may take: it has a way back, and an answer that is late is of no use."""
+    """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
     def __init__(self) -> None:
         self._seconds = math.inf
         self._left: list[float] = []
         self._answered: list[float] = []
         self._admitted = 0
-        self._age = 0  # in windows, of what is being learnt
-        self._windows = self._seen = 0  # in which some left, and those that had until the last one
+        self._age = 0  # of the current observation, in windows
+        self._windows = self._seen = 0  # windows in which clients left, and clients that had left by the last one
         self._until = -math.inf
 
     @property
     def is_endless(self) -> bool:
-        """Whether (nearly) all wait for their answers, as far as is known."""
+        """Whether (nearly) all clients wait for their answers, as far as is known."""
         return self._seconds == math.inf
 
     @property
     def is_learning(self) -> bool:
-        """Whether some left lately: then it is to be told of answers."""
+        """Whether clients left lately, so that answers must be recorded too."""
         return self.is_endless and bool(self._left)
 
     def left(self, seconds: float) -> None:
-        """A client did not wait any longer for its answer; from any thread."""
+        """Record that a client left after waiting ``seconds``; from any thread."""
         self._left.append(seconds)
 
     def answered(self, seconds: float) -> None:
-        """A client waited so long and got its answer; from any thread."""
+        """Record that a client got its answer after ``seconds``; from any thread."""
         self._answered.append(seconds)
 
     def bound(self, admitted: int, now: float) -> float:
-        """How long most wait; ``admitted`` counts the requests since the start."""
+        """Seconds that most clients wait; ``admitted`` counts the requests since the start."""
         count = admitted - self._admitted
         if now >= self._until and count >= self.SEEN:
             if self.is_endless:
@@ -228,12 +231,12 @@ class Patience:
             self._left, self._answered, self._age, self._windows, self._seen = [], [], 0, 0, 0
 
     def allows(self, compute: float) -> float:
-        """Seconds that a request which takes ``compute`` alone may take."""
+        """Maximum seconds for a request whose computation takes ``compute``."""
         return max(self.MARGIN * self._seconds, 2 * compute)
 
 
 class Queued(Protocol):
-    """A node, as far as it says how long a newcomer waits and takes there; seconds."""
+    """The part of a node that estimates, in seconds, how long a new request waits and computes there."""
 
     delay: ControlledDelay | None
 
@@ -243,7 +246,7 @@ class Queued(Protocol):
 
 
 class Path:
-    """The way of a request from a root: its nodes in topological order, with those each comes after."""
+    """The nodes that a request visits from a root, in topological order, with the predecessors of each."""
 
     def __init__(self, nodes: Mapping[str, Queued], predecessors: Mapping[str, Sequence[str]]) -> None:
         order = list(nodes)
@@ -254,7 +257,7 @@ class Path:
         ]
 
     def expected(self, now: float, priority: int = 0) -> tuple[float, float]:
-        """Seconds that a request which enters now waits, and is computed, along the branch that takes longest."""
+        """Expected wait and compute seconds of a request that enters now, along its slowest branch."""
         ends: list[tuple[float, float]] = []
         for node, before in self._steps:
             waited, computed = max((ends[place] for place in before), key=sum, default=(0.0, 0.0))
@@ -263,9 +266,9 @@ class Path:
 
 
 class Door:
-    """What a request meets before it enters: refused where it could not be finished in time.
+    """Checks each request before it enters, and refuses it if it could not be finished in time.
 
-    ``paths`` has the way from each root, ``nodes`` all that any of them passes.
+    ``paths`` has the path from each root, ``nodes`` all nodes on these paths.
     """
 
     def __init__(self, paths: Mapping[str, Path], nodes: Sequence[Queued]) -> None:
@@ -279,12 +282,12 @@ class Door:
             node.delay = ControlledDelay(target, self.patience)
 
     def expected_wait(self) -> float:
-        """How long a request that enters now waits along its longest way, by recent times, seconds."""
+        """Expected seconds that a request that enters now waits on its longest path, from recent times."""
         now = perf_counter()
         return max(path.expected(now)[0] for path in self._paths.values())
 
     def check(self, seconds: float | None, root: str | None, admitted: int, priority: int = 0) -> None:
-        """``Overloaded`` where a request that comes now cannot be finished in time; see ``pipe.check_delay``.
+        """Raise ``Overloaded`` if a request that arrives now cannot be finished in time; see ``pipe.check_delay``.
 
         ``admitted`` counts the requests since the start.
         """
@@ -299,7 +302,7 @@ class Door:
                 return
         for path in self._paths.values() if root is None else [self._paths[root]]:
             waits, computes = path.expected(now, priority)
-            # NOTE: a request that need not wait is begun even if the means say that it takes too long.
+            # NOTE: a request that need not wait is started even if the means predict that it takes too long.
             if not waits:
                 continue
             takes = waits + computes
@@ -313,15 +316,15 @@ class Door:
 
 
 class Deadlines:
-    """``longest_ms`` is the deadline of requests to a pipe that name none, or a later one; 0 is none."""
+    """Limits the deadlines of requests to a pipe: ``longest_ms`` is both default and maximum; 0 disables it."""
 
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
 
     def seconds(self, milliseconds: float | None = None, priority: int = 0, node_name: object = None) -> float | None:
-        """The time limit of a request that asks for so much, or ``None``; ``Overloaded`` where it cannot be kept.
+        """The time limit of a request that asks for ``milliseconds``, or ``None``; ``Overloaded`` if it cannot be met.
 
-        0 is what Thrift clients send that name none: Thrift has no other word for it in most languages.
+        0 means no limit: Thrift clients send it in most languages if none is set.
         """
         limit = milliseconds or self._longest_ms
         if self._longest_ms and not 0 < limit <= self._longest_ms:

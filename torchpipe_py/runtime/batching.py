@@ -1,4 +1,4 @@
-"""When a batch closes, and the nodes whose instances take batches."""
+"""Decides when a batch closes, and implements nodes whose instances process batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchpipe_py.runtime.node import Fail, Node, RequestQueue, Source
 from torchpipe_py.runtime.request import Request
 
 Due = Callable[[float, float], bool]
-"""``is_due(since, until)``: whether a request is due in that time, in seconds from now, that has not come yet."""
+"""``is_due(since, until)``: whether a request that has not arrived is due in that time, in seconds from now."""
 
 LOW_SECONDS = 0.01
 """As long as batches of low priority may take, or twice as long as one request alone, while normal requests come."""
@@ -30,20 +30,20 @@ _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
 
 class BatchQueue:
-    """Requests that wait for company at one node, in a bucket for each key (the shape of their tensors).
+    """Requests that wait for a batch at one node, in a bucket for each key (the shape of their tensors).
 
-    Pure: the clock is an argument, all times are seconds of ``time.perf_counter``. Not thread-safe: the node's leader
-    owns it.
+    Pure: the clock is an argument, all times are seconds of ``time.perf_counter``. Not thread-safe: only the node's
+    leader uses it.
     """
 
     def __init__(self, timeout: float, key: Callable[[dict[str, Any]], Hashable]) -> None:
-        """``timeout`` is the longest a request waits for company, counted from its arrival."""
+        """``timeout`` is the longest batch wait of a request, counted from its arrival."""
         self.timeout = timeout
         self._key = key
         self._buckets: dict[Hashable, deque[Request]] = {}
         self.low = 0
-        """Those of low priority among them."""
-        self._normal_at = -math.inf  # when the last one came that is not
+        """Number of waiting requests with low priority."""
+        self._normal_at = -math.inf  # when the last normal request came
         self._since_aged = 0
 
     def __bool__(self) -> bool:
@@ -53,13 +53,13 @@ class BatchQueue:
         return sum(map(len, list(self._buckets.values())))
 
     def oldest(self) -> float:
-        """When the oldest request arrived; infinity without any. A moment's estimate, for other threads."""
+        """When the oldest request arrived; infinity if there is none. A momentary estimate for other threads."""
         with suppress(IndexError):  # the leader may empty a bucket meanwhile
             return min((bucket[0].arrived for bucket in list(self._buckets.values())), default=math.inf)
         return math.inf
 
     def add(self, request: Request) -> None:
-        """Let it wait: behind all others, or before those of low priority."""
+        """Add a request: after all others, or before those of low priority."""
         bucket = self._buckets.setdefault(self._key(request.data), deque())
         if request.priority:
             self.low += 1
@@ -80,13 +80,13 @@ class BatchQueue:
     ) -> list[Request] | None:
         """The batch that closes now, at most ``limit`` long, or ``None``.
 
-        By ``times`` a batch is no larger than its tightest deadline allows. While normal requests come, those of low
-        priority make it take at most twice as long; one without any normal ones takes no longer than ``LOW_SECONDS``,
-        since the next normal one has to wait for it.
+        ``times`` limits the batch to what its tightest deadline allows. While normal requests come, low-priority
+        requests may at most double the batch's time; a batch of low priority only takes no longer than
+        ``LOW_SECONDS``, since the next normal request has to wait for it.
 
         A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
-        no further than ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that
-        could join is under way. Of several that close, the one with the oldest request goes first.
+        at most ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that could join
+        is under way. If several can close, the one with the oldest request is first.
         """
         closing = [
             (bucket[0].arrived, index, key)
@@ -117,7 +117,7 @@ class BatchQueue:
         return batch
 
     def _let_in_aged(self, bucket: deque[Request], size: int, now: float) -> None:
-        """Where a batch is full of normal requests, let the oldest one of low priority into each fourth."""
+        """If a batch is full of normal requests, add the oldest aged low-priority one to every fourth batch."""
         place = _normal(bucket, len(bucket))
         if size <= place < len(bucket) and bucket[place].arrived + RequestQueue.AGING <= now:
             self._since_aged += 1
@@ -128,28 +128,28 @@ class BatchQueue:
                 bucket.appendleft(aged)
 
     def next_close(self, limit: int, lead_time: float = 0.0) -> float | None:
-        """When the next bucket closes if nothing else arrives; ``None`` if there is none."""
+        """When the next bucket closes if nothing else arrives; ``None`` if nothing waits."""
         return min((self._closes_at(bucket, limit, lead_time) for bucket in self._buckets.values()), default=None)
 
     def clear(self) -> list[Request]:
-        """Everything that waits, removed."""
+        """Remove and return all waiting requests."""
         requests = [request for bucket in self._buckets.values() for request in bucket]
         self._buckets.clear()
         self.low = 0
         return requests
 
     def _closes_at(self, bucket: deque[Request], limit: int, lead_time: float) -> float:
-        """The earliest of the oldest request's timeout and the deadlines of those that would be in the batch."""
+        """The earlier of the oldest request's timeout and the first deadline in the batch, less ``lead_time``."""
         return min(bucket[0].arrived + self.timeout, _first_deadline(bucket, limit) - lead_time)
 
 
 def _normal(bucket: deque[Request], size: int) -> int:
-    """How many of the first ``size`` come before the first one of low priority."""
+    """How many of the first ``size`` requests come before the first one of low priority."""
     return next((place for place, request in enumerate(islice(bucket, size)) if request.priority), size)
 
 
 def _first_deadline(bucket: deque[Request], size: int) -> float:
-    """The first of the first ``size`` requests' deadlines; infinity where they have none."""
+    """The earliest deadline of the first ``size`` requests; infinity if they have no deadline."""
     first = math.inf
     for request in islice(bucket, size):
         if request.deadline is not None and request.deadline < first:
@@ -158,7 +158,7 @@ def _first_deadline(bucket: deque[Request], size: int) -> float:
 
 
 class BatchingNode(Node):
-    """One idle instance at a time leads: it collects the next batch, and hands leadership over before it computes."""
+    """One idle instance leads at a time: it collects the next batch and hands leadership over before it computes."""
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any], timeout: float) -> None:
         super().__init__(name, instances, fail, waiting)
@@ -169,7 +169,7 @@ class BatchingNode(Node):
         self.dues: Sequence[Due] = ()
 
     def draw_from(self, source: Source) -> None:
-        """Before the first request: have the leader fetch what waits there."""
+        """Have the leader fetch requests from ``source``; to be called before the first request."""
         self.idle.has_more = partial(source.announce, self)
         self._source = source
         source.announce(self)  # NOTE: the first leader may have fallen asleep before it could say so
@@ -181,22 +181,22 @@ class BatchingNode(Node):
         return super().queued_before(priority) - (0 if priority else self._batches.low)
 
     def is_awaiting(self) -> bool:
-        """Whether some request in flight could still reach this node, or one is due before the batch closes anyway."""
+        """Whether a request in flight could still reach this node, or one is due before the batch times out."""
         for node in self.upstream:
             if node is not self:
                 if node.load() and not (node in self.both_ways and self._closes_before(node)):
                     return True
             elif any(instance.busy for instance in self.instances):
-                return True  # through a logical node, a request comes by a second time
+                return True  # through a logical node, a request may visit twice
         if not self.dues:
             return False
         left = self._batches.oldest() + self._timeout - perf_counter()
         return any(is_due(-self._timeout, left) for is_due in list(self.dues))
 
     def _closes_before(self, other: Node) -> bool:
-        """Whether all that the other node holds waits too, and has waited less long.
+        """Whether all requests at the other node also wait, and for less time.
 
-        Where each is reached from the other they would wait for each other: the one with the oldest request closes.
+        Two nodes that can reach each other would wait for each other: the one with the oldest request closes first.
         """
         return (
             isinstance(other, BatchingNode)
@@ -217,7 +217,7 @@ class BatchingNode(Node):
                 continue
             self._run(instance, batch, since)
             batch = []
-            # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
+            # NOTE: reset busy only after delivery, so that a request always counts in some node's load.
             instance.rest()
             if self._waiting:
                 self._wake_leaders()
@@ -226,7 +226,7 @@ class BatchingNode(Node):
                 self._fail_closed(request)
 
     def _collect(self, instance: Instance) -> list[Request]:
-        """As leader, the next batch; empty where another instance has taken what there was, or the node closes."""
+        """Collect the next batch as leader; empty if another instance took the requests, or the node closes."""
         while True:
             if self._source is not None:
                 self._source.fetch(self)
@@ -236,9 +236,9 @@ class BatchingNode(Node):
             self._wait(instance)
 
     def closing(self, instance: Instance, now: float) -> list[Request] | None:
-        """For the leader, the batch that closes now: empty if nothing waits, ``None`` while all wait for company.
+        """For the leader, the batch that closes now: empty if nothing waits, ``None`` if no batch can close yet.
 
-        It neither reads a clock nor sleeps, so that it runs in virtual time as well.
+        It neither reads a clock nor sleeps, so it also runs in virtual time.
         """
         batches, queue = self._batches, self._queue
         while queue.normal or queue.low:
@@ -261,13 +261,13 @@ class BatchingNode(Node):
         return self._batches.next_close(leader.max, self._lead_time(leader))
 
     def _wait(self, leader: Instance) -> None:
-        """Sleep until a request comes, the next batch closes by the clock, or nothing is under way any more."""
+        """Sleep until a request comes, the next batch times out, or no request is under way."""
         self._waiting.add(self)
         try:
-            # NOTE: looked at again after the entry in `waiting`, or the last wake-up could be missed.
+            # NOTE: check again after entering `waiting`, or the last wake-up could be missed.
             if self.is_awaiting():
                 if self.both_ways:
-                    self._wake_leaders()  # one of them may wait for nothing else any more
+                    self._wake_leaders()  # one of them may no longer need to wait
                 close = self.next_close(leader)
                 if close is not None:
                     self.idle.wait(leader, min(max(0.0, close - perf_counter()), threading.TIMEOUT_MAX))
@@ -275,11 +275,11 @@ class BatchingNode(Node):
             self._waiting.discard(self)
 
     def _lead_time(self, instance: Instance) -> float:
-        """How long before a deadline a batch must close to meet it, seconds."""
+        """Seconds before a deadline at which a batch must close to meet it."""
         return 1.5 * instance.last_compute + _DEADLINE_MARGIN
 
     def _run(self, instance: Instance, batch: list[Request], collected: float) -> None:
-        """Run a batch of which some may be over already; deliver or fail each."""
+        """Run a batch, in which some requests may already be over; deliver or fail each."""
         instance.started = start = perf_counter()
         requests = [request for request in batch if self._starts(instance, request, start, len(batch))]
         if not requests:
@@ -300,7 +300,7 @@ class BatchingNode(Node):
                     self._go_on(instance, request)
 
     def _forward(self, instance: Instance, requests: list[Request]) -> Mapping[Request, BaseException]:
-        """Run the backend; the errors of the requests that it failed for."""
+        """Run the backend; returns the errors of the requests that failed."""
         items = [request.data for request in requests]
         saved: list[Data] = [dict(item) for item in items] if len(items) > 1 else []
         deadlines = [request.deadline for request in requests if request.deadline is not None]
@@ -314,7 +314,7 @@ class BatchingNode(Node):
         except BaseException as error:
             if len(requests) == 1:
                 return {requests[0]: error}
-        # After a batch raised: each item alone, from the dict as it was, so that only the bad ones fail.
+        # If a batch raised, run each item alone from its original dict, so that only the bad ones fail.
         errors = {}
         for request, before in zip(requests, saved, strict=True):
             instance.started, instance.deadline = perf_counter(), request.deadline

@@ -20,9 +20,9 @@ from torchpipe_py.runtime.request import Request
 
 
 class HandOverNode(Node):
-    """Where requests go to another process: on whatever thread brings them, since that waits for nothing.
+    """Hands requests over to another process, on the thread that brings them, since this does not block.
 
-    The main thread leaves them to one that no handler of a signal interrupts, where there are any.
+    If signal handlers are set, the main thread leaves this to a thread that they cannot interrupt.
     """
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
@@ -51,7 +51,7 @@ class HandOverNode(Node):
                 return
             self._under_way.add(request)
             if request.priority:
-                request.data[TASK_PRIORITY_KEY] = request.priority  # which a map may have left behind
+                request.data[TASK_PRIORITY_KEY] = request.priority  # which a map may have dropped
             self._start(request.data, partial(self._finish, request), request)
         except BaseException as error:
             self._under_way.discard(request)
@@ -65,10 +65,10 @@ class HandOverNode(Node):
         try:
             self._end(instance, request, error, ran)
         finally:
-            # NOTE: each thread changes only what is its own, since several are here at once.
+            # NOTE: each thread changes only its own state, since several run this at once.
             if not is_inner:
                 threads.discard(thread)
-        # NOTE: only after delivery, so that a request is always visible in some node's load.
+        # NOTE: only after delivery, so that a request always counts in some node's load.
         self._under_way.discard(request)
         if self._waiting:
             self._wake_leaders()
@@ -81,7 +81,7 @@ class HandOverNode(Node):
             instance.record.traced((request,), request.arrived, request.arrived, perf_counter())
         if error is None:
             self._go_on(instance, request)
-        elif self._runs_nodes or (type(error) is CancelledError and ran is None):  # it was given up
+        elif self._runs_nodes or (type(error) is CancelledError and ran is None):  # it was abandoned
             self.fail(request, error)
         elif type(error) is DeadlineExceeded and ran is None:
             self._expire(instance, request)
@@ -122,16 +122,16 @@ class HandOverNode(Node):
         instance.backend.keep()
         self._is_closed.wait()
         if carrier is not None:
-            instance.started = perf_counter()  # code of the user's own may pack what is handed over, and not return
+            instance.started = perf_counter()  # user code may pack the request, and may not return
             carrier.join()
             instance.started = 0.0
 
     def _carry(self) -> None:
-        """Hand over what the main thread brings, on a thread that does nothing else: an instance's may be kept."""
+        """Hand over requests of the main thread, on a dedicated thread: an instance's thread may be blocked."""
         thread, threads = threading.get_ident(), self.instances[0].stand_ins  # a callback may close the pipe here
         threads.add(thread)
         while (request := self._from_main.get()) is not None:
             self._hand_over(request)
             del request
-        self._from_main.put(None)  # where an exception met the instance, there is another one
-        threads.discard(thread)  # NOTE: a later thread may have its identity
+        self._from_main.put(None)  # after an exception in the loop, another such thread runs
+        threads.discard(thread)  # NOTE: a later thread may get the same identity

@@ -1,6 +1,6 @@
-"""Which instances of a node are idle, which one leads, and whom new work wakes.
+"""Tracks which instances of a node are idle, which one leads, and which one new work wakes.
 
-The thread that worked last is woken first: its core is awake and its caches are warm, and the others sleep on.
+The thread that worked last is woken first: its core is awake and its caches are warm. The others keep sleeping.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 
 
 def is_main_thread() -> bool:
-    """Whether the calling thread is the one in which handlers of signals run: they may raise between two bytecodes."""
+    """Whether signal handlers run in the calling thread: they may raise between two bytecodes."""
     return threading.get_ident() == threading.main_thread().ident
 
 
 def has_handlers() -> bool:
-    """Whether a handler is set that may raise in the main thread: Ctrl-C's is, unless somebody changed that."""
+    """Whether a signal handler that may raise is set in the main thread; by default Ctrl-C has one."""
     return any(callable(signal.getsignal(number)) for number in signal.valid_signals())
 
 
 class Sleeper:
-    """A thread that can be woken: ``wake`` once for each ``sleep``, perhaps before it falls asleep."""
+    """A thread that can be woken: call ``wake`` once for each ``sleep``, perhaps before it falls asleep."""
 
     def __init__(self) -> None:
         lock = allocate_lock()
@@ -41,8 +41,8 @@ S = TypeVar("S", bound=Sleeper)
 class Idle:
     """Sleepers ``to_wake`` when work is added to a queue: ``normal``, or ``low``.
 
-    A sleeper first enters ``to_wake`` and then looks for work. Who adds work does it the other way round, and calls
-    ``wake_one`` if anybody is ``to_wake``. So no work is left while everybody sleeps.
+    A sleeper first enters ``to_wake`` and then looks for work. A thread that adds work does the reverse: it adds, then
+    calls ``wake_one`` if ``to_wake`` is not empty. So no work is left while all sleep.
     """
 
     def __init__(self, normal: Sized, low: Sized = ()) -> None:
@@ -52,7 +52,7 @@ class Idle:
         self._closed = False
 
     def wake_one(self) -> None:
-        """Wake one that is idle, if any."""
+        """Wake one idle sleeper, if any."""
         try:
             self._wake_last()
         except IndexError:
@@ -66,10 +66,10 @@ class Idle:
 
 
 def waker(sleepers: list[S]) -> Callable[[], Any]:
-    """What removes the last one of ``sleepers`` and wakes it; it raises ``IndexError`` if there is none.
+    """A function that pops the last of ``sleepers`` and wakes it; raises ``IndexError`` if there is none.
 
-    NOTE: all of that is one call of C. A handler of a signal may raise in the main thread between any two bytecodes:
-    a sleeper that was removed and not woken would sleep for ever.
+    NOTE: this is a single C call. A signal handler may raise in the main thread between any two bytecodes: a sleeper
+    popped but not woken would sleep forever.
     """
     return partial(next, map(methodcaller("wake"), iter(sleepers.pop, None)))
 
@@ -78,19 +78,19 @@ class IdleStack(Idle):
     """Idle sleepers that take requests from the queues one at a time."""
 
     def sleep(self, sleeper: Sleeper) -> bool:
-        """Sleep until there is work; ``False`` once closed. There may be none left on waking up."""
+        """Sleep until there is work; ``False`` once closed. Another thread may have taken the work by then."""
         self.to_wake.append(sleeper)
         if self._normal or self._low or self._closed:
             try:
                 self.to_wake.remove(sleeper)
             except ValueError:
-                sleeper.sleep()  # somebody removed it to wake it
+                sleeper.sleep()  # another thread popped it and will wake it
         else:
             sleeper.sleep()
         return not self._closed
 
     def borrow(self) -> Any:
-        """One that is idle and sleeps on, so that another thread can stand in for it; ``None`` if there is work."""
+        """Take an idle sleeper, which sleeps on while another thread works for it; ``None`` if there is work."""
         if self._normal or self._low or self._closed:
             return None
         try:
@@ -99,19 +99,19 @@ class IdleStack(Idle):
             return None
 
     def give_back(self, sleeper: Sleeper) -> None:
-        """A borrowed one is idle again."""
+        """Mark a borrowed sleeper as idle again."""
         self.to_wake.append(sleeper)
         if self._normal or self._low or self._closed:
             self.wake_one()
 
 
 class Leadership(Idle):
-    """Idle sleepers of which one leads: it collects from the queues, and may have ``kept`` some of it.
+    """Idle sleepers, one of which leads: it collects requests from the queues, and may have ``kept`` some of them.
 
-    Only the leader, while it sleeps, is ``to_wake``: when work comes, and when nothing is under way any more that could
-    join what it has kept. It stays the leader while it collects. Then it hands over to one that is idle, which is woken
-    only if work is left. ``has_more()`` is asked when the leader is about to sleep: whether there is work that is not
-    in a queue yet; from then on somebody else adds it, until the leader has collected.
+    Only the leader, while it sleeps, is ``to_wake``: when work comes, and when no request under way could still join
+    those it has kept. It leads while it collects. Then it hands over to an idle sleeper, which is woken only if work
+    is left. Before the leader sleeps it calls ``has_more()``: whether there is work that is not in a queue yet; from
+    then on another thread adds such work, until the leader has collected.
     """
 
     def __init__(self, normal: Sized, low: Sized, kept: Sized) -> None:
@@ -120,7 +120,7 @@ class Leadership(Idle):
         self._followers: list[Sleeper] = []
         self._wake_follower = waker(self._followers)
         self._kept = kept
-        self._lock = threading.RLock()  # of who leads and who follows; a handler of a signal may close the pipe
+        self._lock = threading.RLock()  # for leader and followers; a signal handler may close the pipe
         self._leader: Sleeper | None = None
         self._is_woken = False  # the leader was woken before it fell asleep
 
@@ -137,11 +137,11 @@ class Leadership(Idle):
         if leads:
             self._rest(sleeper, bool(self._kept))
         else:
-            sleeper.sleep()  # whoever wakes it has made it the leader before
+            sleeper.sleep()  # the waking thread has already made it the leader
         return not self._closed
 
     def _takes_over(self) -> bool:
-        """Whether nobody leads, or the leader was asleep with nothing to do: one that has just worked does better."""
+        """Whether to lead: there is no leader, or it sleeps without work. A thread that just worked is faster."""
         if self._leader is None or not self._kept:
             try:
                 self._followers.append(self.to_wake.pop())
@@ -151,7 +151,7 @@ class Leadership(Idle):
         return False
 
     def lead_last(self, sleeper: Sleeper) -> bool:
-        """Once closed: whether nobody else leads, so that the sleeper, which leads for good, clears up what is kept."""
+        """Once closed: lead if there is no other leader; the sleeper then stays leader and cleans up kept requests."""
         with self._lock:
             is_last = self._leader is None or self._leader is sleeper
             if is_last:
@@ -159,7 +159,7 @@ class Leadership(Idle):
         return is_last
 
     def hand_over(self) -> None:
-        """The leader stops leading; another one that is idle leads, and is woken if work is left."""
+        """Pass leadership from the caller to another idle sleeper, which is woken if work is left."""
         with self._lock:
             self._leader = None
             if not self._followers:
@@ -170,7 +170,7 @@ class Leadership(Idle):
             self.wake_one()
 
     def wait(self, leader: Sleeper, timeout: float) -> None:
-        """The leader sleeps until work is added, ``wake_leader`` is called, or the time is over."""
+        """Let the leader sleep until work is added, ``wake_leader`` is called, or the time is over."""
         self._rest(leader, False, timeout)
 
     def _rest(self, leader: Sleeper, has_work: bool, timeout: float = -1) -> None:
@@ -181,11 +181,11 @@ class Leadership(Idle):
             try:
                 self.to_wake.remove(leader)
             except ValueError:
-                leader.sleep()  # woken after all, in the last moment
+                leader.sleep()  # it was woken at the last moment
         self._is_woken = False
 
     def wake_leader(self) -> None:
-        """Wake the leader if it sleeps; if it is about to, it will not."""
+        """Wake the leader if it sleeps, or prevent it from falling asleep."""
         self._is_woken = True
         self.wake_one()
 

@@ -1,4 +1,4 @@
-"""The requests of a pipe that are under way, and the end of each."""
+"""The requests in flight in a pipe, and the completion of each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchpipe_py.runtime.routes import Enter
 class InFlight:
     """A request is in flight from ``submit`` to ``complete``, which happens exactly once.
 
-    The set of them is the one source of truth: whoever removes a request from it, completes it. ``most`` may be in
-    flight, those of low priority only while it is not more than half; those of jumps are not counted.
+    The set of requests is the only source of truth: the thread that removes a request completes it. At most ``most``
+    may be in flight; low-priority requests are accepted up to half of that; requests of jumps are not counted.
     ``entries[name](request)`` brings a request to a node.
     """
 
@@ -26,46 +26,46 @@ class InFlight:
     def __init__(self, name: str, most: int, retry_after_ms: Callable[[], int]) -> None:
         self.name, self.most = name, most
         self.admitted = self.rejected = 0
-        self.refusal = ""  # why none is taken any more
+        self.refusal = ""  # why requests are refused, if they are
         self._retry_after_ms = retry_after_ms
         self._requests: set[Request] = set()
         self._inner: set[Request] = set()  # of jumps
-        self._lock = threading.RLock()  # the handler of a signal may call the pipe while the main thread has it
+        self._lock = threading.RLock()  # a signal handler may call the pipe while the main thread holds the lock
 
     def __len__(self) -> int:
-        """How many were admitted and are not completed."""
+        """Number of requests that were admitted and are not completed."""
         return len(self._requests)
 
     def refuse(self) -> None:
-        """Take no further request."""
-        # NOTE: without the lock, which the main thread may have while a handler of a signal closes the pipe there. What
-        # is counted in at this moment comes to nodes that are closed.
+        """Accept no further request."""
+        # NOTE: without the lock, which the main thread may hold while a signal handler closes the pipe there. Requests
+        # admitted at this moment reach nodes that are closed.
         self.refusal = self.refusal or "the pipe is closed"
 
     def after_fork(self) -> None:
-        """In a forked child no thread is there that would complete any."""
+        """Reset the state in a forked child, which lacks the threads that complete requests."""
         self._lock = threading.RLock()
         self.refusal = "the pipe was built in the parent process; threads do not survive a fork"
         self._requests.clear()
         self._inner.clear()
 
     def is_awaited(self, now: float) -> bool:
-        """Whether somebody waits for one of them still."""
+        """Whether a caller still waits for one of the requests."""
         return any(request.deadline is None or request.deadline > now for request in list(self._requests))
 
     def end(self) -> None:
-        """Fail what is left with ``PipeClosed``."""
+        """Fail all remaining requests with ``PipeClosed``."""
         for request in [*self._inner, *self._requests]:
             self.complete(request, PipeClosed("the pipe was closed before the request was finished"))
 
     def add_inner(self, requests: Sequence[Request]) -> None:
-        """Count in what a request of this pipe starts in it: nothing keeps it out."""
+        """Add requests started by a request of this pipe; they are never refused."""
         self._inner.update(requests)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Count the requests in, all or none, and bring each to its root.
+        """Admit all requests or none, and bring each to its root.
 
-        ``Overloaded`` beyond the bound, ``PipeClosed`` after ``close``.
+        Raises ``Overloaded`` above the limit, ``PipeClosed`` after ``close``.
         """
         try:
             self._admit(requests)
@@ -74,7 +74,7 @@ class InFlight:
                     self.entries[request.node](request)
                 except Exception as error:
                     self.complete(request, error)
-        except BaseException as error:  # the handler of a signal may raise anywhere
+        except BaseException as error:  # a signal handler may raise anywhere
             for request in requests:
                 request.on_done = nobody_waits
                 if not self.complete(request, error):
@@ -106,9 +106,9 @@ class InFlight:
             )
 
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
-        """Make the outcome final and tell whoever waits; ``False`` if it was final already.
+        """Make the outcome final and call ``on_done``; returns ``False`` if it was already final.
 
-        ``request`` may be a branch of the one that ends. ``last`` is the outcome where others are still under way.
+        ``request`` may be a branch of the one that ends. ``last`` is the outcome if other branches are still under way.
         """
         links, branches, under_way = request.links, None, self._requests
         if links is not None:
@@ -138,21 +138,21 @@ class InFlight:
                 data = request.caller_data
         except Exception as failure:  # another thread may change the caller's dict
             error = request.error = error or BackendError(f"the request's dict: {describe(failure)}")
-        # Whoever waits usually holds the request: a callback that is kept would make a cycle of the two.
+        # The callback usually refers to the request: keeping it would make a reference cycle.
         on_done, request.on_done = request.on_done, nobody_waits
         try:
             on_done(data, error)
         except BaseException as failure:
             if is_main_thread() and not isinstance(failure, Exception):
-                raise  # a handler of a signal, Ctrl-C's say, has raised it
+                raise  # raised by a signal handler, such as Ctrl-C's
             log_failure(f"{self.name}: the callback of a finished request failed", failure)
         finally:
-            if request.links is not None:  # NOTE: anew, since a jump may have made them until the request was done.
+            if request.links is not None:  # NOTE: read again, since a jump may have made them until now
                 self._let_go(request, branches)
         return True
 
     def _let_go(self, request: Request, branches: Branches | None) -> None:
-        """Nobody waits any more for what the request's jumps have started."""
+        """Cancel the requests that its jumps started, and drop its branches: no caller waits for them any more."""
         links = request.links
         if links is not None:
             for give_up in links.give_up:
@@ -161,6 +161,6 @@ class InFlight:
             if links.timeline is not None:
                 links.timeline.end(request.error, request.data)
         if branches is not None:
-            # Branches that are still under way know the request; without this it would be a cycle that holds all dicts.
+            # Branches still under way refer to the request; without this a reference cycle would hold all dicts.
             request.links = None
             branches.requests.clear()

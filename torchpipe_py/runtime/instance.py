@@ -1,4 +1,4 @@
-"""One backend on a thread of its own: set up, run and closed there."""
+"""One backend on its own thread, which sets it up, runs it and closes it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchpipe_py.runtime.record.statistics import Record, Recorder
 from torchpipe_py.runtime.request import Request
 
 THREAD_PREFIX = "torchpipe-"
-"""Of the names of threads that a pipe has."""
+"""Prefix of the names of a pipe's threads."""
 
 
 class Instance(Sleeper):
     """One backend and its thread, which waits between ``setup`` and the first request for ``open``.
 
-    ``stand_ins`` are the identities of threads in its place: that of a caller that runs ``forward``, or those that
-    deliver what was done elsewhere. ``taken`` are the requests that its own thread has, ``busy`` counts those that it
-    or the caller's has and has not delivered, ``started`` is when ``forward`` was last called for them
-    (``perf_counter``; 0.0 when idle), ``deadline`` the last of theirs. One of these two threads at a time writes these
-    and ``record``.
+    ``stand_ins`` are the identities of other threads that act for it: a caller that runs ``forward``, or threads that
+    deliver results from elsewhere. ``taken`` are the requests on its own thread, ``busy`` counts the undelivered
+    requests on its thread or the caller's, ``started`` is when ``forward`` was last called for them
+    (``perf_counter``; 0.0 when idle), ``deadline`` is their last deadline. Only one of these two threads at a time
+    writes these and ``record``.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Instance(Sleeper):
     ) -> None:
         super().__init__()
         self.node, self.index = node, index
-        self.backend = Backend(BackendConfig(instance=index))  # in place of one before its set-up and after its end
+        self.backend = Backend(BackendConfig(instance=index))  # a placeholder before set-up and after the end
         self.max = self.min = 1
         self.taken: Sequence[Request] = ()
         self.busy = 0
@@ -58,17 +58,17 @@ class Instance(Sleeper):
         self._thread.start()
 
     def wait_setup(self) -> BaseException | None:
-        """Wait until the backend is set up; what that raised, if anything."""
+        """Wait until the backend is set up; returns the exception that this raised, if any."""
         self._is_set_up.wait()
         return self._setup_error
 
     def open(self, serve: Callable[[Instance], None] | None) -> None:
-        """Let the thread run ``serve(self)``, or end at once."""
+        """Let the thread run ``serve(self)``; with ``None`` it ends at once."""
         self._serve = self._serve or serve
         self._is_opened.set()
 
     def join(self, until: float) -> None:
-        """Wait for the thread to end, no longer than ``until``."""
+        """Wait until the thread ends, at most until ``until``."""
         self._thread.join(max(0.0, until - perf_counter()))
 
     @property
@@ -77,18 +77,18 @@ class Instance(Sleeper):
         return self._thread.is_alive()
 
     def rest(self) -> None:
-        """It is idle, and keeps nothing of its last batch."""
+        """Mark the instance as idle, and release its last batch."""
         self.taken = ()
         self.started = self.busy = 0
 
     def running_s(self, now: float) -> float:
-        """Seconds since the ``forward`` began that runs now, on either thread or elsewhere; 0.0 where none runs."""
+        """Seconds since the running ``forward`` began, on any thread or process; 0.0 if none runs."""
         started = self.started or self.backend.running_since()
         return max(0.0, now - started) if started else 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Meanwhile its ``forward`` does not run: it waits for memory, or for what other nodes do."""
+        """A context in which its ``forward`` does not count as running: it waits for memory or for other nodes."""
         self.started = 0.0
         try:
             yield
@@ -97,7 +97,7 @@ class Instance(Sleeper):
 
     @property
     def is_current(self) -> bool:
-        """Whether its thread, or one that stands in for it, is the one that asks."""
+        """Whether the calling thread is its own, or one that acts for it."""
         return self._thread is threading.current_thread() or threading.get_ident() in self.stand_ins
 
     def _main(self) -> None:
@@ -115,7 +115,7 @@ class Instance(Sleeper):
             self.backend.close()
         except BaseException as error:
             log_failure(f"node {self.node!r}: close of instance {self.index} failed", error)
-        # What the instances share, an engine say, goes with the last of them.
+        # State that the instances share, such as an engine, is freed with the last of them.
         self.backend, self._create = Backend(BackendConfig(instance=self.index)), None
 
     def _set_up(self) -> None:
@@ -133,7 +133,7 @@ class Instance(Sleeper):
 
 
 def creator(plan: NodePlan, graphs: Graphs | None = None) -> Callable[[int], Backend]:
-    """From the index of an instance to its backend: several parts of an ``&`` are one backend."""
+    """A function from the index of an instance to its backend, in which the parts of an ``&`` are combined."""
     counts = plan.spec.instance_num
     shared = [Shared() for _ in plan.backends]
 

@@ -1,4 +1,4 @@
-"""Requests out of an iterable: so many in the pipe at once, results in order."""
+"""Runs requests from an iterable, a limited number at once, with results in order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NOT_YET: Any = object()
 
 
 def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, return_errors: bool) -> Iterator[Data]:
-    """The finished dict of each item; what is left in the pipe is cancelled where nobody takes any more.
+    """Yield the finished dict of each item; if the caller stops early, cancel the requests still in the pipe.
 
-    A result that is there is given before the next item is asked for; with ``newest`` also while one is awaited.
+    A finished result is yielded before the next item is requested; with ``newest``, also while waiting for an item.
     """
     waiting: deque[tuple[Data, Future[Data]]] = deque()
     reader = Newest(items) if newest else None
@@ -44,7 +44,7 @@ def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, re
 
 
 def _submitted(submit: Submit, item: Data) -> Future[Data]:
-    """The future of the item; where the pipe does not take it, one that has the error."""
+    """The future of the item; if the pipe refuses it, a future that holds the error."""
     try:
         return submit(item)
     except Exception as error:
@@ -65,9 +65,9 @@ def _finished(item: Data, future: Future[Data], return_errors: bool) -> Data:
 
 
 class Newest:
-    """Reads an iterable on a thread of its own, and keeps the item that came last: older ones are dropped.
+    """Reads an iterable on its own thread and keeps only the latest item; older ones are dropped.
 
-    What the iterable raises is raised by ``take``. ``close`` ends it: the thread takes one more item.
+    ``take`` raises any exception of the iterable. ``close`` ends it: the thread reads one more item.
     """
 
     def __init__(self, items: Iterable[Data]) -> None:
@@ -78,7 +78,7 @@ class Newest:
         threading.Thread(target=self._read, args=(items,), name="torchpipe-newest", daemon=True).start()
 
     def take(self, future: Future[Any] | None) -> Any:
-        """The item that waits, ``_END`` after the last, or ``_NOT_YET`` once the future is done and none waits."""
+        """The waiting item, ``_END`` after the last, or ``_NOT_YET`` if the future is done and no item waits."""
         if future is not None:
             future.add_done_callback(self._wake)
         with self._changed:
@@ -93,7 +93,7 @@ class Newest:
             return self._waiting.pop()
 
     def close(self) -> None:
-        """Take no further item."""
+        """Stop reading items."""
         with self._changed:
             self._is_over = True
             self._waiting.clear()

@@ -1,7 +1,7 @@
-"""A node: how requests come to its instances, and what becomes of them there.
+"""A node: brings requests to its instances and decides the outcome of each.
 
-It is a ``SingleNode`` where each instance takes one request at a time, a ``DeferredNode`` where the work goes on
-elsewhere meanwhile, a ``HandOverNode`` where another process does it, a ``BatchingNode`` where it takes batches.
+In a ``SingleNode`` each instance takes one request at a time; in a ``DeferredNode`` the work continues elsewhere
+meanwhile; in a ``HandOverNode`` another process does it; in a ``BatchingNode`` an instance takes batches.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from torchpipe_py.runtime.ordering import Order
 from torchpipe_py.runtime.record.statistics import summed
 from torchpipe_py.runtime.request import Caller, Request
 
-_AT_ONCE = 0.002  # seconds from the entry into a queue to an instance that was idle
-_PAUSE = 0.05  # seconds after an exception in the loop itself, so that one that comes at once does not take a core
+_AT_ONCE = 0.002  # seconds from the entry into a queue to an idle instance
+_PAUSE = 0.05  # seconds after an exception in the loop itself, so that a repeated one does not take a whole core
 
 Fail = Callable[[Request, BaseException], object]
 
 Around = Callable[[Sequence[Request], float, Callable[[], Any]], Any]
-"""``around(requests, started, run)`` calls ``run``, which runs a backend on them, in a context of theirs."""
+"""``around(requests, started, run)`` calls ``run``, which runs a backend, in a context that belongs to the requests."""
 
 
 class Source(Protocol):
-    """Where requests wait before they come to a pipe: the leaders of the nodes that they enter fetch them."""
+    """A queue before a pipe: the leaders of the nodes that requests enter fetch the requests from it."""
 
     def fetch(self, node: Node, /) -> None:
-        """Bring what is there, on the calling thread. The node's leader comes again before it sleeps."""
+        """Submit all waiting requests, on the calling thread. The node's leader calls it again before it sleeps."""
 
     def announce(self, node: Node, /) -> bool:
-        """The node's leader is about to sleep: bring what comes, until it fetches; whether something is there now."""
+        """The node's leader will sleep: submit new requests until its next ``fetch``; returns whether any wait now."""
 
     def together(self) -> AbstractContextManager[None]:
-        """What the calling thread completes meanwhile is told at once at the end."""
+        """A context that collects the requests completed on the calling thread and reports them together at its end."""
 
 
 class RequestQueue:
-    """Requests that are ``normal`` in their order, and those of ``low`` priority, which come when no others wait.
+    """``normal`` requests in order, and ``low`` priority requests, which are taken when no normal ones wait.
 
-    Of those that have waited for ``AGING`` seconds one comes for every ``AGED`` others. Any thread may add and take.
+    One low-priority request that waited ``AGING`` seconds is taken after every ``AGED`` others. Thread-safe.
     """
 
-    # NOTE: two deques for whoever asks, since a method that says whether one is left takes a tenth of a short request.
+    # NOTE: callers look at the deques directly: a method call to check for requests would cost a tenth of a short one.
     __slots__ = ("_since_aged", "low", "normal")
     AGING, AGED = 1.0, 3
 
@@ -69,11 +69,11 @@ class RequestQueue:
         self._since_aged = 0
 
     def of(self, request: Request) -> deque[Request]:
-        """Where the request waits."""
+        """The deque in which the request waits."""
         return self.low if request.priority else self.normal
 
     def take(self) -> Request:
-        """The next one, removed; ``IndexError`` if there is none."""
+        """Remove and return the next request; ``IndexError`` if there is none."""
         if self.low:
             with suppress(IndexError):  # another thread may take it
                 if self._since_aged >= self.AGED and self.low[0].arrived + self.AGING <= perf_counter():
@@ -88,17 +88,17 @@ class RequestQueue:
 
 
 class Node:
-    """Instances, their queue, and the outcome of each request that they run. It is made when they are set up.
+    """Instances, their queue, and the outcome of each request that they run. It is created once they are set up.
 
-    ``put`` may be called from any thread. ``deliver(request)`` takes on what is finished, on the thread that finished
-    it; ``fail(request, error)`` completes what cannot go on. ``upstream`` holds the nodes from which a request can
-    still reach this one, perhaps itself, and ``both_ways`` other nodes that come both before and after this one, in
-    however many steps; they and ``deliver`` are set before the first request. ``waiting``, shared by
-    the nodes of a pipe, holds those whose leader waits for company: an instance that has delivered its batch wakes the
-    leaders for whom nothing is under way any more. ``around`` runs each ``forward`` where spans are made of requests.
-    A batch is delivered inside ``together()``. With ``delay``, requests that are not worth computing any more are
-    refused when they leave the queue, and the leader makes batches that meet their deadlines. With ``order``, requests
-    come by ``order.put``.
+    ``put`` may be called from any thread. ``deliver(request)`` passes a finished request on, on the thread that
+    finished it; ``fail(request, error)`` completes a request with an error. ``upstream`` holds the nodes from which a
+    request can still reach this one, perhaps itself, and ``both_ways`` the other nodes that are both before and after
+    this one, at any distance; they and ``deliver`` are set before the first request. ``waiting``, shared by the nodes
+    of a pipe, holds nodes whose leader waits to fill a batch: an instance that has delivered its batch wakes the
+    leaders that no request can reach any more. ``around`` runs each ``forward`` if spans are recorded. A batch is
+    delivered inside ``together()``. With ``delay``, requests that are no longer worth computing are refused when they
+    leave the queue, and the leader forms batches that meet their deadlines. With ``order``, requests enter by
+    ``order.put``.
     """
 
     idle: Idle
@@ -125,21 +125,21 @@ class Node:
         self._paused: set[Instance] = set()
 
     def keep_order(self, ordered_by: str, state_seconds: float) -> None:
-        """Before it is connected: take one request of each key at a time, with the key's state."""
+        """Process one request of each key at a time, with the key's state; to be called before ``connect``."""
         self.order = Order(self.name, ordered_by, state_seconds, self.put, self.fail)
         self.fail = self.order.fail
 
     @property
     def entrance(self) -> Callable[[Request], object]:
-        """Where requests are brought to."""
+        """The function that brings a request to the node."""
         return self.put if self.order is None else self.order.put
 
     def connect(self, deliver: Callable[[Request], object]) -> None:
-        """Where requests go on to."""
+        """Set the function that takes finished requests."""
         self.deliver = deliver if self.order is None else self.order.delivering(deliver)
 
     def put(self, request: Request) -> None:
-        """Queue a request, from any thread; that of a blocked caller may stay with its thread instead."""
+        """Queue a request, from any thread; a blocked caller's request may stay on the caller's thread instead."""
         if request.caller is not None and self._stays_with_caller(request, request.caller):
             return
         request.caller = None
@@ -150,11 +150,11 @@ class Node:
             self._fail_queued()
 
     def _stays_with_caller(self, request: Request, caller: Caller) -> bool:
-        """Whether the caller's thread is to run the request here itself, when it comes to that."""
+        """Whether the caller's thread will run the request here itself."""
         return False
 
     def serve(self, instance: Instance) -> None:
-        """Run what comes until the node is closed: the main loop of an instance's thread, which no exception ends."""
+        """Run requests until the node is closed: the main loop of an instance's thread, which survives exceptions."""
         while True:
             try:
                 self._serve(instance)
@@ -168,11 +168,11 @@ class Node:
                 sleep(_PAUSE)
 
     def _serve(self, instance: Instance) -> None:
-        """Run what comes until the node is closed."""
+        """Run requests until the node is closed."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let every instance finish its batch and end; what is still queued fails with ``PipeClosed``."""
+        """Let every instance finish its batch and end; requests still queued fail with ``PipeClosed``."""
         self.is_closing = True
         if self.order is not None:
             self.order.close()
@@ -181,7 +181,7 @@ class Node:
 
     @contextmanager
     def paused(self, instance: Instance) -> Iterator[None]:
-        """Meanwhile the instance's batch counts as not under way: its backend waits for what other nodes do."""
+        """A context in which the instance's batch does not count as under way: its backend waits for other nodes."""
         busy, instance.busy = instance.busy, 0
         self._paused.add(instance)
         self._wake_leaders()
@@ -193,45 +193,45 @@ class Node:
             instance.busy = busy
 
     def load(self) -> int:
-        """Requests here that are not delivered yet, and could be; a moment's estimate."""
+        """Number of requests here that could be delivered and are not yet; a momentary estimate."""
         if len(self._paused) == len(self.instances):
-            return 0  # what is queued has to wait for the other nodes
+            return 0  # queued requests have to wait for the other nodes
         here = len(self._reached) + sum(instance.busy for instance in self.instances)
         return self.queued() + self._out_of_turn() + here
 
     def queued(self) -> int:
-        """Requests that wait here for an instance; a moment's estimate."""
+        """Number of requests that wait here for an instance; a momentary estimate."""
         return 0 if self.is_closing else len(self._queue.normal) + len(self._queue.low)
 
     def _out_of_turn(self) -> int:
-        """Requests that wait for another one of their key: those of other keys need not wait for them."""
+        """Number of requests that wait for another one of their key, and so do not delay other keys."""
         return 0 if self.order is None or self.is_closing else self.order.waiting()
 
     def queued_before(self, priority: int) -> int:
-        """Requests that come before one of this priority; a moment's estimate."""
+        """Number of requests before a new one of this priority; a momentary estimate."""
         return self.queued() - (0 if priority else len(self._queue.low))
 
     def busy(self) -> int:
-        """Instances that have requests."""
+        """Number of instances that have requests."""
         return sum(1 for instance in self.instances if instance.busy)
 
     def expected_wait(self, now: float, priority: int = 0) -> float:
-        """How long a request that comes now waits for an instance, by recent compute times, seconds."""
+        """Seconds that a request that arrives now waits for an instance, from recent compute times."""
         return self.times.wait(self.queued_before(priority), self.remaining(now), self.max, now)
 
     def remaining(self, now: float) -> list[float]:
-        """Seconds until each instance is free, by recent compute times."""
+        """Seconds until each instance is free, from recent compute times."""
         return [self.times.remaining(each.busy, each.started, now) for each in self.instances]
 
     def expected_compute(self, now: float) -> float:
-        """How long it is computed then, seconds."""
+        """Expected compute seconds of that request."""
         return self.times.expected(min(self.max, self.queued_before(0) + 1), now)
 
     def stats(self) -> dict[str, Any]:
-        """The node now, and since it started; see ``torchpipe_py.runtime.record.statistics``.
+        """The node's current state and its totals; see ``torchpipe_py.runtime.record.statistics``.
 
-        ``alive`` counts the instances whose thread runs, ``busy`` those that have requests. ``oldest_batch_s`` is how
-        long the ``forward`` runs that has run longest, 0.0 where none does.
+        ``alive`` counts the instances whose thread runs, ``busy`` those that have requests. ``oldest_batch_s`` is the
+        running time of the oldest ``forward`` still running, 0.0 if none runs.
         """
         now = perf_counter()
         return {
@@ -248,7 +248,7 @@ class Node:
     # -- outcomes -------------------------------------------------------------------------------------------------
 
     def _starts(self, instance: Instance, request: Request, now: float, size: int = 1) -> bool:
-        """Whether the request is to be run in a batch of ``size``, its dict ready for that; else it is completed."""
+        """Whether to run the request in a batch of ``size``; prepares its dict, or else completes the request."""
         if request.done:
             if self.order is not None:
                 self.order.leave(request)
@@ -262,18 +262,18 @@ class Node:
         elif request.deadline is not None and now >= request.deadline:
             self._expire(instance, request)
             return False
-        # A result or an error is what this backend says, never what an earlier one said.
+        # A result or an error must come from this backend, never from an earlier one.
         request.data.pop(TASK_RESULT_KEY, None)
         request.data.pop(TASK_ERROR_KEY, None)
         return True
 
     def _is_worth_it(self, delay: ControlledDelay, instance: Instance, request: Request, now: float, size: int) -> bool:
-        """Whether the request can meet its deadline, or, without one, has not waited too long; else it is completed."""
+        """Whether the request can meet its deadline or, without one, did not wait too long; else completes it."""
         if request.deadline is None and not delay.sheds:
             return True
         waited, compute = now - request.arrived, self.times.expected(size, now)
         if request.deadline is not None:
-            # NOTE: what has not waited is run even if the means say that it takes too long: else nothing corrects them.
+            # NOTE: a request that did not wait is run even if the means predict it is too slow: this corrects them.
             if now + (compute if waited > _AT_ONCE else 0.0) < request.deadline:
                 return True
             self._expire(instance, request)
@@ -287,7 +287,7 @@ class Node:
         return False
 
     def _expire(self, instance: Instance, request: Request) -> None:
-        """The request's deadline has passed before it was run, or would pass meanwhile."""
+        """Fail a request whose deadline passed before it was run, or would pass while it runs."""
         if not request.done:
             instance.record.expired += 1
         self.fail(request, DeadlineExceeded(f"deadline passed while queued at node {self.name!r}"))
@@ -309,16 +309,16 @@ class Node:
         self.fail(request, error if self._is_no_defect(request, error) else self._backend_error(error))
 
     def _is_no_defect(self, request: Request, error: BaseException) -> bool:
-        """Whether the caller gets the error as it is."""
-        kind = type(error)  # what an exception says of its own class may raise
+        """Whether the caller gets the error unchanged, not as a ``BackendError``."""
+        kind = type(error)  # ``__class__`` of an exception may raise
         if issubclass(kind, PipeClosed):
-            return self.is_closing  # a jump's own requests were closed, say
+            return self.is_closing  # for example, when the requests of a jump were closed
         if issubclass(kind, DeadlineExceeded):
             return request.deadline is not None and perf_counter() >= request.deadline
         return issubclass(kind, (WorkerDied, EngineUnavailable))
 
     def _backend_error(self, error: BaseException) -> BackendError:
-        """What a caller gets for an exception in a backend."""
+        """The error that a caller gets for an exception in a backend."""
         failure = BackendError(f"node {self.name!r}: {self.label}: {describe(error)}")
         failure.__cause__ = error
         return failure

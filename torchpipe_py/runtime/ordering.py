@@ -1,4 +1,4 @@
-"""Requests of one key one after the other at a node, with a state for each key."""
+"""Runs the requests of each key one after the other at a node, with a state for each key."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.request import Request
 
 MOST_KEYS = 4096
-"""So many keys have a state at a node at a time."""
+"""Maximum number of keys with a state at a node."""
 
 MOST_RETRY = 60.0
-"""Seconds after which a client with a further key is to come again, at most."""
+"""Maximum ``Retry-After``, in seconds, for a client whose new key exceeds the limit."""
 
 MOST_CHARACTERS = 256
-"""Of a key that is a text."""
+"""Maximum length of a string key."""
 
 
 class _Turns:
-    """The state of a key, and the requests that wait while another one of it is at the node."""
+    """The state of a key, and the requests that wait while another one of the key is at the node."""
 
     __slots__ = ("is_entering", "is_free", "key", "left", "state", "waiting")
 
@@ -32,18 +32,18 @@ class _Turns:
         self.key = key
         self.state: Any = {}
         self.waiting: deque[Request] = deque()
-        self.is_free = False  # none is at the node
-        self.is_entering = False  # a thread brings one there, and then sees whether it has left already
-        self.left = 0.0  # when the last one did
+        self.is_free = False  # no request is at the node
+        self.is_entering = False  # a thread brings a request there, and then checks whether it has already left
+        self.left = 0.0  # when the last request left
 
 
 class Order:
-    """Lets one request of each key at a time into node ``name`` by ``put``, in the order of arrival; from any thread.
+    """Lets one request of each key at a time into node ``name``, in order of arrival; ``put`` is thread-safe.
 
-    The key is what the request's dict has under ``ordered_by``: a text, or an integer. While the request is at the
-    node, its dict has a shallow copy of the key's state under ``state``, at first ``{}``; what is there when the
-    backend is through is the key's state from then on; where it raises, the state stays as it was. It is forgotten when
-    no request of the key came for ``seconds``. Beyond ``most`` keys, ``Overloaded``.
+    The key is the value of ``ordered_by`` in the request's dict: a string or an integer. While the request is at the
+    node, its dict has a shallow copy of the key's state under ``state``, at first ``{}``; the value there when the
+    backend finishes becomes the key's new state; if the backend raises, the state is unchanged. The state is dropped
+    if no request of the key comes for ``seconds``. Raises ``Overloaded`` above ``most`` keys.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Order:
         self._name, self._by, self._seconds, self._most = name, ordered_by, seconds, most
         self._put, self._fail = put, fail
         self._is_closing = False
-        self._turns: dict[Request, _Turns] = {}  # of those at the node
+        self._turns: dict[Request, _Turns] = {}  # of the requests at the node
         self._busy: dict[str | int, _Turns] = {}
         self._idle: OrderedDict[str | int, _Turns] = OrderedDict()  # the first has been idle longest
-        self._lock = threading.RLock()  # the handler of a signal may call the pipe while the main thread has it
+        self._lock = threading.RLock()  # a signal handler may call the pipe while the main thread holds the lock
 
     def put(self, request: Request) -> None:
-        """Bring a request to the node, or let it wait for its turn."""
+        """Bring a request to the node, or queue it until its turn."""
         try:
             if not self._begins(request):
                 return
@@ -73,12 +73,12 @@ class Order:
             return
         try:
             self._put(request)
-        except BaseException:  # the handler of a signal may raise anywhere
+        except BaseException:  # a signal handler may raise anywhere
             self.leave(request)
             raise
 
     def delivering(self, deliver: Callable[[Request], object]) -> Callable[[Request], None]:
-        """``deliver``, after which the next request of the key comes to the node."""
+        """Wrap ``deliver``, so that the next request of the key then enters the node."""
 
         def keep_and_deliver(request: Request) -> None:
             try:
@@ -92,21 +92,21 @@ class Order:
         return keep_and_deliver
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """The node's ``fail``, after which the next request of the key comes to the node."""
+        """Call the node's ``fail``, then let the next request of the key enter the node."""
         if request in self._turns and not request.done:
             request.data.pop(TASK_STATE_KEY, None)
         self._fail(request, error)
         self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """The request is no longer at the node: the next of its key comes there. Nothing where it left before."""
+        """Remove the request from the node and let the next of its key enter. No effect if it left before."""
         with self._lock:
             turns = self._turns.pop(request, None)
             if turns is None:
                 return
             turns.is_free = True
             if turns.is_entering:
-                return  # NOTE: or as many calls would be inside each other as requests fail at once
+                return  # NOTE: otherwise calls would nest as deep as the number of requests that fail at once
             turns.is_entering = True
         while (following := self._following(turns)) is not None:
             try:
@@ -122,11 +122,11 @@ class Order:
         return dict(state) if isinstance(state, dict) else state
 
     def waiting(self) -> int:
-        """Requests that wait for their turn; a moment's estimate."""
+        """Number of requests that wait for their turn; a momentary estimate."""
         return sum(len(turns.waiting) for turns in list(self._busy.values()))
 
     def close(self) -> None:
-        """What waits for its turn fails with ``PipeClosed``; what comes later goes to the node at once."""
+        """Fail waiting requests with ``PipeClosed``; later requests enter the node at once."""
         with self._lock:
             self._is_closing = True
             waiting = [request for turns in self._busy.values() for request in turns.waiting]
@@ -136,7 +136,7 @@ class Order:
             self._fail(request, PipeClosed(f"the pipe was closed while the request waited at node {self._name!r}"))
 
     def _begins(self, request: Request) -> bool:
-        """Whether it is the request's turn; else it waits."""
+        """Whether it is the request's turn; else queues it."""
         key = self._key_of(request)
         with self._lock:
             turns = self._busy.get(key)
@@ -155,7 +155,7 @@ class Order:
         request.data[TASK_STATE_KEY] = self.copied_state(request)
 
     def _following(self, turns: _Turns) -> Request | None:
-        """The request whose turn it is now; ``None`` where one is at the node, or none waits."""
+        """The request whose turn it is now; ``None`` if one is at the node, or none waits."""
         with self._lock:
             while turns.is_free and turns.waiting:
                 request = turns.waiting.popleft()
@@ -169,7 +169,7 @@ class Order:
             return None
 
     def _idle_turns(self, key: str | int) -> _Turns:
-        """Those of a key of which no request is at the node: its state, or a new one."""
+        """The turns of a key without a request at the node: the stored ones, or new ones."""
         oldest = perf_counter() - self._seconds
         while self._idle and next(iter(self._idle.values())).left <= oldest:
             self._idle.popitem(last=False)

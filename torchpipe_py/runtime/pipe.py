@@ -51,29 +51,28 @@ if TYPE_CHECKING:
 Data = dict[str, Any]
 
 Given = TypeVar("Given", bound="Data | Sequence[Data]")
-"""What a call is given and returns: the dict of a request, or a list of them."""
+"""The argument and return value of a call: the dict of a request, or a list of dicts."""
 
 
 class pipe:
     """A pipeline that any number of threads may call at once.
 
-    ``config`` is a path ending in ``.toml``, a flat dict (one node) or a dict of dicts (``"global"`` holds defaults),
-    or what ``plan_pipeline`` made of one.
-    Raises ``ConfigError`` for a configuration that cannot be built, ``BackendUnavailable`` where a backend lacks a
-    library or device here, ``SetupError`` for any other failure of a backend's ``setup``; each of these is both a
-    ``ValueError`` and a ``RuntimeError``. No thread is left then.
+    ``config`` is a path ending in ``.toml``, a flat dict (one node), a dict of dicts (``"global"`` holds defaults), or
+    a result of ``plan_pipeline``.
+    Raises ``ConfigError`` for a configuration that cannot be built, ``BackendUnavailable`` if a backend lacks a
+    library or device, ``SetupError`` for any other failure of a backend's ``setup``; each of these is both a
+    ``ValueError`` and a ``RuntimeError``. After an error no thread is left.
 
-    A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. Where there is
-    none (bytes that are no image, say), ``error`` holds an exception that says why. A defect in a backend raises
-    ``BackendError`` in the caller. ``node_name`` selects the root where there are several (or more than one that no
-    jump leads to). ``priority`` 1 is low: batches take requests of 0, which is normal, first and fill up with these;
-    one that has waited for a second gets each fourth turn. They are admitted while no more than half of
-    ``max_inflight`` are in flight. A list of dicts is several requests: the call returns when all are finished, each
-    item with its ``result`` or its ``error``, and raises the first error if any raised. A call returns the dict, or the
-    list, that it was given.
-    ``timeout`` (seconds) bounds a call: ``DeadlineExceeded`` after it, and the dict is not touched any more.
-    Beyond ``max_inflight`` requests in flight, ``Overloaded`` at once. ``registry`` has the backends, filters and
-    postprocessors that ``config`` names; without it they are those of ``register_backend`` and its like.
+    A request is a dict with ``data``; it is changed in place. Afterwards ``result`` holds the result. If there is no
+    result (the bytes are not an image, for example), ``error`` holds an exception that explains why. A defect in a
+    backend raises ``BackendError`` in the caller. ``node_name`` selects the root if there are several (not counting
+    roots that a jump leads to). ``priority`` 1 is low: batches take normal requests (0) first and fill up with
+    low ones; a low one that waited for a second gets every fourth turn. Low-priority requests are admitted up to half
+    of ``max_inflight``. A list of dicts is several requests: the call returns when all are finished, each with its
+    ``result`` or ``error``, and raises the first error if any raised. A call returns its argument.
+    ``timeout`` (seconds) limits a call: then it raises ``DeadlineExceeded`` and no longer changes the dict.
+    Above ``max_inflight`` requests in flight it raises ``Overloaded`` at once. ``registry`` has the backends, filters
+    and postprocessors that ``config`` names; the default registry is that of ``register_backend`` and similar.
     """
 
     def __init__(
@@ -81,26 +80,26 @@ class pipe:
     ) -> None:
         plan = plan_pipeline(config, default_registry if registry is None else registry)
         self._runtime = Runtime(plan)
-        # The threads know the runtime only: a pipe that is dropped is closed. At exit, the runtime closes itself.
+        # The threads refer only to the runtime, so a dropped pipe is closed. At exit, the runtime closes itself.
         self._finalizer = weakref.finalize(self, self._runtime.drop)
         self._finalizer.atexit = False
         self._runtime.start()
         self.models = plan.models
         """Every root that a request may enter, as a ``Model``: ``name``, ``version``, ``root``."""
         self.roots, self.only_root = plan.roots, plan.only_root
-        """The root that a request enters, by what it may say under ``node_name``; that of one that says nothing."""
+        """Maps each valid ``node_name`` to a root; and the root of a request without ``node_name``."""
         self._make_request: MakeRequest = Request
         self._timelines: TimelineRecorder | None = None
         self._spans: Spans | None = None
 
     def __call__(self, data: Given, timeout: float | None = None) -> Given:
-        """Run one request, or several, and wait until all are finished; returns ``data``.
+        """Run one request or several, and wait until all are finished; returns ``data``.
 
-        ``RuntimeError`` on the thread of an instance to whose node a request may come, where it would wait for itself.
+        Raises ``RuntimeError`` on the thread of an instance whose node a request may reach: it would deadlock.
         """
         lock = allocate_lock()
         lock.acquire()
-        # NOTE: a function of C: no handler of a signal can raise before the lock is released.
+        # NOTE: a C function: no signal handler can raise before the lock is released.
         requests = self._requests(data, cast(OnDone, lock.__exit__), timeout)
         if not requests:
             return data
@@ -110,7 +109,7 @@ class pipe:
         caller = requests[0].caller = [] if stands_in else None
         try:
             self._runtime.inflight.submit(requests)
-            while caller:  # until other threads have taken over, or the request is through
+            while caller:  # until other threads have taken over, or the request is finished
                 node, request = caller.pop()
                 node.run_on_caller(request)
             if timeout is None:
@@ -128,28 +127,28 @@ class pipe:
         return data
 
     def submit(self, data: Given, timeout: float | None = None) -> Future[Given]:
-        """Start one request, or several; the future's result is ``data``. Cancelling it drops what is still queued.
+        """Start one request or several; the future's result is ``data``. Cancelling it drops queued requests.
 
-        The deadline is looked at before each node: no thread watches it while a backend runs.
+        The deadline is checked before each node: no thread watches it while a backend runs.
         """
         return self._start(data, timeout)[0]
 
     def map(
         self, items: Iterable[Data], ahead: int = 16, *, newest: bool = False, return_errors: bool = False
     ) -> Iterator[Data]:
-        """Run a request for each dict of ``items``, at most ``ahead`` at once; the finished dicts, in order.
+        """Run a request for each dict of ``items``, at most ``ahead`` at once; yields the finished dicts in order.
 
-        An item is taken from ``items`` when there is room for it. With ``newest`` they are read as they come, on a
-        thread of their own, and of those for which there is no room only the newest waits (a camera's frames, say).
-        What a call would raise is raised in its place, and the rest is cancelled; with ``return_errors`` the dict has
-        it as ``error``. ``ValueError`` for ``ahead`` below 1.
+        An item is read from ``items`` when there is room for it. With ``newest`` a separate thread reads items as they
+        come, and if there is no room only the newest waits (for camera frames, for example).
+        An error of a request is raised in its place and the rest is cancelled; with ``return_errors`` the dict holds
+        it as ``error``. Raises ``ValueError`` for ``ahead`` below 1.
         """
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1, not {ahead!r}")
         return in_order(self.submit, items, ahead, newest, return_errors)
 
     async def acall(self, data: Given, timeout: float | None = None) -> Given:
-        """``submit``, awaited no longer than ``timeout``; returns ``data``. Cancelling drops what is queued."""
+        """Await ``submit`` for at most ``timeout`` seconds; returns ``data``. Cancelling drops queued requests."""
         future, requests = self._start(data, timeout)
         outcome = asyncio.wrap_future(future)
         if timeout is None:
@@ -166,8 +165,8 @@ class pipe:
         """Start one request without a waiting thread, for servers.
 
         ``on_done(data, error)`` is called exactly once, unless ``dispatch`` itself raises, on the thread that
-        finishes the request, perhaps before ``dispatch`` returns; it must not block. The deadline is looked at
-        before each node; ``Ticket.cancel`` ends the request earlier.
+        finishes the request, perhaps before ``dispatch`` returns; it must not block. The deadline is checked before
+        each node; ``Ticket.cancel`` ends the request earlier.
         """
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
@@ -181,14 +180,14 @@ class pipe:
 
     @property
     def has_own_code(self) -> bool:
-        """Whether a backend is none of this package's."""
+        """Whether any backend is not part of this package."""
         return any(_has_own_code(node) for node in self._runtime.nodes.values())
 
     def draw_from(self, source: Source) -> bool:
-        """Before the first request: have the nodes that requests enter fetch them there when they form a batch.
+        """Let entry nodes fetch requests from ``source`` when they form a batch; to be called before the first request.
 
-        ``False`` where some do not, as they form none: ``source`` brings to these what it has, as it comes. Each batch
-        is delivered inside ``source.together()``.
+        Returns ``False`` if some entry nodes form no batches: ``source`` must submit requests to these itself. Each
+        batch is delivered inside ``source.together()``.
         """
         runtime = self._runtime
         for node in runtime.nodes.values():
@@ -201,9 +200,10 @@ class pipe:
 
     @contextmanager
     def expecting(self, is_due: Due) -> Iterator[None]:
-        """Meanwhile batches wait for requests that are due before they close by their ``batching_timeout``.
+        """A context in which batches wait for requests that are due before their ``batching_timeout`` ends.
 
-        ``is_due(since, until)`` says whether one is that has not come yet, in seconds from now; it must not block.
+        ``is_due(since, until)`` returns whether a request that has not arrived is due in that time, in seconds from
+        now; it must not block.
         """
         dues = self._runtime.dues
         dues.append(is_due)
@@ -213,17 +213,17 @@ class pipe:
             dues.remove(is_due)
 
     def max(self) -> int:
-        """The largest batch any node forms."""
+        """Size of the largest batch that any node forms."""
         return max(node.max for node in self._runtime.nodes.values())
 
     def min(self) -> int:
-        """The smallest batch any node forms."""
+        """Size of the smallest batch that any node forms."""
         return min(node.min for node in self._runtime.nodes.values())
 
     def signature(self, node_name: str | None = None) -> Signature:
-        """What ``data`` and ``result`` of a request to this root hold, as far as its backends can say.
+        """The types of ``data`` and ``result`` of a request to this root, as far as its backends declare them.
 
-        ``UnknownNode`` where the root is none, or missing where there are several.
+        Raises ``UnknownNode`` if it is not a root, or if it is omitted and there are several.
         """
         root = self.only_root if node_name is None and self.only_root else self._root(node_name)
         graph = self._runtime.graph
@@ -236,24 +236,24 @@ class pipe:
         return runtime.nodes[runtime.plans[name].spec.owner].instances[0].backend.signature()
 
     def expected_wait(self) -> float:
-        """Seconds that a request which comes now waits at its nodes, by recent compute times."""
+        """Seconds that a request that arrives now waits at its nodes, from recent compute times."""
         return self._runtime.door.expected_wait()
 
     def limit_delays(self, target: float | None = None) -> None:
-        """Before the first request: bound the time that requests wait, for servers.
+        """Limit the time that requests wait, for servers; to be called before the first request.
 
-        A request that cannot meet its deadline is dropped before it is computed. One without a deadline is refused with
-        ``Overloaded`` where a queue stands: where its oldest request has waited longer than ``target`` seconds for 0.1
-        s, those that have waited more than twice that. ``None`` is four times what a batch takes, at least 0.05 s, and
-        ten times as much while no clients leave before they are answered; 0.0 sheds nothing. Requests of low priority
-        wait as long as their deadlines let them.
+        A request that cannot meet its deadline is dropped before it is computed. Without a deadline, it is refused with
+        ``Overloaded`` in a standing queue: if the oldest request has exceeded ``target`` seconds for 0.1 s, requests
+        that waited more than twice ``target`` are refused. ``None`` means four times a batch's compute time, at least
+        0.05 s, and ten times as much while no clients leave early; 0.0 disables shedding. Requests of low priority wait
+        as long as their deadlines allow.
         """
         self._runtime.door.limit_delays(target)
 
     def nodes_of(self, node_name: str) -> list[str]:
-        """The nodes to which requests of this root may come, jumps included, by the names that ``stats`` has for them.
+        """The nodes that requests of this root may reach, jumps included, by their names in ``stats``.
 
-        ``UnknownNode`` where the root is none.
+        Raises ``UnknownNode`` if it is not a root.
         """
         graph, plans = self._runtime.graph, self._runtime.plans
         found: dict[str, None] = {}
@@ -266,10 +266,10 @@ class pipe:
         return list(dict.fromkeys(plans[name].spec.owner for name in found))
 
     def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
-        """``Overloaded``, with ``retry_after_ms``, where a request that comes now would not be finished in ``seconds``.
+        """Raise ``Overloaded``, with ``retry_after_ms``, if a new request would not be finished in ``seconds``.
 
-        Without a time limit: where a queue stands and it would be shed there, or where most clients have left by then.
-        Only the way from the root ``node_name`` counts, if that is one.
+        Without a time limit, raise it if a standing queue would shed the request, or most clients would have left.
+        If ``node_name`` is a root, only the nodes reached from it count.
         """
         root = self.roots.get(node_name) if isinstance(node_name, str) else self.only_root
         self._runtime.door.check(seconds, root, self._runtime.inflight.admitted, priority)
@@ -287,16 +287,16 @@ class pipe:
 
     @contextmanager
     def trace(self, limit: int = DEFAULT_LIMIT) -> Iterator[Trace]:
-        """Record each visit of a request at a node meanwhile, at most ``limit``; ``save`` them, or look at ``visits``.
+        """A context that records up to ``limit`` visits of requests at nodes; ``save`` them, or read ``visits``.
 
-        ``RuntimeError`` if the pipe is being traced already. A request under way at either end is recorded in part.
+        Raises ``RuntimeError`` if the pipe is already traced. Requests under way at start or end are partly recorded.
         """
         recorders = self._runtime.recorders
         if any(isinstance(each, Trace) and not each.is_over for each in recorders):
             raise RuntimeError("the pipe is being traced already")
         trace = Trace(limit)
         try:
-            # NOTE: a trace whose end was interrupted is still among them.
+            # NOTE: remove a trace whose end was interrupted.
             recorders[:] = [trace, *[each for each in recorders if not isinstance(each, Trace)]]
             yield trace
         finally:
@@ -305,10 +305,10 @@ class pipe:
 
     @contextmanager
     def timed(self, with_pictures: bool = False) -> Iterator[list[Timeline]]:
-        """Record where the time of each request goes that is started meanwhile on this thread, in its timeline.
+        """A context that records the timeline of each request started on this thread.
 
-        They may finish later. ``Timeline.all_visits`` has what is recorded when the request is finished, ``pictures``
-        small copies of the images that its nodes made, if they are wanted.
+        The requests may finish later. Once one is finished, ``Timeline.all_visits`` holds its visits and, if requested,
+        ``pictures`` small copies of the images that its nodes produced.
         """
         if self._make_request in (Request, getattr(self._spans, "request", None)):
             self._make_request = making_timelines(self._make_request)
@@ -327,11 +327,11 @@ class pipe:
             self._runtime.recorders.append(self._timelines)
 
     def instrument(self, tracer_provider: TracerProvider | None = None, *, starts_traces: bool = True) -> None:
-        """Make OpenTelemetry spans of the requests from now on, as children of the span that is current at each call.
+        """Record OpenTelemetry spans of requests from now on, as children of the span that is current at each call.
 
-        A parent's sampled flag is honoured; without a parent the sampler of ``tracer_provider`` decides, or nothing is
-        made if not ``starts_traces``. Without a provider the global one is taken. ``close`` makes the spans that are
-        left. ``ImportError`` without OpenTelemetry, ``RuntimeError`` where the pipe makes spans already.
+        A parent's sampled flag is honoured; without a parent the sampler of ``tracer_provider`` decides, or, if
+        ``starts_traces`` is false, no spans are recorded. The default is the global provider. ``close`` records the
+        remaining spans. Raises ``ImportError`` without OpenTelemetry, ``RuntimeError`` if spans are already recorded.
         """
         if self._spans is not None:
             raise RuntimeError("the pipe makes spans already")
@@ -346,18 +346,18 @@ class pipe:
         spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
         weakref.finalize(self, spans.stop).atexit = False
         self._record_timelines()
-        # Only backends that are not this package's make spans inside ``forward``, and the jumps that lead to them.
+        # Only custom backends, and jumps that lead to them, create spans inside ``forward``.
         for node in runtime.nodes.values():
             if _has_own_code(node) or (self.has_own_code and isinstance(node, DeferredNode)):
                 node.around = spans.around
         self._make_request = spans.request
 
     def close(self, timeout: float | None = None) -> bool:
-        """Finish running batches, fail what is queued with ``PipeClosed``, end every thread. Idempotent.
+        """Finish running batches, fail queued requests with ``PipeClosed``, end every thread. Idempotent.
 
-        ``False`` if a backend still runs after ``timeout`` seconds, or 2 s after every request that it runs was given
-        up (at its deadline, say); its requests have failed nevertheless. An error in the log names a backend that has
-        run for 2 s.
+        Returns ``False`` if a backend still runs after ``timeout`` seconds, or 2 s after all its requests were
+        abandoned (at their deadlines, for example); its requests have failed nevertheless. A backend that runs for 2 s
+        is logged as an error.
         """
         ended = self._runtime.close(timeout)
         if ended or self._runtime.is_left:
@@ -392,9 +392,9 @@ class pipe:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _start(self, data: Given, timeout: float | None) -> tuple[Future[Given], Sequence[Request]]:
-        """What ``submit`` starts, and the future of it."""
+        """Start the requests; returns their future and the requests."""
         future: Future[Given] = Future()
-        runtime = self._runtime  # not self: a future that is kept must not keep the pipe
+        runtime = self._runtime  # not self: a stored future must not keep the pipe alive
 
         def settle(*last: object) -> None:
             if not future.set_running_or_notify_cancel():
@@ -422,7 +422,7 @@ class pipe:
             self._runtime.inflight.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
 
     def _requests(self, data: Data | Sequence[Data], on_done: OnDone, timeout: float | None) -> Sequence[Request]:
-        """Requests and the roots they enter, all checked before any starts; ``on_done`` is called after the last."""
+        """Create the requests and check all before any starts; ``on_done`` is called after the last is finished."""
         deadline = deadline_after(timeout)
         if isinstance(data, dict):
             return (self._request(data, on_done, deadline),)
@@ -464,7 +464,7 @@ class Ticket:
 
     @property
     def deadline(self) -> float | None:
-        """When the request's time is over, in seconds of ``time.perf_counter``."""
+        """The request's deadline in seconds of ``time.perf_counter``."""
         return self._request.deadline
 
     @property
@@ -474,13 +474,13 @@ class Ticket:
 
     @property
     def is_running(self) -> bool:
-        """Whether an instance has it; a moment's answer, for a request of one branch."""
+        """Whether an instance has it; a momentary answer, for a request with one branch."""
         return any(self._request in instance.taken for instance in self._runtime.instances)
 
     def cancel(self, error: BaseException | None = None) -> bool:
-        """End the request with ``error``, or because its client left; what is queued is dropped.
+        """End the request with ``error``, or because its client left; drops it if it is queued.
 
-        ``False`` if it was finished already.
+        Returns ``False`` if it was already finished.
         """
         is_cancelled = self._runtime.inflight.complete(self._request, error or CancelledError())
         if is_cancelled and error is None:
@@ -488,13 +488,13 @@ class Ticket:
         return is_cancelled
 
     def client_left(self) -> None:
-        """Its client waits no longer, as far as can be seen: remember how long it has, once."""
+        """Record how long its client waited before it apparently left; later calls have no effect."""
         if (patience := self._patience()) is not None:
             patience.left(perf_counter() - self._since)
             self._since = 0.0
 
     def noting(self, on_done: Callable[[Data, BaseException | None], None]) -> OnDone:
-        """``on_done``, before which it is remembered how long the client has waited, if it still does."""
+        """Wrap ``on_done`` to record first how long the client waited, unless it left."""
 
         def note(data: Data, error: BaseException | None) -> None:
             patience = self._patience()
@@ -505,7 +505,7 @@ class Ticket:
         return note
 
     def _patience(self) -> Patience | None:
-        """What is to know how long its client waits, until it has left."""
+        """The estimate that records how long its client waits; ``None`` once the client left."""
         return self._runtime.door.patience if self._request.deadline is None and self._since else None
 
 
@@ -519,7 +519,7 @@ def _is_own_code(backend: Backend) -> bool:
 
 
 def _seconds(timeout: float) -> float:
-    """How long to wait for it."""
+    """The timeout in seconds, limited to what a wait accepts."""
     return min(max(0.0, timeout), threading.TIMEOUT_MAX)
 
 

@@ -1,4 +1,4 @@
-"""One call's state on its way through a pipe, and what ties it to others: branches, and the runs of other graphs."""
+"""The state of one request in a pipe, and its links to others: branches, and runs of other graphs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OnDone = Callable[[Data, BaseException | None], object]
 
 
 class Request:
-    """One dict that travels; a pipe completes it exactly once, on whichever thread finishes it.
+    """One dict on its way through a pipe, which completes it exactly once, on the thread that finishes it.
 
-    ``data`` is the dict that backends see. ``caller_data`` is set where that is a private copy, so that a request given
-    up at its deadline cannot change the caller's dict later. ``node`` is the root it enters, then the logical node it
-    is at. ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter`` seconds.
-    ``priority`` is 0 (normal) or 1 (low). ``caller`` is set while it is on the thread of its blocked caller: the nodes
-    that it has come to and that the caller is to run, each with the request or the branch that is there. ``number`` is
-    its number in a trace. ``links`` is ``None`` for what neither branches nor jumps and makes no spans.
+    ``data`` is the dict that backends see. ``caller_data`` is set if that is a private copy, so that a request
+    abandoned at its deadline cannot change the caller's dict later. ``node`` is the root it enters, then its current
+    logical node. ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter``
+    seconds. ``priority`` is 0 (normal) or 1 (low). ``caller`` is set while it is on the thread of its blocked caller:
+    the nodes that the caller will run next, each with the request or branch that is there. ``number`` is its number in
+    a trace. ``links`` is ``None`` for a request without branches, jumps and spans.
     """
 
     __slots__ = (
@@ -56,7 +56,7 @@ class Request:
             self.caller_data, self.data = data, dict(data)
 
     def linked(self) -> Links:
-        """Its links, made when first asked for."""
+        """Its links, created on first access."""
         if self.links is None:
             self.links = Links()
         return self.links
@@ -66,12 +66,12 @@ Caller = list[tuple[Any, Request]]
 
 
 class Links:
-    """What ties requests to others; shared by all branches of one request.
+    """Links of a request to others; shared by all its branches.
 
-    ``branches`` is what they have in common, once the request has forked. ``is_inner`` marks a request that a node of
-    another graph started: ``parent`` is the request that waits for it, if any. ``give_up`` has what is to be called
-    when the request is completed, so that what was started elsewhere for its sake ends as well.
-    ``timeline`` is there where spans are made of it.
+    ``branches`` is their common state, once the request has forked. ``is_inner`` marks a request that a node of
+    another graph started: ``parent`` is the request that waits for it, if any. ``give_up`` holds functions to call
+    when the request is completed, which end the work that it started elsewhere.
+    ``timeline`` is set if spans or a timeline are recorded.
     """
 
     def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
@@ -82,7 +82,7 @@ class Links:
 
 
 def callers_request(request: Request) -> Request:
-    """The request of a caller, of which this is a branch, or for whose sake it runs."""
+    """The caller's request that this is a branch of, or that started this one through jumps."""
     while request.links is not None and request.links.parent is not None:
         request = request.links.parent
     links = request.links
@@ -90,16 +90,16 @@ def callers_request(request: Request) -> Request:
 
 
 Step = tuple[str, Data]
-"""A node to be entered next, and the dict to enter it with."""
+"""The next node to enter, and the dict to enter it with."""
 
 Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Maps:
-    """The ``map`` of each node that has one: (node it reads, its (key, new key) pairs), in order.
+    """The ``map`` of each node that has one: (source node, its (key, new key) pairs), in order.
 
-    ``rank`` is the place of a node in the file.
+    ``rank`` is the position of a node in the file.
     """
 
     sources: Mapping[str, tuple[tuple[str, Pairs], ...]]
@@ -107,11 +107,11 @@ class Maps:
 
 
 class Branches:
-    """The branches of one request: what its nodes put out, and what its joins still wait for.
+    """The branches of one request: the outputs of its nodes, and the inputs its joins still wait for.
 
-    ``request`` is the one that is completed. Each branch under way has a ``Request`` of its own in ``requests``;
-    they are dropped when it is completed. ``leave`` may be called by several threads at once. It takes no lock: the
-    handler of a signal may interrupt the main thread there, call the pipe, and wait for a thread that comes here.
+    ``request`` is the one to be completed. Each branch under way has its own ``Request`` in ``requests``; these are
+    dropped on completion. ``leave`` may be called by several threads at once. It takes no lock: a signal handler may
+    interrupt the main thread there, call the pipe, and wait for a thread that needs the lock.
     """
 
     def __init__(self, request: Request, maps: Maps) -> None:
@@ -119,16 +119,16 @@ class Branches:
         self.requests: list[Request] = []
         self._maps = maps
         self._base = request.data
-        # NOTE: each is changed by one call of C, so that no two threads get the same number.
-        self._begun = [None]  # one for each branch
+        # NOTE: each is changed by a single C call, so that no two threads get the same number.
+        self._begun = [None]  # an entry for each branch
         self._ended = itertools.count(1)
         self._outputs: dict[str, Data] = {}
         self._hidden_by: dict[str, str] = {}
-        self._reached: dict[str, Iterator[int]] = {}  # by how many ways, of each join
+        self._reached: dict[str, Iterator[int]] = {}  # number of arrivals at each join
         self._ends: dict[str, Data] = {}
 
     def add(self, data: Data, caller: Caller | None) -> Request:
-        """A further branch, on the same thread as the one it comes from."""
+        """Add a branch, on the same thread as the branch it comes from."""
         branch = Request(data, nobody_waits)
         branch.priority = self.request.priority
         branch.deadline, branch.caller = self.request.deadline, caller
@@ -138,10 +138,10 @@ class Branches:
         return branch
 
     def leave(self, hidden: Hidden, data: Data) -> tuple[list[Step], bool]:
-        """A branch leaves a node, with what a skip hides behind it, with ``data``.
+        """Let a branch leave ``hidden`` (a node and any later nodes that a skip hides) with ``data``.
 
-        The nodes that can be entered now, each by a branch of its own (none where the branch ends, or waits at a join
-        for another), and whether no branch is under way any more.
+        Returns the nodes that can be entered now, each by a separate branch (empty if the branch ends, or waits at a
+        join for another), and whether all branches have ended.
         """
         name, steps = hidden.members[0], []
         if hidden.is_read:
@@ -160,11 +160,11 @@ class Branches:
         if steps:
             self._begun.extend([None] * (len(steps) - 1))
             return steps, False
-        # NOTE: while another branch is under way, fewer have ended than have begun.
+        # NOTE: while another branch is under way, fewer branches have ended than begun.
         return steps, next(self._ended) == len(self._begun)
 
     def _input(self, node: str, data: Data, copies: bool) -> Data:
-        """What the node is entered with: the dict, a copy of it, or what its map makes of the outputs it reads."""
+        """The input of the node: the dict, a copy of it, or the dict that its map builds from other nodes' outputs."""
         sources = self._maps.sources.get(node)
         if sources is None:
             return dict(data) if copies else data
@@ -184,9 +184,9 @@ class Branches:
         return mapped
 
     def settle(self, last: Data | None, is_failed: bool) -> None:
-        """Merge the outcome into the dict that the request came with, and drop the branches that are still under way.
+        """Merge the outcome into the request's original dict, and drop the branches that are still under way.
 
-        The outcome is ``last``, or what the graph's ends gave; later ones in the file overwrite earlier ones.
+        The outcome is ``last``, or the outputs of the graph's ends; those later in the file overwrite earlier ones.
         """
         for branch in self.requests:
             branch.done = True
@@ -203,9 +203,9 @@ class Branches:
 
 
 class Countdown:
-    """Calls ``on_done`` when it was called ``count`` times, as the completion of as many requests.
+    """Calls ``on_done`` once ``count`` requests have called it on completion.
 
-    A request that failed has its error in its dict then: the call that waits for all raises only one of them.
+    It stores the error of a failed request in its dict: the call that waits for all raises only one of them.
     """
 
     def __init__(self, count: int, on_done: OnDone) -> None:
@@ -216,12 +216,12 @@ class Countdown:
         if isinstance(error, Exception):
             data.pop(TASK_RESULT_KEY, None)
             data[TASK_ERROR_KEY] = error
-        if next(self._calls) == self._count:  # one call of C: no two threads get the same number
+        if next(self._calls) == self._count:  # a single C call: no two threads get the same number
             self._on_done(data, error)
 
 
 def nobody_waits(data: Data, error: BaseException | None) -> None:
-    """The callback of a request that nobody waits for, or not any more."""
+    """The callback of a request that no caller waits for (any more)."""
 
 
 def checked_priority(value: object) -> int:

@@ -1,4 +1,4 @@
-"""The way from node to node: filters, forks, joins, and what a skip hides."""
+"""Routes requests from node to node: filters, forks, joins, and the nodes that a skip hides."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SKIPS: dict[Any, Callable[[Graph, str], Hidden]] = {
     Status.SerialSkip: Graph.serial_chain,
     Status.SubGraphSkip: Graph.subgraph,
 }
-"""What a node's skip hides."""
+"""The nodes that each kind of skip hides."""
 
 
 class Routes:
     """``entries[name](request)`` brings a request to a node, from any thread; nodes deliver to the entry of the next.
 
-    ``filters`` has the filter of each node. ``nodes`` are those of the physical nodes, ``logical`` names the nodes
-    that run on each.
+    ``filters`` has the filter of each node. ``nodes`` are the physical nodes, ``logical`` names all nodes that run on
+    each of them.
     ``complete(request, error, last)`` ends a request: with an error, with ``last`` as the outcome, or with its own
     dict.
     """
@@ -60,9 +60,9 @@ class Routes:
             nodes[owner].connect(self._leave_node[owner] if len(names) == 1 else self._leave_logical)
 
     def _step(self, name: str, filter_: Filter, put: Enter) -> Callable[[Request], Hidden | None]:
-        """What asks a node's filter, on the thread that brings the request, and does what it says.
+        """A function that calls a node's filter, on the thread that brings the request, and obeys its status.
 
-        It returns what is skipped, which is still to be left.
+        It returns the skipped nodes, which the request must still leave.
         """
         run, is_mapped = Status.Run, name in self._maps.sources
 
@@ -86,7 +86,7 @@ class Routes:
         return step
 
     def _entry(self, name: str, filter_: Filter, put: Enter) -> Enter:
-        """The way into a node."""
+        """The function through which requests enter a node."""
         step = self._steps[name]
 
         def enter_at_once(request: Request) -> None:
@@ -116,11 +116,11 @@ class Routes:
         return end
 
     def _leave_logical(self, request: Request) -> None:
-        """Out of one of several nodes that share their instances."""
+        """Let a request leave its logical node, one of several that share instances."""
         self._leave_node[request.node](request)
 
     def _leave(self, hidden: Hidden, request: Request) -> None:
-        """Out of a node, or of what a skip hides, and on to where filters do not skip again."""
+        """Let a request leave a node, or skipped nodes, and move on until no filter skips again."""
         left = [(hidden, request)]
         while left:
             hidden, request = left.pop()
@@ -141,7 +141,7 @@ class Routes:
         links = request.linked()
         branches = links.branches
         if branches is None:
-            # NOTE: what the caller waits for travels no further, so that `settle` has its dict for itself.
+            # NOTE: the caller's request itself goes no further, so that only `settle` uses its dict.
             branches = links.branches = Branches(request, self._maps)
             request = branches.add(request.data, request.caller)
         steps, is_over = branches.leave(hidden, request.data)
@@ -153,7 +153,7 @@ class Routes:
         return [(first, request), *[(name, branches.add(data, request.caller)) for name, data in others]]
 
     def _decide(self, name: str, request: Request, status: Any) -> Hidden | None:
-        """End the request, or return what is skipped."""
+        """End the request, or return the skipped nodes."""
         if status is Status.Break:
             self._complete(request, None, request.data)
         elif status is Status.Error:
@@ -163,12 +163,12 @@ class Routes:
                 self._hidden[name, status] = _SKIPS[status](self._graph, name)
             return self._hidden[name, status]
         else:
-            given = "None" if status is None else f"an object of type {type(status).__name__}"  # its repr may raise
+            given = "None" if status is None else f"an object of type {type(status).__name__}"  # repr may raise
             self._complete(request, BackendError(f"node {name!r}: its filter gave {given}, which is no Status"), None)
         return None
 
     def _end_without_data(self, name: str, request: Request) -> None:
-        """What a map reads has no result: there is none."""
+        """End the request without a result, because its map's source did not produce the data."""
         data = request.data
         if TASK_ERROR_KEY not in data:
             sources = self._maps.sources[name]
@@ -179,7 +179,7 @@ class Routes:
 
 
 def _sources(name: str, graph: Graph, plans: Mapping[str, NodePlan]) -> tuple[tuple[str, Any], ...]:
-    """What a node's map reads, with every predecessor where it names none."""
+    """The sources of a node's map; a source without a node name means every predecessor."""
     sources: list[tuple[str, Any]] = []
     for source in plans[name].spec.map:
         names = (source.node,) if source.node else graph.predecessors[name]

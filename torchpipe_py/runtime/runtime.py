@@ -1,4 +1,4 @@
-"""What runs a plan: its nodes, the way from node to node, and every request in flight."""
+"""Runs a plan: its nodes, the routes between them, and every request in flight."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from torchpipe_py.runtime.routes import Routes
 from torchpipe_py.runtime.single import DeferredNode, SingleNode
 
 LEAVE_SECONDS = 2.0
-"""How long a pipe that is closed waits for a backend to return when nobody waits for its requests any more."""
+"""Seconds that a closing pipe waits for a backend to return once no caller waits for its requests."""
 
-_LOOK_SECONDS = 0.05  # between two looks at whether somebody does
+_LOOK_SECONDS = 0.05  # between two checks whether a caller waits
 
-SETUP_MESSAGE_LIMIT = 100_000  # characters: what a compiler says may be long, and no client has a part in it
+SETUP_MESSAGE_LIMIT = 100_000  # characters: compiler output may be long, and it does not come from a client
 
 
 class Runtime:
-    """Nodes and their threads, and the requests ``inflight``. ``nodes``, by node, are there once ``start`` returns."""
+    """Nodes, their threads, and the requests ``inflight``. ``nodes`` maps names to nodes once ``start`` returns."""
 
     door: Door
 
@@ -61,7 +61,7 @@ class Runtime:
         self.nodes: dict[str, Node] = {}
         self.recorders: list[Recorder] = []
         self.dues: list[Due] = []
-        self.is_left = False  # nobody waits any more for a backend that does not return
+        self.is_left = False  # the pipe has stopped waiting for a backend that does not return
         self._logical = pipeline.spec.logical()
         self._is_forked = False
         self._abandoned: set[Instance] = set()
@@ -76,13 +76,13 @@ class Runtime:
 
     @property
     def instances(self) -> list[Instance]:
-        """Those of all nodes."""
+        """The instances of all nodes."""
         return [instance for instances in self._instances.values() for instance in instances]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Set up every instance of every node; where one fails, end all threads and raise its error."""
+        """Set up every instance of every node; if one fails, end all threads and raise its error."""
         try:
             filters = {name: self._filter(name) for name in self.plans}
             for instance in self.instances:
@@ -104,7 +104,7 @@ class Runtime:
             raise
 
     def _filter(self, name: str) -> Filter:
-        """The node's filter; where its class cannot be configured, ``SetupError``."""
+        """The node's filter; raises ``SetupError`` if its class cannot be configured."""
         plan = self.plans[name]
         try:
             return plan.filter.create()
@@ -112,7 +112,7 @@ class Runtime:
             raise self._failure(error, f"{plan.spec.place}: filter {plan.spec.filter!r}") from error
 
     def make_node(self, name: str) -> Node:
-        """The node with the kind that its instances, which are set up, ask for."""
+        """Create the node, of the class that its instances require; they must be set up."""
         common = self.parts_of(name)
         instances = self._instances[name]
         if any(instance.max > 1 for instance in instances):
@@ -126,11 +126,11 @@ class Runtime:
         return SingleNode(*common)
 
     def parts_of(self, name: str) -> tuple[str, list[Instance], Fail, set[Any]]:
-        """What a node of any kind is made of."""
+        """The constructor arguments common to all node classes."""
         return name, self._instances[name], self.inflight.complete, self._waiting
 
     def connect(self, filters: Mapping[str, Filter]) -> None:
-        """Settle where requests go from each node, and from which nodes they come."""
+        """Set where requests go from each node, and from which nodes they come."""
         nodes = self.nodes
         routes = Routes(self.graph, self.plans, filters, self._logical, nodes, self.inflight.complete)
         self.inflight.entries = routes.entries
@@ -138,7 +138,7 @@ class Runtime:
             owner: {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
             for owner in nodes
         }
-        # Only logical nodes, and graphs that several nodes jump to, lead back to where a request has been.
+        # A request can revisit a node only through logical nodes, or graphs that several nodes jump to.
         leads_back = bool(self.graph.jumps) or len(nodes) < len(self.plans)
         around = both_ways(above) if leads_back else dict.fromkeys(nodes, ())
         for owner, node in nodes.items():
@@ -152,7 +152,7 @@ class Runtime:
         self.door = Door(paths, list(nodes.values()))
 
     def _failure(self, error: BaseException, place: str) -> TorchpipeError:
-        """What the builder of the pipe gets for an exception in a set-up."""
+        """The error that building the pipe raises for an exception during set-up."""
         for kind in (BackendUnavailable, ConfigError):
             if issubclass(type(error), kind):
                 return kind(f"{place}: {message_of(error, SETUP_MESSAGE_LIMIT)}")
@@ -161,43 +161,43 @@ class Runtime:
     def close(self, timeout: float | None = None) -> bool:
         """End every thread; queued requests fail with ``PipeClosed``. Idempotent, from any thread.
 
-        ``False`` if a backend still ran after ``timeout`` seconds, or ``LEAVE_SECONDS`` after nobody waited for it any
-        more; its requests have failed nevertheless.
+        Returns ``False`` if a backend still ran after ``timeout`` seconds, or ``LEAVE_SECONDS`` after its last caller
+        stopped waiting; its requests have failed nevertheless.
         """
         until = deadline_after(timeout)
         if self.current_instance() is None:
             return self.end(until)
         self.refuse()
-        with suppress(RuntimeError):  # Python ends, and starts no thread any more
+        with suppress(RuntimeError):  # a Python that exits starts no more threads
             # A callback's thread cannot wait for itself.
             threading.Thread(target=self.end, args=(until,), name="torchpipe_py close", daemon=True).start()
         return False
 
     def drop(self) -> None:
-        """``close`` for a pipe that nobody refers to. What runs may finish; nobody waits for it longer than that."""
-        # NOTE: a collection may call this on a pipe's thread, which may hold a lock that refusing takes as well.
+        """``close`` for an unreferenced pipe, in the background: running requests may finish."""
+        # NOTE: the garbage collector may call this on a pipe's thread, which may hold a lock that ``refuse`` takes.
         if threading.current_thread().name.startswith(THREAD_PREFIX):
-            with suppress(RuntimeError):  # Python ends, and ends the pipe itself
+            with suppress(RuntimeError):  # Python exits, and ends the pipe itself
                 start_new_thread(self.refuse, ())
         else:
             self.refuse()
             self._wait_for_threads(perf_counter() + LEAVE_SECONDS)
 
     def refuse(self) -> None:
-        """Take no further request; let every instance finish its batch, and fail what is queued."""
+        """Accept no further request; let every instance finish its batch, and fail queued requests."""
         if self._is_forked:
             return
         self.inflight.refuse()
-        # NOTE: all of them before any is closed: a node whose backend jumps has to know why what it runs there ends.
+        # NOTE: mark all nodes before closing any: a node whose backend jumps must know why its inner requests fail.
         for node in self.nodes.values():
             node.is_closing = True
         for node in self.nodes.values():
             node.close()
         for instance in self.instances:
-            instance.open(None)  # where it was not let serve yet
+            instance.open(None)  # if it has not started to serve
 
     def end(self, until: float | None = None) -> bool:
-        """``close`` on a thread that is none of the pipe's; ``until`` is in seconds of ``time.perf_counter``."""
+        """``close``, on a thread outside the pipe; ``until`` is in seconds of ``time.perf_counter``."""
         self.refuse()
         left = self._wait_for_threads(until)
         self.inflight.end()
@@ -216,7 +216,7 @@ class Runtime:
         return not left
 
     def _wait_for_threads(self, until: float | None) -> list[Instance]:
-        """The instances whose threads have not ended: their time is over, or nobody waits for what they run."""
+        """Wait for the threads; returns the instances still running after the time limit, or with no caller waiting."""
         leave_at = math.inf
         while True:
             now = perf_counter()
@@ -232,18 +232,18 @@ class Runtime:
             left[0].join(min(now + _LOOK_SECONDS, math.inf if until is None else until))
 
     def after_fork(self) -> None:
-        """In a forked child the threads are gone: refuse instead of waiting for them."""
+        """Refuse requests in a forked child, where the threads do not exist."""
         self._is_forked = True
         self.inflight.after_fork()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def current_instance(self) -> Instance | None:
-        """The instance whose thread, or whose stand-in, is calling."""
+        """The instance whose own thread, or a thread that acts for it, is calling."""
         return next((instance for instance in self.instances if instance.is_current), None)
 
     def refuse_wait(self, waiter: object, requests: Sequence[Request]) -> None:
-        """``RuntimeError`` where an instance's thread is about to wait for what may come to its own node."""
+        """Raise ``RuntimeError`` if an instance's thread would wait for requests that may reach its own node."""
         for name, instances in self._instances.items():
             if waiter in instances:
                 reaching = frozenset().union(*({each, *self.graph.upstream[each]} for each in self._logical[name]))
@@ -254,7 +254,7 @@ class Runtime:
                     )
 
     def retry_after_ms(self) -> int:
-        """How long a request that enters now waits, in whole milliseconds, at least 1."""
+        """Expected wait of a request that enters now, in whole milliseconds, at least 1."""
         return max(1, math.ceil(self.door.expected_wait() * 1000))
 
     # -- graphs that are run by a node of another -----------------------------------------------------------------
@@ -266,10 +266,10 @@ class Runtime:
         on_done: Callable[[list[BaseException | None]], None],
         parent: Request | None = None,
     ) -> None:
-        """Bring each item, of which there is at least one, to the graph's root.
+        """Bring each item (there must be at least one) to the graph's root.
 
-        ``on_done(errors)``, in order, is called once, from any thread, when all are through. They end with
-        their ``parent``, the request whose node runs them: at its deadline, or when it is given up.
+        ``on_done(errors)``, in order, is called once, from any thread, when all are finished. They end with their
+        ``parent``, the request whose node runs them: at its deadline, or when it is abandoned.
         """
         requests: list[Request] = []
         countdown = Countdown(len(items), lambda data, error: on_done([request.error for request in requests]))
@@ -292,7 +292,7 @@ class Runtime:
                 self.inflight.entries[root](request)
 
     def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
-        """Run each item through the graph and wait for all; their errors, in order. For an instance's own thread."""
+        """Run each item through the graph and wait for all; returns their errors in order. For an instance's thread."""
         if not items:
             return []
         outcome: Future[list[BaseException | None]] = Future()
@@ -300,12 +300,12 @@ class Runtime:
         instance = self.current_instance()
         if instance is None:
             return outcome.result()
-        # Meanwhile it sends nothing to the nodes after it: nobody waits for company from it.
+        # Meanwhile it sends nothing to later nodes, so their batches must not wait for it.
         with self.nodes[instance.node].paused(instance):
             return outcome.result()
 
 
-# Process-wide, since a fork is.
+# Process-wide, because a fork affects the whole process.
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
@@ -315,7 +315,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """End the threads of the pipes that are still there; nobody waits for them any more."""
+    """End the threads of all remaining pipes, for which no caller waits any more."""
     until = perf_counter() + LEAVE_SECONDS
     runtimes = [runtime for runtime in list(_runtimes) if not runtime.is_left]
     for runtime in runtimes:

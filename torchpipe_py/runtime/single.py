@@ -1,4 +1,4 @@
-"""Nodes whose instances take one request at a time, and those whose work goes on elsewhere."""
+"""Nodes whose instances take one request at a time, and nodes whose work continues elsewhere."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.node import Fail, Node
 from torchpipe_py.runtime.request import Caller, Request
 
-_HAND_OVER = 5e-5  # seconds from one thread to another that sleeps
+_HAND_OVER = 5e-5  # seconds to wake a sleeping thread
 
 
 class SingleNode(Node):
-    """Where no batch can form, nobody leads: each instance takes a request for itself.
+    """A node without batches and without a leader: each instance takes one request at a time.
 
-    Where the backend runs on any thread, the blocked caller of a request stands in for an idle instance: waking one
-    and being woken again would cost more than most images. Of several instances one is kept for items that are not
-    large, so that these never wait for a large one to end.
+    If the backend runs on any thread, a blocked caller runs it instead of an idle instance: waking the instance and
+    being woken again would cost more than most images. If there are several instances, one is reserved for items that
+    are not large, so that these never wait for a large one.
     """
 
     def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
         super().__init__(name, instances, fail, waiting)
         self.idle: IdleStack = IdleStack(self._queue.normal, self._queue.low)
         self._any_thread = all(instance.backend.any_thread() for instance in instances)
-        # Large items that wait while as many run as may. NOTE: they go back to the queue whenever one of these ends.
+        # Large items that wait for others to end. NOTE: they return to the queue whenever a large one ends.
         self._large: deque[Request] = deque()
         self._large_lock = threading.Lock()
         self._large_left = len(instances) - 1
 
     def _stays_with_caller(self, request: Request, caller: Caller) -> bool:
-        # One of several branches stays; more of them only where a hand-over would take longer than the backend.
+        # One of several branches stays; more stay only if a hand-over would take longer than the backend.
         if not self._any_thread or (caller and not self._is_quick()):
             return False
         self._reached.add(request)
@@ -51,7 +51,7 @@ class SingleNode(Node):
         return record.compute_time <= _HAND_OVER * record.singles
 
     def run_on_caller(self, request: Request) -> None:
-        """Run the backend on the calling thread, in place of an instance that is idle; queue where none is."""
+        """Run the backend on the calling thread instead of an idle instance; queue the request if none is idle."""
         outer = CURRENT.waiter
         instance = self.idle.borrow()
         if instance is None:
@@ -84,15 +84,15 @@ class SingleNode(Node):
                 return
             instance.busy = 1
             run(instance, request)
-            del request  # an idle instance keeps nothing of its last one
+            del request  # an idle instance must not keep its last request alive
             instance.taken = ()
-            # NOTE: busy ends only after delivery, so that a request is always visible in some node's load.
+            # NOTE: reset busy only after delivery, so that a request always counts in some node's load.
             instance.started = instance.busy = 0
             if waiting:
                 self._wake_leaders()
 
     def _run(self, instance: Instance, request: Request) -> None:
-        """Run the backend and deliver or fail the request, which may be over already."""
+        """Run the backend and deliver or fail the request, which may already be over."""
         instance.started = start = perf_counter()
         if not self._starts(instance, request, start):
             return
@@ -112,11 +112,11 @@ class SingleNode(Node):
     def _is_large(self, instance: Instance, request: Request) -> bool:
         try:
             return instance.backend.is_large(request.data)
-        except BaseException:  # `forward` has the same dict, and says what is wrong with it
+        except BaseException:  # `forward` gets the same dict, and reports the error
             return False
 
     def _run_large(self, instance: Instance, request: Request, start: float) -> None:
-        """Run it, or put it aside until another large one has ended."""
+        """Run the request, or put it aside until another large one has ended."""
         with self._large_lock:
             may_run = self._large_left > 0
             if may_run:
@@ -133,7 +133,7 @@ class SingleNode(Node):
         finally:
             with self._large_lock:
                 self._large_left += 1
-                # All of them, since some may be over. This instance looks into the queue next, or is given back.
+                # Requeue all, since some may be over. This instance checks the queue next, or is given back.
                 for large in reversed(self._large):
                     self._queue.of(large).appendleft(large)
                 self._large.clear()
@@ -157,7 +157,7 @@ class SingleNode(Node):
 
 
 class DeferredNode(SingleNode):
-    """Where backends are deferred: a request goes on from whatever thread finishes it."""
+    """A node with deferred backends: a request continues on the thread that finishes it."""
 
     def _compute(self, instance: Instance, request: Request, start: float) -> None:
         record, backend = instance.record, instance.backend
@@ -168,7 +168,7 @@ class DeferredNode(SingleNode):
             if error is None:
                 self._go_on(instance, request)
             elif isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
-                self.fail(request, error)  # what ended the request's own requests ends it as well
+                self.fail(request, error)  # an error that ended the requests it started ends it, too
             else:
                 self._fail_defect(instance, request, error)
 
@@ -181,4 +181,4 @@ class DeferredNode(SingleNode):
                 self.around((request,), start, begin)
         except BaseException as error:
             self._fail_defect(instance, request, error)
-        record.computed(perf_counter() - start)  # what it waits for, is other nodes' time
+        record.computed(perf_counter() - start)  # its waiting time is counted by other nodes

@@ -1,1 +1,1 @@
-"""What is recorded of requests and batches: figures, visits, traces, spans."""
+"""Records of requests and batches: statistics, visits, traces, spans."""

@@ -1,4 +1,4 @@
-"""Small copies of the images that nodes make of a request, for somebody who looks on."""
+"""Small copies of the images that nodes produce for a request, for display."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_PICTURES = 16
-"""Of one request."""
+"""Maximum number of pictures of one request."""
 
 MOST_SIDE = 192
-"""Rows and columns of a copy: each second, third, … of a larger image."""
+"""Maximum rows and columns of a copy; a larger image is reduced to every second, third, … row and column."""
 
 
 class Picture(NamedTuple):
-    """``pixels`` are H×W×3 RGB, or H×W×1, ``uint8``, of an image that has so many rows and columns."""
+    """``pixels``: H×W×3 RGB or H×W×1, ``uint8``; the other fields are the rows and columns of the original image."""
 
     height: int
     width: int
@@ -22,15 +22,15 @@ class Picture(NamedTuple):
 
 
 def small_copy(value: Any, color: str) -> Picture | None:
-    """Of a Mat H×W×C or H×W, or of a Tensor 1×C×H×W or C×H×W, of 1 or 3 channels; ``None`` for anything else.
+    """Copy a Mat H×W×C or H×W, or a Tensor 1×C×H×W or C×H×W, with 1 or 3 channels; ``None`` for anything else.
 
-    Numbers beyond 0 to 255, and fractions beyond 0 to 1, are spread over 0 to 255. It raises nothing: that somebody
-    looks on must not fail a batch.
+    Numbers outside 0 to 255, and fractions outside 0 to 1, are scaled to 0 to 255. It never raises: recording pictures
+    must not fail a batch.
     """
     try:
         with np.errstate(all="ignore"):
             return _copied(value, color)
-    except Exception:  # of a sparse Tensor, say, or of an object that only looks like an array
+    except Exception:  # for example, a sparse Tensor or an object that only looks like an array
         return None
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry's spans of the requests of a pipe, made from the times that its instances record anyway."""
+"""OpenTelemetry spans for the requests of a pipe, built from the times that its instances always record."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torchpipe_py.runtime.record.visits import Outcome, Timeline, Visit
 from torchpipe_py.runtime.request import OnDone, Request
 
 MOST_WAITING = 1024
-"""Finished requests whose spans are still to be made; of more than that no spans are made."""
+"""Maximum number of finished requests that wait for their spans; further requests get no spans."""
 
 CLOSE_SECONDS = 2.0
-"""How long ``close`` waits until the spans of finished requests are made."""
+"""Seconds that ``close`` waits until the spans of finished requests are created."""
 
 T = TypeVar("T")
 
 
 class Spans:
-    """Makes timelines of the requests that are sampled; a thread of its own makes spans of each when it is finished.
+    """Creates timelines for sampled requests; a separate thread turns each into spans when it is finished.
 
     ``labels`` has the backends of the nodes, for the spans' attributes. ``starts_traces``: whether requests without a
-    parent are asked for.
+    parent may be traced.
     """
 
     def __init__(self, provider: trace.TracerProvider, labels: Mapping[str, str], starts_traces: bool = True) -> None:
@@ -38,27 +38,27 @@ class Spans:
         self._finished: SimpleQueue[Timeline | None] = SimpleQueue()
         self._dropped = 0
         self._lock = threading.RLock()
-        self._since_1970 = 0  # nanoseconds, where perf_counter is 0
+        self._since_1970 = 0  # Unix time in nanoseconds at which perf_counter is 0
         self._thread = threading.Thread(target=self._main, name="torchpipe-spans", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Make the spans of what is finished, as far as there is time, and end the thread. May be called again."""
+        """Create the spans of finished requests, as far as time permits, and end the thread. Idempotent."""
         self.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_SECONDS)
 
     def stop(self) -> None:
-        """``close`` without waiting for it."""
+        """``close`` without waiting for the thread."""
         self._finished.put(None)
 
     # -- while a request is under way -----------------------------------------------------------------------------
 
     def request(self, data: Data, on_done: OnDone, root: str, deadline: float | None) -> Request:
-        """A request, traced if its parent is: the span that is current here. Without one the sampler decides."""
+        """A request, traced if its parent, the current span, is sampled. Without a parent the sampler decides."""
         request = Request(data, on_done, root, deadline)
         if not self._starts_traces and not contexts.get_current():
-            return request  # NOTE: nearly all, in a service that traces a few: what is asked besides takes longer
+            return request  # NOTE: a fast path for a service that traces few requests: the checks below are slower
         parent = trace.get_current_span().get_span_context()
         if not (parent.trace_flags.sampled if parent.is_valid else self._starts_traces):
             return request
@@ -70,10 +70,10 @@ class Spans:
         return request
 
     def around(self, requests: Sequence[Request], started: float, run: Callable[[], T]) -> T:
-        """Run a backend with the span of its computation current, so that what it makes become children of that.
+        """Run a backend with the span of its computation current, so that the spans it creates become its children.
 
-        Of several requests in the batch that are traced it is the span of the first one; it has links to the others,
-        and the others' spans have links to it.
+        If several requests of the batch are traced, this is the span of the first one; it and the others' spans are
+        linked in both directions.
         """
         traced = [(request.node, timeline) for request in requests if (timeline := timeline_of(request)) is not None]
         if not traced:
@@ -90,7 +90,7 @@ class Spans:
             contexts.detach(token)
 
     def _opened(self, timeline: Timeline, started: float) -> trace.Span:
-        """The span of a request, or of an element, which begins when it is first asked for."""
+        """The span of a request, or of an element, created on first access."""
         with self._lock:
             if timeline.span is None:
                 assert timeline.parent is not None
@@ -129,7 +129,7 @@ class Spans:
                 logger.warning("of %d finished requests no spans were made: more than %d waited", dropped, MOST_WAITING)
 
     def _make(self, timeline: Timeline) -> None:
-        """End the span of a request, or of an element, when it has its children."""
+        """End the span of a request, or of an element, after creating its children."""
         span = self._opened(timeline, timeline.ended)
         for visit in list(timeline.visits):
             self._make_visit(timeline, visit, span)
@@ -159,12 +159,12 @@ class Spans:
         span.end(self._ns(visit.ended))
 
     def _ns(self, seconds: float) -> int:
-        """A time of ``perf_counter`` as nanoseconds since 1970."""
+        """Convert ``perf_counter`` seconds to nanoseconds since 1970."""
         return self._since_1970 + round(seconds * 1e9)
 
 
 def timeline_of(request: Request) -> Timeline | None:
-    """What is recorded of a request, if it is traced."""
+    """The timeline of a request, if it is traced."""
     timeline = None if request.links is None else request.links.timeline
     return timeline if timeline is not None and timeline.is_traced else None
 

@@ -1,4 +1,4 @@
-"""What instances did, recorded where it happened, and the plain dicts that ``pipe.stats`` makes of it."""
+"""Counts and times that instances record, and the plain dicts that ``pipe.stats`` builds from them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Protocol
 from torchpipe_py.runtime.request import Request
 
 COUNTS = 28
-"""Counters of a histogram of times: up to 2**27 µs, two minutes; the last one counts everything beyond."""
+"""Number of counters in a histogram of times: up to 2**27 µs (two minutes); the last one counts longer times."""
 
 BOUNDS_MS = [2**power / 1000 for power in range(COUNTS - 1)]
-"""Upper bounds, exclusive, of the counters in milliseconds; the last counter has none."""
+"""Exclusive upper bounds of the counters in milliseconds; the last counter has no bound."""
 
 
 PLACES = 64
-"""Counters where times are counted first: no time is beyond the last of them. ``folded`` makes ``COUNTS`` of them."""
+"""Number of counters while recording, enough for any time. ``folded`` reduces them to ``COUNTS``."""
 
 
-# Of a node: the key of its figures, the metric, what it says.
+# For a node: the key in its statistics, the metric's name, its description.
 NODE_COUNTERS = (
     ("requests", "torchpipe_node_requests", "Requests that a node's backend was run on"),
     ("batches", "torchpipe_node_batches", "Batches that a node has run"),
@@ -41,13 +41,13 @@ NODE_TIMES = (
 
 
 def folded(places: Sequence[int]) -> list[int]:
-    """Of times that were counted by ``int(seconds * 1e6).bit_length()``: below 1 µs the first, then below 2**n µs."""
-    # NOTE: whoever counts writes this out, and does not call a function for each of the times of each request.
+    """Histogram from counters indexed by ``int(seconds * 1e6).bit_length()``: first below 1 µs, then below 2**n µs."""
+    # NOTE: recording code inlines that expression, to avoid a function call for each time of each request.
     return [*places[: COUNTS - 1], sum(places[COUNTS - 1 :])]
 
 
 class Recorder(Protocol):
-    """What is told of each batch: a trace, or spans."""
+    """Receives each batch: a trace, or spans."""
 
     def record(
         self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
@@ -56,23 +56,23 @@ class Recorder(Protocol):
 
 
 class Record:
-    """What one instance did: totals in seconds, and histograms of ``PLACES`` counters.
+    """Totals of one instance in seconds, and histograms of ``PLACES`` counters.
 
-    One thread at a time writes: the instance's own, or a caller's that stands in for it. ``recorders``, which all
-    instances of a pipe share and which may change, are told of each batch.
+    One thread at a time writes: the instance's own, or that of a caller that acts for it. Each batch is passed to
+    ``recorders``, which all instances of a pipe share and which may change.
     """
 
     def __init__(self, node: str, instance: int, recorders: Sequence[Recorder] = ()) -> None:
         self.traces = recorders
         self._node, self._instance = node, instance
-        self.singles = 0  # requests that ran alone where no batch can form; what follows counts batches and theirs
+        self.singles = 0  # requests in nodes without batches; the fields below count batches and their requests
         self.requests = self.batches = self.failed = self.expired = 0
         self.queue_time = self.batch_wait = self.compute_time = 0.0
         self.batch_sizes: Counter[int] = Counter()
         self.queue_counts, self.wait_counts, self.compute_counts = ([0] * PLACES for _ in range(3))
 
     def single(self, request: Request, start: float, end: float) -> None:
-        """A request ran alone from ``start`` to ``end``."""
+        """Record a request that ran alone from ``start`` to ``end``."""
         queued, computed = start - request.arrived, end - start
         self.singles += 1
         self.queue_time += queued
@@ -83,7 +83,7 @@ class Record:
             self.traced((request,), start, start, end)
 
     def batch(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
-        """A batch ran, of which a leader took the first request at ``collected``."""
+        """Record a batch, of which a leader took the first request at ``collected``."""
         size = len(requests)
         self.requests += size
         self.batches += 1
@@ -91,7 +91,7 @@ class Record:
         queue_counts, wait_counts = self.queue_counts, self.wait_counts
         for request in requests:
             arrived = request.arrived
-            # NOTE: what comes while the leader collects has not queued.
+            # NOTE: a request that arrives while the leader collects has no queue time.
             taken = arrived if arrived > collected else collected
             queued, waited = taken - arrived, start - taken
             self.queue_time += queued
@@ -103,30 +103,30 @@ class Record:
             self.traced(requests, collected, start, end)
 
     def queued(self, request: Request, start: float) -> None:
-        """A request is begun whose backend computes elsewhere; ``computed`` and ``traced`` follow."""
+        """Record the start of a request that computes elsewhere; ``computed`` and ``traced`` follow."""
         self.singles += 1
         self.queue_time += start - request.arrived
         self.queue_counts[int((start - request.arrived) * 1e6).bit_length()] += 1
 
     def computed(self, seconds: float) -> None:
-        """The backend ran for so long."""
+        """Record that the backend ran for ``seconds``."""
         self.compute_time += seconds
         self.compute_counts[int(seconds * 1e6).bit_length()] += 1
 
     def traced(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
-        """Enter the batch into the traces, if there are any."""
+        """Add the batch to the traces, if there are any."""
         for trace in self.traces:
             trace.record(self._node, self._instance, requests, collected, start, end)
 
 
 def summed(records: Sequence[Record]) -> dict[str, Any]:
-    """One node since it started, from the records of its instances.
+    """Totals of one node since it started, from the records of its instances.
 
-    ``queue_ms``, ``batch_wait_ms`` and ``compute_ms`` are totals in milliseconds: over requests from their arrival
-    until a leader took them, from then until their batch closed; over batches while the backend ran.
-    ``batch_sizes`` counts batches by size, ``failed`` the requests whose backend raised, ``expired`` those whose
-    deadline passed in the queue. ``instance_compute_ms`` has each instance's share. ``histograms`` has the same times:
-    ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, each of ``COUNTS`` counters.
+    ``queue_ms``, ``batch_wait_ms`` and ``compute_ms`` are totals in milliseconds: for requests, from arrival until a
+    leader took them, and from then until their batch closed; for batches, while the backend ran.
+    ``batch_sizes`` counts batches by size, ``failed`` requests whose backend raised, ``expired`` requests whose
+    deadline passed in the queue. ``instance_compute_ms`` is the compute time of each instance. ``histograms`` has the
+    same times: ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, each with ``COUNTS`` counters.
     """
 
     def total(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a pipe does while it is traced: each visit of a request at a node, written for Perfetto."""
+"""Traces a pipe: records each visit of a request at a node, and writes the trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torchpipe_py.runtime.request import OnDone, Request, callers_request
 
 DEFAULT_LIMIT = 1_000_000
 
-_INSTANCES, _REQUESTS = 1, 2  # what Chrome's format calls processes
+_INSTANCES, _REQUESTS = 1, 2  # process ids in Chrome's format
 
 
 class Wanted(list[Timeline]):
-    """Timelines; ``with_pictures`` of what the nodes make."""
+    """A list of timelines; ``with_pictures``: record copies of the nodes' images, too."""
 
     with_pictures = False
 
 
 WANTED: ContextVar[Wanted | None] = ContextVar("torchpipe_py.timelines", default=None)
-"""Where the timelines of the requests go that are made in this context."""
+"""The list that collects timelines of requests created in this context."""
 
 MakeRequest = Callable[[Data, OnDone, str, "float | None"], Request]
 
 
 def making_timelines(make: MakeRequest) -> MakeRequest:
-    """The same, where ``WANTED`` has a list with a timeline of each request in it."""
+    """Wrap ``make``: if ``WANTED`` has a list, add a timeline of each request to it."""
 
     def make_request(data: Data, on_done: OnDone, root: str, deadline: float | None) -> Request:
         request = make(data, on_done, root, deadline)
@@ -50,7 +50,7 @@ def making_timelines(make: MakeRequest) -> MakeRequest:
 
 
 class TimelineRecorder:
-    """Enters each batch into the timelines of its requests, where they have one."""
+    """Adds each batch to the timelines of its requests, if they have one."""
 
     def record(
         self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
@@ -65,7 +65,7 @@ class TimelineRecorder:
 
 
 class Trace:
-    """What a pipe did while it was traced; see ``pipe.trace``. Beyond ``limit`` visits the rest is only counted."""
+    """The visits recorded by ``pipe.trace``. After ``limit`` visits, further ones are only counted."""
 
     def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
         self.dropped = 0
@@ -79,7 +79,7 @@ class Trace:
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        """All of them so far, in the order in which they ended."""
+        """All visits so far, in the order in which they ended."""
         return tuple(self._visits)
 
     def record(
@@ -107,13 +107,13 @@ class Trace:
         return request.number
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it for Perfetto (ui.perfetto.dev) or chrome://tracing: a line for each instance and each request."""
+        """Write a file for Perfetto (ui.perfetto.dev) or chrome://tracing, with a row for each instance and request."""
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": list(chrome_events(self._visits)), "displayTimeUnit": "ms"}, file)
 
 
 def chrome_events(visits: Iterable[Visit]) -> Iterator[dict[str, Any]]:
-    """Visits in Chrome's trace event format: batches as complete events, requests as nestable asynchronous ones."""
+    """Visits in Chrome's trace event format: batches are complete events, requests nestable asynchronous events."""
     yield _meta("process_name", _INSTANCES, 0, "instances")
     yield _meta("process_name", _REQUESTS, 0, "requests")
     lines: dict[tuple[str, int], int] = {}
@@ -125,7 +125,7 @@ def chrome_events(visits: Iterable[Visit]) -> Iterator[dict[str, Any]]:
             yield _meta("thread_name", _INSTANCES, len(lines), f"{visit.node} {visit.instance}")
         batches.setdefault((visit.node, visit.batch), []).append(visit)
         counts[visit.request] += 1
-        # Each visit of a node has an identity of its own, since those of parallel branches overlap.
+        # Each visit of a node has a unique identity, since visits of parallel branches overlap.
         identity = f"{visit.request}.{counts[visit.request]}"
         where = {"request": visit.request, "instance": visit.instance, "batch size": visit.size}
         for phase, start, end in visit.phases():

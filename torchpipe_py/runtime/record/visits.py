@@ -1,4 +1,4 @@
-"""What is recorded of a request: its visits at nodes, and the runs of other graphs that it started."""
+"""Records of a request: its visits at nodes, and the runs of other graphs that it started."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.record.pictures import MOST_PICTURES, Picture, small_copy
 
 MOST_ELEMENTS = 256
-"""Runs of other graphs that are recorded of one request; a list may be longer."""
+"""Maximum number of runs of other graphs recorded for one request; a list may be longer."""
 
 _MESSAGE_CHARACTERS = 200
 
 Outcome = tuple[str, str]
-"""Code and message of an error. NOTE: the exception itself would keep what its traceback refers to, images too."""
+"""Code and message of an error. NOTE: the exception itself would keep images alive through its traceback."""
 
 
 @dataclass
 class Visit:
-    """One request at one node. In a ``Trace``, times are seconds since it began, else of ``time.perf_counter``.
+    """One request at one node. Times are seconds since the beginning of a ``Trace``, else of ``time.perf_counter``.
 
-    From ``arrived`` to ``collected`` it stood in the queue, to ``started`` its batch waited for company, to ``ended``
-    the backend ran. ``size`` is how many requests were in the batch. In a ``Trace``, ``request`` counts requests and
-    ``batch`` batches, from 1; the parts of a jump carry the number of the request that jumped.
+    It was queued from ``arrived`` to ``collected``, its batch waited until ``started``, and the backend ran until
+    ``ended``. ``size`` is the number of requests in the batch. In a ``Trace``, ``request`` and ``batch`` are numbers,
+    counted from 1; the requests of a jump have the number of the request that jumped.
     """
 
     node: str
@@ -48,16 +48,16 @@ class Visit:
 
 
 def taken_at(arrived: float, collected: float, started: float) -> float:
-    """When a request left the queue: what comes while its batch waits for company has not queued."""
+    """When a request left the queue; a request that arrives while its batch fills up has no queue time."""
     return min(started, max(arrived, collected))
 
 
 class Timeline:
     """The visits of a request and of its branches, and a timeline for each run of another graph that it started.
 
-    ``parent`` is the request that a run belongs to, ``node`` the one of its nodes that jumps, ``index`` the place among
+    For such a run, ``parent`` is the timeline it belongs to, ``node`` the node that jumps, ``index`` its position among
     the elements. ``span``, ``begun`` (the spans of nodes) and ``links`` belong to ``Spans``.
-    ``pictures``, if they are wanted, are of its visits and of those of the runs. Any thread may add to it.
+    ``pictures``, if requested, come from its visits and those of its runs. Any thread may add to it.
     """
 
     def __init__(self, root: str, on_end: Callable[[Timeline], object] | None = None) -> None:
@@ -77,15 +77,15 @@ class Timeline:
 
     @property
     def is_traced(self) -> bool:
-        """Whether spans are made of it."""
+        """Whether spans are created for it."""
         return self.span is not None or (self.parent is not None and self.parent.is_traced)
 
     def all_visits(self) -> list[Visit]:
-        """Its own, and those of the runs that it started."""
+        """Its own visits, and those of the runs that it started."""
         return [*self.visits, *[visit for element in list(self.elements) for visit in element.all_visits()]]
 
     def element(self, root: str, node: str, index: int) -> Timeline | None:
-        """That of a run of the graph ``root``, which ``node`` started; ``None`` where there are too many."""
+        """Add a timeline for a run of the graph ``root`` that ``node`` started; ``None`` if there are too many."""
         if not self._room[0]:
             return None
         self._room[0] -= 1
@@ -96,7 +96,7 @@ class Timeline:
         return element
 
     def visited(self, visit: Visit, data: Mapping[str, Any]) -> None:
-        """A node has run; ``data`` is what the request is then."""
+        """Record that a node has run; ``data`` is the request's dict at that time."""
         self.visits.append(visit)
         if self.pictures is not None and len(self.pictures) < MOST_PICTURES:
             picture = small_copy(data.get(TASK_RESULT_KEY), str(data.get(TASK_COLOR_KEY, "rgb")))
@@ -104,13 +104,13 @@ class Timeline:
                 self.pictures.append((visit, picture))
 
     def fail(self, node: str, error: BaseException) -> None:
-        """The backend of ``node``, where it was last, has raised."""
+        """Record that the backend of ``node``, its last node, has raised."""
         visit = next((visit for visit in reversed(self.visits) if visit.node == node), None)
         if visit is not None:
             visit.error = outcome_of(error)
 
     def end(self, error: BaseException | None, data: Mapping[str, Any]) -> None:
-        """The outcome is final; further calls do nothing."""
+        """Record the final outcome; further calls have no effect."""
         if not self.ended:
             self.error = error_in(data) if error is None else outcome_of(error)
             self.ended = perf_counter()
@@ -118,14 +118,14 @@ class Timeline:
                 self._on_end(self)
 
     def last_end(self) -> float:
-        """When the request was through. NOTE: ``ended`` is later, since whoever waits is told before."""
+        """When the request was finished. NOTE: ``ended`` is later, since the caller is notified first."""
         last = max([visit.ended for visit in self.visits], default=0.0)
         is_through = last and (self.error is None or any(visit.error for visit in self.visits))
         return last if is_through else self.ended or last
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """What is kept of an exception."""
+    """The code and message of an exception."""
     code = error.code if isinstance(error, TorchpipeError) else type(error).__name__
     return code, message_of(error, _MESSAGE_CHARACTERS)
 
