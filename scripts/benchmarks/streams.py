@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from benchmarks.common import Load, Report, load_of, progress
 from torchpipe_py import Registry, pipe
@@ -42,15 +43,17 @@ def streams(args: argparse.Namespace) -> Report:
     """Streams as live in growing numbers, some of them broken, and files at full speed."""
     report = Report(f"streams: {FPS} fps each, for a model that takes half of them; QPS are frames, latency their age")
     with tempfile.TemporaryDirectory() as folder:
-        video, file = Path(folder, "a.ts"), Path(folder, "b.ts")
-        _write_video(video, 320, 240)
-        _write_video(file, 1280, 720)
+        video, short, file = (Path(folder, name) for name in ("a.ts", "b.ts", "c.ts"))
+        # NOTE: so long that no file is opened again: all would be at once, and lose turns.
+        _write_video(video, 160, 120, round(FPS * (args.seconds + WARM_UP_SECONDS + 10)))
+        _write_video(short, 160, 120, FRAMES)
+        _write_video(file, 1280, 720, FRAMES)
         deviations: dict[int, list[float]] = {count: [] for count in COUNTS}
         late: list[int] = []
         for number in range(args.rounds):
             for count in COUNTS:
                 deviations[count].append(_live(report, video, count, args.seconds))
-            late.append(_broken(report, video, args.seconds))
+            late.append(_broken(report, video, short, args.seconds))
             for compute_ms in COMPUTE_MS:
                 _file(report, file, compute_ms / 1000)
             progress(f"round {number + 1} of {args.rounds}")
@@ -93,16 +96,22 @@ def _live(report: Report, video: Path, count: int, seconds: float) -> float:
     }
     with _model(compute_s) as run, Streams(run, tables) as frames:
         _take(frames, WARM_UP_SECONDS)
-        before = psutil.Process().memory_info().rss
+        before = _holds()
         ages = _take(frames, seconds)
-        growth = psutil.Process().memory_info().rss - before
+        growth = _holds() - before
     results = {name: len(ages.get(name, ())) / table["weight"] for name, table in tables.items()}
     fair = sum(results.values()) / count
     deviation: float = max(abs(each - fair) for each in results.values()) / fair
-    memory = f"memory {growth / 2**20:+.1f} MiB"
-    note = f"{1000 * _late_s(count):.0f} ms is late; {100 * deviation:.1f} % from its share; {memory}"
+    grown = "memory {:+.1f} MiB, descriptors {:+.0f}, threads {:+.0f}".format(*growth)
+    note = f"{1000 * _late_s(count):.0f} ms is late; {100 * deviation:.1f} % from its share; {grown}"
     report.add("{} streams", count, _load(ages, seconds, note))
     return deviation
+
+
+def _holds() -> NDArray[np.float64]:
+    """MiB of memory, descriptors and threads of this process."""
+    process = psutil.Process()
+    return np.array([process.memory_info().rss / 2**20, process.num_fds(), process.num_threads()])
 
 
 def _compute_s(count: int) -> float:
@@ -114,11 +123,11 @@ def _late_s(count: int) -> float:
     return LATE_FRAMES / FPS + _compute_s(count)
 
 
-def _broken(report: Report, video: Path, seconds: float) -> int:
+def _broken(report: Report, video: Path, short: Path, seconds: float) -> int:
     """Some sources among 16 that break at random, and in turn the same that do not; late frames of others due to it."""
     count, late = 16, {}
     for is_broken in (False, True):
-        with closing(_Source(video.read_bytes(), is_broken)) as source, _model(_compute_s(count)) as run:
+        with closing(_Source(short.read_bytes(), is_broken)) as source, _model(_compute_s(count)) as run:
             tables: dict[str, dict[str, Any]] = {
                 f"{index:02}": {"source": str(video), "repeat": True} for index in range(count - len(BROKEN))
             }
@@ -217,7 +226,7 @@ class _Source:
                 sock.sendall(piece)
 
 
-def _write_video(path: Path, width: int, height: int) -> None:
+def _write_video(path: Path, width: int, height: int, frames: int) -> None:
     import av
     import cv2
 
@@ -226,7 +235,7 @@ def _write_video(path: Path, width: int, height: int) -> None:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=FPS)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # type: ignore[attr-defined]
-        for index in range(FRAMES):
+        for index in range(frames):
             frame = av.VideoFrame.from_ndarray(np.roll(picture, 2 * index, axis=1), format="bgr24")
             container.mux(stream.encode(frame))  # type: ignore[attr-defined]
         container.mux(stream.encode())  # type: ignore[attr-defined]
