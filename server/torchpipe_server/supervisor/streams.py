@@ -20,7 +20,7 @@ from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snaps
 logger = logging.getLogger("torchpipe_server")
 
 MOST_SUBSCRIBERS = 32
-EVENTS_WAITING = 64  # of a subscriber that does not read
+EVENTS_WAITING = 16  # of a subscriber that does not read: 32 MiB for all of them at most
 HEARTBEAT_SECONDS = 10.0
 SNAPSHOT_SECONDS = 5.0  # for a worker to draw a frame
 
