@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from struct import Struct
+from struct import Struct, error, pack
 from typing import Any
 
 from thriftpy2.thrift import TType
@@ -88,6 +88,7 @@ class ThriftReader:
         self._items = self._text_bytes = self._steps = 0
         self._error: Exception | None = None  # what is wrong with the arguments, first
         self._walk: Walk | None = None
+        self._usual: _Usual | None = None  # calls that are like the last one
         self._needed = 0  # bytes that the buffer must have before the walk can go on
         self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
         self.request: Message | None = None
@@ -119,17 +120,15 @@ class ThriftReader:
         if self._start == size or self._needed > size:
             return None
         if self._walk is None:
+            if self._usual is not None and (found := self._usual.read(self._buffer, self._start)) is not None:
+                return self._ended(*found)
             self._walk, self._limit = self._message(), sys.maxsize
         self._end = min(size, self._limit)
         try:
             self._needed = next(self._walk)
         except StopIteration as stop:
-            message: Message = stop.value
-            self._start, self._walk, self._needed, self.request, self.is_paused = self._at, None, 0, None, False
-            self._error = None
-            if self._start == size:  # NOTE: an idle connection holds nothing of its last message
-                self._buffer, self._start = b"", 0
-            return message
+            self._walk, self._needed, self.request, self.is_paused, self._error = None, 0, None, False, None
+            return self._ended(stop.value, self._at)
         except ProtocolError as error:
             broken = error
         except RecursionError:
@@ -139,6 +138,12 @@ class ThriftReader:
             return None
         self.abandon(broken)
         raise ProtocolError(*self._broken)  # type: ignore[misc]
+
+    def _ended(self, message: Message, end: int) -> Message:
+        self._start = end
+        if end == len(self._buffer):  # NOTE: an idle connection holds nothing of its last message
+            self._buffer, self._start = b"", 0
+        return message
 
     def abandon(self, error: ProtocolError) -> None:
         """Give up the unfinished message, whatever it holds; ``error`` is what a further `next` raises."""
@@ -171,12 +176,18 @@ class ThriftReader:
         if size > limits.message_bytes:
             text = f"a frame of {size} bytes; the limit is {limits.message_bytes} (--max-message-bytes)"
             raise ProtocolError("too_large", text)
-        begin = self._at
-        message.args = yield from self._struct(self._args_of(message.name), 1)
+        begin, cls = self._at, self._args_of(message.name)
+        message.args = yield from self._struct(cls, 1)
         if framing.framed and self._at != self._limit:
             raise ProtocolError("bad_frame", "the frame goes on after its message")
         message.error = self._error
         message.size = self._at - begin + TEXT_BYTES * self._text_bytes + ITEM_BYTES * self._items
+        # NOTE: what had just these fields was within the limits of fields and depth.
+        if 1 < self._items == 1 + len(_texts_of(cls)[1]) and not (
+            self._is_compact or message.error or message.is_oneway
+        ):
+            head = bytes(self._buffer[self._start + 4 * framing.framed : begin - 4])
+            self._usual = _Usual(message.name, framing, head, cls, limits)
         return message
 
     def _header(self, framing: Framing) -> Walk:
@@ -264,13 +275,8 @@ class ThriftReader:
             size, most = (yield from self._size()), self._limits.string_bytes
             if size > most:
                 raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {most} (--max-message-bytes)")
-            if self._at + size > self._end:
-                yield from self._wait(size)
-            at, self._at = self._at, self._at + size
-            if spec is None:
-                return None
-            data = bytes(memoryview(self._buffer)[at : at + size])
-            return data if spec == _BYTES else self._text(data, place)
+            data = yield from self._bytes(size, spec is not None)
+            return self._text(data, place) if spec == _STRING else data
         fixed = self._fixed.get(ttype)
         if fixed is not None:
             size, read = fixed
@@ -298,10 +304,7 @@ class ThriftReader:
         if self._is_compact:
             size, types = yield from self._compact_head(is_map)
         else:
-            if self._at + 6 > self._end:
-                yield from self._wait(1 + is_map)
-            types = list(self._buffer[self._at : self._at + 1 + is_map])
-            self._at += 1 + is_map
+            types = list((yield from self._bytes(1 + is_map)))
             size = yield from self._size()
         self._count(size)
         specs: Any = (None, None)
@@ -371,10 +374,7 @@ class ThriftReader:
             if size >= 2**31:
                 raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
             return size
-        if self._at + 4 > self._end:
-            yield from self._wait(4)
-        size = _i32.unpack_from(self._buffer, self._at)[0]
-        self._at += 4
+        size = yield from self._number(_i32)
         if size < 0:
             raise ProtocolError("negative_size", f"a size of {size}")
         return size
@@ -414,6 +414,64 @@ class ThriftReader:
         most = self._limits.items
         if self._items > most:
             raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
+
+
+class _Usual:
+    """Reads calls that are like the last one of their connection, which nearly all are: of the method whose arguments
+    are ``cls``, in the binary protocol, all fields there and in order. ``head`` is what comes before their number.
+    """
+
+    def __init__(self, name: str, framing: Framing, head: bytes, cls: Any, limits: Limits) -> None:
+        self._name, self._framing, self._head, self._args, self._limits = name, framing, head, cls, limits
+        self._object, self._fields = _texts_of(cls)
+
+    def read(self, buffer: bytes | bytearray, start: int) -> tuple[Message, int] | None:
+        """The call that begins there, and where it ends; ``None`` for another one, or one that is not whole or right:
+        the walk says what that is."""
+        limits, framed, values, text_bytes = self._limits, self._framing.framed, {}, 0
+        first = start + 4 if framed else start
+        begin = at = first + len(self._head) + 4
+        if not buffer.startswith(self._head, first):
+            return None
+        try:
+            for field, name, is_text in self._fields:
+                begins, at = buffer.startswith(field, at), at + len(field) + 4
+                size = _u32.unpack_from(buffer, at - 4)[0]
+                text_bytes += size if is_text else 0
+                if not begins or size > limits.string_bytes or text_bytes > limits.text_bytes:
+                    return None
+                data, at = bytes(buffer[at : at + size]), at + size
+                values[name] = data.decode() if is_text else data
+        except (error, UnicodeDecodeError):
+            return None
+        end = at + len(_END)
+        is_whole = buffer.startswith(_END, at) and (not framed or _u32.unpack_from(buffer, start)[0] == end - first)
+        if not is_whole or end - first > limits.message_bytes:
+            return None
+        message = Message(self._name, False, _i32.unpack_from(buffer, begin - 4)[0], self._framing)
+        message.args = self._args(self._object(**values))
+        message.size = end - begin + TEXT_BYTES * text_bytes + ITEM_BYTES * (1 + len(values))
+        return message, end
+
+
+_END = bytes(2)  # of the arguments and the object in them
+
+
+@lru_cache(maxsize=256)
+def _texts_of(cls: Any) -> tuple[Any, Sequence[tuple[bytes, str, bool]]]:
+    """Of arguments that are one object of texts and bytes its class, and what comes before the size of each field, the
+    field's name, and whether it is a text; no fields for other arguments.
+    """
+    specs = [] if cls is None else list(cls.thrift_spec.items())
+    if len(specs) != 1 or specs[0][1][0] != _STRUCT:
+        return None, ()
+    begin, inner = pack(">bh", _STRUCT, specs[0][0]), specs[0][1][2]
+    fields: list[tuple[bytes, str, bool]] = []
+    for number, (ttype, name, *_) in inner.thrift_spec.items():
+        if ttype not in (_STRING, _BYTES):
+            return None, ()
+        fields.append(((b"" if fields else begin) + pack(">bh", _STRING, number), name, ttype == _STRING))
+    return inner, fields
 
 
 @lru_cache(maxsize=256)
