@@ -204,7 +204,9 @@ class OpenInference:
             asked = asked._replace(node_name=model.entered(asked.node_name))
         root = model.root(asked.node_name)
         items = asked.items(root.inputs)
-        count, asked = len(items), asked._replace(rows=())  # NOTE: inputs are kept no longer than the pipe keeps them
+        count = len(items)
+        asked.rows.clear()  # NOTE: inputs are kept no longer than the pipe keeps them
+        is_plain = not asked.outputs and asked.id is None and asked.is_binary == codec.is_binary
 
         def finish(outcomes: list[Any]) -> None:
             try:
@@ -215,16 +217,14 @@ class OpenInference:
             done(result)
 
         def finish_one(data: dict[str, Any], error: BaseException | None) -> None:
-            answer = None
             if error is None and is_plain and RESULT in data:
                 answer = codec.plain(model, root, data[RESULT])
-            if answer is None:
-                finish([_outcome(asked, data, error)])
-            else:
-                model.figures.add(1, began, True)
-                done(answer)
+                if answer is not None:
+                    model.figures.add(1, began, True)
+                    done(answer)
+                    return
+            finish([_outcome(asked, data, error)])
 
-        is_plain = not asked.outputs and asked.id is None and asked.is_binary == codec.is_binary
         try:
             seconds = model.deadlines.seconds(asked.deadline_ms, asked.priority, asked.node_name)
             if count == 1:

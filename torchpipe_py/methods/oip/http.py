@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 """The header that says how many bytes of a body are JSON; the tensors' binary data follow."""
 
 _float32 = struct.Struct("f")
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+_encode, _encode_text = json.JSONEncoder(ensure_ascii=False).encode, json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
 
@@ -74,9 +75,10 @@ _OPTIONS = [name for struct in (Options, _InputOptions, _OutputOptions) for name
 
 
 class Head(NamedTuple):
-    """What the header fields of a request say: where its JSON ends, and a deadline."""
+    """What the header fields of a request say: where its JSON ends, as given and as a number, and a deadline."""
 
-    json_size: str | None
+    given: str | None
+    json_size: int
     deadline_ms: float | None
     priority: int = 0
 
@@ -85,16 +87,19 @@ def read_head(fields: Mapping[str, str]) -> Head:
     """What the header fields say, their names in lower case; raises what is wrong with them."""
     check_encoding(fields)
     deadline, priority = milliseconds(fields.get("x-deadline-ms")), priority_of(fields.get("x-priority", 0))
-    return Head(fields.get(HEADER_LENGTH.lower()), deadline, priority)
+    given, size = fields.get(HEADER_LENGTH.lower()), sys.maxsize
+    if given is not None and given.isascii() and given.isdigit() and len(given) <= 12:
+        size = int(given)
+    return Head(given, size, deadline, priority)
 
 
 def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
     """The request; raises what is wrong with it."""
-    size, given = len(body), head.json_size
-    if given is not None:
-        if not (given.isascii() and given.isdigit() and len(given) <= 12 and int(given) <= size):
-            raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
-        size = int(given)
+    size = len(body)
+    if head.given is not None:
+        if head.json_size > size:
+            raise InvalidRequest(f"{HEADER_LENGTH} {head.given[:40]!r}; the body has {size} bytes")
+        size = head.json_size
     view = memoryview(body)
     asked = _read_json(view[:size], limits.text)
     options = asked.parameters
@@ -104,7 +109,7 @@ def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
         wanted = None if output.parameters is None else output.parameters.binary_data
         outputs.append(Wanted(output.name, is_binary if wanted is None else wanted))
     inputs = _inputs(asked.inputs, view[size:])
-    return infer_request(asked.id, options, inputs, outputs, limits.items, head.deadline_ms, head.priority)
+    return infer_request(asked.id, options, inputs, outputs, limits.items, is_binary, head.deadline_ms, head.priority)
 
 
 def _inputs(inputs: Sequence[_Input], binary: memoryview) -> list[Given]:
@@ -171,7 +176,7 @@ class Templates:
             if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
                 return None
             (score,) = _float32.unpack(_float32.pack(value[1]))
-            text = f"{start}{_encode(str(value[0]))}{self._score}{score!r}]}}]}}"
+            text = f"{start}{_encode_text(str(value[0]))}{self._score}{score!r}]}}]}}"
         else:
             if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
                 return None

@@ -10,10 +10,10 @@ import msgspec
 
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, counted, nearest
-from torchpipe_py.methods.oip.tensors import form_of, rows_of
+from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import milliseconds
-from torchpipe_py.wire.values import check_name, check_names
+from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
 _DATA = "data"
 MOST_ITEM_VALUES = 2**12
@@ -66,7 +66,7 @@ class InferRequest(NamedTuple):
     """``outputs`` is empty if all are wanted; then ``is_binary`` says in which form."""
 
     id: str | None
-    rows: Sequence[Row]
+    rows: list[Row]
     outputs: Sequence[Wanted]
     is_binary: bool
     node_name: str | None
@@ -88,24 +88,26 @@ class InferRequest(NamedTuple):
 
 def infer_request(
     id: str | None, options: Options | None, inputs: Sequence[Given], outputs: Sequence[Wanted], most: int,
-    deadline_ms: float | None = None, priority: int = 0,
+    is_binary: bool, deadline_ms: float | None = None, priority: int = 0,
 ) -> InferRequest:  # fmt: skip
     """The request; raises what is wrong with it. ``most`` bounds the batch.
 
     ``deadline_ms`` and ``priority`` are those that the options may change.
     """
-    is_binary, node_name = False, None
+    node_name = None
     if options is not None:
-        is_binary, node_name = options.binary_data_output, options.node_name
+        node_name = options.node_name
         priority = min(1, options.priority) or priority
         if options.deadline_ms is not None:
             deadline_ms = milliseconds(options.deadline_ms)
         elif options.timeout:
             deadline_ms = milliseconds(options.timeout / 1000)
-    for what, name in (("node_name", node_name), ("id", id)):
-        if name is not None:
-            check_name(what, name)
-    _check_names("outputs", [output.name for output in outputs])
+        if node_name is not None:
+            check_name("node_name", node_name)
+    if id is not None:
+        check_name("id", id)
+    if outputs:
+        _check_names("outputs", [output.name for output in outputs])
     return InferRequest(id, _rows(inputs, most), outputs, is_binary, node_name, deadline_ms, priority)
 
 
@@ -134,6 +136,10 @@ def _check_names(what: str, names: Sequence[str]) -> None:
 def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
+    name, datatype, shape, data = inputs[0]
+    is_usual = len(inputs) == len(shape) == shape[0] == 1 and datatype == BYTES and 0 < len(name) <= NAME_CHARACTERS
+    if is_usual and (element := only_element(data)) is not None:
+        return [{name: element}]
     _check_names("inputs", [given.name for given in inputs])
     rows: list[Row] = []
     for given in inputs:
@@ -153,9 +159,9 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
 
 
 def _item(row: Row, names: Sequence[str]) -> Row:
-    held = {name: row[name] for name in names if name in row}
     if _DATA in row:
         return row
+    held = {name: row[name] for name in names if name in row}
     if not held:
         other = next(iter(row))[:40]
         raise InvalidRequest(f"unknown input {other!r}; {nearest(other, names or [_DATA])}")

@@ -168,41 +168,42 @@ class OipRpcs:
         """The request; raises what is wrong with it."""
         asked = request.message
         # NOTE: before anything is done for each: a message has room for millions.
-        counts = {"inputs": len(asked.inputs), "outputs": len(asked.outputs), "parameters": len(asked.parameters)}
-        for what, count in counts.items():
-            if count > MOST_VALUES:
-                raise InvalidRequest(f"{count} {what}; the limit is {MOST_VALUES}")
-        options = _options(asked.parameters) if asked.parameters else None
-        outputs = [_wanted(output) for output in asked.outputs]
-        priority = priority_of(request.fields.get("x-priority", 0))
+        inputs, outputs, parameters = asked.inputs, asked.outputs, asked.parameters
+        for what, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
+            if len(given) > MOST_VALUES:
+                raise InvalidRequest(f"{len(given)} {what}; the limit is {MOST_VALUES}")
+        options = _options(parameters) if parameters else None
+        wanted = [_wanted(output) for output in outputs]
+        priority, deadline_ms = request.fields.get("x-priority"), request.deadline_ms
         read = infer_request(
-            asked.id or None, options, self._inputs(asked), outputs, self._limits.items, request.deadline_ms, priority
-        )
-        deadline_ms = read.deadline_ms
-        if deadline_ms is not None and request.deadline_ms is not None:
-            deadline_ms = min(deadline_ms, request.deadline_ms)
-        return read._replace(is_binary=True, deadline_ms=deadline_ms)
+            asked.id or None, options, self._inputs(inputs, asked.raw_input_contents), wanted, self._limits.items, True,
+            deadline_ms, 0 if priority is None else priority_of(priority),
+        )  # fmt: skip
+        if options is None or deadline_ms is None or read.deadline_ms is None:
+            return read
+        return read._replace(deadline_ms=min(read.deadline_ms, deadline_ms))
 
-    def _inputs(self, asked: Any) -> list[Given]:
-        raw = asked.raw_input_contents
-        if raw and len(raw) != len(asked.inputs):
-            raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(asked.inputs)} inputs")
+    def _inputs(self, inputs: Sequence[Any], raw: Sequence[bytes]) -> list[Given]:
+        if raw and len(raw) != len(inputs):
+            raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(inputs)} inputs")
         found: list[Given] = []
-        for index, given in enumerate(asked.inputs):
-            where = f"input {given.name[:40]!r}: "
-            if given.parameters:
-                text = "shared memory is not served" if "shared_memory_region" in given.parameters else "unknown"
-                raise InvalidRequest(f"{where}parameter {next(iter(given.parameters))[:40]!r}: {text}")
-            if raw and given.HasField("contents"):
-                raise InvalidRequest(f"{where}both contents and raw_input_contents")
-            if len(given.shape) > MOST_DIMENSIONS:
-                raise InvalidRequest(f"{where}{len(given.shape)} dimensions; the limit is {MOST_DIMENSIONS}")
-            data = memoryview(raw[index]) if raw else self._contents(where, given)
-            found.append(Given(given.name, given.datatype, list(given.shape), data))
+        for index, given in enumerate(inputs):
+            name, shape, parameters, wrong = given.name, given.shape, given.parameters, ""
+            if parameters:
+                text = "shared memory is not served" if "shared_memory_region" in parameters else "unknown"
+                wrong = f"parameter {next(iter(parameters))[:40]!r}: {text}"
+            elif raw and given.HasField("contents"):
+                wrong = "both contents and raw_input_contents"
+            elif len(shape) > MOST_DIMENSIONS:
+                wrong = f"{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}"
+            if wrong:
+                raise InvalidRequest(f"input {name[:40]!r}: {wrong}")
+            data = memoryview(raw[index]) if raw else self._contents(given)
+            found.append(Given(name, given.datatype, list(shape), data))
         return found
 
-    def _contents(self, where: str, given: Any) -> list[Any]:
-        field = _CONTENTS.get(given.datatype)
+    def _contents(self, given: Any) -> list[Any]:
+        where, field = f"input {given.name[:40]!r}: ", _CONTENTS.get(given.datatype)
         if field is None:
             if given.datatype in DATATYPES:
                 raise InvalidRequest(f"{where}{given.datatype} is sent as raw_input_contents")

@@ -43,8 +43,6 @@ class Form(NamedTuple):
 def form_of(name: str, datatype: str, shape: Sequence[int]) -> Form:
     """Checked; ``InvalidRequest`` for a type that does not exist, or a shape that no tensor of a batch has."""
     form = Form(name, datatype, tuple(shape))
-    if datatype == BYTES and len(shape) == 1 and shape[0] > 0:
-        return form  # nearly all
     check_form(form.where, datatype, shape, DATATYPES)
     if not shape or not shape[0]:
         raise InvalidRequest(f"{form.where}the shape {shape} has no batch: its first size is the number of items")
@@ -103,6 +101,13 @@ def _binary_elements(form: Form, data: memoryview) -> Iterator[bytes]:
         start = end
     if start != len(data):
         raise InvalidRequest(f"{form.where}{len(data) - start} bytes behind its last element")
+
+
+def only_element(data: Any) -> bytes | None:
+    """The element of binary ``BYTES`` that hold exactly one; ``None`` for any other data."""
+    if type(data) is not memoryview or len(data) < _LENGTH.size:
+        return None
+    return bytes(data[_LENGTH.size :]) if _LENGTH.unpack_from(data)[0] == len(data) - _LENGTH.size else None
 
 
 class Output(NamedTuple):
