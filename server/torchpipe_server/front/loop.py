@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from typing import Any
 
 logger = logging.getLogger("torchpipe_server")
@@ -41,6 +43,34 @@ def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
         pass  # closed
+
+
+class Inbox:
+    """What any thread puts in is taken on the loop's thread, in its order.
+
+    The loop is woken once for all that comes until it is there.
+    """
+
+    def __init__(self, loop: Loop, take: Callable[..., object]) -> None:
+        self._loop, self._take = loop, take
+        self._items: deque[tuple[Any, ...]] = deque()
+        self._is_awake = False
+        self._thread = 0  # of the loop, once it was there
+
+    def put(self, *item: Any) -> None:
+        """Have ``take(*item)`` called, in the loop's next round."""
+        self._items.append(item)
+        if not self._is_awake:
+            self._is_awake = True
+            if get_ident() == self._thread:
+                self._loop.call_soon(self._take_all)
+            else:
+                call_from_any_thread(self._loop, self._take_all)
+
+    def _take_all(self) -> None:
+        self._is_awake, self._thread = False, get_ident()
+        for _ in range(len(self._items)):  # NOTE: what is put in meanwhile comes in the next round
+            self._take(*self._items.popleft())
 
 
 def every(loop: Loop, seconds: float, function: Callable[[], object]) -> Callable[[], None]:

@@ -7,11 +7,9 @@ import logging
 import os
 import socket
 import stat
-from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from threading import get_ident
 from time import monotonic, perf_counter
 from typing import Any
 from urllib.parse import unquote
@@ -24,7 +22,7 @@ from torchpipe_py.methods.routes import Cancellable, Rpc, RpcRequest
 from torchpipe_py.methods.rpcs import WireAnswer, parsed
 from torchpipe_py.wire.errors import Bound
 from torchpipe_server.front.counters import RequestCounters
-from torchpipe_server.front.loop import Loop, call_from_any_thread, every
+from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.options import Options
 from torchpipe_server.wire.http import MAX_HEAD_BYTES
@@ -117,9 +115,7 @@ class RpcServer:
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None
         self._calls: set[_Call] = set()
-        self._answers: deque[tuple[_Call, WireAnswer]] = deque()
-        self._is_awake = False
-        self._thread = 0
+        self.answer = Inbox(loop, _settle).put
         self._draining: asyncio.Future[None] = loop.create_future()
         self._listening: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -134,7 +130,6 @@ class RpcServer:
             self._listening = self.loop.create_task(self._listen(done))
 
     async def _listen(self, done: Callable[[], object]) -> None:
-        self._thread = get_ident()
         self._server = server = grpc.aio.server(options=settings(self.options))
         server.add_generic_rpc_handlers((self,))
         host, port = self.options.host, self.options.grpc_port
@@ -327,23 +322,6 @@ class RpcServer:
             answer = await call.future
             call.over()
             data = sent if answer.code else answer.data
-
-    # -- answers ------------------------------------------------------------------------------------------------
-
-    def answer(self, call: _Call, answer: WireAnswer) -> None:
-        """The answer to a request, from any thread. The loop is woken once for all that come until it is there."""
-        if get_ident() == self._thread:
-            _settle(call, answer)
-            return
-        self._answers.append((call, answer))
-        if not self._is_awake:
-            self._is_awake = True
-            call_from_any_thread(self.loop, self._settle_answers)
-
-    def _settle_answers(self) -> None:
-        self._is_awake = False
-        for _ in range(len(self._answers)):
-            _settle(*self._answers.popleft())
 
 
 def _settle(call: _Call, answer: WireAnswer) -> None:

@@ -6,16 +6,14 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable
-from threading import get_ident
 from time import monotonic
 
 from torchpipe_py.errors import Overloaded, counted
 from torchpipe_server.front.connection import CLOSED, Call, Connection
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Entry
-from torchpipe_server.front.loop import Loop, call_from_any_thread, every
+from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.services import Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
@@ -45,11 +43,10 @@ class Server:
         self.held_bytes = 0  # at least what the connections hold
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
-        self._answers: deque[tuple[Call, bytes, str, str]] = deque()
-        self._is_awake = False
+        self.answer = Inbox(loop, self._send).put
+        """Takes a call, the bytes of its answer, and method and outcome to count; from any thread."""
         self._ending_until: float | None = None
         self._is_draining = False
-        self._thread = 0
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -104,26 +101,10 @@ class Server:
         """How many it serves."""
         return len(self._connections)
 
-    # -- answers ------------------------------------------------------------------------------------------------
-
-    def answer(self, call: Call, data: bytes, method: str, outcome: str) -> None:
-        """The reply to a request, from any thread. The loop is woken once for all that come until it is there."""
-        self._answers.append((call, data, method, outcome))
-        if not self._is_awake:
-            self._is_awake = True
-            if get_ident() == self._thread:
-                self.loop.call_soon(self._send_answers)
-            else:
-                call_from_any_thread(self.loop, self._send_answers)
-
-    def _send_answers(self) -> None:
-        self._is_awake = False
-        answers, now, counters = self._answers, monotonic(), self.counters
-        self._thread = get_ident()
-        for _ in range(len(answers)):  # NOTE: requests that are begun here may be answered at once: in the next round
-            call, data, method, outcome = answers.popleft()
-            counters.add(method, outcome, now - call.began, call.request_id)
-            call.connection.answered(call, data, now)
+    def _send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
+        now = monotonic()
+        self.counters.add(method, outcome, now - call.began, call.request_id)
+        call.connection.answered(call, data, now)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -179,7 +160,6 @@ class Server:
     # -- the clock ----------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._thread = get_ident()
         now = monotonic()
         for connection in list(self._connections):
             try:

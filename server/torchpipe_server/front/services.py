@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from thriftpy2.thrift import TApplicationException
 
@@ -22,7 +22,7 @@ from torchpipe_server.wire.thrift_reader import ThriftReader
 logger = logging.getLogger("torchpipe_server")
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-_ROUTE = "route"  # what a head is known to take, and the parameters
+_ROUTE = "route"  # what a head is known to take, the parameters, and what it is counted as
 
 
 def reply_bound(size: int) -> Bound:
@@ -31,19 +31,6 @@ def reply_bound(size: int) -> Bound:
 
 
 # -- protocols ------------------------------------------------------------------------------------------------------
-
-
-class Service(Protocol):
-    """One protocol: what cuts its bytes into requests, what they call, and replies. ``reply`` is for any thread."""
-
-    def reader(self) -> Any:
-        """Of a new connection."""
-
-    def decode(self, request: Any) -> tuple[Method, Any]:
-        """What the request calls, and the arguments. Raises what is wrong with either."""
-
-    def reply(self, request: Any, result: Any) -> tuple[bytes, str, str]:
-        """The answer that carries a result, or the exception there is in its place; method and outcome to count."""
 
 
 class UnknownMethodError(Exception):
@@ -57,18 +44,15 @@ _UNDECLARED: Mapping[type, tuple[int, str]] = {
 
 
 class ThriftService:
-    """One for all connections; ``reply`` is for any thread, the rest for one."""
+    """Methods, called by messages of Thrift. One for all connections; ``reply`` is for any thread, the rest for one."""
 
     def __init__(self, methods: Mapping[str, Method], limits: Limits, reply_bytes: int = 64 * 2**20) -> None:
         self._methods, self._limits, self._reply = methods, limits, reply_bound(reply_bytes)
+        self._args = {name: method.args for name, method in methods.items()}
 
     def reader(self) -> ThriftReader:
         """What cuts the bytes of a new connection into messages."""
-        return ThriftReader(self._limits, self._args_of)
-
-    def _args_of(self, name: str) -> type | None:
-        method = self._methods.get(name)
-        return None if method is None else method.args
+        return ThriftReader(self._limits, self._args.get)
 
     def decode(self, message: Message) -> tuple[Method, Any]:
         """What the message calls, and the arguments. Raises what is wrong with either."""
@@ -88,7 +72,7 @@ class ThriftService:
         return method, args
 
     def reply(self, message: Message, result: Any) -> tuple[bytes, str, str]:
-        """The answer that carries a result struct, or the exception there is in its place."""
+        """The answer that carries a result struct, or the exception there is in its place; what to count it as."""
         method = self._methods.get(message.name)
         if isinstance(result, BaseException):
             try:
@@ -145,16 +129,16 @@ class HttpService:
                 found = self._routes.find(request)
             except RouteError as error:
                 raise request.error or error from None
-            request.known[_ROUTE] = found
-        route, request.parameters = found
+            request.known[_ROUTE] = found = (*found, found[0].name)
+        route, request.parameters, _ = found
         if request.error is not None:
             raise request.error
         return route.method, request
 
     def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
-        """The answer that carries an ``HttpAnswer``, or the exception there is in its place."""
+        """The answer that carries an ``HttpAnswer``, or the exception there is in its place; what to count it as."""
         found = request.known.get(_ROUTE)
-        name = "http" if found is None else found[0].name  # NOTE: a client's own path must not become a counter
+        name = "http" if found is None else found[2]  # NOTE: a client's own path must not become a counter
         try:
             if isinstance(result, BaseException):
                 raise result
@@ -184,6 +168,10 @@ def error_answer(error: BaseException) -> HttpAnswer:
 
 TELLING_BYTES = 5  # no request of any protocol is shorter
 _TEXT = frozenset(b"\t\r\n" + bytes(range(0x20, 0x7F)))
+
+
+Service = ThriftService | HttpService
+"""One protocol: what cuts its bytes into requests, what they call, and replies."""
 
 
 class Services(NamedTuple):

@@ -34,59 +34,44 @@ class InferenceHandler:
             "ping": Method(self._service.ping_args, self._ping),
             # There is no room for the fields of a trace.
             "infer_batch": self._method(
-                "infer_batch", self._infer_batch, "params", lambda params: params.uuid, lambda args: (None, None)
+                "infer_batch", self._infer_batch, lambda args: _given(args, "params").uuid, lambda args: (None, None)
             ),
             "infer_many": self._method(
-                "infer_many", self._infer_many, "params",
-                lambda params: ",".join([item.uuid[:64] for item in params[:8]]), trace_fields,
+                "infer_many", self._infer_many,
+                lambda args: ",".join([item.uuid[:64] for item in _given(args, "params")[:8]]), trace_fields,
             ),
             "infer": self._method(
-                "infer", self._infer, "request", lambda request: request.uuid, lambda args: trace_fields(args.request)
+                "infer", self._infer, lambda args: _given(args, "request").uuid,
+                lambda args: trace_fields(args.request),
             ),
         }  # fmt: skip
 
     def _method(
-        self, name: str, start: Callable[[Any, Any, Done], Cancellable], argument: str,
-        request_id: Callable[[Any], str], traced: Callable[[Any], TraceFields],
+        self, name: str, start: Callable[[Any, Done], Cancellable], request_id: Callable[[Any], str],
+        traced: Callable[[Any], TraceFields],
     ) -> Method:  # fmt: skip
-        """``start`` is given the arguments, the one that must be there, and ``done``."""
-        result = getattr(self._service, f"{name}_result")
-
-        def given(args: Any) -> Any:
-            value = getattr(args, argument)
-            if value is None:
-                raise InvalidRequest(f"argument {argument!r} is missing")
-            return value
-
-        return Method(
-            getattr(self._service, f"{name}_args"),
-            lambda args, done: start(args, given(args), done),
-            lambda error: result(error=self._to_error(error)),
-            _outcome_of,
-            lambda args: request_id(given(args)),
-            traced,
-        )
+        args, result = getattr(self._service, f"{name}_args"), getattr(self._service, f"{name}_result")
+        return Method(args, start, lambda error: result(error=self._to_error(error)), _outcome_of, request_id, traced)
 
     def _ping(self, args: Any, done: Done) -> None:
         done(self._service.ping_result())
 
-    def _infer_batch(self, args: Any, params: Any, done: Done) -> Cancellable:
+    def _infer_batch(self, args: Any, done: Done) -> Cancellable:
         result_type = self._service.infer_batch_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            result, failure = self._outcome(data, error)
-            done(result_type(success=result, error=failure))
+            done(result_type(*self._outcome(data, error)))
 
-        return self._pipe.dispatch({"data": params.data}, finish, self._deadlines.seconds())
+        return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.seconds())
 
-    def _infer_many(self, args: Any, params: Any, done: Done) -> Cancellable:
+    def _infer_many(self, args: Any, done: Done) -> Cancellable:
+        params = _given(args, "params")
         if len(params) > self._max_batch:
             raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch} (--max-batch)")
         result_type, outcome_type = self._service.infer_many_result, self._idl.InferenceOutcome
 
         def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
-            result, failure = self._outcome(data, error)
-            return outcome_type(result=result, error=failure)
+            return outcome_type(*self._outcome(data, error))
 
         items: list[dict[str, Any]] = [{"data": item.data} for item in params]
         priority = priority_of(args.priority or 0)
@@ -95,7 +80,8 @@ class InferenceHandler:
         seconds = self._deadlines.seconds(args.deadline_ms, priority)
         return self._turns.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
 
-    def _infer(self, args: Any, request: Any, done: Done) -> Cancellable:
+    def _infer(self, args: Any, done: Done) -> Cancellable:
+        request = _given(args, "request")
         keys = list(dict.fromkeys(request.outputs or ["result"]))
         check_name("uuid", request.uuid)
         check_names("inputs", request.inputs)
@@ -144,9 +130,17 @@ class InferenceHandler:
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
 
 
+def _given(args: Any, name: str) -> Any:
+    value = getattr(args, name)
+    if value is None:
+        raise InvalidRequest(f"argument {name!r} is missing")
+    return value
+
+
 def _outcome_of(result: Any) -> str:
     """Of a list with some errors the first one's code."""
     if result.error is not None:
         return str(result.error.code)
-    items = result.success if isinstance(result.success, list) else ()
-    return next((str(item.error.code) for item in items if item.error is not None), OK)
+    if not isinstance(result.success, list):
+        return OK
+    return next((str(item.error.code) for item in result.success if item.error is not None), OK)

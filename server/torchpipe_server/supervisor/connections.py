@@ -135,7 +135,7 @@ class Connections:
         if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
             services = self._fallback.services
-            service = services.http if isinstance(request, HttpRequest) else services.thrift
+            service: Any = services.http if isinstance(request, HttpRequest) else services.thrift
             reply, name, outcome = service.reply(request, error)
             self._fallback_server.counters.add(name, outcome, 0.0, "")
             is_written = self._write(slot, reply)
