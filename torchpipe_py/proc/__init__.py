@@ -1,1 +1,1 @@
-"""One way to run something in another process."""
+"""Runs backends, decoders and shared nodes in other processes, with one mechanism for all."""

@@ -1,4 +1,4 @@
-"""Backends that run somewhere else: in a process of each instance's own, confined or not, or in the engine process."""
+"""Backends that run elsewhere: in a separate process for each instance, confined or not, or in the engine process."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchpipe_py")
 
 START_SECONDS = 60.0
-"""In which a process that replaces another one is set up; the first may take as long as it wants."""
+"""Time limit for setting up a replacement process; the first process has no limit."""
 
 READY_SECONDS = 30.0
-"""In which a decoder is set up, which was forked."""
+"""Time limit for setting up a forked decoder."""
 
 ROOM = Room(slots=16, slot_bytes=2**30, kept_bytes=2**22)
 
 
 class Process(HandOverBackend):
-    """Runs the backend in its brackets in a process of each instance's own, for Python code that holds the GIL.
+    """Runs the backend in its brackets in a separate process for each instance, for Python code that holds the GIL.
 
-    What the dict holds goes there and comes back as copies: large arrays, Tensors on the CPU and ``bytes`` through
-    shared memory, 1 GiB for a batch and its answer at most, everything else pickled. A value that cannot be pickled
-    stays in the dict, unseen by the backend; ``TypeError`` where it is ``data``, or one that the backend wrote. A
-    process that dies fails the batch it had with ``WorkerDied``; the next batch gets a new process. Classes in the
-    brackets must be importable from a module.
+    The values of the dict are copied there and back: large arrays, Tensors on the CPU and ``bytes`` through shared
+    memory (at most 1 GiB for a batch and its answer), everything else pickled. A value that cannot be pickled stays in
+    the dict, and the backend does not see it; ``TypeError`` if it is ``data``, or if the backend wrote it. If a
+    process dies, its batch fails with ``WorkerDied``; the next batch gets a new process. Classes in the brackets must
+    be importable from a module.
 
-    A node's own backend that takes one item at a time hands it to the process that has least to do.
+    If it is the node's outermost backend and takes one item at a time, each item goes to the least busy process.
     """
 
     children = (1, 1)
@@ -102,7 +102,7 @@ class Process(HandOverBackend):
             done(take_outcome(item, sent, outcome) if error is None else error, ran)
 
         is_large = False
-        with suppress(Exception):  # `forward` has the same dict, and says what is wrong with it
+        with suppress(Exception):  # `forward` gets the same dict, and reports the error
             is_large = self.config.instance_num > 1 and self.is_large(item)
         call = Call(packed, 1, finish, request.deadline, is_large, request.priority)
         request.linked().give_up.append(partial(self._pool.give_up, call))
@@ -139,14 +139,14 @@ class Process(HandOverBackend):
     def batch_key(self, item: Data) -> Hashable:
         try:
             return self.config.children[0].batch_key(item)
-        except Exception:  # it needs what only setup gives it, and that was done elsewhere
+        except Exception:  # it depends on setup, which was done in another process
             return tensor_key(item[TASK_DATA_KEY])
 
     def is_large(self, item: Data) -> bool:
         return self.config.children[0].is_large(item)
 
     def _start(self, seconds: float | None) -> Child:
-        # NOTE: looked at each time, since PyTorch may have been imported only after the first process was started.
+        # NOTE: checked each time, since PyTorch may be imported after the first process was started.
         takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
         setup = replace(self._setup, takes_tensors=takes_tensors)
         child = Child(self.config.label, self.config.instance, launch, ROOM)
@@ -155,12 +155,12 @@ class Process(HandOverBackend):
 
 
 class Isolated(ItemBackend):
-    """Runs a decoder in a process of each instance's own, confined and expendable; ``decode_isolation`` writes it.
+    """Runs a decoder in a confined, replaceable process for each instance; ``decode_isolation`` inserts it.
 
-    Encoded bytes go in, a Mat and its ``color`` come out; the decoder sees no other key of the dict. One that crashes,
-    takes longer than ``max_seconds`` or more than ``max_memory`` costs its own image: no ``result``, ``error`` is
-    a ``WorkerDied`` or a ``DecodeError``, and the next image has a new process. The process opens no file and no
-    connection, starts no program, and what it answers is checked and never unpickled. Linux only.
+    Encoded bytes go in, a Mat and its ``color`` come out; the decoder sees no other key of the dict. If it crashes,
+    takes longer than ``max_seconds`` or more than ``max_memory``, only its own image is lost: there is no ``result``,
+    ``error`` is a ``WorkerDied`` or a ``DecodeError``, and the next image gets a new process. The process cannot open
+    files or connections or start programs; its answers are checked and never unpickled. Linux only.
     """
 
     # NOTE: any_thread() stays False: one thread uses a child process.
@@ -220,7 +220,7 @@ class Isolated(ItemBackend):
             item[TASK_ERROR_KEY] = problem
 
     def close(self) -> None:
-        self._keeper.leave()  # it ends with what it was forked from
+        self._keeper.leave()  # the child ends with the process that it was forked from
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.leave()
@@ -239,10 +239,10 @@ class Isolated(ItemBackend):
 
 
 class Remote(HandOverBackend):
-    """Hands requests over to the engine process: ``section`` is the head of the nodes that it runs, ``engine`` the way.
+    """Hands requests over to the engine process: ``section`` is the head of its nodes, ``engine`` the client.
 
-    What the dict holds goes there and comes back as copies; what cannot be pickled stays, unseen there. What the engine
-    process changes in an array in place is not seen here.
+    The values of the dict are copied there and back; values that cannot be pickled stay here and are not visible
+    there. Changes that the engine process makes to an array in place are not visible here.
     """
 
     any_params = True
@@ -260,7 +260,7 @@ class Remote(HandOverBackend):
 
         call = Call(packed, self._section, finish, request.deadline, priority=request.priority)
         request.linked().give_up.append(partial(self._engine.give_up, call))
-        if request.done:  # perhaps before it could be given up there
+        if request.done:  # perhaps before the other process could be notified
             self._engine.give_up(call)
         else:
             self._engine.ask(call)
@@ -278,7 +278,7 @@ class Remote(HandOverBackend):
 
 
 def describe(config: BackendConfig, colors: tuple[str | None, ...], max_memory: int = 0, **more: Any) -> Setup:
-    """What a child process is told of the only child of a backend."""
+    """The ``Setup`` message for a child process that runs the only child of a backend."""
     setup = Setup(
         pickle_plan(config),
         config=replace(config, params={}, children=(), filters=(), graphs=None),

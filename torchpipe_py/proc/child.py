@@ -1,4 +1,4 @@
-"""A child process as its parent sees it: how it is started, the link to it, and how it ends."""
+"""The parent's side of a child process: how it is started, the link to it, and how it ends."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from torchpipe_py.proc.link import (
 from torchpipe_py.proc.pool import LOSSES, Call, Pool
 
 CLOSE_SECONDS = 5.0
-"""What a child has for its backend's close."""
+"""Time limit for closing a child's backend."""
 
-_RETRY_SECONDS = 1.0  # after which a child that could not be started is tried again, while others run
+_RETRY_SECONDS = 1.0  # delay before retrying to start a child, while others run
 
-# The path comes first, so that nothing is imported from the working directory; then Ctrl-C, which reaches it too.
+# First set the path, so that nothing is imported from the working directory; then handle Ctrl-C, which it gets too.
 _PROGRAM = r"""
 import sys
 sys.path[:] = sys.argv[1].split("\n")
@@ -51,23 +51,23 @@ import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))
 
 
 class Running(Protocol):
-    """A process that was started: a ``Popen``, or one that a ``Zygote`` has forked."""
+    """A started process: a ``Popen``, or one forked by a ``Zygote``."""
 
     @property
     def pid(self) -> int: ...
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Its exit status, less than 0 for a signal, once it has ended; ``None`` where that cannot be known."""
+        """Wait until it ends; returns its exit status (negative for a signal), or ``None`` if unknown."""
 
 
 Read = Callable[[Link, int, Header], Any]
 """Reads an answer that is not pickled."""
 
 Launch = Callable[[list[int]], Running]
-"""Starts a process that has the descriptors of a link: its memory, its asker's bell, and its answerer's."""
+"""Starts a process with the descriptors of a link: its memory, the asker's bell, and the answerer's bell."""
 
 
 def launch(fds: list[int]) -> subprocess.Popen[bytes]:
@@ -76,18 +76,18 @@ def launch(fds: list[int]) -> subprocess.Popen[bytes]:
 
 
 def start_interpreter(module: str, fds: list[int], *more: int, **options: Any) -> subprocess.Popen[bytes]:
-    """Start another interpreter like this one, which calls ``main`` of the module with these numbers."""
+    """Start an interpreter like this one, which calls ``main`` of the module with these numbers."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     command = [os.fsdecode(spawn.get_executable()), *flags, "-c", _PROGRAM, import_path(), module]
     return subprocess.Popen([*command, *map(str, (*fds, *more))], pass_fds=fds, **options)
 
 
-# Process-wide, since a fork is.
+# Process-wide, because a fork affects the whole process.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def keep_from_forks(sock: socket.socket) -> None:
-    """A process that a backend forks does not hold it open: the other end hears when this process has ended."""
+    """Close the socket in forked processes, so that the other end notices when this process ends."""
     _sockets.add(sock)
 
 
@@ -100,12 +100,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def import_path() -> str:
-    """``sys.path`` for a child process, a folder a line.
+    """``sys.path`` for a child process, one folder per line.
 
-    Only absolute ones, so that nothing is imported from the working directory, wherever that is.
+    It holds only absolute paths, so that nothing is imported from the working directory.
     """
     paths = [path for path in sys.path if isinstance(path, str) and os.path.isabs(path)]
-    # TRAP: while another thread imports cv2, that has its own folder in front of the others, where a `typing` lies.
+    # TRAP: while another thread imports cv2, cv2's own folder, which has a `typing`, is first in the path.
     file = getattr(sys.modules.get("cv2"), "__file__", None)
     if file:
         folder = os.path.join(os.path.dirname(os.path.realpath(file)), "")
@@ -114,7 +114,7 @@ def import_path() -> str:
 
 
 def describe_ending(status: int | None) -> str:
-    """How a process ended, from its exit status, which is less than 0 for a signal."""
+    """Describe how a process ended, from its exit status (negative for a signal)."""
     if status is None:
         return "its exit status is unknown"
     if status >= 0:
@@ -124,7 +124,7 @@ def describe_ending(status: int | None) -> str:
 
 
 class Child:
-    """A child process and the ``link`` to it, from whose other end it answers; used from one thread."""
+    """A child process and the ``link`` through which it answers; used from one thread."""
 
     def __init__(self, label: str, instance: int, launch: Launch, room: Room) -> None:
         self._label = label
@@ -141,20 +141,20 @@ class Child:
         self._poller = select.poll()
         self._poller.register(link.bell.fd, select.POLLIN)
         self._has_pidfd = False
-        with suppress(AttributeError, OSError):  # a system without it
+        with suppress(AttributeError, OSError):  # not supported by the system
             pidfd = os.pidfd_open(self.pid)
             link.fds.append(pidfd)
             self._poller.register(pidfd, select.POLLIN)
             self._has_pidfd = True
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until there is an answer, or so long; whether the process has ended."""
+        """Sleep until there is an answer, or for ``seconds``; returns whether the process has ended."""
         link = self.link
         ready = link.bell.sleep(self._poller, link.has_answers, max(0.0, min(seconds, SLEEP_SECONDS)))
         return bool(ready) or (not self._has_pidfd and _has_ended(self.pid))
 
     def set_up(self, setup: Any, seconds: float | None, read: Read | None = None) -> Any:
-        """What it says once it is ready; it is ended where that fails."""
+        """Set the child up and return its answer; kill it if this fails."""
         try:
             return self.exchange(SET_UP, setup, seconds, read)
         except BaseException:
@@ -162,9 +162,9 @@ class Child:
             raise
 
     def exchange(self, kind: int, message: Any, seconds: float | None, read: Read | None = None) -> Any:
-        """Ask while no ``Pool`` has it, and wait for the answer; a failure there is raised here.
+        """Send a call while no ``Pool`` uses the child, and wait for the answer; raises the child's failure.
 
-        ``WorkerDied`` where the process ends first, or is ended because it takes longer than that.
+        Raises ``WorkerDied`` if the process ends first, or if it takes longer than ``seconds`` and is killed.
         """
         link = self.link
         slot, number = link.take_slot(None)
@@ -184,20 +184,20 @@ class Child:
         return answer
 
     def died(self) -> WorkerDied:
-        """How it has ended."""
+        """The error that describes how it ended."""
         return WorkerDied(f"{self._label}: its worker process {self.pid} died: {describe_ending(self.kill())}")
 
     def overdue(self, seconds: Any) -> WorkerDied:
-        """End it, and say that it took too long."""
+        """Kill it; the error reports that it took too long."""
         return self.ended(f"took longer than {seconds:g} s")
 
     def ended(self, reason: str) -> WorkerDied:
-        """End it, and say why."""
+        """Kill it; the error gives the reason."""
         self.kill()
         return WorkerDied(f"{self._label}: its worker process {self.pid} {reason} and was ended")
 
     def close(self) -> None:
-        """Let it close its backend and end; an error of that is raised once everything is released."""
+        """Let it close its backend and end; an error is raised after everything is released."""
         if self.is_open:
             try:
                 self.exchange(CLOSE, None, CLOSE_SECONDS)
@@ -209,16 +209,17 @@ class Child:
                 self.kill()
 
     def kill(self) -> int | None:
-        """End the process if it still runs; its exit status. Twice is allowed."""
+        """Kill the process if it still runs; returns its exit status. May be called twice."""
         self.is_open = False
         self._process.kill()
         return self._process.wait()
 
 
 class Keeper:
-    """Has a child process for a pool, and another one where that dies; on one thread, which starts them.
+    """Keeps a child process running for a pool and replaces it if it dies; used on one thread, which starts them.
 
-    ``start`` starts one, ready for calls. ``max_seconds``: a call that takes longer costs the child; 0 is any time.
+    ``start`` starts one that is ready for calls. ``max_seconds``: a child whose call takes longer is killed; 0 means no
+    limit.
     """
 
     def __init__(self, label: str, pool: Pool, start: Callable[[], Child], max_seconds: float) -> None:
@@ -226,30 +227,30 @@ class Keeper:
         self.child: Child | None = None
 
     def enter(self, child: Child) -> None:
-        """This one takes the pool's calls from now on."""
+        """Let this child take the pool's calls from now on."""
         self.child = child
         self.pool.add(child.link)
 
     def move(self, pool: Pool) -> None:
-        """The child, which is at nothing, takes the calls of another pool from now on."""
+        """Let the child, which must be idle, take the calls of another pool from now on."""
         child, self.pool = self.leave(), pool
         if child is not None:
             self.enter(child)
 
     def call(self, packed: Packed, kind: int) -> Any:
-        """Have a call run by a pool that no other thread has, and wait for its outcome; its error is raised."""
+        """Run a call in the pool, which no other thread may use, and wait for its outcome; raises its error."""
         told: list[Any] = []
         call = Call(packed, kind, lambda *outcome: told.append(outcome))
         self.pool.ask(call)
         self.serve(lambda: call.is_over, waiting)
         if told[0][0] is not None:
-            raise told.pop()[0]  # NOTE: a variable and this frame would keep each other, and the link
+            raise told.pop()[0]  # NOTE: a variable would form a cycle with this frame, and keep the link alive
         return told[0][1]
 
     def serve(
         self, is_over: Callable[[], bool], starting: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """Take the answers of the child, and start another one, inside ``starting()``, where it dies; until then."""
+        """Take the child's answers until ``is_over()``; if it dies, start another one inside ``starting()``."""
         pool = self.pool
         while not is_over():
             child = self.child
@@ -272,16 +273,16 @@ class Keeper:
                 self._lose(child.ended(f"gave {error}"), is_at_fault=True)
 
     def is_idle(self) -> bool:
-        """Whether the pool is closed, and the child has ended its calls."""
+        """Whether the pool is closed and the child has finished its calls."""
         return self.pool.is_closed and (self.child is None or not self.child.link.under_way)
 
     def running_since(self) -> float:
-        """When the call was begun that the child is at; 0.0 where it has none."""
+        """When the child began its current call; 0.0 if it has none."""
         child = self.child
         return 0.0 if child is None else child.link.since
 
     def leave(self) -> Child | None:
-        """The child, which is at nothing, takes calls no more."""
+        """Stop giving calls to the child, which must be idle, and return it."""
         child, self.child = self.child, None
         if child is not None:
             self.pool.remove(child.link)
@@ -293,7 +294,7 @@ class Keeper:
             self.pool.lose(child.link, error, is_at_fault)
 
     def _restart(self, is_over: Callable[[], bool]) -> None:
-        """A child in place of one that has died; where there is none for any call, those that wait fail."""
+        """Start a child to replace a dead one; if no child is left for any call, waiting calls fail."""
         pool, reason = self.pool, None
         for _ in range(LOSSES):
             try:
@@ -312,7 +313,7 @@ class Keeper:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process that nobody has waited for is gone, where the system has no descriptor for that."""
+    """Whether a process that was not yet waited for has ended, for systems without process descriptors."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")

@@ -1,4 +1,4 @@
-"""The engine process as a worker sees it, whichever process that is now."""
+"""A worker's client for the engine process, which may be replaced."""
 
 from __future__ import annotations
 
@@ -32,38 +32,38 @@ from torchpipe_py.proc.link import (
 from torchpipe_py.proc.pool import Call, Pool
 
 ROOM = Room(MOST_SLOTS, slot_bytes=2**28, kept_bytes=2**19)
-"""Further requests than there are slots wait in the worker."""
+"""Slots for requests; if all are in use, further requests wait in the worker."""
 
 HOLD_SECONDS = 0.4
-"""How long a request waits for the next engine process when one has died."""
+"""Seconds that a request waits for the next engine process after one has died."""
 
-START_SECONDS = 60.0  # for an engine process that is ready to tell what it runs
-LARGE_BYTES = 2**22  # an answer of more takes milliseconds to copy
-_TURN_SECONDS = 0.02  # for answers; the thread of ``watch`` waits for other things as well
+START_SECONDS = 60.0  # time for a ready engine process to report its sections
+LARGE_BYTES = 2**22  # copying a larger answer takes milliseconds
+_TURN_SECONDS = 0.02  # for answers, since the thread of ``watch`` has other work, too
 _DIED = "the engine process has died, and the next one is not ready yet"
-_WEIGHT = 1 / 16  # of the last call in what a call takes
+_WEIGHT = 1 / 16  # of the last call in the mean time of a call
 
 ENDED = (EOFError, BrokenPipeError, ConnectionResetError)
-"""What a link fails with where the other process has ended."""
+"""Exceptions that a link raises if the other process has ended."""
 
 
 class Watch(Protocol):
-    """Has ``take()`` called on one thread, whenever the descriptor can be read, from now on; ``None`` ends that.
+    """Calls ``take()`` on its thread whenever the descriptor is readable; ``None`` stops that.
 
-    It may be called from any thread, and it keeps ``take`` until it has ended that.
+    It may be called from any thread, and holds a reference to ``take`` until it has stopped.
     """
 
     def __call__(self, fd: int, take: Callable[[], object] | None) -> object: ...
 
 
 class EngineClient(Pool):
-    """Takes calls from any thread; the thread of ``watch``, which waits for other things as well, tells the answers.
+    """Sends calls of any thread to the engine process; the thread of ``watch``, a shared event loop, takes the answers.
 
-    A thread of its own makes links, hears when the engine process ends, and takes what the other has left every
-    ``SLEEP_SECONDS``; a large answer is copied by one more. ``attach(sock)`` gives it the way to an engine process: the
-    first one, or the next when one has died. ``tell_linked(is_linked)`` hears from any thread that there is a link or
-    one is being made, and that there is none: then it takes another ``attach``, to the next engine process or to the
-    same one if that lives.
+    A separate thread creates links, notices when the engine process ends, and takes leftover answers every
+    ``SLEEP_SECONDS``; another thread copies a large answer. ``attach(sock)`` connects it to an engine process: the
+    first one, or the next after one has died. ``tell_linked(is_linked)`` is called from any thread: with true when a
+    link exists or is being created, with false when there is none; then ``attach`` must be called again, with a socket
+    to the next engine process, or to the same one if it is alive.
     """
 
     def __init__(self, watch: Watch, tell_linked: Callable[[bool], object] = lambda is_linked: None) -> None:
@@ -79,7 +79,7 @@ class EngineClient(Pool):
         self.figures = HandOverTimes()
 
     def attach(self, sock: socket.socket) -> None:
-        """The engine process at the other end serves from now on, or as soon as the one before is gone."""
+        """Use the engine process at the other end from now on, or as soon as the previous one has ended."""
         with self.changed:
             before, self._next = self._next, sock
             self._is_meeting = True
@@ -93,25 +93,25 @@ class EngineClient(Pool):
             self.changed.notify_all()
 
     def meet(self, sock: socket.socket) -> bool:
-        """Attach, and wait until the engine process has told what it runs; ``False`` where no link can be made."""
+        """Attach, and wait until the engine process has reported its sections; ``False`` if no link can be created."""
         self.attach(sock)
         with self.changed:
             self.changed.wait_for(lambda: self.sections or not self._is_meeting)
             return bool(self.sections)
 
     def section(self, head: str) -> tuple[int, Signature]:
-        """The number of a section, and what its data and results hold; waits for the engine process to tell."""
+        """The number of a section and its signature; waits until the engine process has reported them."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.sections, START_SECONDS):
                 raise EngineUnavailable(f"no engine process has told what it runs within {START_SECONDS:g} s")
             return self.sections[head]
 
     def expected_wait(self) -> float:
-        """How long a call will take that is made now: as long as the last ones, seconds; 0 where none is under way."""
+        """Expected seconds of a new call, from the mean of recent calls; 0 if no call is under way."""
         return self.figures.recent if self.pending() else 0.0
 
     def close(self) -> None:
-        """End the thread. Calls that are left are not answered any more."""
+        """End the thread. Remaining calls get no answer."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
@@ -130,7 +130,7 @@ class EngineClient(Pool):
         self.figures.answered(call, reply)
 
     def __del__(self) -> None:
-        os.close(self._rung)  # NOTE: not before: the thread of ``watch`` may not have heard of the end
+        os.close(self._rung)  # NOTE: not earlier: the thread of ``watch`` may not know of the end yet
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class EngineClient(Pool):
                 log_failure("what comes from the engine process cannot be taken", error)
 
     def _connect(self) -> None:
-        """Wait for an engine process, and meanwhile fail the calls that have waited for too long."""
+        """Wait for an engine process, and meanwhile fail calls that have waited too long."""
         self._fail_late()
         with self.changed:
             sock, self._next = self._next, None
@@ -175,16 +175,16 @@ class EngineClient(Pool):
             self.changed.notify_all()
 
     def _link(self, sock: socket.socket) -> tuple[Link, dict[str, tuple[int, Signature]]]:
-        """A link to the engine process at the other end, once that has told what it runs, and what it told.
+        """Wait until the engine process at the other end has reported its sections; returns the link and the sections.
 
-        One of ``ENDED`` where it ends before that, another ``OSError`` where descriptors or memory are missing.
+        Raises one of ``ENDED`` if it ends first, another ``OSError`` if descriptors or memory run out.
         """
         keep_from_forks(sock)
         sock.setblocking(False)
         memory = create_memory(ROOM)
         link = Link(memory, ROOM, [memory])
         link.bell = Bell(self._rung, link.asker_asleep)
-        link.bell.await_ring(True)  # always; whoever waits for it, waits for more
+        link.bell.await_ring(True)  # always, since the waiting thread also waits for other events
         slot, number = link.take_slot(None)
         link.ask(slot, number, Packed.of(None), SET_UP, perf_counter(), inf)
         socket.send_fds(sock, [b"slots"], [memory, self._rung])
@@ -203,7 +203,7 @@ class EngineClient(Pool):
         self.fail_waiting(EngineUnavailable(self._missing), perf_counter())
 
     def _lose(self) -> None:
-        """The engine process has died: fail what it had, and let the rest wait for the next one."""
+        """Handle the death of the engine process: fail its calls, and let the others wait for the next one."""
         [link], sock = self.links, self._sock
         with self.changed:
             self._sock = None
@@ -222,7 +222,7 @@ class EngineClient(Pool):
             log_failure("what comes from the engine process cannot be taken", error)
 
     def _take_turn(self) -> None:
-        """Tell the answers that are there, for as long as a turn; the thread of ``watch`` comes for the rest."""
+        """Deliver available answers for ``_TURN_SECONDS``; the thread of ``watch`` calls again for the rest."""
         for link in [*self.links]:
             if not self.take(link, _TURN_SECONDS):
                 os.eventfd_write(self._rung, 1)
@@ -234,16 +234,16 @@ class EngineClient(Pool):
             take = partial(super()._take, link, slot)
             try:
                 threading.Thread(target=take, name="torchpipe-large-answer", daemon=True).start()
-            except RuntimeError:  # there are as many threads as may be
+            except RuntimeError:  # the thread limit is reached
                 take()
         else:
             super()._take(link, slot)
 
 
 def receive_fds(sock: socket.socket, count: int, kept: list[int]) -> list[int]:
-    """The descriptors that the other process has sent, which whoever closes ``kept`` closes.
+    """Receive descriptors from the other process, and add them to ``kept``, whose owner closes them.
 
-    One of ``ENDED`` where it has ended, ``OSError`` where this process has no descriptors left.
+    Raises one of ``ENDED`` if it has ended, ``OSError`` if this process has no descriptors left.
     """
     _, descriptors, flags, _ = socket.recv_fds(sock, 64, count)
     kept += descriptors
@@ -257,22 +257,22 @@ def receive_fds(sock: socket.socket, count: int, kept: list[int]) -> list[int]:
 
 
 def _is_readable(sock: socket.socket) -> bool:
-    """Whether it is within ``SLEEP_SECONDS``."""
+    """Whether the socket becomes readable within ``SLEEP_SECONDS``."""
     poller = select.poll()
     poller.register(sock, select.POLLIN)
     return bool(poller.poll(1000 * SLEEP_SECONDS))
 
 
 class HandOverTimes:
-    """Times of calls since the start; threads that take answers add to them."""
+    """Total times of calls since the start; threads that take answers add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = dict.fromkeys(("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms"), 0.0)
-        self.recent = 0.0  # seconds of one call from its start to its answer, the last ones more than those before
+        self.recent = 0.0  # weighted mean of seconds from a call's start to its answer; recent calls count more
 
     def answered(self, call: Call, reply: Header) -> None:
-        """A call was answered: it waited for a slot, went there, was in the engine process, and came back."""
+        """Add the times of an answered call: slot wait, transfer there, time in the engine process, transfer back."""
         now = perf_counter()
         times = call.asked, call.sent, reply.first, reply.second, now
         with self._lock:
@@ -282,5 +282,5 @@ class HandOverTimes:
             self.recent += _WEIGHT * (now - call.asked - self.recent)
 
     def as_dict(self) -> dict[str, float]:
-        """Totals, in milliseconds."""
+        """Totals in milliseconds."""
         return {**self._totals, "requests": int(self._totals["requests"])}

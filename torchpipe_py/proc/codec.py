@@ -1,7 +1,6 @@
-"""Messages between two processes: a pickle, and what is large beside it.
+"""Messages between two processes: a pickle, and large buffers outside it.
 
-A request's dict goes without a Python call for each object in it where it holds what most of them do, and comes back as
-what has become of it.
+A typical request's dict is packed without a Python call for each object in it; only its changes are sent back.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from torchpipe_py.errors import first_line
 from torchpipe_py.keys import TASK_DATA_KEY
 
 INLINE = 8192
-"""Bytes up to which a buffer stays in the pickle."""
+"""Maximum size of a buffer inside the pickle, in bytes."""
 
 FLAT = 2**32 - 1
-"""In place of the number of arrays: the head describes each part."""
+"""Replaces the number of arrays if the head describes each part."""
 
 _ALIGNMENT = 64
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
@@ -36,14 +35,14 @@ _Layout = tuple[tuple[str, int, str, tuple[int, ...]], ...]
 
 
 def padded(size: int) -> int:
-    """Bytes that a buffer of this size takes where the next one is aligned."""
+    """Size of a buffer with padding, so that the next one is aligned, in bytes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class Packed(NamedTuple):
-    """A message as a pickle, and what is large in it: first ``arrays`` buffers of arrays, then those of ``bytes``.
+    """A message as a pickle and its large parts: first ``arrays`` buffers of arrays, then buffers of ``bytes``.
 
-    ``head`` tells the other end how large these parts are, which are objects with a contiguous buffer, and ``nbytes``.
+    The parts are objects with a contiguous buffer and ``nbytes``; ``head`` holds their sizes for the other end.
     """
 
     head: bytes
@@ -53,18 +52,18 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, message: Any) -> Packed:
-        """Raises whatever pickling raises."""
+        """Pack a message; raises any exception of pickling."""
         file = io.BytesIO()
         pickler = Pickler(file)
         pickler.dump(message)
         parts = [*pickler.buffers, *pickler.blobs]
         head = struct.pack(f"<{len(parts)}Q", *[part.nbytes for part in parts])
-        # NOTE: not getbuffer(): where an error keeps that in a cycle, the collector crashes (CPython 3.12).
+        # NOTE: not getbuffer(): if an error keeps it in a reference cycle, the collector crashes (CPython 3.12).
         return cls(head, file.getvalue(), parts, len(pickler.buffers))
 
 
 def pack(values: Data, also: Any = None) -> Packed:
-    """The dict, and something small besides; raises whatever pickling raises."""
+    """Pack the dict and a small extra object; raises any exception of pickling."""
     flat = _flat(values, also)
     return Packed.of((values, also)) if flat is None else flat
 
@@ -78,10 +77,10 @@ def unpack(
     copies: bool,
     before_main: Callable[[], object] | None = None,
 ) -> Any:
-    """What was packed, as a pair, or any other message. Its parts lie in ``buffer`` from ``offset`` on.
+    """Unpack the pair passed to ``pack``, or any other message. Its parts are in ``buffer`` from ``offset`` on.
 
-    Arrays and tensors lie there as well, unless it ``copies`` them. ``before_main`` is called before a class of the
-    main module is looked up. Raises whatever unpickling raises.
+    Arrays and tensors refer to ``buffer``, unless it ``copies`` them. ``before_main`` is called before a class of the
+    main module is looked up. Raises any exception of unpickling.
     """
     if arrays != FLAT:
         parts: list[Any] = []
@@ -106,17 +105,17 @@ def unpack(
 
 
 class ItemOutcome(NamedTuple):
-    """A dict after ``forward``: ``kept`` maps keys to keys of the request whose value they hold, the others changed."""
+    """A dict after ``forward``: ``kept`` maps keys to the request's keys with the same value; the rest is changed."""
 
     changed: dict[Any, Any]
     kept: dict[Any, Any]
 
     @classmethod
     def of(cls, before: Data, after: Data, keeps_arrays: bool = False) -> ItemOutcome:
-        """What the caller has already stays there: values that nobody can have changed in place.
+        """Compare the dicts; immutable values that the caller already has are not sent back.
 
-        Where the other process ``keeps_arrays`` for itself, arrays and tensors stay too under the key they had,
-        whatever it does with them. Under another key, as a result, say, they are what it has made of them.
+        If the other process ``keeps_arrays``, arrays and tensors under their original key are not sent back either,
+        even if it changed them. Under another key, such as ``result``, they are sent with its changes.
         """
         kept, changed = {}, {}
         torch = loaded_torch() if keeps_arrays else None
@@ -137,7 +136,7 @@ class ItemOutcome(NamedTuple):
         return cls(changed, kept)
 
     def apply(self, item: Data, sent: Data) -> None:
-        """Make the dict what the other process made of what was sent of it; what was not sent stays."""
+        """Apply the changes of the other process to the dict; values that were not sent stay."""
         kept = {key: sent[source] for key, source in self.kept.items()}
         for key in [*sent]:
             if key not in kept and key not in self.changed:
@@ -147,9 +146,9 @@ class ItemOutcome(NamedTuple):
 
 
 def take_outcome(item: Data, sent: Data, outcome: Any) -> BaseException | None:
-    """``apply`` an outcome as it was packed to the dict; what that raises is given back.
+    """``apply`` a packed outcome to the dict; returns any exception.
 
-    NOTE: the dict may be of a class of the caller's own, and whoever takes answers goes on whatever that does.
+    NOTE: the dict may be of a caller's class and raise, but the thread that takes answers must continue.
     """
     try:
         ItemOutcome(*outcome).apply(item, sent)
@@ -159,7 +158,7 @@ def take_outcome(item: Data, sent: Data, outcome: Any) -> BaseException | None:
 
 
 def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
-    """What of each item can be sent, and that as a message: of one, its dict. ``TypeError`` where ``data`` cannot."""
+    """The sendable values of each item, and their message: a dict for one item. ``TypeError`` if ``data`` is not."""
     try:
         return items, _packed(items)
     except Exception:
@@ -168,9 +167,9 @@ def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
 
 
 def pack_outcomes(outcomes: list[ItemOutcome]) -> Packed:
-    """What became of items, of each as ``take_outcome`` takes it, in a list unless it is one.
+    """Pack outcomes for ``take_outcome``; several outcomes become a list.
 
-    Raises whatever pickling raises, and ``TypeError`` where a key has what cannot be sent.
+    Raises any exception of pickling, and ``TypeError`` if the value of a key cannot be sent.
     """
     try:
         if len(outcomes) == 1:
@@ -205,12 +204,12 @@ def _visible(item: Data, label: str) -> Data:
 
 
 def check_travels(value: Any) -> None:
-    """Raise what keeps ``value`` from being sent, if anything does."""
+    """Raise the error that prevents ``value`` from being sent, if any."""
     Pickler(io.BytesIO()).dump(value)
 
 
 class Pickler(pickle.Pickler):
-    """Keeps large buffers apart: those of arrays in ``buffers``, ``bytes`` in ``blobs``."""
+    """Keeps large buffers outside the pickle: those of arrays in ``buffers``, ``bytes`` in ``blobs``."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._keep)
@@ -219,7 +218,7 @@ class Pickler(pickle.Pickler):
         self._seen: dict[int, tuple[int, bool]] = {}
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether the buffer belongs into the pickle itself."""
+        """Whether the buffer stays in the pickle itself; else it is added to ``buffers``."""
         raw = buffer.raw()
         if raw.nbytes <= INLINE:
             return True
@@ -230,7 +229,7 @@ class Pickler(pickle.Pickler):
         kind = type(value)
         if (kind is not bytes and kind is not bytearray) or len(value) <= INLINE:
             return None
-        # An object that occurs twice is sent once; the views in `blobs` keep it alive, and its id its own.
+        # An object that occurs twice is sent once; the views in `blobs` keep it alive, so its id stays unique.
         if id(value) not in self._seen:
             self._seen[id(value)] = (len(self.blobs), kind is bytearray)
             self.blobs.append(memoryview(value))
@@ -248,7 +247,7 @@ class Pickler(pickle.Pickler):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads what a ``Pickler`` wrote, with its parts as they are."""
+    """Reads the output of a ``Pickler``, without copying its parts."""
 
     def __init__(
         self, pickled: bytes, buffers: list[Any], blobs: list[Any], before_main: Callable[[], object] | None
@@ -270,17 +269,17 @@ class Unpickler(pickle.Unpickler):
 
 
 def loaded_torch() -> Any:
-    """PyTorch, if there may be tensors; ``None`` as well while another thread is about to import it."""
+    """PyTorch, if it is imported (else there are no tensors); ``None`` while another thread is still importing it."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "Tensor") else None
 
 
 def reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
-    """A tensor as the array of its bytes, any dtype, with its strides where it fills its memory; without gradient.
+    """Reduce a tensor of any dtype to an array of its bytes, with its strides if it is dense; without gradient.
 
-    ``TypeError`` for one that is not in CPU memory, or not strided.
+    Raises ``TypeError`` for a tensor that is not in CPU memory, or not strided.
 
-    PyTorch's own way hands a file descriptor over for each tensor.
+    PyTorch's own reduction would pass a file descriptor for each tensor.
     """
     if tensor.device.type != "cpu":
         raise TypeError(f"a tensor on device {tensor.device} cannot go to another process; only one on the CPU can")
@@ -289,7 +288,7 @@ def reduce_tensor(torch: Any, tensor: Any) -> tuple[Any, ...]:
     if tensor.is_contiguous() and not tensor.requires_grad:
         try:
             return torch.from_numpy, (tensor.numpy(),)
-        except (RuntimeError, TypeError):  # conjugated, say, or of a dtype that NumPy lacks
+        except (RuntimeError, TypeError):  # for example, conjugated, or of a dtype that NumPy lacks
             pass
     tensor = tensor.detach().resolve_conj().resolve_neg()
     by_stride = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
@@ -315,7 +314,7 @@ def _tensor(array: np.ndarray) -> Any:
 
 
 def _flat(values: Data, also: Any) -> Packed | None:
-    """Scalars pickled together, and beside them what is large; ``None`` where the dict holds anything else."""
+    """Pickle scalars together, with large parts outside; ``None`` if the dict holds anything else."""
     if type(values) is not dict:
         return None
     torch = loaded_torch()
@@ -344,26 +343,26 @@ def _flat(values: Data, also: Any) -> Packed | None:
             elif kind is not np.ndarray:
                 return None
             dtype, flags = value.dtype, value.flags
-            # NOTE: of another dtype, ``str`` does not tell all: of bfloat16, say, only that an item has two bytes.
+            # NOTE: ``str`` does not fully describe other dtypes: for bfloat16 it gives only the item size of two bytes.
             if not flags.c_contiguous or dtype.isbuiltin != 1 or dtype.hasobject or not value.nbytes:
                 return None
             form = _TENSOR if is_tensor else _ARRAY if flags.writeable else _READ_ONLY
             layout.append((key, form, dtype.str, value.shape))
             parts.append(value)
     if len(layout) > 1 and len({id(values[key]) for key, *_ in layout}) < len(layout):
-        return None  # one object twice, which is to stay one
+        return None  # an object that occurs twice must stay one object
     return Packed(_head(tuple(layout)) if layout else b"", pickle.dumps((plain, also), 5), parts, FLAT)
 
 
 @lru_cache(256)
 def _head(layout: _Layout) -> bytes:
-    """What tells the other end of the parts of a flat message: most messages are laid out as others were."""
+    """The head that describes the parts of a flat message; it is cached, as most messages share a layout."""
     return pickle.dumps(layout, 5)
 
 
 @lru_cache(256)
 def _places(head: bytes) -> list[tuple[str, int, np.dtype[Any], tuple[int, ...], int]]:
-    """Key, form, dtype and shape of each part, and where it starts."""
+    """Key, form, dtype, shape and offset of each part."""
     places, start = [], 0
     for key, form, code, shape in pickle.loads(head):
         dtype = np.dtype(code)

@@ -1,9 +1,10 @@
-"""What a child process gives up: it ends with its parent, and takes no more memory than it may.
+"""Restricts a child process: it ends with its parent, and its memory is limited.
 
-A decoder's process also gives up what decoding does not need: privileges, files, sockets, programs, other processes.
+A decoder's process also loses access to everything that decoding does not need: privileges, files, sockets, programs,
+other processes.
 
-What is left are calls on the memory and the descriptors it has. That holds for code which a hostile image has made it
-run as well: the kernel keeps these limits, and they cannot be lifted from inside.
+It can only use the memory and descriptors it already has. This also applies to code that a hostile image makes it run:
+the kernel enforces these limits, and the process cannot lift them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITY_VERSION = 0x20080522
 _CLONE_THREAD = 0x10000
 
-# System calls by their numbers on x86_64 and aarch64; -1 where there is no such call.
+# Numbers of system calls on x86_64 and aarch64; -1 if a call does not exist.
 _ALLOWED = {
     "futex": (202, 98),
     "mmap": (9, 222),
@@ -77,9 +78,9 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system kill this process, stopped or not, when the thread that started it ends.
+    """Let the system kill this process, stopped or not, when the thread that started it ends.
 
-    NOTE: the thread, not the process. ``parent`` is the process id of whoever started it; it may be gone already.
+    NOTE: the thread, not the process. ``parent`` is the process id of the starting process, which may already be gone.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -88,14 +89,14 @@ def end_with_parent(parent: int) -> None:
 
 
 def limit_memory(mebibytes: int) -> None:
-    """Refuse this process more address space than it has now and ``mebibytes`` besides; ``OSError`` if not on Linux."""
+    """Limit this process to its current address space plus ``mebibytes``; ``OSError`` if not on Linux."""
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = int(file.read().split()[0])
     lower(resource.RLIMIT_AS, pages * resource.getpagesize() + mebibytes * 2**20)
 
 
 def lower(kind: int, limit: int) -> None:
-    """Set a limit of this process for good, unless it is lower already."""
+    """Lower a limit of this process permanently, unless it is already lower."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -103,18 +104,18 @@ def lower(kind: int, limit: int) -> None:
 
 
 def confine(keep: Iterable[int]) -> bool:
-    """Close every descriptor but ``keep`` and give up the rest; whether the kernel filters system calls as well.
+    """Close every descriptor but ``keep`` and drop all rights; returns whether the kernel filters system calls, too.
 
-    ``OSError`` where the system refuses one of the others.
+    Raises ``OSError`` if the system refuses any other step.
     """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("1000")  # where memory runs out, the system ends this process before any other
+        file.write("1000")  # if memory runs out, the system kills this process first
     libc = ctypes.CDLL(None, use_errno=True)
-    _drop_capabilities(libc)  # before files are limited: it may have to read one
+    _drop_capabilities(libc)  # before files are limited, as it may have to read one
     kept = set(keep)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with contextlib.suppress(OSError):  # the list's own is closed already
+            with contextlib.suppress(OSError):  # the list's own descriptor is already closed
                 os.close(int(name))
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -128,16 +129,16 @@ def confine(keep: Iterable[int]) -> bool:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Of root, only the name is left."""
+    """Drop all capabilities, even for root."""
     if libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION, 0), bytes(24)) == 0:
         return
     with open("/proc/self/status", encoding="ascii") as file:
         held = next(line.split()[1] for line in file if line.startswith("CapPrm:"))
-    _check(int(held, 16))  # a system that refuses even this call gives a service nothing to drop, as a rule
+    _check(int(held, 16))  # usually, a system that refuses even this call gives a service nothing to drop
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:
-    """Refuse every system call but those above with ``EPERM``, on all threads; ``False`` where that cannot be done."""
+    """Refuse every system call not listed above with ``EPERM``, on all threads; ``False`` if that is not possible."""
     if platform.machine() not in _ARCHITECTURES:
         return False
     column, architecture = _ARCHITECTURES[platform.machine()]
@@ -159,7 +160,7 @@ def _program(column: int, architecture: int) -> list[bytes]:
     for numbers in _ALLOWED.values():
         if numbers[column] >= 0:
             lines += [_op(_EQUAL, numbers[column], yes=0, no=1), _op(_RETURN, _ALLOW)]
-    # Signals, as abort() sends them, and limits only for itself; of processes only threads.
+    # Signals (abort() sends them) and limits only for itself; clone only for threads.
     for number, test, value in (
         (_TGKILL[column], _EQUAL, os.getpid()),
         (_PRLIMIT64[column], _EQUAL, 0),
@@ -172,7 +173,7 @@ def _program(column: int, architecture: int) -> list[bytes]:
             _op(_RETURN, _ALLOW),
             refuse,
         ]
-    # Its flags lie where a filter cannot read them; the C library takes the older call where this one is missing.
+    # A filter cannot read the flags of clone3; the C library uses the older call if clone3 is missing.
     lines += [_op(_EQUAL, _CLONE3[column], yes=0, no=1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
     return [*lines, refuse]
 

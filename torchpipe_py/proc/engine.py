@@ -1,4 +1,4 @@
-"""Shared nodes: a pipe that runs them for several processes, and pipes that leave them to it."""
+"""Shared nodes: a pipe that runs them for several processes, and the pipes of these processes, which use it."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def pipe_of_worker(pipeline: Pipeline, engine: EngineClient) -> pipe:
 class EngineServer:
     """Runs the shared nodes of a plan for the workers that are attached to it.
 
-    The thread that forms the next batch takes their requests from shared memory; while no thread does, they ring one
-    that takes them. The thread that finishes a request writes its answer there. So no thread wakes for a request while
-    all instances compute. A batch holds requests of all workers.
+    The thread that forms the next batch takes requests from shared memory; while no thread does, the workers ring a
+    thread that takes them. The thread that finishes a request writes its answer there. So no thread wakes for a
+    request while all instances compute. A batch may hold requests of all workers.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._heads = [section.head for section in sections(pipeline)]
-        self._bell = Bell(new_bell())  # before what may raise: ``__del__`` closes it
+        self._bell = Bell(new_bell())  # before code that may raise, since ``__del__`` closes it
         self.pipe = pipe(engine_part(pipeline))
-        # NOTE: what may keep an array beyond its ``forward`` gets a copy, since the next request comes into the slot.
+        # NOTE: a custom backend may keep an array after ``forward`` and gets a copy: the next request reuses the slot.
         self._copies = self.pipe.has_own_code
         self._told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
         self._links: dict[int, WorkerLink] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
         self._answered = Answered()
-        self._taking = threading.Lock()  # of requests, and of who may be asleep
-        self._sleepers: set[object] = {None}  # nodes whose leader sleeps, or is about to, and None where some have none
+        self._taking = threading.Lock()  # for taking requests, and for the sleepers
+        self._sleepers: set[object] = {None}  # nodes whose leader sleeps or soon will; None if some have no leader
         self._bell.await_ring(True)
         if self.pipe.draw_from(self):
             self._sleepers.discard(None)
@@ -68,17 +68,17 @@ class EngineServer:
         self._thread.start()
 
     def attach(self, sock: socket.socket) -> None:
-        """Serve the worker at the other end, until that is gone."""
+        """Serve the worker at the other end until it ends."""
         self._new.append(sock)
         self._bell.wake()
 
     @property
     def workers(self) -> int:
-        """How many are attached."""
+        """Number of attached workers."""
         return len(self._links) + len(self._new)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Take no further request, finish the batches that run; see ``pipe.close``."""
+        """Accept no further request, finish running batches; see ``pipe.close``."""
         self._is_closed = True
         self._bell.wake()
         self._thread.join()
@@ -92,10 +92,10 @@ class EngineServer:
     def __del__(self) -> None:
         os.close(self._bell.fd)
 
-    # -- requests that come: ``Source`` of the pipe's nodes -------------------------------------------------------
+    # -- incoming requests: ``Source`` of the pipe's nodes --------------------------------------------------------
 
     def fetch(self, node: object) -> None:
-        """Bring what is there. The node's leader comes again before it sleeps."""
+        """Submit all waiting requests. The node's leader calls it again before it sleeps."""
         with self._taking:
             if node in self._sleepers:
                 self._sleepers.remove(node)
@@ -103,7 +103,7 @@ class EngineServer:
             self._take()
 
     def announce(self, node: object) -> bool:
-        """The node's leader is about to sleep: bring what comes; whether something is there now."""
+        """The node's leader will sleep: let workers ring for new requests; returns whether any wait now."""
         with self._taking:
             if node not in self._sleepers:
                 self._sleepers.add(node)
@@ -112,7 +112,7 @@ class EngineServer:
             return any(link.has_work() for link in self._links.values())
 
     def together(self) -> AbstractContextManager[None]:
-        """A worker is rung once for the answers that the calling thread writes to it in a row."""
+        """A context in which a worker is rung once for consecutive answers of the calling thread."""
         return self._answered
 
     def _run(self) -> None:
@@ -130,7 +130,7 @@ class EngineServer:
                 with self._taking:
                     self._links[link.fileno()] = link
             finally:
-                self._new.pop(0)  # NOTE: not before: ``workers`` must not be 0 while one comes
+                self._new.pop(0)  # NOTE: not earlier: ``workers`` must not be 0 while one is being attached
         for fd in self._bell.wait(self._poller, SLEEP_SECONDS):
             link = self._links[fd]
             with self._taking:
@@ -158,7 +158,7 @@ class EngineServer:
         asked, given_up = link.slots.take()
         for header, slot, number in asked:
             self._begin(link, header, slot, number)
-            if link.slots.is_given_up(slot, number):  # NOTE: perhaps before it was written, and so not among the next
+            if link.slots.is_given_up(slot, number):  # NOTE: perhaps before it was written, so not in the next ``take``
                 link.give_up(slot, number)
         for slot, number in given_up:
             link.give_up(slot, number)
@@ -190,7 +190,7 @@ class EngineServer:
 
 
 class Answered(threading.local, AbstractContextManager[None]):
-    """The worker that a thread has answered and not rung yet. To wake another process may take as long as an answer."""
+    """The worker that a thread has answered but not rung yet. Waking another process may take as long as an answer."""
 
     _waits = False
     _last: Link | None = None
@@ -203,8 +203,8 @@ class Answered(threading.local, AbstractContextManager[None]):
         self.ring(None)
 
     def ring(self, link: Link | None) -> None:
-        """That one has an answer: ring the one before, and it too unless more may come."""
-        # NOTE: a batch holds the requests of a worker in a row, as they are taken from it at once.
+        """The worker of ``link`` has an answer: ring the previous worker, and this one too unless more may come."""
+        # NOTE: a batch holds the requests of a worker in a row, as they are taken together.
         last, self._last = self._last, link
         if last is not None and last is not link:
             last.other.ring()
@@ -214,11 +214,11 @@ class Answered(threading.local, AbstractContextManager[None]):
 
 
 class GivenUpError(CancelledError):
-    """Ends a request that the worker has given up."""
+    """Ends a request that the worker has abandoned."""
 
 
 class WorkerLink:
-    """A worker as an engine process sees it: a socket, and ``slots`` once the two have met."""
+    """An engine process's side of a worker: a socket, and ``slots`` once the link is set up."""
 
     slots: Link
 
@@ -232,11 +232,11 @@ class WorkerLink:
         self._given_up: list[tuple[int, int, Any]] = []
 
     def fileno(self) -> int:
-        """Readable when the worker has said something, or is gone."""
+        """A descriptor that is readable when the worker has sent something or has ended."""
         return self._sock.fileno()
 
     def meet(self, told: Any, bell: Bell) -> bool:
-        """Take the worker's memory, and tell it what runs here and where to ring; ``False`` where it is gone, or cannot
+        """Map the worker's memory, and send it the sections and the bell to ring; ``False`` if it has ended or cannot
         be linked.
         """
         fds: list[int] = []
@@ -259,26 +259,26 @@ class WorkerLink:
         return True
 
     def has_work(self) -> bool:
-        """Whether the worker asks for anything new."""
+        """Whether the worker has new requests, or abandoned some."""
         return self._bell is not None and self.slots.has_work()
 
     def keep(self, slot: int, number: int, ticket: Any) -> None:
-        """The request of a slot is the pipe's, which gave the ticket; it may be over already."""
+        """Store the pipe's ticket for the request of a slot; the request may already be over."""
         self._tickets[slot] = number, ticket
         if ticket.is_over:
             self._tickets[slot] = None
 
     def give_up(self, slot: int, number: int) -> None:
-        """Nobody waits for that request: drop it; it is answered by ``answer_given_up``."""
+        """Drop a request that the worker abandoned; ``answer_given_up`` answers it."""
         kept = self._tickets[slot]
         if kept is not None and kept[0] == number and kept[1].cancel(GivenUpError()):
             self._given_up.append((slot, number, kept[1]))
 
     def answer_given_up(self) -> None:
-        """Answer the requests that were dropped and that no backend has."""
-        # NOTE: the worker writes its next request into the slot then, and a backend that still runs on the arrays of
-        # this one, and perhaps changes them in place, would run on those of the next one. A node first notes what it
-        # takes and then looks whether that is over: what is over and not taken now will not run.
+        """Answer the dropped requests that no backend is running."""
+        # NOTE: after the answer the worker reuses the slot for its next request; a backend that still used the arrays
+        # of this one, perhaps changing them in place, would corrupt the next one. A node first records a request that
+        # it takes and then checks whether it is over: a request that is over and not taken now will never run.
         if self._given_up:
             dropped, self._given_up = self._given_up, []
             for slot, number, ticket in dropped:
@@ -288,7 +288,7 @@ class WorkerLink:
                     self.answer(slot, number, Failure.of(GivenUpError()), perf_counter())
 
     def answer(self, slot: int, number: int, message: ItemOutcome | Failure, taken: float) -> None:
-        """Tell the worker what came of a request."""
+        """Send the worker the outcome of a request."""
         self._tickets[slot] = None
         if self._is_over:
             return
@@ -302,7 +302,7 @@ class WorkerLink:
         self._answered.ring(self.slots)
 
     def end(self) -> None:
-        """The worker is gone: drop what it still has."""
+        """Drop the remaining requests of a worker that has ended."""
         self._is_over = True
         for kept in [*self._tickets]:
             if kept is not None:
@@ -313,9 +313,9 @@ class WorkerLink:
 
 
 def _outcome(before: Data, data: Data) -> ItemOutcome:
-    """What the worker is told of the dict of a request.
+    """The outcome of a request's dict, to be sent to the worker.
 
-    Where there is a result, ``data`` stays what the worker sent: what a node behind the first had may be on the GPU.
+    If there is a result, ``data`` stays as the worker sent it: the ``data`` of a later node may be on the GPU.
     """
     if TASK_NODE_NAME_KEY in before:
         data[TASK_NODE_NAME_KEY] = before[TASK_NODE_NAME_KEY]
@@ -328,7 +328,7 @@ def _outcome(before: Data, data: Data) -> ItemOutcome:
 
 
 def _on_cpu(data: Data) -> Data:
-    """The dict without tensors on a device, which cannot go to another process."""
+    """The dict without tensors on a device, which cannot be sent to another process."""
     torch = loaded_torch()
     if torch is None:
         return data

@@ -1,6 +1,7 @@
-"""Memory without a name that two processes share: slots for calls and their answers, and a bell for each side.
+"""Anonymous memory shared by two processes: slots for calls and their answers, and a bell for each side.
 
-One side asks, the other answers: a pipe and one of its child processes, or a worker and an engine process.
+One side, the asker, makes calls and the other, the answerer, answers them: a pipe and one of its child processes, or a
+worker and an engine process.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from torchpipe_py.proc import codec
 from torchpipe_py.proc.codec import Packed, padded
 
 FAILURE_BYTES = 2**16
-"""Of a slot, kept for the answer that there is no room for another."""
+"""Part of a slot that is reserved for an error answer if the real answer does not fit."""
 
 DONE, FAILED, NOT_RUN = range(3)
-"""The kinds of an answer. ``NOT_RUN``: the call was given up, or its deadline had passed, before it began."""
+"""The kinds of an answer. ``NOT_RUN``: the call was abandoned, or its deadline passed, before it began."""
 
 SET_UP, CLOSE, FORK, STATUS = range(2**32 - 4, 2**32)
-"""Kinds of calls. Others have a number: of items, or of the section that is to run them."""
+"""Special kinds of calls. For others the kind is the number of items, or the index of the section to run."""
 
 SLEEP_SECONDS = 0.1
-"""After which a sleeper looks for work by itself."""
+"""Seconds after which a sleeper checks for work without a ring."""
 
 MOST_SLOTS = 128
 
@@ -46,7 +47,7 @@ _ROOM = struct.Struct("<QQQ")
 _SMALL = 2**20
 _WORDS = 4 * MOST_SLOTS
 _HEADERS = -(-_HEADER.size * MOST_SLOTS // mmap.PAGESIZE) * mmap.PAGESIZE
-_ASKER_ASLEEP = mmap.PAGESIZE  # each in a cache line of its own
+_ASKER_ASLEEP = mmap.PAGESIZE  # each flag in a separate cache line
 _ANSWERER_ASLEEP = _ASKER_ASLEEP + 64
 _ROOM_AT = _ANSWERER_ASLEEP + 64
 _REQUESTS = 2 * mmap.PAGESIZE
@@ -55,10 +56,10 @@ _CONTENT = _ANSWERS + _HEADERS
 
 
 class Room(NamedTuple):
-    """How many slots a link has, what a call and its answer may take together, and what a slot keeps of it.
+    """The number of slots of a link, the maximum size of a call with its answer, and the memory that a free slot keeps.
 
-    ``slot_bytes`` is address space: memory is taken as it is written. What is beyond ``kept_bytes`` is given back when
-    the slot is free.
+    ``slot_bytes`` is address space: memory is allocated as it is written. Memory above ``kept_bytes`` is released when
+    the slot becomes free.
     """
 
     slots: int
@@ -67,11 +68,11 @@ class Room(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What is said of a message: its ``kind``, the sizes of its parts, and where it starts and ends in the slot.
+    """Describes a message: its ``kind``, the sizes of its parts, and its start and end in the slot.
 
-    The kind of an answer is ``DONE``, ``FAILED`` or ``NOT_RUN``; both sides agree on those of calls. The times are
-    seconds of ``perf_counter``, which is one clock for all processes: of a call, when it was sent, and its deadline
-    (infinity: none); of an answer, when the call was begun, and when it was answered.
+    The kind of an answer is ``DONE``, ``FAILED`` or ``NOT_RUN``; both sides agree on the kinds of calls. The times are
+    seconds of ``perf_counter``, which is the same clock in all processes: for a call, when it was sent, and its
+    deadline (infinity: none); for an answer, when the call began, and when it was answered.
     """
 
     kind: int
@@ -89,13 +90,13 @@ class TooLargeError(InvalidRequest):
 
 
 class GarbledError(ValueError):
-    """The other side has written what cannot be."""
+    """The other side has written invalid data."""
 
 
 def barrier() -> None:
-    """What this thread has written before is seen elsewhere before it reads on."""
-    # NOTE: on x86-64 taking a lock is a full fence. On ARMv8 what stands before a lock and what stands behind it may
-    # both move in between, and so pass each other. Neither passes the release of one followed by the taking of another.
+    """Full memory barrier: this thread's earlier writes become visible before its later reads."""
+    # NOTE: on x86-64 taking a lock is a full fence. On ARMv8 accesses before a locked section and accesses after it may
+    # both move into it, and so pass each other. Neither can pass a release followed by the acquisition of another lock.
     lock = threading.Lock()
     with lock:
         pass
@@ -105,17 +106,17 @@ def barrier() -> None:
 
 
 def fence() -> None:
-    """Whoever sees what this thread writes after it sees what it wrote before; the same of what it reads."""
-    # NOTE: x86-64 keeps all that in order but a read behind a write, which takes a ``barrier``.
+    """Keep this thread's writes before it ahead of its writes after it; the same for reads."""
+    # NOTE: x86-64 keeps all of these in order except a read after a write, which needs ``barrier``.
     if _MACHINE != "x86_64":
         barrier()
 
 
 class Bell:
-    """Wakes one thread of another process, and costs nothing while nobody sleeps there.
+    """Wakes one thread of another process; costs nothing while that thread is awake.
 
     ``fd`` is an eventfd. ``asleep`` are words of shared memory, which only the sleeper's process writes: one for each
-    process that rings.
+    ringing process.
     """
 
     def __init__(self, fd: int, *asleep: memoryview) -> None:
@@ -123,8 +124,8 @@ class Bell:
         self._is_awaited = False
 
     def ring(self) -> None:
-        """Wake the sleeper, from any thread; the work for it is written before."""
-        # Either the sleeper sees the work, or it is seen here that it sleeps.
+        """Wake the sleeper, from any thread; write the work for it first."""
+        # Either the sleeper sees the work, or this thread sees that it sleeps.
         barrier()
         if self._asleep[0][0]:
             self.wake()
@@ -133,11 +134,11 @@ class Bell:
         """Wake the sleeper, asleep or not."""
         try:
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # the other side has rung it as often as it can be
+        except BlockingIOError:  # the other side has filled up its counter
             pass
 
     def sleep(self, poller: select.poll, has_work: Callable[[], bool], seconds: float = SLEEP_SECONDS) -> list[int]:
-        """Sleep until somebody rings, or ``seconds``; the other descriptors of ``poller`` that are ready."""
+        """Sleep until a ring, or for ``seconds``; returns the other descriptors of ``poller`` that are ready."""
         self.await_ring(True)
         try:
             barrier()
@@ -146,7 +147,7 @@ class Bell:
             self.await_ring(False)
 
     def wait(self, poller: select.poll, seconds: float) -> list[int]:
-        """The same for a sleeper that has said already whether it sleeps."""
+        """The same, for a sleeper that has already called ``await_ring``."""
         ready = [fd for fd, _ in poller.poll(1000 * seconds)]
         if self.fd in ready:
             ready.remove(self.fd)
@@ -154,27 +155,27 @@ class Bell:
         return ready
 
     def hear(self) -> None:
-        """It was rung, and the next ring is another one."""
+        """Reset the bell after a ring, so that the next ring is noticed."""
         os.eventfd_read(self.fd)
 
     def await_ring(self, is_asleep: bool) -> None:
-        """Whether whoever rings has to wake somebody; after a ``barrier`` what came before is seen."""
+        """Set whether ringing processes must wake the sleeper; after a ``barrier`` earlier work is visible."""
         self._is_awaited = is_asleep
         for word in self._asleep:
             word[0] = is_asleep
 
     def add(self, asleep: memoryview) -> None:
-        """One more process rings it, and sees this word."""
+        """Add a ringing process, which reads this word."""
         asleep[0] = self._is_awaited
         self._asleep.append(asleep)
 
     def remove(self, asleep: memoryview) -> None:
-        """The process that sees this word rings no more."""
+        """Remove the ringing process that reads this word."""
         self._asleep = [word for word in self._asleep if word is not asleep]
 
 
 def changed(before: bytes, after: bytes) -> list[int]:
-    """The indexes of the words that differ."""
+    """Indexes of the words that differ."""
     if before == after:
         return []
     found: list[int] = (np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).nonzero()[0].tolist()
@@ -182,26 +183,25 @@ def changed(before: bytes, after: bytes) -> list[int]:
 
 
 class Link:
-    """The slots of two processes, as either of them sees them.
+    """One side of the slots shared by two processes.
 
-    Each word has one writer: who asks writes the number of a call into ``asked`` and, where nobody waits for it any
-    more, into ``given_up``; who answers writes it into ``answered``. Then the slot is free again. Who runs calls one
-    after the other may write it into ``begun`` before that.
+    Each word has one writer: the asker writes the number of a call into ``asked`` and, if it abandons the call, into
+    ``given_up``; the answerer writes it into ``answered``, and then the slot is free again. An answerer that runs calls
+    one after the other may first write it into ``begun``.
 
-    What is read behind the words of the other side is at least as new as they are. ``bell`` is this side's, ``other``
-    the one of the other side. The side that asks has ``calls`` in its slots, of which ``under_way`` are not answered;
-    ``since`` is when the other side began the one that it is at, as seen from here, and ``taking`` the lock of whoever
-    reads answers.
+    Data read after the words of the other side is at least as new as these words. ``bell`` is this side's bell,
+    ``other`` the other side's. The asker has ``calls`` in its slots, of which ``under_way`` are not answered; ``since``
+    is when the other side, as seen from here, began its current call, and ``taking`` the lock for reading answers.
     """
 
     bell: Bell
     other: Bell
 
     def __init__(self, fd: int, room: Room | None = None, fds: Sequence[int] = ()) -> None:
-        """Map a descriptor of ``create_memory``; who cannot trust the other side says what ``room`` there is.
+        """Map a descriptor of ``create_memory``; pass ``room`` if the other side is not trusted to set it.
 
-        ``fds`` are closed when nobody has the link any more. NOTE: not before: a thread that has just written a call or
-        an answer is about to ring.
+        ``fds`` are closed when the link is freed. NOTE: not earlier: a thread that has just written a call or an answer
+        is about to ring.
         """
         self.fds = [*fds]
         self.room = room or Room._make(_ROOM.unpack(os.pread(fd, _ROOM.size, _ROOM_AT)))
@@ -223,33 +223,33 @@ class Link:
         self.instance = 0
         self.has_large = False
         self.taking = threading.Lock()
-        self.answered: deque[int] = deque()  # slots whose answers were seen and not read yet
-        self.reading: set[int] = set()  # those whose answers another thread reads
+        self.answered: deque[int] = deque()  # slots whose answers were seen but not read yet
+        self.reading: set[int] = set()  # slots whose answers another thread reads
         self._numbers = [0] * self.room.slots
         self._free = deque(range(self.room.slots))
         self._read_in_place: dict[int, weakref.ref[np.ndarray]] = {}
-        self._dropped: deque[int] = deque()  # slots whose answers nobody reads any more
+        self._dropped: deque[int] = deque()  # slots whose answers are no longer in use
 
     def __del__(self) -> None:
         for fd in self.fds:
             os.close(fd)
 
-    # -- the side that asks ---------------------------------------------------------------------------------------
+    # -- the asker ------------------------------------------------------------------------------------------------
 
     def take_slot(self, call: Any) -> tuple[int, int]:
-        """Give a call a free slot, and a number that the slot's last one had not."""
+        """Give a call a free slot, and a number different from the slot's last one."""
         while self._dropped:
             slot = self._dropped.popleft()
             del self._read_in_place[slot]
             self._clear(slot)
-        slot = self._free.pop()  # NOTE: the one that was free last is warm
+        slot = self._free.pop()  # NOTE: the last freed slot, which is still cached
         number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
         self.calls[slot] = call
         self.under_way += 1
         return slot, number
 
     def free_slot(self, slot: int) -> None:
-        """The call in the slot has ended; the slot is free, once its answer is not read in place any more."""
+        """End the call in a slot; the slot becomes free once its answer is no longer read in place."""
         self.calls[slot] = None
         self.reading.discard(slot)
         self.under_way -= 1
@@ -257,16 +257,16 @@ class Link:
             self._clear(slot)
 
     def _clear(self, slot: int) -> None:
-        """Give back the memory that a large call and its answer took."""
+        """Free the slot, and release the memory of a large call and its answer."""
         kept, size = self.room.kept_bytes, min(self.reply(slot).end, self.room.slot_bytes)
         if size > kept:
-            with suppress(OSError):  # gVisor cannot: what was taken stays taken
+            with suppress(OSError):  # gVisor does not support it: the memory stays allocated
                 pages = -(-(size - kept) // mmap.PAGESIZE) * mmap.PAGESIZE
                 self._map.madvise(mmap.MADV_REMOVE, self._start_of(slot) + kept, pages)
         self._free.append(slot)
 
     def ask(self, slot: int, number: int, packed: Packed, kind: int, sent: float, deadline: float) -> None:
-        """Write a call; ``TooLargeError`` where there is no room for it."""
+        """Write a call; ``TooLargeError`` if it does not fit."""
         self._write(_REQUESTS, slot, packed, kind, 0, sent, deadline)
         fence()
         self._asked[slot] = number
@@ -276,7 +276,7 @@ class Link:
         return self._asked[slot] == number
 
     def give_up(self, slot: int, number: int) -> None:
-        """Tell that nobody waits for the call any more; it is answered nevertheless."""
+        """Mark the call as abandoned; it is answered nevertheless."""
         self._given_up[slot] = number
 
     def has_begun(self, slot: int, number: int) -> bool:
@@ -284,16 +284,16 @@ class Link:
         return self._begun[slot] == number
 
     def has_answers(self) -> bool:
-        """Whether an answer is there that was not taken."""
+        """Whether there are untaken answers."""
         return self._from_answerer() != self._seen_answered
 
     def take_answered(self) -> list[int]:
-        """The slots with answers that were not taken before."""
+        """Take the slots with new answers."""
         before, self._seen_answered = self._seen_answered, self._from_answerer()
         return changed(before, self._seen_answered)
 
     def answered_call(self, slot: int) -> Any:
-        """The call that an answer is for; ``GarbledError`` where there is none."""
+        """The call that an answer belongs to; ``GarbledError`` if there is none."""
         is_known = slot < len(self.calls) and self._answered[slot] == self._numbers[slot]
         call = self.calls[slot] if is_known else None
         if call is None:
@@ -301,17 +301,17 @@ class Link:
         return call
 
     def reply(self, slot: int) -> Header:
-        """What is said of the answer in a slot."""
+        """The header of the answer in a slot."""
         return Header._make(_HEADER.unpack_from(self._map, _ANSWERS + slot * _HEADER.size))
 
-    # -- the side that answers ------------------------------------------------------------------------------------
+    # -- the answerer ---------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether there is a call that was not taken, or one that was given up."""
+        """Whether there are untaken calls, or newly abandoned ones."""
         return self._from_asker() != self._seen_asked
 
     def take(self) -> tuple[list[tuple[Header, int, int]], list[tuple[int, int]]]:
-        """Slot and number of each new call, the first first, and of each that nobody waits for any more."""
+        """Header, slot and number of each new call in order; slot and number of each newly abandoned call."""
         before, self._seen_asked = self._seen_asked, self._from_asker()
         numbers = memoryview(self._seen_asked).cast("I")
         asked, given_up = [], []
@@ -325,45 +325,45 @@ class Link:
         return asked, given_up
 
     def request(self, slot: int) -> Header:
-        """What is said of the call in a slot."""
+        """The header of the call in a slot."""
         return Header._make(_HEADER.unpack_from(self._map, _REQUESTS + slot * _HEADER.size))
 
     def is_given_up(self, slot: int, number: int) -> bool:
-        """Whether nobody waits for the call any more."""
+        """Whether the asker has abandoned the call."""
         return self._given_up[slot] == number
 
     def begin(self, slot: int, number: int) -> None:
-        """Tell that the call is run now."""
+        """Mark the call as running."""
         self._begun[slot] = number
 
     def answer(self, slot: int, number: int, packed: Packed, kind: int, begun: float) -> None:
-        """Write an answer behind its call; ``TooLargeError`` where there is no room for it."""
+        """Write an answer after its call in the slot; ``TooLargeError`` if it does not fit."""
         self._write(_ANSWERS, slot, packed, kind, self.request(slot).end, begun, perf_counter())
         fence()
         self._answered[slot] = number
 
     def fail(self, slot: int, number: int, failure: Failure, begun: float) -> None:
-        """Write a failure for an answer; one that is too large without where and with what it was raised."""
+        """Write a failure as the answer, without traceback and pickled exception if they do not fit."""
         try:
             self.answer(slot, number, Packed.of(failure), FAILED, begun)
         except TooLargeError:
-            # NOTE: for this one there is always room: nothing of what led to it is in it.
+            # NOTE: this answer always fits, since it has no traceback and no pickled exception.
             self.answer(slot, number, Packed.of(replace(failure, trace="", pickled=b"")), FAILED, begun)
 
     # -- both -------------------------------------------------------------------------------------------------------
 
     def read(self, slot: int, header: Header, copies: bool) -> Any:
-        """The message; raises whatever unpickling raises. Its arrays lie in the slot, unless it ``copies`` them."""
+        """Read a message; raises any exception of unpickling. Its arrays refer to the slot unless it copies them."""
         return self._read(slot, header, self._map, self._start_of(slot) + header.start, copies)
 
     def read_in_place(self, slot: int, header: Header, most: int) -> tuple[Any, np.ndarray | None]:
-        """An answer whose arrays lie in the slot, which is kept as long as any of them lives; at ``most`` so many are.
+        """Read an answer without copying its arrays; the slot stays in use while any of them lives, for up to ``most``.
 
-        NOTE: the slot may be used again once nobody has the second object, so it is to live until ``free_slot``.
+        NOTE: the slot may be reused once the second object is freed, so it must live until ``free_slot``.
         """
         if len(self._read_in_place) >= most:
             return self.read(slot, header, copies=True), None
-        # NOTE: an array of its own, since it is the ``base`` of all views of it.
+        # NOTE: a separate array, since it is the ``base`` of all its views.
         start = self._start_of(slot) + header.start
         content = np.frombuffer(self._map, np.uint8, header.end - header.start, start)
         answer = self._read(slot, header, content, 0, copies=False)
@@ -372,7 +372,7 @@ class Link:
         return answer, content
 
     def content(self, slot: int, start: int, size: int) -> np.ndarray:
-        """Bytes of a slot, where they lie; ``GarbledError`` where they are not in it."""
+        """A view of bytes in a slot; ``GarbledError`` if they are outside it."""
         if not 0 <= start <= start + size <= self.room.slot_bytes:
             raise GarbledError(f"{size} bytes at {start}, which are not in their slot")
         at = self._start_of(slot) + start
@@ -417,7 +417,7 @@ class Link:
         offset += padded(small)
         for part in parts:
             end = offset + part.nbytes
-            # NOTE: NumPy lets other threads run meanwhile: for what takes microseconds, waiting for them takes longer.
+            # NOTE: NumPy releases the GIL to copy: for a few microseconds' copy, getting it back would take longer.
             if part.nbytes <= _SMALL:
                 self._map[offset:end] = part
             else:
@@ -428,9 +428,9 @@ class Link:
 
 
 def create_memory(room: Room) -> int:
-    """A descriptor of the memory of a ``Link``, which takes pages as they are written.
+    """A descriptor for the memory of a ``Link``, whose pages are allocated as they are written.
 
-    Its size is sealed: whoever made it smaller would have the other process killed as it reads.
+    Its size is sealed: if one process could shrink it, the other would be killed when it reads.
     """
     fd = os.memfd_create("torchpipe-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,4 +1,4 @@
-"""Calls from any thread to links, and what becomes of them where a child process dies or another one is idle."""
+"""Distributes calls of any thread over links; moves calls if a child process dies or another one is idle."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torchpipe_py.proc.codec import Packed
 from torchpipe_py.proc.link import FAILED, NOT_RUN, GarbledError, Header, Link, barrier
 
 AHEAD = 2
-"""Calls that a child process has at once, of which it runs one: it need not wait for its parent."""
+"""Calls that a child process has at once. It runs one of them, and need not wait for its parent after it."""
 
 LOSSES = 3
-"""Child processes that may die, or not be started, before they begin a call; then it fails."""
+"""A call fails after so many child processes died, or failed to start, before they began it."""
 
-_Given = tuple["Call", Link, int, int]  # a call, and the slot and number it has there
+_Given = tuple["Call", Link, int, int]  # a call, and its link, slot and number
 
 
 AGING = 1.0
-"""Seconds after which calls of low priority come first once in a while: after ``AGED`` turns of others."""
+"""Seconds after which waiting low-priority calls get a turn after every ``AGED`` turns of others."""
 
 AGED = 3
 
@@ -35,9 +35,9 @@ AGED = 3
 class Call:
     """Items on their way to another process. ``done(error, outcome)`` is called once, on any thread.
 
-    ``kind`` tells the other side how many items they are, or which section is to run them. Before ``done`` is called
-    for an answer, ``reply`` is what is said of that, and ``link`` where it came from. ``until`` is when the call fails
-    while there is no link. Those of low ``priority`` (1) get a link when no others wait.
+    ``kind`` is the number of items, or the index of the section to run them. Before ``done`` is called for an answer,
+    ``reply`` is set to its header and ``link`` to its link. ``until`` is when the call fails if there is no link. Calls
+    of low ``priority`` (1) get a link when no others wait.
     """
 
     __slots__ = ("_done", "asked", "deadline", "is_large", "kind", "link", "losses", "order", "packed", "place",
@@ -68,7 +68,7 @@ class Call:
         return not self._done
 
     def end(self, error: BaseException | None, outcome: Any = None) -> None:
-        """Call ``done``, unless it was called. NOTE: nothing that it raises may end the thread that takes answers."""
+        """Call ``done``, unless it was called. NOTE: its exceptions must not end the thread that takes answers."""
         try:
             done = self._done.pop()
         except IndexError:
@@ -77,17 +77,17 @@ class Call:
             done(error, outcome)
         except BaseException as failure:
             if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
-                raise  # Ctrl-C, say
+                raise  # such as Ctrl-C's
             log_failure("the answer of another process cannot be told", failure)
 
 
 class Pool:
-    """Has each call run over the link that has least to do; at most ``ahead`` are under way over one.
+    """Sends each call over the least busy link; at most ``ahead`` are under way over each.
 
-    What a child process has not begun is taken back where another one has nothing to do, or where it dies; ``loses``:
-    not where it dies. Of several links one has no large call, and none has others behind a large one.
-    ``in_place``: arrays of answers lie where they were written, as long as somebody has them. ``read`` reads answers
-    that are not pickled.
+    A call that a child process has not begun is taken back if another one is idle, or if the process dies; with
+    ``loses`` it fails if the process dies. If there are several links, one gets no large calls, and no call is queued
+    after a large one. ``in_place``: arrays of answers are not copied, and their slot stays in use while they live.
+    ``read`` reads answers that are not pickled.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Pool:
         read: Callable[[Link, int, Header], Any] | None = None,
     ) -> None:
         self._ahead, self._in_place, self._loses, self._reader = ahead, in_place, loses, read
-        self._lock = threading.RLock()  # a collection may close a pipe anywhere
+        self._lock = threading.RLock()  # the garbage collector may close a pipe anywhere
         self.changed = threading.Condition(self._lock)
         self._waiting: deque[Call] = deque()
         self._large: deque[Call] = deque()
         self._low: deque[Call] = deque()
         self._since_aged = 0
-        self._queues = self._large, self._waiting, self._low  # in their order
+        self._queues = self._large, self._waiting, self._low  # in order of precedence
         self._order = count()
         self.links: list[Link] = []
         self.is_closed = False
@@ -112,9 +112,9 @@ class Pool:
     # -- calls, from any thread -----------------------------------------------------------------------------------
 
     def ask(self, call: Call) -> None:
-        """Have a call run. Its error is ``PipeClosed`` where it has not begun before ``close``, ``DeadlineExceeded``
-        where not before its deadline, ``WorkerDied`` where the other process has died or none can be started, or what
-        writing it raises.
+        """Run a call. Its error is ``PipeClosed`` if it has not begun before ``close``, ``DeadlineExceeded`` if not
+        before its deadline, ``WorkerDied`` if the other process has died or none can be started, or an exception from
+        writing it.
         """
         given: list[_Given] = []
         with self._lock:
@@ -130,11 +130,11 @@ class Pool:
         self._write(given)
 
     def give_up(self, call: Call) -> None:
-        """Nobody waits for it any more: it ends here at once, with ``CancelledError``. Its slot is free when it has
-        ended there too.
+        """Abandon a call: it ends here at once, with ``CancelledError``. Its slot becomes free when it has ended in the
+        other process, too.
         """
-        # NOTE: without the lock. The main thread comes here too, and the handler of a signal that calls the pipe there,
-        # or closes it, would wait for a thread that waits for the lock. ``_give`` looks once the call has its place.
+        # NOTE: without the lock: if the main thread held it here, a signal handler that calls or closes the pipe could
+        # wait for a thread that waits for the lock. ``_give`` checks again once the call has its place.
         call.end(CancelledError())
         place = call.place
         if place is not None:
@@ -142,18 +142,18 @@ class Pool:
             link.give_up(slot, number)
             link.other.ring()
         with suppress(ValueError):
-            self._queue_of(call).remove(call)  # NOTE: while no slot becomes free, these would hold more and more memory
+            self._queue_of(call).remove(call)  # NOTE: or abandoned calls would pile up while no slot becomes free
 
     def is_waiting(self) -> bool:
         """Whether a call waits for a link."""
         return any(self._queues)
 
     def pending(self) -> int:
-        """Calls that wait, or have a slot; a moment's estimate."""
+        """Number of calls that wait or have a slot; a momentary estimate."""
         return sum(map(len, self._queues)) + sum([link.under_way for link in self.links])
 
     def close(self) -> None:
-        """Fail what has not begun with ``PipeClosed``, as what comes from now on."""
+        """Fail calls that have not begun, and all later calls, with ``PipeClosed``."""
         with self._lock:
             self.is_closed = True
             left = self._drop_waiting()
@@ -164,24 +164,24 @@ class Pool:
         for call in left:
             call.end(PipeClosed("closed"))
 
-    # -- links, each of one thread ----------------------------------------------------------------------------------
+    # -- links, each used by one thread -----------------------------------------------------------------------------
 
     def add(self, link: Link) -> None:
-        """One more link, which takes calls from now on."""
+        """Add a link, which takes calls from now on."""
         with self._lock:
             self.links.append(link)
             given = self._share()
         self._write(given)
 
     def remove(self, link: Link) -> None:
-        """One less, which has no calls."""
+        """Remove a link, which must have no calls."""
         with self._lock:
             self.links.remove(link)
 
     def take(self, link: Link, seconds: float = inf) -> bool:
-        """Tell the answers that are there, for about so long; whether that were all.
+        """Deliver available answers, for about ``seconds``; returns whether that were all.
 
-        ``GarbledError`` where the other side has written what cannot be.
+        Raises ``GarbledError`` if the other side has written invalid data.
         """
         with link.taking:
             end = perf_counter() + seconds
@@ -193,9 +193,9 @@ class Pool:
             return not link.answered
 
     def lose(self, link: Link, error: WorkerDied, is_at_fault: bool = False) -> None:
-        """The other process has died: fail what it had begun, and have the rest run elsewhere.
+        """Handle the death of the other process: fail the calls it had begun, and run the others elsewhere.
 
-        ``is_at_fault``: by its first call, begun or not.
+        ``is_at_fault``: its first call caused the death, begun or not.
         """
         with self._lock:
             if link not in self.links:
@@ -228,7 +228,7 @@ class Pool:
             call.end(reason)
 
     def fail_waiting(self, error: BaseException, now: float = inf) -> None:
-        """Fail the calls that were to wait no longer than ``now``."""
+        """Fail the calls whose time to wait for a link ended by ``now``."""
         with self._lock:
             calls = self._drop_waiting()
             late = [call for call in calls if call.until <= now]
@@ -239,16 +239,16 @@ class Pool:
             call.end(error)
 
     def hold_seconds(self) -> float:
-        """How long a call waits while there is no link."""
+        """Seconds that a call waits while there is no link."""
         return inf
 
     def answered(self, call: Call, reply: Header) -> None:
-        """A call was answered."""
+        """Called for each answered call."""
 
-    # -- which link has which call; with the lock held --------------------------------------------------------------
+    # -- assignment of calls to links; with the lock held -----------------------------------------------------------
 
     def _give(self) -> list[_Given]:
-        """Give the calls that wait to links, as far as there is room; they are to be written then."""
+        """Assign waiting calls to links, as far as there is room; the caller must then write them."""
         given: list[_Given] = []
         queues = self._queues
         if self._low and self._low[0].asked + AGING <= perf_counter():
@@ -263,7 +263,7 @@ class Pool:
                     break
                 try:
                     call = queue.popleft()
-                except IndexError:  # it was given up
+                except IndexError:  # it was abandoned
                     break
                 if call.is_over:
                     continue
@@ -290,7 +290,7 @@ class Pool:
         return self._large if call.is_large else self._low if call.priority else self._waiting
 
     def _share(self) -> list[_Given]:
-        """``_give``; where none waits, a link that has nothing to do gets a call of another."""
+        """Like ``_give``; if no call waits, an idle link gets a call of another link."""
         given = self._give() if self.is_waiting() else []
         if given or len(self.links) < 2 or all(link.under_way for link in self.links):
             return given
@@ -303,17 +303,18 @@ class Pool:
         return []
 
     def _takes_back(self, link: Link, call: Call) -> bool:
-        """Whether a call can go elsewhere: the other process has not begun it, and will not."""
+        """Take a call back from its link; whether it worked: the other process has not begun it, and will not."""
         place = call.place
         if place is None or place[0] is not link or not link.is_asked(*place[1:]):
-            return False  # NOTE: what is not written yet would never be answered there
+            return False  # NOTE: a call that is not written yet would never be answered there
         link.give_up(*place[1:])
-        # Either it is seen here that it has begun, or there that it was given up. Perhaps both: it says so then.
+        # Either this side sees that it has begun, or the other side sees that it was abandoned, or both; then the
+        # answer is ``NOT_RUN``.
         barrier()
         return not link.has_begun(*place[1:]) and self._end(call, link, place[1])
 
     def _end(self, call: Call, link: Link, slot: int) -> bool:
-        """The call is in that slot no more; whether it was."""
+        """Remove the call from that slot; returns whether it was there."""
         if call.place is None or call.place[0] is not link or call.place[1] != slot:
             return False
         call.place = None
@@ -327,14 +328,14 @@ class Pool:
             queue.clear()
         return dropped
 
-    # -- without it -----------------------------------------------------------------------------------------------
+    # -- without the lock -----------------------------------------------------------------------------------------
 
     def _write(self, given: list[_Given]) -> None:
-        """Write calls into the slots that they were given; what cannot be written ends."""
+        """Write calls into their slots; a call that cannot be written ends with the error."""
         for call, link, slot, number in given:
             call.sent = perf_counter()
             try:
-                # NOTE: if the link is lost, another one may have the call by now; nobody reads what is written here.
+                # NOTE: if the link is lost, another one may have the call by now; this copy is then never read.
                 link.ask(slot, number, call.packed, call.kind, call.sent, call.deadline)
             except Exception as error:
                 with self._lock:
@@ -347,19 +348,19 @@ class Pool:
                 link.other.ring()
                 if link.under_way < 2 or len(self.links) < 2:
                     continue
-            # Another one may have become idle, and could not have this call before it was written.
+            # Another link may have become idle, and could not take this call before it was written.
             with self._lock:
                 more = self._share()
             self._write(more)
 
     def _take(self, link: Link, slot: int) -> None:
-        """Take an answer; the other process has its next call before this one is told."""
+        """Take an answer; send the other process its next call before delivering the answer."""
         call: Call = link.answered_call(slot)
         reply = link.reply(slot)
         outcome, error, held = (None, None, None) if reply.kind == NOT_RUN else self._read(link, slot, reply)
         with self._lock:
             link.free_slot(slot)
-            is_its = self._end(call, link, slot)  # or else it was taken back
+            is_its = self._end(call, link, slot)  # else it was taken back
             link.since = perf_counter() if link.under_way else 0.0
             if is_its and reply.kind == NOT_RUN:
                 error = self._not_run(call)
@@ -376,8 +377,8 @@ class Pool:
             call.end(error, outcome)
 
     def _not_run(self, call: Call) -> Exception | None:
-        """Why a call that the other process has not run is not to run, if it is not."""
-        call.losses += 1  # NOTE: or one that says this for ever would have it for ever
+        """The error of a call that the other process has not run, or ``None`` if it should run elsewhere."""
+        call.losses += 1  # NOTE: counted, or a process that always answers this would get the call forever
         if call.is_over or perf_counter() >= call.deadline:
             return DeadlineExceeded("deadline passed")
         if self.is_closed:
@@ -385,7 +386,7 @@ class Pool:
         return WorkerDied("no worker process has begun it") if call.losses >= LOSSES else None
 
     def _read(self, link: Link, slot: int, reply: Header) -> tuple[Any, BaseException | None, Any]:
-        """The outcome of a call or its error, and what keeps the slot."""
+        """The outcome of a call, its error, and an object that keeps the slot in use."""
         try:
             if self._reader is not None:
                 return self._reader(link, slot, reply), None, None
@@ -401,5 +402,5 @@ class Pool:
             if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
                 raise
             error = TypeError(f"the answer of its worker process: {first_line(failure)}")
-            error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory
+            error.__cause__ = failure.with_traceback(None)  # NOTE: its frames would keep the memory alive
             return None, error, None

@@ -1,6 +1,6 @@
-"""What a decoder that nobody trusts answers: bytes of a slot, and numbers that are checked before they are used.
+"""Answers of an untrusted decoder: bytes of a slot, and numbers that are checked before use.
 
-The decoder may have been made to run anybody's code. So nothing of its answer is unpickled.
+An attacker's code may run in the decoder, so its answers are never unpickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchpipe_py.proc.codec import Packed, padded
 from torchpipe_py.proc.link import DONE, FAILURE_BYTES, GarbledError, Header, Link, Room
 
 FILTERED = "filtered"
-"""What a decoder says once it is ready, where the kernel refuses it system calls that decoding does not need."""
+"""The answer of a ready decoder, if the kernel filters its system calls."""
 
 _MAX_TEXT = 1024
 _SIZE = struct.Struct("<Q")
@@ -35,14 +35,14 @@ _NO_RESULTS: Mapping[str, type[NoResult]] = {
 
 
 class Refusal(NamedTuple):
-    """No image. ``name`` is the class of the error; ``raised``: the backend has raised it, which is a defect."""
+    """An answer without an image. ``name`` is the error's class; ``raised``: the backend raised it, a defect."""
 
     name: str
     message: str
     raised: bool = False
 
     def error(self) -> NoResult | None:
-        """What the dict is to hold as its error, if anything."""
+        """The error for the dict, if the decoder reported any."""
         if not self.name:
             return None
         cls = _NO_RESULTS.get(self.name)
@@ -50,23 +50,23 @@ class Refusal(NamedTuple):
 
 
 def room_for(capacity: int) -> Room:
-    """One slot, for an encoded and a decoded image of ``capacity`` bytes each."""
+    """A single slot, for an encoded and a decoded image of ``capacity`` bytes each."""
     return Room(1, padded(2 * capacity) + 2 * FAILURE_BYTES, _KEPT)
 
 
 def pack_encoded(encoded: np.ndarray) -> Packed:
-    """A call of a decoder."""
+    """Pack a call to a decoder."""
     return Packed(_SIZE.pack(encoded.size), b"", [encoded], 1)
 
 
 def encoded_in(link: Link, slot: int, header: Header) -> np.ndarray:
-    """The bytes of such a call, where they lie."""
+    """A view of the encoded bytes of such a call."""
     (size,) = _SIZE.unpack(link.content(slot, header.start, _SIZE.size).tobytes())
     return link.content(slot, header.start + padded(_SIZE.size), size)
 
 
 def pack_answer(item: Mapping[str, Any], capacity: int) -> Packed:
-    """What became of an item, whose Mat may have so many bytes."""
+    """Pack the outcome of an item, whose Mat may have up to ``capacity`` bytes."""
     mat = item.get(TASK_RESULT_KEY)
     if mat is None:
         error = item.get(TASK_ERROR_KEY)
@@ -74,7 +74,7 @@ def pack_answer(item: Mapping[str, Any], capacity: int) -> Packed:
     try:
         mat = as_mat(mat, EIGHT_BITS)
     except InvalidRequest as error:
-        return pack_error(TypeError(str(error)), raised=True)  # it is the decoder's Mat, no request's
+        return pack_error(TypeError(str(error)), raised=True)  # the Mat comes from the decoder, not from a request
     if mat.nbytes > capacity:
         size = shown_dims(mat.shape)
         return pack_error(DecodeError(f"{size} pixels are more than max_memory has room for"), raised=False)
@@ -83,7 +83,7 @@ def pack_answer(item: Mapping[str, Any], capacity: int) -> Packed:
 
 
 def pack_error(error: object, raised: bool) -> Packed:
-    """An error as a text; ``raised``: it is a defect."""
+    """Pack an error as text; ``raised``: it is a defect."""
     problem = error if isinstance(error, BaseException) else NoResult(str(error))
     text = f"{type(problem).__name__}\n{message_of(problem, _MAX_TEXT)}"
     return _packed(_RAISED if raised else _NO_RESULT, text=text.encode("utf-8", "replace")[:_MAX_TEXT])
@@ -96,7 +96,7 @@ def _packed(kind: int, color: int = 0, mat: np.ndarray | None = None, text: byte
 
 
 def read(link: Link, slot: int, header: Header) -> tuple[np.ndarray, str | None] | Refusal:
-    """The Mat of an answer, copied, and its color; or why there is none. ``GarbledError`` where it is no answer."""
+    """A copy of an answer's Mat, and its color; or the refusal. ``GarbledError`` if the answer is not valid."""
     size = header.head + header.pickled
     if header.kind != DONE or header.head != _ANSWER.size or header.pickled > _MAX_TEXT:
         raise GarbledError(f"an answer of kind {header.kind}, {size} bytes")

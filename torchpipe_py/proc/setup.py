@@ -1,4 +1,4 @@
-"""What a worker process is told first: the plan of its backend, which instance it is, and the main module."""
+"""The first message to a worker process: the plan of its backend, its instance index, and the main module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _IS_LOADING = "__torchpipe_is_loading__"
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a child process; ``pickled`` is what ``pickle_plan`` gave.
+    """The first message to a child process; ``pickled`` is the result of ``pickle_plan``.
 
-    ``config`` says which instance it is, ``colors`` what ``prefer_color`` was asked, or nothing, ``log_level`` that of
-    this package's logger, and ``max_memory`` how many MiB it may take beyond what it has after setup; 0 is any.
-    ``takes_tensors``: import PyTorch now, which counts for no limit of a batch then.
+    ``config`` holds the instance index, ``colors`` the arguments of ``prefer_color`` (or is empty), ``log_level`` the
+    level of this package's logger, and ``max_memory`` the MiB allowed on top of the memory after setup; 0: no limit.
+    ``takes_tensors``: import PyTorch now, so that the import does not count towards the limits of a batch.
     """
 
     pickled: bytes
@@ -38,9 +38,9 @@ class Setup:
 
 
 def pickle_plan(config: BackendConfig) -> bytes:
-    """The plan of the only child, and the registered postprocessors that it names: a worker has a registry of its own.
+    """Pickle the plan of the only child, with the registered postprocessors it names: a worker has its own registry.
 
-    ``ConfigError`` that names what another process could not make.
+    Raises ``ConfigError``, which names an object that another process could not create.
     """
     plan = BackendPlan.of(config.children[0])
     postprocessors = {}
@@ -63,7 +63,7 @@ def pickle_plan(config: BackendConfig) -> bytes:
 
 
 class _PlanPickler(pickle.Pickler):
-    """Sends the class that a ``PythonClass`` was made of, to be wrapped again."""
+    """Sends the class inside a ``PythonClass``, to be wrapped again."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type) and issubclass(value, PythonClass) and "wrapped" in vars(value):
@@ -72,13 +72,13 @@ class _PlanPickler(pickle.Pickler):
 
 
 def main_source() -> dict[str, Any]:
-    """What ``load_main`` takes to load this process's ``__main__``; empty where there is nothing to load."""
+    """The argument of ``load_main`` that loads this process's ``__main__``; empty if there is nothing to load."""
     data = spawn.get_preparation_data("")
     return {key: value for key, value in data.items() if key.startswith("init_main_from") and value}
 
 
 def load_main(source: dict[str, Any]) -> None:
-    """Run the parent's main module under the name ``__mp_main__``, as ``multiprocessing`` does; once."""
+    """Run the parent's main module once under the name ``__mp_main__``, as ``multiprocessing`` does."""
     main = sys.modules["__main__"]
     setattr(main, _IS_LOADING, True)
     try:
@@ -88,7 +88,7 @@ def load_main(source: dict[str, Any]) -> None:
 
 
 def is_loading_main() -> bool:
-    """Whether this is a worker in the middle of ``load_main``."""
+    """Whether this process is a worker that is running ``load_main``."""
     return hasattr(sys.modules.get("__main__"), _IS_LOADING)
 
 

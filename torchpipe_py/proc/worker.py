@@ -1,4 +1,4 @@
-"""A child process: answers the calls of its parent one after the other, and ends when that does."""
+"""A child process: answers the calls of its parent one after the other, and ends when the parent ends."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from torchpipe_py.proc.setup import Setup, load_main
 
 
 def main(memory: int, rings: int, sleeps: int, parent: int) -> None:
-    """Run a backend until the parent, whose process id is the last number, says ``CLOSE``; see ``Launch``."""
+    """Run a backend until the parent, whose process id is ``parent``, sends ``CLOSE``; see ``Launch``."""
     prepare(memory, rings, sleeps)
     end_with_parent(parent)
     _Worker(memory, rings, sleeps).run()
 
 
 def prepare(*fds: int) -> None:
-    """What a process does first that has these descriptors.
+    """Prepare a new process that has these descriptors; it ignores signals to end.
 
-    The parent says when to end: Ctrl-C, or a service manager, signals the whole group while it still has work.
+    The parent decides when it ends: Ctrl-C, or a service manager, signals the whole group while it still has work.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        # NOTE: a handler, since what is ignored would stay ignored in the programs that a backend starts.
+        # NOTE: a handler, since an ignored signal would stay ignored in programs that a backend starts.
         signal.signal(number, lambda *_: None)
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -44,7 +44,7 @@ def prepare(*fds: int) -> None:
 
 
 class Answerer:
-    """Answers the calls of a link, the first first."""
+    """Answers the calls of a link, in order."""
 
     def __init__(self, memory: int, rings: int, sleeps: int) -> None:
         self.link = Link(memory)
@@ -55,7 +55,7 @@ class Answerer:
         self.is_over = False
 
     def run(self) -> None:
-        """Until a call is the last one."""
+        """Answer calls until the last one."""
         while not self.is_over:
             asked, _ = self.link.take()
             for call in asked:
@@ -64,13 +64,13 @@ class Answerer:
                 self.link.bell.sleep(self._poller, self.link.has_work)
 
     def answer(self, header: Header, slot: int) -> Packed:
-        """The answer to a call; raises what its failure is."""
+        """The answer to a call; raises the exception that makes it fail."""
         raise NotImplementedError(type(self).__name__)
 
     def _run(self, header: Header, slot: int, number: int) -> None:
         link = self.link
         link.begin(slot, number)
-        # Either it is seen there that it has begun, or it is seen here that it was given up.
+        # Either the other side sees that it has begun, or this side sees that it was abandoned.
         barrier()
         begun = perf_counter()
         if link.is_given_up(slot, number) or begun >= header.second:
@@ -121,7 +121,7 @@ class _Worker(Answerer):
 
 
 def make_backend(setup: Setup, before_main: Any = None) -> Backend:
-    """The backend that a ``Setup`` describes, not set up; ``ConfigError`` where it cannot be imported."""
+    """The backend that a ``Setup`` describes, not set up; ``ConfigError`` if it cannot be imported."""
     try:
         plan, postprocessors = Unpickler(setup.pickled, [], [], before_main).load()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A process that has imported what the decoders of a node need, and that they are forked from: both sides of it."""
+"""A process that imports the libraries of a node's decoders, and from which these are forked: both sides of it."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from torchpipe_py.proc.worker import Answerer, make_backend, prepare
 logger = logging.getLogger("torchpipe_py")
 
 START_SECONDS = 120.0
-"""In which it imports what its decoders need."""
+"""Time limit for importing the libraries of its decoders."""
 ANSWER_SECONDS = 5.0
-"""In which it forks or ends a decoder; it is replaced where it does not."""
+"""Time limit for forking or ending a decoder, after which the process is replaced."""
 
 _MAX_MESSAGE = 2**16
-# What is imported for the first image, is imported before files can no longer be opened.
+# Decode these first, so that lazy imports happen while files can still be opened.
 _TRIALS = (b"", b"BM:\0\0\0\0\0\0\x006\0\0\0(\0\0\0\1\0\0\0\1\0\0\0\1\0\x18\0\0\0\0\0\4" + bytes(23))
 
 
 class Limits(NamedTuple):
-    """Of a decoder: seconds for an image; MiB of its bytes, of its pixels, and of what decoding takes, each."""
+    """Limits of a decoder for each image: seconds; MiB of encoded bytes, of pixels, and of memory for decoding."""
 
     seconds: float
     mebibytes: int
 
 
 class Zygote:
-    """Forks decoders within milliseconds, where a new process would import for half a second; used by any thread.
+    """Forks decoders within milliseconds, while a new process would import for half a second; thread-safe.
 
-    It is started when the first decoder is wanted, again where it has died, and ended when its last user leaves.
-    Its decoders die with it, and it with this process.
+    Its process starts with the first decoder, is replaced if it dies, and ends when its last user leaves. Its decoders
+    die with it, and it dies with this process.
     """
 
     def __init__(self, label: str, setup: Setup) -> None:
@@ -62,31 +62,31 @@ class Zygote:
         self._control: socket.socket
 
     def enter(self) -> None:
-        """One more user."""
+        """Add a user."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """One user less; with the last the process ends."""
+        """Remove a user; with the last one the process ends."""
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 self._stop()
 
     def fork(self, instance: int, limits: Limits, fds: list[int]) -> Forked:
-        """Fork a decoder that has ``fds``; ``WorkerDied`` where that cannot be done, or what starting raises."""
+        """Fork a decoder that has ``fds``; raises ``WorkerDied`` if that fails, or an exception from starting it."""
         with self._lock:
             try:
                 process = self._process or self._start()
                 return Forked(self, process, self._ask((instance, limits), fds))
-            except OSError as error:  # the next one is asked of another process
+            except OSError as error:  # the next decoder comes from a new process
                 raise WorkerDied(f"{self._label}: no decoder can be forked: {first_line(error)}") from error
 
     def end(self, decoder: Forked) -> int | None:
-        """Kill a decoder unless it has died; its exit status, less than 0 for a signal, as far as that can be known."""
+        """Kill a decoder unless it has died; its exit status (negative for a signal), or ``None`` if unknown."""
         with self._lock:
             if self._process is not decoder.zygote_process:
-                return None  # and it died with that one
+                return None  # the decoder died with its zygote
             with contextlib.suppress(OSError):
                 return self._ask(decoder.pid, [])
             return None
@@ -100,7 +100,7 @@ class Zygote:
                 [theirs.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                # What decodes has no key of a model. Threads of OpenBLAS would not survive a fork.
+                # Decoders must not have keys of models. Threads of OpenBLAS would not survive a fork.
                 env={**without_keys(os.environ), "OPENBLAS_NUM_THREADS": "1"},
             )
         assert self._process.stdin is not None
@@ -112,7 +112,7 @@ class Zygote:
         return self._process
 
     def _ask(self, order: Any, fds: list[int]) -> int:
-        """The answer of the process; ``OSError`` where there is none, and no process any more."""
+        """The answer of the process; if there is none, kills the process and raises ``OSError``."""
         try:
             socket.send_fds(self._control, [pickle.dumps(order)], fds)
         except OSError:
@@ -144,14 +144,14 @@ class Zygote:
 
 
 class Forked(NamedTuple):
-    """A decoder's process, as ``Running`` says, and the process that it was forked from."""
+    """A decoder's process, as a ``Running``, and the process that it was forked from."""
 
     zygote: Zygote
     zygote_process: subprocess.Popen[bytes]
     pid: int
 
     def kill(self) -> None:
-        """``wait`` does that: only its parent can know that it is this process still."""
+        """Does nothing; ``wait`` kills it: only its parent can be sure that the process id is still the decoder's."""
 
     def wait(self, timeout: float | None = None) -> int | None:
         return self.zygote.end(self)
@@ -161,16 +161,16 @@ class Forked(NamedTuple):
 
 
 def main(control_fd: int) -> None:
-    """Read a pickled ``Setup`` from standard input, say whether it works, and fork decoders until the parent is gone.
+    """Read a pickled ``Setup`` from standard input, report whether it works, and fork decoders until the parent ends.
 
-    ``control_fd`` is a socket that keeps messages apart.
+    ``control_fd`` is a socket that preserves message boundaries.
     """
     prepare(control_fd)
     control = socket.socket(fileno=control_fd)
     try:
         setup: Setup = pickle.load(sys.stdin.buffer)
         trial = make_backend(setup)
-        trial.setup()  # what it imports is there before the first fork
+        trial.setup()  # its imports are done before the first fork
         trial.close()
     except BaseException as error:
         control.send(_failure(error))
@@ -201,7 +201,7 @@ def _fork(control: socket.socket, setup: Setup, order: tuple[int, Limits], fds: 
     if pid == 0:
         try:
             end_with_parent(zygote)
-            control.close()  # NOTE: before any byte of a client comes, since what this says is unpickled
+            control.close()  # NOTE: before any client's bytes arrive, since its messages are unpickled
             instance, limits = order
             _Decoder(replace(setup, config=replace(setup.config, instance=instance)), fds, *limits).run()
         finally:
@@ -210,9 +210,9 @@ def _fork(control: socket.socket, setup: Setup, order: tuple[int, Limits], fds: 
 
 
 def _end(pid: int) -> int:
-    """Kill the decoder, unless it has died by itself; how it ended."""
+    """Kill the decoder, unless it has died by itself; returns its exit status."""
     try:
-        os.kill(pid, signal.SIGKILL)  # it is no other process: this one has not waited for it yet
+        os.kill(pid, signal.SIGKILL)  # still the same process, since this one has not waited for it yet
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except (ProcessLookupError, ChildProcessError):
         return 0
@@ -225,7 +225,7 @@ def _failure(error: BaseException) -> bytes:
 
 
 class _Decoder(Answerer):
-    """Sets its backend up and confines itself for the first call, and decodes an image for each one after that."""
+    """Sets up its backend and confines itself on the first call, then decodes an image on each call."""
 
     def __init__(self, setup: Setup, fds: list[int], seconds: float, mebibytes: int) -> None:
         super().__init__(*fds)
@@ -258,7 +258,7 @@ class _Decoder(Answerer):
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Let the system end this process where one image takes more, even if nobody watches it any more."""
+    """Let the system kill this process if one image takes more CPU time, even if the parent no longer watches it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = int(used.ru_utime + used.ru_stime) + seconds + 1
