@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from kit.videos import write_video
-from kit.waits import eventually
+from kit.waits import WAIT, eventually
 
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
 from torchpipe_py.plan.config import Place
 from torchpipe_py.streams import Streams
 from torchpipe_py.streams import source as source_module
 from torchpipe_py.streams import stream as stream_module
+from torchpipe_py.streams import streams as streams_module
 from torchpipe_py.streams.config import read_stream, read_streams
 from torchpipe_py.streams.source import Picture, read_pictures
 from torchpipe_py.streams.stream import LAST_SECONDS, Stream
@@ -103,6 +104,32 @@ def test_gives_every_frame_in_order(video, decoder):
     assert [frame.result for frame in frames] == pytest.approx([4 * number for number in range(FRAMES)], abs=7)
     assert frames[25].pts == pytest.approx(1.0, abs=0.05)
     assert frames[0].image.shape == (48, 64, 3)
+
+
+def test_streams_are_converted_side_by_side_and_each_enters_in_order(video, monkeypatch):
+    """With cores for four feeders: the first conversions of both wait for each other."""
+    monkeypatch.setattr(streams_module, "usable_cores", lambda: 8)
+    entered = {name: [] for name in "ab"}
+    both = threading.Barrier(2, timeout=WAIT)
+    dispatch = pipe.dispatch
+
+    def entering(run, data, on_done, **keys):
+        entered[data["stream"]].append(round(float(data["data"].mean()) / 4))
+        dispatch(run, data, on_done, **keys)
+
+    def reading(*args):
+        with closing(read(*args)) as pictures:
+            first = next(pictures)
+            yield first._replace(to_mat=lambda: both.wait() >= 0 and first.to_mat())
+            yield from pictures
+
+    monkeypatch.setattr(pipe, "dispatch", entering)
+    read = stream_module.read_pictures
+    monkeypatch.setattr(stream_module, "read_pictures", reading)
+    with bright() as run, Streams(run, {name: {"source": str(video), "keep": "all"} for name in "ab"}) as streams:
+        frames = list(streams)
+    assert [frame.error for frame in frames] == [None] * 2 * FRAMES
+    assert all(numbers == sorted(numbers) and len(numbers) == FRAMES for numbers in entered.values())
 
 
 @contextmanager

@@ -63,6 +63,8 @@ class Stream:
         """``connecting``, ``playing``, ``waiting`` (for the next attempt), ``blocked``, ``ended`` or ``failed``."""
         self.waiting: deque[Waiting] = deque()
         self.in_flight = 0
+        self.is_converting = self.is_entering = False
+        """Whether a frame of it is converted; whether one is on its way to the pipe, and the next must wait."""
         self.used = 0.0
         """Its share of the pipe so far, divided by its weight."""
         self.counts = dict.fromkeys(("decoded", "skipped", "dropped", "stale", "results", "errors", "reconnects"), 0)

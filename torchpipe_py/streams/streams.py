@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import ConfigError, NoResult, PipeClosed, describe
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.config import Place
@@ -30,6 +31,9 @@ STREAM_KEY = "stream"
 
 CLOSE_SECONDS = 2.0
 """How long ``close`` and ``remove`` wait for a read to return; a thread that is in one then ends by itself later."""
+
+MOST_FEEDERS = 8
+"""Threads that convert frames and bring them to the pipe: one for two cores."""
 
 _LOOK_SECONDS = 0.25  # between two looks at streams that may be blocked
 
@@ -105,15 +109,17 @@ class Streams:
         self._finished: deque[Frame] = deque()
         self._under_way = 0
         self._used = self._look_at = 0.0
-        self._is_closing = self._is_converting = False
+        self._is_closing = False
         stats = run.stats()
         most = in_flight or 1 + max(node["instances"] * node["max"] for node in stats["nodes"].values())
         self._most = min(most, stats["max_inflight"])
         with self._lock:
             for options in read_streams(streams, run) if streams else ():
                 self._start(options)
-        self._feeder = threading.Thread(target=self._expect_and_feed, name="torchpipe-streams", daemon=True)
-        self._feeder.start()
+        feeds = [self._expect_and_feed, *[self._feed] * (min(usable_cores() // 2, MOST_FEEDERS) - 1)]
+        self._feeders = [threading.Thread(target=feed, name="torchpipe-streams", daemon=True) for feed in feeds]
+        for feeder in self._feeders:
+            feeder.start()
 
     def add(self, name: str, *, beside: str | os.PathLike[str] = "streams", **options: Any) -> None:
         """Read one more stream; ``options`` are the keys of its table. ``ConfigError`` where the name is taken.
@@ -155,7 +161,8 @@ class Streams:
                 stream.stop()
             self._has_work.notify_all()
             self._has_result.notify_all()
-        self._feeder.join()
+        for feeder in self._feeders:
+            feeder.join()
         until = monotonic() + CLOSE_SECONDS
         for stream in streams:
             stream.join(until)
@@ -198,14 +205,18 @@ class Streams:
         """Whether a frame for which there is room has come, or will have by then; a moment's estimate."""
         now = monotonic()
         has_room = self._under_way < self._most
-        return self._is_converting or any(
-            stream.waiting or now + since <= stream.due < now + until
+        return any(
+            stream.is_converting
+            or (
+                has_room
+                and stream.in_flight < self._room(stream)
+                and (stream.waiting or now + since <= stream.due < now + until)
+            )
             for stream in list(self._streams.values())
-            if has_room and stream.in_flight < self._room(stream)
         )
 
     def _feed(self) -> None:
-        """Take the next frame whenever there is room; the loop of the feeder's thread."""
+        """Take the next frame whenever there is room; the loop of each feeder's thread."""
         while True:
             with self._lock:
                 self._look_after()
@@ -225,7 +236,7 @@ class Streams:
                 stream.used = turn + 1 / stream.options.weight
                 stream.in_flight += 1
                 self._under_way += 1
-                self._is_converting = True
+                stream.is_converting = stream.is_entering = True
                 name = stream.options.name
                 frame = Frame(name, waiting.number, waiting.picture.pts, waiting.dropped_before, seen=waiting.seen)
                 self._order.setdefault(stream, deque()).append(frame)
@@ -243,7 +254,9 @@ class Streams:
         if self._is_closing or self._under_way >= self._most or len(self._finished) >= self._most:
             return None
         ready = [
-            stream for stream in self._streams.values() if stream.waiting and stream.in_flight < self._room(stream)
+            stream
+            for stream in self._streams.values()
+            if stream.waiting and not stream.is_entering and stream.in_flight < self._room(stream)
         ]
         return min(ready, key=self._turn, default=None)
 
@@ -262,7 +275,7 @@ class Streams:
             try:
                 frame.image = waiting.picture.to_mat()
             finally:
-                self._is_converting = False  # NOTE: before it enters: what waits for it is not woken again
+                stream.is_converting = False  # NOTE: before it enters: what waits for it is not woken again
             frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: "bgr", STREAM_KEY: frame.stream}
             if stream.options.node_name:
                 frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
@@ -275,6 +288,8 @@ class Streams:
             self._leave(stream, frame, error)
         except Exception as error:
             self._leave(stream, frame, error)
+        finally:
+            stream.is_entering = False
 
     def _leave(self, stream: Stream, frame: Frame, error: BaseException | None) -> None:
         """A frame is finished: let those go on that waited for it to be in order."""
