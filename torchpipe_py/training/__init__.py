@@ -1,4 +1,4 @@
-"""Training on exactly what is served: DataLoaders whose images are decoded by a pipe."""
+"""Training on exactly the served preprocessing: DataLoaders whose images are decoded by a pipe."""
 
 from torchpipe_py.training.batcher import Batch
 from torchpipe_py.training.data import (

@@ -1,4 +1,4 @@
-"""From decoded samples to a batch on the device: transforms, the policy for bad samples, masks, figures."""
+"""Turns decoded samples into a batch on the device: transforms, the policy for bad samples, masks, statistics."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from torchpipe_py.training.plan import BATCH, SAMPLE, PlannedBatch, forked, key_
 from torchpipe_py.training.prefetch import SideStreams, moved_to
 from torchpipe_py.training.samples import WRONG, Sample, SampleReader
 
-NO_SAMPLE = -1  # the index where no sample was planned
+NO_SAMPLE = -1  # the index if no sample was planned
 
-REMEMBERED = 1000  # bad samples named in stats(); all are counted
+REMEMBERED = 1000  # maximum number of bad samples listed in stats(); all are counted
 COUNTS = ("samples", "batches", "cpu_batches", "skipped", "masked", "filler_batches")
 STAGES = ("read", "decode", "transform", "agree")
 
 
 class Batch(tuple[Any, Any]):
-    """``images, labels = batch``, with more to look at.
+    """``images, labels = batch``, with further attributes.
 
-    ``images``: a Tensor N×C×H×W on the device. ``labels``: what the labels' collation made, on the device. ``mask``:
-    bool N on the CPU; ``False`` where there is no sample: its image is zeros and its label ``ignore_index``.
-    ``indices``: int64 N on the CPU, in the dataset; -1 where no sample was planned. ``number``: of the batch in its
-    epoch. ``on_cpu``: it went through ``transforms_cpu``. In "dp" with ``gather=False`` images and labels are lists,
-    by device.
+    ``images``: a Tensor N×C×H×W on the device. ``labels``: the collated labels, on the device. ``mask``: bool N on the
+    CPU; ``False`` for a missing sample: its image is zeros and its label ``ignore_index``. ``indices``: int64 N on the
+    CPU, positions in the dataset; -1 if no sample was planned. ``number``: of the batch in its epoch. ``on_cpu``: it
+    was processed by ``transforms_cpu``. In "dp" with ``gather=False`` images and labels are lists, by device.
     """
 
     number: int
@@ -57,11 +56,11 @@ class Batch(tuple[Any, Any]):
 
 
 class Batcher:
-    """Makes batches, on the thread that trains or in a worker, since transforms draw from global generators.
+    """Creates batches, on the training thread or in a worker, since transforms draw from global generators.
 
-    ``stacked`` may be called on a thread beside it, which also uses ``aside``.
+    ``stacked`` may be called on another thread at the same time, which also uses ``aside``.
 
-    ``trial``: a Tensor as the pipe gives it; the transforms are tried on it, and masked samples look like the outcome.
+    ``trial``: a Tensor as the pipe outputs it; the transforms are tried on it, and masked samples copy its outcome.
     """
 
     def __init__(
@@ -75,17 +74,16 @@ class Batcher:
         self.options, self.devices, self._reader, self.statistics = options, list(devices), reader, statistics
         self.streams, self.aside = SideStreams(devices), SideStreams(devices)
         self._is_gathered = options.gather or len(self.devices) == 1
-        self.label: Any = None  # the last one seen: what ignored labels look like
+        self.label: Any = None  # the last one seen, a template for ignored labels
         with self.streams.active(), forked(self.devices) as seed:
             seed(key_of(SAMPLE, options.seed))
             self.streams.adopt(trial)
             self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
 
     def stacked(self, planned: PlannedBatch, samples: Sequence[Sample]) -> list[Any] | None:
-        """For ``batch``: the images of each share in one piece, unless transforms or an error have to come before.
+        """For ``batch``: the images of each share as one Tensor, or ``None`` if transforms or an error come first.
 
-        This runs where batches are decoded: on the background thread a thousand small calls do not keep the training
-        loop from its next step.
+        This runs on the background thread that decodes, so that its many small calls do not delay the training loop.
         """
         if planned.on_cpu or self.options.transforms_gpu is not None or all(each.kind for each in samples):
             return None
@@ -93,18 +91,18 @@ class Batcher:
             with self.aside.active():
                 stacks = self._stacks(self._shares(samples), self.aside)
         except TrainingError:
-            return None  # reported in its turn, after bad samples
+            return None  # reported later, after bad samples
         self.aside.synchronize()
         for sample in samples:
-            sample.image = None  # it lives in its stack
+            sample.image = None  # the stack now holds the image
         return stacks
 
     def batch(
         self, epoch: int, planned: PlannedBatch, samples: Sequence[Sample], stacks: list[Any] | None = None
     ) -> Batch | None:
-        """The batch of decoded samples; ``None`` where all were bad and are skipped. ``BadSample`` under "raise"."""
+        """The batch of decoded samples; ``None`` if all were bad and are skipped. ``BadSample`` under "raise"."""
         for sample in samples:
-            if planned.on_cpu and isinstance(sample.image, bytes):  # without workers nobody has transformed them
+            if planned.on_cpu and isinstance(sample.image, bytes):  # without workers they are not transformed yet
                 self._reader.transform(sample, epoch)
         self._look_for_bad(epoch, samples)
         with self.streams.active(), forked(self.devices) as seed:
@@ -149,7 +147,7 @@ class Batcher:
         )
 
     def filler(self, epoch: int, number: int) -> Batch:
-        """One masked sample, so that this rank makes a step while others have samples."""
+        """A batch of one masked sample, so that this rank makes a step while others have samples."""
         batch = self.batch(epoch, PlannedBatch(number, (), False), [Sample(NO_SAMPLE)])
         assert batch is not None
         return batch
@@ -182,13 +180,13 @@ class Batcher:
         return _as_image(image, name)
 
     def _labels(self, samples: Sequence[Sample], device: Any) -> Any:
-        """The collated labels on the device; of a blank sample one like it that is ignored."""
+        """The collated labels on the device; a blank sample gets a label of the same kind that is ignored."""
         labels = [self._ignored(sample.label) if _is_blank(sample) else sample.label for sample in samples]
         collated = _call("collate_labels", self.options.collate_labels, labels)
         return moved_to(collated, lambda tensor: self.streams.to(tensor, device))
 
     def _ignored(self, label: Any) -> Any:
-        """A label of the same kind that is ignored; ``TypeError`` for a kind that has no such label."""
+        """An ignored label of the same kind; ``TypeError`` for a kind without one."""
         label, index = self.label if label is None else label, self.options.ignore_index
         kind = "i" if label is None else str(getattr(label, "dtype", type(label).__name__)).removeprefix("torch.")[:1]
         if kind not in "iuf" or not isinstance(label, (int, float, np.generic, np.ndarray, torch.Tensor, type(None))):
@@ -203,13 +201,13 @@ class Batcher:
     # -- images ---------------------------------------------------------------------------------------------------
 
     def _stacks(self, shares: Sequence[Sequence[Sample]], streams: SideStreams) -> list[Any]:
-        """The images of each share on its device; of all shares on the first device, unless they stay apart."""
+        """The images of each share on its device; all on the first device if they are gathered."""
         blank = self._blank_like([sample for share in shares for sample in share])
         stacks = []
         for share, device in zip(shares, self.devices, strict=True):
             images = [blank if sample.image is None else sample.image for sample in share]
             if images:
-                # Images on the host go over in one piece; blank ones go where the others are.
+                # Copy images on the host in one piece; put blank ones where the others are.
                 home = next((sample.image.device for sample in share if sample.image is not None), device)
                 images = [image.to(home) for image in images]
                 stack = torch.cat(images) if images[0].ndim == 4 else torch.stack(images)  # 1×C×H×W from a pipe
@@ -219,7 +217,7 @@ class Batcher:
         return [torch.cat([streams.to(stack, self.devices[0]) for stack in stacks])]
 
     def _blank_like(self, samples: Sequence[Sample]) -> Any:
-        """Zeros like the images of this batch, if there is a blank one; they must be of one shape and dtype."""
+        """Zeros like the images of this batch, if any is blank; all images must have one shape and dtype."""
         there = [sample for sample in samples if sample.image is not None]
         for sample in there:
             image, first = sample.image, there[0].image
@@ -229,7 +227,7 @@ class Batcher:
                     f"of {first.dtype}, {self._reader.name(sample.index)} is {shown_dims(image.shape)} of "
                     f"{image.dtype}; end the TOML with one size (resize_h, resize_w), or crop in the transforms"
                 )
-        # NOTE: zeros of that size are PyTorch's parallel work, after which each of its threads spins for 10 ms.
+        # NOTE: PyTorch fills so many zeros in parallel, and then each of its threads spins for 10 ms.
         return torch.zeros_like(there[0].image, device="cpu") if 0 < len(there) < len(samples) else self._blank
 
     def _batch_transformed(self, images: Any) -> Any:
@@ -245,7 +243,7 @@ def _is_blank(sample: Sample) -> bool:
 
 
 def _call(what: str, function: Callable[[Any], Any], argument: Any) -> Any:
-    """``function(argument)``; an exception, also ``StopIteration``, becomes a ``TrainingError`` that says whose."""
+    """``function(argument)``; any exception, even ``StopIteration``, becomes a ``TrainingError`` that names it."""
     try:
         return function(argument)
     except Exception as error:
@@ -266,12 +264,12 @@ Figures = tuple[Counter[str], Counter[str], list[dict[str, Any]]]
 
 
 class LoaderStatistics:
-    """Counts and seconds since the loader was made; several threads add to it."""
+    """Counts and seconds since the loader was created; several threads add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: Any = Counter()  # of COUNTS, and seconds
-        self._kinds: Counter[str] = Counter()  # of bad samples
+        self._kinds: Counter[str] = Counter()  # kinds of bad samples
         self._bad: list[dict[str, Any]] = []
         self._returned: float | None = None
 
@@ -281,18 +279,18 @@ class LoaderStatistics:
             self._sums.update(numbers)
 
     def bad_sample(self, epoch: int, index: int, name: str, kind: str, reason: str) -> None:
-        """One more sample without an image."""
+        """Record a sample without an image."""
         bad = {"epoch": epoch, "index": index, "name": name, "kind": kind, "reason": reason}
         self.add((Counter(), Counter([kind]), [bad]))
 
     def taken(self) -> Figures:
-        """For ``add`` in another process: all that was counted, after which it begins anew."""
+        """Return all counts, for ``add`` in another process, and reset them."""
         figures = self._sums, self._kinds, self._bad
         self._sums, self._kinds, self._bad = Counter(), Counter(), []
         return figures
 
     def add(self, figures: Figures) -> None:
-        """What a worker has ``taken``."""
+        """Add the counts that a worker has ``taken``."""
         sums, kinds, bad = figures
         with self._lock:
             self._sums.update(sums)
@@ -301,7 +299,7 @@ class LoaderStatistics:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Seconds spent inside go to ``name``."""
+        """A context whose time is added to stage ``name``."""
         began = perf_counter()
         try:
             yield
@@ -311,7 +309,7 @@ class LoaderStatistics:
 
     @contextmanager
     def consumer_waits(self) -> Iterator[None]:
-        """The training loop is inside the loader; what lies between two of these is its own work."""
+        """A context in which the training loop waits for the loader; the time between two of these is its own work."""
         began = perf_counter()
         if self._returned is not None:
             self._sums["busy"] += began - self._returned
@@ -322,7 +320,7 @@ class LoaderStatistics:
                 self._returned = perf_counter()
 
     def pause(self) -> None:
-        """What the training program does until the next batch is not a step: validation, say."""
+        """Do not count the time until the next batch as a step, for example during validation."""
         self._returned = None
 
     def snapshot(self) -> dict[str, Any]:

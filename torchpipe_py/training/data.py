@@ -1,4 +1,4 @@
-"""What a user gives a loader: datasets of encoded images, in files or packed into LMDB, and transforms."""
+"""Inputs of a loader: datasets of encoded images, in files or packed into LMDB, and transforms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERPOLATION = "INTER_LINEAR"  # ResizeMat's default
 def cv2_loader(path: str | os.PathLike[str]) -> bytes:
     """The file's bytes, not decoded; for a dataset's ``loader``: ``ImageFolder(root, loader=cv2_loader)``.
 
-    ``UnreadableFile`` (an ``OSError``), naming the file, where it cannot be read or is empty.
+    Raises ``UnreadableFile`` (an ``OSError``), naming the file, if it cannot be read or is empty.
     """
     name = os.fspath(path)
     try:
@@ -53,10 +53,10 @@ class ImageFiles:
 
 
 class ImageFolder(ImageFiles):
-    """Images in a folder for each class, whatever lies deeper included: ``classes`` in the order of their names.
+    """Images in one folder per class, including subfolders; ``classes`` are sorted by name.
 
-    As torchvision's ``ImageFolder(root, loader=cv2_loader)``, without torchvision. ``TrainingError`` for a folder
-    without classes, or a class without images.
+    It works like torchvision's ``ImageFolder(root, loader=cv2_loader)``, without torchvision. Raises ``TrainingError``
+    for a folder without classes, or a class without images.
     """
 
     def __init__(self, root: str | os.PathLike[str], loader: Callable[[Any], bytes] = cv2_loader) -> None:
@@ -82,11 +82,11 @@ def pack_folder(
     bad_files: str = "raise",
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> int:
-    """Write the images of a folder of classes into a new LMDB folder ``target``; how many there are in it.
+    """Write the images of a folder of classes into a new LMDB folder ``target``; returns their number.
 
-    Files go in as they are, undecoded. One that cannot be read, or is empty, raises ``UnreadableFile``, or is left out
-    with ``bad_files="skip"``. ``target`` appears when it is complete; ``TrainingError`` if it is there already, or
-    without the library.
+    Files are stored unchanged, not decoded. A file that cannot be read, or is empty, raises ``UnreadableFile``, or is
+    left out with ``bad_files="skip"``. ``target`` appears when it is complete; raises ``TrainingError`` if it already
+    exists, or if the library is missing.
     """
     lmdb = library("lmdb", "lmdb", "packing")
     if bad_files not in ("raise", "skip"):
@@ -94,7 +94,7 @@ def pack_folder(
     files, place = ImageFolder(root), Path(target)
     if place.exists():
         raise TrainingError(f"{place}: is there already")
-    # Beside it, so that it can be renamed; a folder of its own, so that nobody else has put anything there.
+    # In the same parent, so that it can be renamed; a new folder, so that no other process has put anything there.
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.absolute().parent) as folder:
         unfinished = Path(folder, "unfinished")
         count = _write(lmdb, files, unfinished, bad_files == "skip", on_progress)
@@ -105,7 +105,7 @@ def pack_folder(
 def _write(lmdb: Any, files: ImageFolder, place: Path, skips: bool, on_progress: Callable[[int, int], object]) -> int:
     size = sum(os.stat(path).st_size + 4096 for path, _ in files.samples)
     count, pending = 0, 0
-    # Pages of 4096 bytes: what an image leaves of its last one, and the tree above them, is lost.
+    # Pages of 4096 bytes: allow for the unused end of each image's last page, and for the tree.
     with lmdb.open(str(place), map_size=2 * size + (16 << 20), lock=False) as database:
         transaction = database.begin(write=True)
         for done, (path, label) in enumerate(files.samples, 1):
@@ -132,15 +132,15 @@ def _write(lmdb: Any, files: ImageFolder, place: Path, skips: bool, on_progress:
 class LmdbImages:
     """The dataset that ``pack_folder`` wrote: ``(encoded bytes, label)``, with ``classes``.
 
-    Opened in each process when it is first read there, so it may be handed to workers. LMDB opens a database once in a
-    process: ``close`` one of these before another reads the same. ``TrainingError`` where it is not there, not of this
-    format, or open already.
+    Each process opens it on first read, so it may be passed to workers. LMDB opens a database only once in a process:
+    ``close`` one of these before another reads the same database. Raises ``TrainingError`` if it is missing, not of
+    this format, or already open.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._database: Any = None
-        self._process = -1  # that opened it
+        self._process = -1  # the process that opened it
         if not os.path.isfile(os.path.join(self._path, "data.mdb")):
             raise TrainingError(f"{self._path}: no LMDB database (working directory: {os.getcwd()})")
         header = json.loads(self._get(HEADER) or b"{}")
@@ -158,11 +158,11 @@ class LmdbImages:
         return encoded, label
 
     def name(self, index: int) -> str:
-        """The path of the image within the folder that was packed."""
+        """The path of the image within the packed folder."""
         return str(self._record(index)[0][1])
 
     def close(self) -> None:
-        """Close the database; it is opened again when it is read."""
+        """Close the database; the next read opens it again."""
         if self._database is not None and self._process == os.getpid():
             self._database.close()
         self._database = None
@@ -181,7 +181,7 @@ class LmdbImages:
         # NOTE: an environment must not be used across a fork.
         if self._database is None or self._process != os.getpid():
             lmdb = library("lmdb", "lmdb", "LmdbImages")
-            self._database = None  # before the next: a process opens a database once
+            self._database = None  # close it first: a process opens a database only once
             try:
                 self._database = lmdb.open(self._path, readonly=True, lock=False, readahead=False, max_readers=1)
             except lmdb.Error as error:
@@ -197,10 +197,10 @@ def _key(index: int) -> bytes:
 
 
 class TensorToTensor:
-    """In the place of ``ToTensor``: what the pipe gives becomes float32 C×H×W in 0..1, on the same device.
+    """Replaces ``ToTensor``: converts the pipe's output to float32 C×H×W in 0..1, on the same device.
 
-    Takes a Tensor 1×C×H×W or C×H×W, uint8 or floating point, with values in 0..255. So that ``transforms_cpu`` can end
-    with it as well, also a ``PIL.Image`` or a uint8 array H×W×C or H×W. ``TypeError`` for anything else.
+    Takes a Tensor 1×C×H×W or C×H×W, uint8 or floating point, with values in 0..255; for the end of ``transforms_cpu``
+    also a ``PIL.Image`` or a uint8 array H×W×C or H×W. Raises ``TypeError`` for anything else.
     """
 
     def __call__(self, image: Any) -> Any:
@@ -211,7 +211,7 @@ class TensorToTensor:
             raise TypeError(f"expected a Tensor 1xCxHxW or CxHxW, got {shown_dims(tensor.shape)}")
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise TypeError(f"expected a Tensor of uint8 or floats in 0..255, got {tensor.dtype}")
-        # NOTE: a division, as ToTensor's: times 1/255 differs in the last bit.
+        # NOTE: divide, as ToTensor does: multiplying by 1/255 differs in the last bit.
         floats = tensor.to(torch.float32)
         return floats.div(255.0) if floats is tensor else floats.div_(255.0)
 
@@ -220,9 +220,9 @@ class TensorToTensor:
 
 
 class cv2Resize:
-    """Resize to ``h`` × ``w`` pixels by ``cv2.resize``, bilinear: the pixels of ``ResizeMat``; for ``transforms_cpu``.
+    """Resize to ``h`` × ``w`` pixels by bilinear ``cv2.resize``, exactly like ``ResizeMat``; for ``transforms_cpu``.
 
-    Takes a ``PIL.Image`` or a uint8 array H×W×C or H×W, and gives the same kind. ``ValueError`` for a side below 1.
+    Takes a ``PIL.Image`` or a uint8 array H×W×C or H×W, and returns the same kind. ``ValueError`` for a side below 1.
     """
 
     def __init__(self, h: int, w: int) -> None:
@@ -246,7 +246,7 @@ class cv2Resize:
 
 
 def _planes(image: Any) -> Any:
-    """A picture H×W×C or H×W as a uint8 Tensor C×H×W."""
+    """An image H×W×C or H×W as a uint8 Tensor C×H×W."""
     mat = np.atleast_3d(_mat(image, "a Tensor, a PIL.Image"))
     return torch.from_numpy(np.ascontiguousarray(mat.transpose(2, 0, 1)))
 

@@ -1,4 +1,4 @@
-"""Images by the pipe of the TOML, one pipe for each device: what the service does with the same bytes."""
+"""Decodes images with the pipe of the TOML, one pipe per device: exactly as the service does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class PipeFeeder:
-    """Submits lists of requests to a pipe and waits while the pipe has as many as it accepts. For several threads."""
+    """Submits lists of requests to a pipe, and waits while the pipe is at its limit. Thread-safe."""
 
     def __init__(self, run: pipe) -> None:
         self._pipe = run
@@ -37,7 +37,7 @@ class PipeFeeder:
         self._free, self._changed = self._limit, threading.Condition()
 
     def submit(self, requests: Sequence[Data]) -> list[Future[Any]]:
-        """A future for each part of the requests; parts are no larger than what the pipe accepts at once."""
+        """Submit the requests in parts that the pipe accepts at once; returns a future for each part."""
         futures = []
         for start in range(0, len(requests), self._limit):
             part = requests[start : start + self._limit]
@@ -61,7 +61,7 @@ class PipeFeeder:
 
 
 def first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
-    """Wait for all of them; the first error of the pipe."""
+    """Wait for all futures; returns the first error of the pipe."""
     errors = [future.exception() for future in futures]
     return next((error for error in errors if error is not None), None)
 
@@ -69,8 +69,8 @@ def first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
 class Decoder:
     """A pipe for each of ``devices``; the pipes decode their shares of a batch at the same time.
 
-    ``toml_path`` is what ``pipe`` takes; on a GPU ``device_id`` of every node is set to it. Raises what ``pipe``
-    raises, and ``TrainingError`` where the result for a small JPEG is not a Tensor.
+    ``toml_path`` is any configuration that ``pipe`` takes; on a GPU, ``device_id`` of every node is set to that GPU.
+    Raises the errors of ``pipe``, and ``TrainingError`` if the result for a small JPEG is not a Tensor.
     """
 
     def __init__(self, toml_path: Config, devices: Sequence[Any]) -> None:
@@ -89,14 +89,14 @@ class Decoder:
             self.close()
             raise
         self.trial: Any = trial.image
-        # Samples that are worth a start of their own; 0: only the whole batch, which is dealt out to the devices.
+        # Samples that are worth a separate start; 0: only the whole batch, which is split among the devices.
         self.chunk: int = max(CHUNK, self._pipes[0].max()) if len(self._pipes) == 1 else 0
 
     def start(self, samples: Sequence[Sample]) -> Callable[[], list[Sample]]:
-        """Begin to decode, once the pipes have room; call what is returned for the outcome.
+        """Start decoding, once the pipes have room; returns a function for the outcome.
 
-        It waits, and gives the samples with Tensors for bytes, each on the device of its share; those without bytes
-        stay as they were.
+        That function waits, and returns the samples with Tensors in place of bytes, each on the device of its share;
+        samples without bytes are unchanged.
         """
         requests = [None if sample.image is None else {TASK_DATA_KEY: sample.image} for sample in samples]
         futures = []
@@ -121,9 +121,9 @@ class Decoder:
 
 
 def on_device(config: Config, device: Any) -> Mapping[str, Any]:
-    """The configuration with every node on ``device``; on the CPU as it is."""
+    """The configuration with every node on ``device``; unchanged for the CPU."""
     given = config if isinstance(config, Mapping) else parse_toml(config)
-    # NOTE: a copy of what a file gave keeps its name, beside which paths are looked for.
+    # NOTE: a copy of a file's tables keeps its name, so that paths beside the file are found.
     tables: dict[str, Any] = copy.deepcopy(given if isinstance(given, dict) else dict(given))
     if device.type != "cuda":
         return tables
@@ -136,26 +136,26 @@ def on_device(config: Config, device: Any) -> Mapping[str, Any]:
 
 
 def shares_of(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """``items`` in ``count`` runs, of the sizes in which ``DataParallel`` deals out a batch."""
+    """Split ``items`` into ``count`` consecutive parts, of the sizes that ``DataParallel`` uses."""
     size = max(1, -(-len(items) // count))
     return [items[start * size : (start + 1) * size] for start in range(count)]
 
 
 def small_mat(height: int = 64, width: int = 64) -> np.ndarray:
-    """A Mat, gray to colourful."""
+    """A small Mat with a range of colours."""
     down, across = (np.linspace(0, 252, side, dtype=np.uint8) for side in (height, width))
     return np.stack([*np.meshgrid(across, down), np.full((height, width), 128, np.uint8)], axis=2)
 
 
 def small_jpeg(height: int = 64, width: int = 64) -> bytes:
-    """``small_mat``, encoded."""
+    """``small_mat`` as a JPEG."""
     import cv2
 
     return cv2.imencode(".jpg", small_mat(height, width))[1].tobytes()
 
 
 def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
-    """Give the sample the ``result`` of its request, or the reason for none; ``problem`` is what the pipe raised."""
+    """Set the sample's image to the ``result`` of its request, or its reason; ``problem`` is the pipe's exception."""
     if TASK_RESULT_KEY in request:
         sample.image = request[TASK_RESULT_KEY]
         return sample
@@ -163,7 +163,7 @@ def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sam
     if isinstance(error, InvalidRequest):
         return sample.fail(WRONG, f"the pipe cannot take the sample: {error}")
     if problem is not None and not isinstance(error, NoResult):
-        # It raised: a defect in a backend, or in how the pipe is used.
+        # An exception means a defect in a backend, or wrong use of the pipe.
         raised = error or problem
         code = raised.code if isinstance(raised, TorchpipeError) else type(raised).__name__
         return sample.fail(WRONG, f"the pipe raised ({code}) {raised}")
@@ -171,7 +171,7 @@ def outcome(sample: Sample, request: Data, problem: BaseException | None) -> Sam
 
 
 def _with_image(sample: Sample, request: Data, problem: BaseException | None) -> Sample:
-    """``outcome``, which must be a Tensor to train on."""
+    """``outcome``, which must be a Tensor for training."""
     image = outcome(sample, request, problem).image
     if sample.kind:
         return sample

@@ -9,7 +9,7 @@ from torchpipe_py.errors import TorchpipeError
 
 
 class TrainingError(TorchpipeError, RuntimeError):
-    """Root of the errors of this package; itself: a loader that is used or composed wrongly."""
+    """Base class of this package's errors; raised itself if a loader is used or composed wrongly."""
 
     code = "training"
 
@@ -41,7 +41,7 @@ class PeerFailed(TrainingError):
 
 
 def library(name: str, package: str, purpose: str) -> Any:
-    """The module ``name``; where it is missing, a ``TrainingError`` that says what to install."""
+    """Import the module ``name``; if it is missing, ``TrainingError`` explains what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

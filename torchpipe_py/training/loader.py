@@ -1,4 +1,4 @@
-"""The wrapped DataLoader: an iterator over epochs of batches that the pipe has decoded."""
+"""The wrapped DataLoader: an iterator over epochs of batches decoded by the pipe."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ WHY_ORDERS_DIFFER = (
 
 
 class Source:
-    """Where a loader's batches come from; each is read, started and finished in turn.
+    """The source of a loader's batches; each is read, started and finished in order.
 
-    ``decoder`` has the pipes for encoded images that the workers of ``reader`` give. Without one the workers decode,
-    and batches come from them complete; on a GPU they are copied out of the ``slots`` that all workers have together.
+    ``decoder`` has the pipes that decode images from the workers of ``reader``. Without it the workers decode and send
+    complete batches; on a GPU these are copied out of the workers' ``slots`` (the total number).
     """
 
     def __init__(self, reader: BatchReader, decoder: Decoder | None, batcher: Batcher, slots: int) -> None:
         self.batcher, self.statistics, self._streams = batcher, batcher.statistics, batcher.aside
         self._reader, self._decoder = reader, decoder
-        self._mapped: deque[Any] = deque(maxlen=slots)  # PyTorch finds memory again that somebody holds
+        self._mapped: deque[Any] = deque(maxlen=slots)  # so that PyTorch keeps the memory mapped
 
     def ahead(
         self, epoch: int, plan: Sequence[PlannedBatch], depth: int
     ) -> Generator[tuple[PlannedBatch, Made], None, None]:
-        """What is finished of ``plan``, in order; an error comes after the batches before it.
+        """Yield the finished batches of ``plan`` in order; an error is raised after the batches before it.
 
-        While one is decoded, up to ``depth`` more are read and started, on a thread of their own. All this touches no
-        global generator.
+        While one is decoded, a separate thread reads and starts up to ``depth`` more. It does not use the global
+        generators.
         """
         under_way = threading.Semaphore(depth + 1)
 
@@ -63,7 +63,7 @@ class Source:
             for planned, made in items:
                 if made.decoded is not None:
                     with self.statistics.stage("decode"):
-                        made.samples, made.decoded = made.decoded(), None  # which held on to each image
+                        made.samples, made.decoded = made.decoded(), None  # it refers to each image
                         made.stacks = self.batcher.stacked(planned, made.samples)
                 elif made.batch is not None and self._streams.are_any:
                     made.batch = self._copied(made.batch)
@@ -74,7 +74,7 @@ class Source:
             items.close()
 
     def batch(self, epoch: int, planned: PlannedBatch, made: Made) -> Batch | None:
-        """The batch, on the thread that trains; ``None`` where every sample was bad and is skipped."""
+        """Complete the batch, on the training thread; ``None`` if every sample was bad and is skipped."""
         if made.figures is not None:
             self.statistics.add(made.figures)
         if made.failure is not None:
@@ -88,7 +88,7 @@ class Source:
 
     def close(self) -> None:
         """End the workers and the pipes. Idempotent."""
-        # The workers' GPU memory goes with them: forget it, and what they still send.
+        # The workers' GPU memory ends with them: release it, and drop what they still send.
         with self._streams.active():
             self._mapped.clear()
         if self._decoder is not None:
@@ -98,7 +98,7 @@ class Source:
         self._reader.close()
 
     def _copied(self, batch: Batch) -> Batch:
-        """Images and labels in GPU memory of this process."""
+        """The batch with images and labels copied to GPU memory of this process."""
         images, labels = [], []
         is_list = isinstance(batch.images, list)
         with self._streams.active():
@@ -113,7 +113,7 @@ class Source:
 
 @dataclass
 class _Outcome:
-    """What a step came to: a batch, the end, or an error; ``position``: of the batch after it in the epoch."""
+    """The outcome of a step: a batch, the end, or an error; ``position`` is that of the next batch in the epoch."""
 
     step: Step
     position: int
@@ -123,12 +123,12 @@ class _Outcome:
 
 
 class TorchpipeLoader:
-    """Made by ``wrap_dataloader_torchpipe``. ``for images, labels in loader`` goes through one epoch.
+    """The result of ``wrap_dataloader_torchpipe``. ``for images, labels in loader`` runs one epoch.
 
-    It is its own iterator: a ``for`` that was left early goes on where it stopped, and after the last batch ``reset()``
-    begins the next epoch; without it another ``for`` raises ``TrainingError``. Iterate, ``reset`` and ``close`` on the
-    thread that trains. An error comes at the batch it belongs to, and again at every ``next`` until ``reset``; in "ddp"
-    it comes on every rank at the same step, ``PeerFailed`` on the others.
+    It is its own iterator: after an early exit the next ``for`` continues where the last one stopped. After the last
+    batch, call ``reset()`` to begin the next epoch; otherwise another ``for`` raises ``TrainingError``. Iterate,
+    ``reset`` and ``close`` on the training thread. An error is raised at the batch it belongs to, and again at every
+    ``next`` until ``reset``; in "ddp" all ranks raise at the same step, the others ``PeerFailed``.
     """
 
     def __init__(
@@ -141,23 +141,23 @@ class TorchpipeLoader:
     ) -> None:
         self._options = source.batcher.options
         self._planner = Planner(dataloader, self._options.seed, self._options.cpu_percentage)
-        self._identity = identity  # what a saved state must share
+        self._identity = identity  # must match that of a loaded state
         self._source, self._ranks, self._batches = source, ranks, batches
         self._batcher, self._statistics = source.batcher, source.statistics
         self.epoch = self._position = self._planned = 0
-        """The epoch that is under way, or begins with the next batch; from 0."""
-        self._order: str | None = None  # of the epoch, as it was when its first batches were given
+        """The current epoch, or the one that begins with the next batch; counted from 0."""
+        self._order: str | None = None  # digest of the epoch's order when its first batches were returned
         self._ahead: BackgroundIterator[Any] | Generator[Any, None, None] | None = None
         self._held: _Outcome | None = None
         self._error: Exception | None = None
         self._is_over = self._is_closed = False
         self.devices: list[Any] = self._batcher.devices
-        """Where images are decoded; batches lie on the first."""
+        """The devices that decode images; batches are on the first one."""
         self.dataset: Any = dataloader.dataset
-        """Of the DataLoader."""
+        """The dataset of the DataLoader."""
 
     def __len__(self) -> int:
-        """Batches of an epoch, of the rank that has most; those that are skipped as a whole count."""
+        """Batches per epoch, on the rank with the most; batches that are skipped as a whole count."""
         if self._batches is None:
             raise TypeError("the DataLoader's batch sampler has no length")
         return self._batches
@@ -166,7 +166,7 @@ class TorchpipeLoader:
         if self._is_over:
             raise TrainingError(f"epoch {self.epoch} is over: call reset() before the next one")
         self._check_usable()
-        if self._ranks is None:  # what a sampler raises is told on all ranks, at the first step
+        if self._ranks is None:  # all ranks raise a sampler's error, at the first step
             self._begin()
         return self
 
@@ -183,11 +183,11 @@ class TorchpipeLoader:
             if batch is not None:
                 self._statistics.count(samples=int(batch.mask.sum()), batches=1, cpu_batches=int(batch.on_cpu))
         except BaseException as error:
-            # After Ctrl-C the same batch is read again.
+            # After Ctrl-C, the same batch is read again.
             self._error = error if isinstance(error, Exception) else None
             self._stop()
             raise
-        # NOTE: behind all calls, since a signal may interrupt any: what counts as given is given.
+        # NOTE: after all calls, since a signal may interrupt any: only a returned batch may count as returned.
         self._position = outcome.position
         if batch is None:
             self._is_over = True
@@ -196,20 +196,20 @@ class TorchpipeLoader:
         return batch
 
     def reset(self, epoch: int | None = None) -> None:
-        """Begin the next epoch, or ``epoch``, with the next batch; what is left of this one is dropped."""
+        """Begin the next epoch, or ``epoch``, with the next batch; the rest of the current one is dropped."""
         self._go_to(self.epoch + 1 if epoch is None else epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: after the last batch it gave, whatever has been read ahead."""
+        """The loader's position: after the last returned batch, regardless of batches read ahead."""
         order = self._order if self._position else None
         place = {"epoch": self.epoch, "position": self._position, "order": order}
         return {"version": STATE_VERSION, **self._identity, **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with exactly the batches that were left. ``TrainingError`` if the state is of other data or options.
+        """Continue with exactly the remaining batches. ``TrainingError`` if the state has other data or options.
 
-        A sampler that gives another order now, as one does that draws from a generator which the loader does not know,
-        is a ``TrainingError`` when iteration begins.
+        If the sampler now produces another order (because it uses a generator unknown to the loader, for example),
+        iteration raises ``TrainingError`` at its beginning.
         """
         if state.get("version") != STATE_VERSION:
             raise TrainingError(f"a loader's state of version {state.get('version')}, expected {STATE_VERSION}")
@@ -219,15 +219,15 @@ class TorchpipeLoader:
         self._go_to(int(state["epoch"]), int(state["position"]), state.get("order"))
 
     def stats(self) -> dict[str, Any]:
-        """Counts and seconds since the loader was made.
+        """Counts and seconds since the loader was created.
 
-        ``samples`` (images given), ``batches``, ``cpu_batches`` (through ``transforms_cpu``), ``skipped`` and
-        ``masked`` samples, ``filler_batches`` (masked as a whole, to make a step other ranks make). ``wait_s``: the
-        training loop inside ``next``; ``busy_s``: between two of them; ``stall_share``: the first of both;
-        ``samples_per_s``. ``stages_s``: ``read`` (waiting for the workers) and ``decode`` on the background thread,
-        ``transform`` and ``agree`` (waiting for other ranks) inside ``wait_s``; with ``workers_decode``, ``decode``
-        (with reading) and ``transform`` are sums over the workers. ``bad``: ``count``, ``kinds``
-        (unreadable, empty, corrupt), and of the first 1000 ``samples`` epoch, index, name, kind and reason.
+        ``samples`` (images returned), ``batches``, ``cpu_batches`` (through ``transforms_cpu``), ``skipped`` and
+        ``masked`` samples, ``filler_batches`` (masked as a whole, for a step that other ranks make). ``wait_s``: the
+        training loop's time inside ``next``; ``busy_s``: its time between calls; ``stall_share``: ``wait_s`` as a share
+        of both; ``samples_per_s``. ``stages_s``: ``read`` (waiting for the workers) and ``decode`` on the background
+        thread, ``transform`` and ``agree`` (waiting for other ranks) inside ``wait_s``; with ``workers_decode``,
+        ``decode`` (with reading) and ``transform`` are sums over the workers. ``bad``: ``count``, ``kinds``
+        (unreadable, empty, corrupt), and epoch, index, name, kind and reason of the first 1000 ``samples``.
         """
         return {"epoch": self.epoch, **self._statistics.snapshot()}
 
@@ -257,7 +257,7 @@ class TorchpipeLoader:
             raise self._error
 
     def _begin(self) -> None:
-        """Start reading, unless that is under way."""
+        """Start reading, unless it has already started."""
         if self._ahead is not None:
             return
         plan = self._planner.plan(self.epoch)
@@ -286,12 +286,12 @@ class TorchpipeLoader:
     def _next_outcome(self) -> _Outcome:
         outcome, self._held = self._held or self._produced(self._position), None
         if outcome.batch is not None and self._batcher.streams.are_any and getattr(self._ahead, "is_ready", False):
-            # Its kernels run on the side stream, beside the model's step on the batch that is given away now.
+            # Its kernels run on the side stream, during the model's step on the batch that is returned now.
             self._held = self._produced(outcome.position)
         return outcome
 
     def _produced(self, position: int) -> _Outcome:
-        """The next batch from ``position`` on; skipped ones are left out where no other rank makes a step."""
+        """The next batch from ``position`` on; skipped ones are left out if there are no other ranks."""
         try:
             self._begin()
             assert self._ahead is not None
@@ -310,7 +310,7 @@ class TorchpipeLoader:
         return _Outcome(Step.BATCH, position, batch, events=self._batcher.streams.mark())
 
     def _agreed(self, outcome: _Outcome) -> _Outcome:
-        """The outcome that all ranks have: errors of any are raised, and who has no batch left gets a masked one."""
+        """Agree with all ranks: raise the error of any rank; a rank without batches gets a masked one."""
         step = outcome.step
         if self._ranks is not None:
             with self._statistics.stage("agree"):

@@ -18,35 +18,35 @@ PARALLEL_TYPES = ("single", "dp", "ddp")
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """The options of ``wrap_dataloader_torchpipe`` that say what is done to samples and batches.
+    """The options of ``wrap_dataloader_torchpipe`` for processing samples and batches.
 
-    ``transforms_gpu`` is called for each sample with what the pipe gave, on its device, and gives a Tensor C×H×W.
+    ``transforms_gpu`` is called for each sample with the pipe's output, on its device, and returns a Tensor C×H×W.
     ``transforms_batch`` is called after that with the whole batch, N×C×H×W. A share ``cpu_percentage`` (0..1) of the
-    batches takes another way: ``transforms_cpu`` is called for each sample with an RGB ``PIL.Image`` that OpenCV
-    decoded, in the DataLoader's workers, and gives a Tensor C×H×W.
+    batches is processed differently: in the DataLoader's workers, ``transforms_cpu`` is called for each sample with an
+    RGB ``PIL.Image`` decoded by OpenCV, and returns a Tensor C×H×W.
 
     ``seed``: random transforms draw from the global generators of Python, NumPy and PyTorch (and of the CUDA device).
-    Those are seeded before each sample from ``seed``, the epoch, the sample's index and how often it came before in the
-    epoch, and put back after the batch. So batches are the same for any number of workers, ``prefetch`` and instances,
-    and the program's own random numbers are left alone. A dataset that draws random numbers itself is not covered.
+    Before each sample these are seeded from ``seed``, the epoch, the sample's index and its earlier occurrences in the
+    epoch; they are restored after the batch. So batches are the same for any number of workers, ``prefetch`` and
+    instances, and the program's own random numbers do not change. Random numbers drawn by a dataset are not covered.
 
-    ``prefetch``: decoded batches that a background thread keeps ready, beside two that are being decoded; 0: none, and
-    no thread.
+    ``prefetch``: decoded batches that a background thread keeps ready, in addition to two that are being decoded; 0:
+    none, and no thread.
 
-    ``bad_samples``: "raise" a ``BadSample``; "skip" drops the sample, and a batch of nothing else (in "ddp" that batch
-    is masked, since all ranks make equally many steps); "mask" keeps its place, with an image of zeros, the label
-    ``ignore_index`` and ``False`` in the batch's ``mask``.
+    ``bad_samples``: "raise" raises a ``BadSample``; "skip" drops the sample, and a batch with only bad samples (in
+    "ddp" that batch is masked, since all ranks make the same number of steps); "mask" keeps its place, with an image of
+    zeros, the label ``ignore_index`` and ``False`` in the batch's ``mask``.
 
-    ``gather``: in "dp" one Tensor on the first device, as ``DataParallel`` takes it; otherwise a list with a Tensor for
-    each device that has samples. ``collate_labels`` is called with the list of labels.
+    ``gather``: in "dp", return one Tensor on the first device, as ``DataParallel`` expects; otherwise a list with a
+    Tensor for each device that has samples. ``collate_labels`` is called with the list of labels.
 
-    ``workers_decode``: each of the DataLoader's workers has pipes of its own and makes whole batches, bit for bit the
-    same, transforms included; the training process copies them out of the worker's GPU memory. For where one process
-    decodes less than the GPU could. Each worker takes a CUDA context of GPU memory, and some batches. In "dp" with
-    ``gather``, workers take the devices in turn. Workers have copies of dataset and transforms as they are now, and
-    what belongs to a process (the default dtype, TF32, the environment) is their own; images carry no gradient. They
-    are started by "forkserver", whose process stays until the program ends, or by "spawn" where the DataLoader's
-    ``multiprocessing_context`` says so. So dataset and transforms must be what can be pickled, and a script needs
+    ``workers_decode``: each of the DataLoader's workers has its own pipes and creates whole batches, bit for bit the
+    same, transforms included; the training process copies them out of the worker's GPU memory. Use it if one process
+    cannot decode as fast as the GPU could. Each worker needs GPU memory for a CUDA context and some batches. In "dp"
+    with ``gather``, workers take the devices in turn. Workers get copies of dataset and transforms when they start, and
+    have their own process-wide settings (default dtype, TF32, environment); images carry no gradient. They are started
+    by "forkserver", whose process stays until the program ends, or by "spawn" if the DataLoader's
+    ``multiprocessing_context`` selects it. So dataset and transforms must be picklable, and a script needs
     ``if __name__ == "__main__":``.
     """
 
@@ -63,7 +63,7 @@ class LoaderOptions:
     collate_labels: Callable[[list[Any]], Any] = default_collate
 
     def __post_init__(self) -> None:
-        """``ValueError`` that names the option."""
+        """Check the options; raises ``ValueError``, which names the option."""
         if not 0.0 <= self.cpu_percentage <= 1.0:
             raise ValueError(f"cpu_percentage is a share from 0 to 1 (0.1: a tenth), got {self.cpu_percentage}")
         if self.cpu_percentage > 0 and self.transforms_cpu is None:
@@ -74,17 +74,17 @@ class LoaderOptions:
 
 
 def check_bad_samples(policy: str) -> None:
-    """``ValueError`` for an unknown policy."""
+    """Raise ``ValueError`` for an unknown policy."""
     if policy not in BAD_SAMPLES:
         raise ValueError(f"bad_samples {policy!r} is not known; {nearest(str(policy), BAD_SAMPLES)}")
 
 
 def choose_devices(parallel_type: str, local_rank: int | None, devices: Any) -> list[Any]:
-    """The ``torch.device`` of each share of a batch; only in "dp" there may be several.
+    """The ``torch.device`` of each share of a batch; only "dp" may have several.
 
     ``devices`` is ``None``, a device or a list of devices: numbers, ``"cuda:1"``, ``"cpu"``. ``None`` means in "single"
     ``local_rank`` or the current CUDA device, in "dp" all CUDA devices, in "ddp" ``local_rank``; on a machine without
-    CUDA it is the CPU, but not in "dp". ``ValueError`` for an unknown type, ``TrainingError`` for a missing GPU.
+    CUDA it means the CPU, except in "dp". ``ValueError`` for an unknown type, ``TrainingError`` for a missing GPU.
     """
     if parallel_type not in PARALLEL_TYPES:
         raise ValueError(f"parallel_type {parallel_type!r} is not known; {nearest(parallel_type, PARALLEL_TYPES)}")

@@ -1,4 +1,4 @@
-"""What an epoch reads, batch by batch, and the random keys of its samples: functions of (seed, epoch, sample)."""
+"""Plans the batches of an epoch, and the random keys of its samples: functions of (seed, epoch, sample)."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ import torch.distributed as dist
 
 from torchpipe_py.training.errors import TrainingError
 
-MOST = 1_000_000  # samples of an epoch, beside ten times those of the dataset
+MOST = 1_000_000  # maximum samples of an epoch, in addition to ten times those of the dataset
 
-# What a key is for; the same numbers for different purposes give unrelated keys.
+# Purposes of a key; the same numbers with different purposes give unrelated keys.
 ORDER, CPU_BATCH, SAMPLE, BATCH, WORKERS = range(5)
 
 
 def key_of(*parts: int) -> int:
-    """63 bits that depend on every part and their order, the same on every machine and version."""
+    """A 63-bit hash of all parts and their order, the same on every machine and version."""
     packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def forked(devices: Sequence[Any] = ()) -> Iterator[Callable[[int], None]]:
-    """Let a block start the global generators of Python, NumPy and PyTorch from a key, by the function that it gets.
+    """A context that yields a function to seed the global generators of Python, NumPy and PyTorch from a key.
 
-    Those of CUDA ``devices`` too. Afterwards all are as they were.
+    It includes those of CUDA ``devices``. At the end all states are restored.
 
-    Inside, PyTorch uses one CPU thread, as it does in a DataLoader's workers: sums are the same in both places, and
-    small images are not split among threads that the pipe keeps busy.
+    Inside, PyTorch uses one CPU thread, as in a DataLoader's workers: sums are the same in both places, and small
+    images are not split among threads that compete with the pipe.
 
-    NOTE: generators belong to the process, not to a thread. Only the thread that trains may do this, or a worker
-    process: elsewhere a dropout in between would draw from the wrong numbers.
+    NOTE: generators belong to the process, not to a thread. Use it only on the training thread or in a worker process:
+    elsewhere, a dropout running at the same time would draw the wrong numbers.
     """
-    # NOTE: not torch.manual_seed, which reseeds every CUDA device.
+    # NOTE: do not use torch.manual_seed, which reseeds every CUDA device.
     generators = [torch.default_generator]
     for device in devices:
         if device.type == "cuda":
@@ -70,9 +70,9 @@ def forked(devices: Sequence[Any] = ()) -> Iterator[Callable[[int], None]]:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """Batch ``number`` of its epoch; ``on_cpu``: through ``transforms_cpu``.
+    """Batch ``number`` of its epoch; ``on_cpu``: use ``transforms_cpu``.
 
-    ``repeats``: how often the epoch had each sample before.
+    ``repeats``: how often each sample occurred earlier in the epoch.
     """
 
     number: int
@@ -82,10 +82,10 @@ class PlannedBatch:
 
 
 class Planner:
-    """Draws the order of each epoch from the DataLoader's own sampler, under a key of (seed, epoch).
+    """Draws the order of each epoch from the DataLoader's own sampler, seeded by (seed, epoch).
 
-    A generator that a sampler holds is started from the key as well, so that the order never depends on what was
-    drawn before. ``set_epoch`` of samplers is called.
+    A generator inside a sampler is seeded, too, so that the order never depends on earlier draws. It calls
+    ``set_epoch`` of samplers.
     """
 
     def __init__(self, dataloader: Any, seed: int, cpu_percentage: float) -> None:
@@ -94,7 +94,7 @@ class Planner:
         self._seed, self._cpu_percentage = seed, cpu_percentage
 
     def plan(self, epoch: int) -> list[PlannedBatch]:
-        """All batches of this rank. ``TrainingError`` for a sampler without an end."""
+        """All batches of this rank. ``TrainingError`` for an endless sampler."""
         generators = []
         for sampler in {id(sampler): sampler for sampler in self._samplers}.values():
             if hasattr(sampler, "set_epoch"):
@@ -127,20 +127,20 @@ class Planner:
             if total > self._most:
                 problem = f"the sampler gave more than {self._most} samples for one epoch, and does not end"
                 raise TrainingError(f"{problem}; epochs are planned before they begin: let it end, and call reset()")
-            # The same on every rank: ranks that wait for each other are slow at the same step.
+            # The same on every rank: ranks wait for each other, so all should be slow at the same step.
             share = random.Random(key_of(CPU_BATCH, self._seed, epoch, number)).random()
             plan.append(PlannedBatch(number, indices, share < self._cpu_percentage, tuple(repeats)))
         return plan
 
 
 def samplers_of(dataloader: Any) -> list[Any]:
-    """The DataLoader's sampler, its batch sampler, and the sampler of that."""
+    """The DataLoader's sampler, its batch sampler, and the batch sampler's own sampler."""
     batches = dataloader.batch_sampler
     return [dataloader.sampler, batches, getattr(batches, "sampler", None)]
 
 
 def digest_of(plan: Sequence[PlannedBatch]) -> str:
-    """Equal for equal batches."""
+    """A digest of a plan, equal for equal batches."""
     digest = blake2b(digest_size=8)
     for planned in plan:
         digest.update(repr(planned.indices).encode())
@@ -148,7 +148,7 @@ def digest_of(plan: Sequence[PlannedBatch]) -> str:
 
 
 def length_of(sized: Any) -> int | None:
-    """``len(sized)``, or ``None`` where it has no length."""
+    """``len(sized)``, or ``None`` if it has no length."""
     try:
         return len(sized)
     except TypeError:
@@ -156,11 +156,11 @@ def length_of(sized: Any) -> int | None:
 
 
 class DistributedEvalSampler:
-    """Deals the samples out to the ranks, each to exactly one: rank r has r, r + ranks, r + 2·ranks, …
+    """Assigns each sample to exactly one rank: rank r has r, r + ranks, r + 2·ranks, …
 
-    ``DistributedSampler`` repeats some samples so that all ranks have equally many, and a validation would count those
-    twice. Here some ranks have one sample less; ``wrap_dataloader_torchpipe`` evens out the steps with batches
-    that are masked as a whole. Without ``num_replicas`` and ``rank``, those of the process group.
+    ``DistributedSampler`` repeats some samples so that all ranks have the same number, and a validation would count
+    these twice. Here some ranks have one sample less; ``wrap_dataloader_torchpipe`` equalises the steps with batches
+    that are masked as a whole. ``num_replicas`` and ``rank`` default to those of the process group.
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Work ahead of the training loop: threads behind a bounded buffer, and CUDA streams beside the model's."""
+"""Prefetching for the training loop: threads that fill a bounded buffer, and separate CUDA streams."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 T = TypeVar("T")
 
 GRACE = 30.0
-"""Seconds that ``close`` waits for a thread to end the item it works on."""
+"""Seconds that ``close`` waits for a thread to finish its current item."""
 
 
 class BatchFeeder(Generic[T]):
-    """``threads`` threads take items of ``source`` in turn and put ``work(item)`` where any thread may take it.
+    """``threads`` threads take items of ``source`` in turn and queue ``work(item)``, from which any thread may take.
 
-    Each result goes to exactly one consumer, in the order in which they are done; at most ``depth`` wait. Only one
-    thread at a time is inside ``source``, so it may be a generator. The first exception of ``source`` or ``work``
-    ends the feeding, and every consumer gets it after the results before it, and at every ``next``. ``close`` ends the
-    threads as soon as the items they work on are done; also when the feeder is dropped, and at exit. A generator is
-    closed after its last item.
+    Each result goes to exactly one consumer, in order of completion; at most ``depth`` wait. Only one thread at a time
+    is inside ``source``, so it may be a generator. The first exception of ``source`` or ``work`` stops the feeder;
+    every consumer gets it after the earlier results, and again at every ``next``. ``close`` ends the threads once their
+    current items are done; so does dropping the feeder, and the program's exit. A generator is closed after its last
+    item.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class BatchFeeder(Generic[T]):
     ) -> None:
         if threads < 1 or depth < 1:
             raise ValueError(f"expected at least 1 thread and a depth of at least 1, got {threads} and {depth}")
-        # NOTE: the threads do not know the feeder; they would keep it alive otherwise.
+        # NOTE: the threads do not refer to the feeder, or they would keep it alive.
         self._feed: _Feed[T] = _Feed(iter(source), work, threads, depth)
         self._threads = [
             threading.Thread(target=self._feed.run, name=name or f"torchpipe-feeder-{number}", daemon=True)
@@ -74,14 +74,14 @@ class BatchFeeder(Generic[T]):
 
 
 class BackgroundIterator(BatchFeeder[T]):
-    """The items of ``source`` in their order, made by one thread, at most ``depth`` of them ahead."""
+    """The items of ``source`` in order, produced by one thread, at most ``depth`` ahead."""
 
     def __init__(self, source: Iterable[T], depth: int = 2, name: str = "torchpipe-background") -> None:
         super().__init__(source, lambda item: item, 1, depth, name)
 
 
 class _Feed(Generic[T]):
-    """What the threads of a feeder and its consumers share: the source, and the results that wait."""
+    """State shared by a feeder's threads and its consumers: the source, and the waiting results."""
 
     def __init__(self, source: Iterator[Any], work: Callable[[Any], T], threads: int, depth: int) -> None:
         self.source, self.work, self.running, self.depth = source, work, threads, depth
@@ -92,7 +92,7 @@ class _Feed(Generic[T]):
         self.is_over = self.is_finished = self.is_closed = False
 
     def run(self) -> None:
-        """The work of each thread."""
+        """The main loop of each thread."""
         error: BaseException | None = None
         try:
             while self._put_one():
@@ -114,7 +114,7 @@ class _Feed(Generic[T]):
             self.changed.notify_all()
 
     def _put_one(self) -> bool:
-        """Put one result, once there is room; ``False`` when there is no item, or nobody wants it."""
+        """Put one result, once there is room; ``False`` if there is no further item, or the feeder is closed."""
         with self.turn:
             if self.is_over:
                 return False
@@ -155,22 +155,22 @@ class SideStreams:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """They are their devices' current streams; the first device is the current one."""
+        """A context in which they are the current streams, and the first device is the current device."""
         with ExitStack() as stack:
             if self._streams:
-                # NOTE: a thread's device is 0 until it is set, and to go back to a stream of it makes a context there.
+                # NOTE: a thread's device is 0 until it is set, and restoring a stream of it creates a context there.
                 stack.enter_context(torch.cuda.device(next(iter(self._streams))))
             for device in reversed(self._streams):
                 stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
 
     def adopt(self, tensor: Any) -> None:
-        """``tensor`` was made on another stream, and complete: its memory must last until this stream has read it."""
+        """Keep the memory of ``tensor``, completed on another stream, until this stream has read it."""
         if tensor.device in self._streams:
             tensor.record_stream(self._streams[tensor.device])
 
     def to(self, tensor: Any, device: Any) -> Any:
-        """``tensor`` on ``device``; from the host without waiting, out of pinned memory. Call it while ``active``."""
+        """``tensor`` on ``device``; from the host asynchronously, through pinned memory. Call it while ``active``."""
         if tensor.device == device:
             return tensor
         if device.type == "cuda" and not tensor.is_cuda:
@@ -179,7 +179,7 @@ class SideStreams:
         return tensor.to(device)
 
     def mark(self) -> list[Any]:
-        """Events for what is on the streams so far."""
+        """Events that mark the work on the streams so far."""
         return [stream.record_event() for stream in self._streams.values()]
 
     def synchronize(self) -> None:
@@ -188,7 +188,7 @@ class SideStreams:
             stream.synchronize()
 
     def hand_over(self, events: Sequence[Any], tensors: Sequence[Any]) -> None:
-        """The model's stream waits for ``events``, and ``tensors`` live until it has used them."""
+        """Let the model's stream wait for ``events``, and keep ``tensors`` until it has used them."""
         for device, event in zip(self._streams, events, strict=True):
             torch.cuda.current_stream(device).wait_event(event)
         for tensor in tensors:
@@ -197,12 +197,12 @@ class SideStreams:
 
 
 class CudaPrefetcher:
-    """The batches of ``loader`` on ``device``, copied on a stream of their own, one batch ahead.
+    """The batches of ``loader`` on ``device``, copied on a separate stream, one batch ahead.
 
-    A batch is a tensor, or tuples, lists and dicts of tensors; what is no tensor stays as it is. Copies wait for
-    nothing if the loader pins its memory (``pin_memory=True``). ``transform(batch)`` runs on the same stream, to
-    normalise, say. On a CPU this is plain iteration. Each ``for`` starts the loader anew; an exception comes at the
-    batch it belongs to. ``device`` is by default the current CUDA device, or the CPU where there is none.
+    A batch is a tensor, or tuples, lists and dicts of tensors; other values are unchanged. Copies are asynchronous if
+    the loader pins its memory (``pin_memory=True``). ``transform(batch)`` runs on the same stream, to normalise, for
+    example. On a CPU this is plain iteration. Each ``for`` restarts the loader; an exception is raised at the batch it
+    belongs to. ``device`` defaults to the current CUDA device, or the CPU if there is none.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class CudaPrefetcher:
         while ahead is not None:
             batch, events = ahead
             try:
-                # The next one starts before this one is given away: its copy runs beside the model.
+                # Start the next one before returning this one: its copy runs in parallel with the model.
                 ahead = next(batches, None)
-            except Exception as error:  # which comes after this one
+            except Exception as error:  # raised after this batch
                 ahead, failure = None, error
             streams.hand_over(events, tensors_in(batch))
             yield batch
@@ -238,7 +238,7 @@ class CudaPrefetcher:
             raise failure
 
     def _prepared(self, streams: SideStreams) -> Iterator[tuple[Any, list[Any]]]:
-        """Batches on the device, and events for when they are there."""
+        """Batches on the device, with events that mark the end of their copies."""
         for batch in self._loader:
             with streams.active():
                 moved = moved_to(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -248,7 +248,7 @@ class CudaPrefetcher:
 
 
 def moved_to(value: Any, move: Callable[[Any], Any]) -> Any:
-    """``value`` with ``move(tensor)`` in the place of each tensor in its tuples, lists and dicts."""
+    """``value`` with each tensor in its tuples, lists and dicts replaced by ``move(tensor)``."""
     if isinstance(value, torch.Tensor):
         return move(value)
     if isinstance(value, dict):

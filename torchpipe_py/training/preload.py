@@ -1,8 +1,8 @@
-"""What workers that decode need, imported once in the process that they are forked from: it saves each some seconds."""
+"""Imports for decoding workers, done once in the process that they are forked from; saves seconds per worker."""
 
 from contextlib import suppress
 
-with suppress(Exception):  # a worker that needs it says what is wrong with it
+with suppress(Exception):  # a worker that needs it reports the error
     import torchpipe_py.training.workers  # noqa: F401
 with suppress(Exception):
     import cv2  # noqa: F401

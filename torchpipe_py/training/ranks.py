@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other, so that none waits for one that has stopped."""
+"""Communication between the ranks of a training, so that no rank waits for one that has stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchpipe_py.training.errors import PeerFailed, TrainingError
 
 
 class Step(IntEnum):
-    """What a step came to on a rank; of several ranks the largest counts."""
+    """The outcome of a step on a rank; the largest of all ranks counts."""
 
     END = 0
     BATCH = 1
@@ -21,10 +21,10 @@ class Step(IntEnum):
 
 
 class RankGroup:
-    """A gloo group of its own, on the CPU, beside the one the model uses.
+    """A separate gloo group on the CPU, in addition to the model's group.
 
-    Every method is a collective call: all ranks make the same ones in the same order, from the thread that trains.
-    One small all-reduce a step. A rank whose process is gone makes the others' calls fail within the group's timeout.
+    Every method is a collective call: all ranks make the same calls in the same order, on the training thread. A step
+    costs one small all-reduce. If a rank's process is gone, the others' calls fail within the group's timeout.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class RankGroup:
         self.count: int = dist.get_world_size()
 
     def settle(self, error: Exception | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's ``facts``; where any rank has an ``error``, all raise."""
+        """Every rank's ``facts``; if any rank has an ``error``, all raise."""
         told = None if error is None else f"{type(error).__name__}: {error}"
         gathered: list[Any] = [None] * self.count
         dist.all_gather_object(gathered, (told, facts), group=self._group)
@@ -47,7 +47,7 @@ class RankGroup:
         return [facts for _, facts in gathered]
 
     def step(self, step: Step, error: BaseException | None = None) -> Step:
-        """``BATCH`` while any rank has one, ``END`` after that; an error of any rank is raised on all."""
+        """``BATCH`` while any rank has a batch, then ``END``; an error of any rank is raised on all."""
         largest = torch.tensor([step], dtype=torch.int64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         if int(largest) == Step.FAILED:
@@ -61,7 +61,7 @@ class RankGroup:
         return Step(int(largest))
 
     def close(self) -> None:
-        """Leave the group; whoever still waits for this rank gets an error."""
+        """Leave the group; ranks that still wait for this one get an error."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

@@ -1,4 +1,4 @@
-"""Samples as the dataset gives them: encoded bytes, or the reason why there are none."""
+"""Samples of the dataset: encoded bytes, or the reason why they are missing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NO_BYTES = "the dataset gave no bytes"
 
 @dataclass
 class Sample:
-    """One sample on its way: ``image`` is encoded bytes, then a Tensor.
+    """One sample in processing: ``image`` is encoded bytes, then a Tensor.
 
-    Without an image ``kind`` and ``reason`` say why; ``WRONG`` is a mistake of the program, which no policy covers.
-    ``repeat``: how often the epoch had it before.
+    Without an image, ``kind`` and ``reason`` explain why; ``WRONG`` is a program error, which no policy covers.
+    ``repeat``: how often it occurred earlier in the epoch.
     """
 
     index: int
@@ -35,12 +35,12 @@ class Sample:
     repeat: int = 0
 
     def fail(self, kind: str, reason: str) -> Sample:
-        """The sample has no image."""
+        """Mark the sample as one without an image."""
         self.image, self.kind, self.reason = None, kind, reason
         return self
 
     def key(self, seed: int, epoch: int) -> int:
-        """What its randomness is started from."""
+        """The seed of its random transforms."""
         parts = (SAMPLE, seed, epoch, self.index)
         return key_of(*parts, self.repeat) if self.repeat else key_of(*parts)
 
@@ -58,7 +58,7 @@ class SampleReader:
         self.dataset, self._transforms_cpu, self._seed = dataset, transforms_cpu, seed
 
     def read(self, epoch: int, planned: PlannedBatch) -> Iterator[Sample]:
-        """The samples of a batch; in a worker those of the CPU are transformed."""
+        """The samples of a batch; in a worker, samples of CPU batches are transformed."""
         for index, repeat in zip(planned.indices, planned.repeats, strict=True):
             sample = self._read(Sample(index, repeat=repeat))
             # NOTE: random transforms need the global generators, which in this process belong to the training loop.
@@ -81,7 +81,7 @@ class SampleReader:
         return sample if sample.image else sample.fail(EMPTY, NO_BYTES)
 
     def transform(self, sample: Sample, epoch: int) -> None:
-        """Decode it and apply ``transforms_cpu`` under its key. Not from a thread beside the training's."""
+        """Decode it and apply ``transforms_cpu``, seeded by its key. Not for a thread that runs beside the training."""
         assert self._transforms_cpu is not None
         try:
             picture = decode_rgb(sample.image)
@@ -100,15 +100,15 @@ class SampleReader:
             sample.fail(WRONG, problem)
 
     def name(self, index: int) -> str:
-        """What an error message calls the sample: with its path, where the dataset has ``samples``."""
+        """The sample's name in error messages, with its path if the dataset has ``samples``."""
         path = _path(self.dataset, index)
         return f"sample {index}" if path is None else f"sample {index} ({path})"
 
 
 def decode_rgb(encoded: bytes) -> Any:
-    """An RGB ``PIL.Image`` with the pixels of ``DecodeMat``: ``cv2.imdecode``, upright by EXIF, 8 bits.
+    """An RGB ``PIL.Image`` with the same pixels as ``DecodeMat``: ``cv2.imdecode``, rotated by EXIF, 8 bits.
 
-    ``DecodeError`` for bytes that are not an image.
+    Raises ``DecodeError`` for bytes that are not an image.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""The way of a batch from a DataLoader's worker into the training process."""
+"""Transfers a batch from a DataLoader's worker to the training process."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing  # so that Tensors are sent by their place in shared memory
+import torch.multiprocessing  # so that Tensors are sent through shared memory
 
 from torchpipe_py.errors import Failure
 from torchpipe_py.training.batcher import Batch, Figures
 from torchpipe_py.training.samples import Sample
 
-ALIGNMENT = 64  # bytes: where a Tensor begins in shared memory
-SMALL = 2**16  # bytes: up to which a Tensor is copied out, so that it does not keep the memory of its batch
+ALIGNMENT = 64  # bytes: alignment of a Tensor in shared memory
+SMALL = 2**16  # bytes: a Tensor up to this size is copied out, so that it does not keep its batch's memory
 ON_THEIR_WAY = 4
-"""Batches of a worker that the DataLoader has given, and that may not be copied out of its GPU memory yet."""
+"""Received batches of a worker that may not yet be copied out of its GPU memory."""
 
 
 @dataclass
 class Made:
-    """What came of a batch where it was read: its samples, or the whole batch, or a failure.
+    """The outcome of reading a batch: its samples, or the whole batch, or a failure.
 
-    ``label``: the last that the worker has seen; ``figures``: what it counted. In the training process ``decoded``
-    waits for the pipes, and ``stacks`` are the images in one piece, as ``Batcher.stacked`` makes them.
+    ``label``: the last one that the worker has seen; ``figures``: the worker's counts. In the training process
+    ``decoded`` waits for the pipes, and ``stacks`` are the images as ``Batcher.stacked`` returns them.
     """
 
     samples: list[Sample] | None = None
@@ -39,10 +39,10 @@ class Made:
 
 
 class Sent(NamedTuple):
-    """A ``Made`` on its way: pickled, with bytes and Tensors of a GPU beside it, and other Tensors in shared memory.
+    """A ``Made`` as a message: pickled, with bytes and GPU Tensors outside the pickle, other Tensors in shared memory.
 
-    NOTE: a queue pickles on a thread of its own and drops what it cannot pickle, for which the training would wait
-    forever: so this is pickled before. multiprocessing also takes a file descriptor for each Tensor.
+    NOTE: a queue pickles on its own thread and drops objects that it cannot pickle, and the training would wait for
+    them forever: so this is pickled earlier. multiprocessing would also use a file descriptor for each Tensor.
     """
 
     content: bytes
@@ -51,7 +51,7 @@ class Sent(NamedTuple):
 
     @classmethod
     def of(cls, made: Made) -> Sent:
-        """Raises what pickling raises, and ``RuntimeError`` where there is no shared memory left."""
+        """Pack a ``Made``; raises the errors of pickling, and ``RuntimeError`` if no shared memory is left."""
         content = BytesIO()
         pickler = _Pickler(content)
         pickler.dump(made)
@@ -63,13 +63,13 @@ class Sent(NamedTuple):
         return cls(content.getvalue(), pickler.beside, memory)
 
     def received(self) -> Made:
-        """The ``Made`` again."""
+        """Unpack the ``Made``."""
         made: Made = _Unpickler(self).load()
         return made
 
 
 class _Pickler(pickle.Pickler):
-    """Sets aside bytes, Tensors of a GPU and plain Tensors; others (sparse, say) are pickled."""
+    """Keeps bytes, GPU Tensors and plain Tensors outside the pickle; others (sparse ones, for example) are pickled."""
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -110,21 +110,21 @@ def _tensor_at(memory: Any, place: tuple[int, int, Any, tuple[int, ...]]) -> Any
 
 
 class Slots:
-    """In a worker: GPU memory for the last ``count`` Tensors, each written over the one so many before it.
+    """A worker's ring of GPU memory for its last ``count`` Tensors; each new one overwrites the oldest.
 
-    NOTE: to map another process's memory, and to let it go, waits for all that runs on the GPU. So the training process
-    maps each slot once, and keeps it.
+    NOTE: mapping and unmapping another process's memory waits for all work on the GPU. So the training process maps
+    each slot once, and keeps it.
     """
 
     def __init__(self, count: int) -> None:
         self._slots: list[Any] = [torch.empty(0)] * count
 
     def write(self, tensor: Any) -> Any:
-        """Where ``tensor`` is now: the beginning of the oldest slot, which is replaced where it does not fit."""
+        """Copy ``tensor`` to the start of the oldest slot (replaced if too small); returns the copy."""
         slot = self._slots.pop(0)
         kind = (slot.shape[1:], slot.dtype, slot.device)
         if len(tensor) > len(slot) or kind != (tensor.shape[1:], tensor.dtype, tensor.device):
-            # A copy: the Tensor can be a part of something larger, or one that a transform keeps for itself.
+            # A copy: the Tensor may be part of a larger one, or a transform may keep it.
             slot = tensor.clone()
         else:
             slot[: len(tensor)].copy_(tensor)

@@ -1,4 +1,4 @@
-"""The worker processes of a DataLoader: what they do with a planned batch, how they are started, asked and ended."""
+"""The worker processes of a DataLoader: how they process a planned batch, and how they are started and ended."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from torchpipe_py.training.samples import Sample, SampleReader
 from torchpipe_py.training.transfer import ON_THEIR_WAY, Made, Sent, Slots
 
 KEPT_BYTES = 2**28
-"""How much freed memory each of malloc's heaps keeps at its end: what a batch's files took."""
+"""Freed memory that each malloc heap keeps at its end: enough for the files of a batch."""
 
 WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
-GUARD = '; a script does what it does under: if __name__ == "__main__":'  # where workers import it
+GUARD = '; a script does what it does under: if __name__ == "__main__":'  # for scripts that workers import
 PRELOADED = "torchpipe_py.training.preload"
-SAFE_PATH = "torchpipe_py.training"  # any text is a yes to Python; this one tells that it is not the user's
+SAFE_PATH = "torchpipe_py.training"  # Python accepts any text; this one shows that the user did not set it
 SENDABLE = "workers_decode needs what can be pickled: functions and classes at the top of a module"
-PIPE_BYTES = 2**20  # what Linux allows everybody
+PIPE_BYTES = 2**20  # maximum on Linux without privileges
 
 
 class BatchKey(NamedTuple):
-    """The request to a worker: a batch of ``epoch``."""
+    """A request to a worker: a batch of ``epoch``."""
 
     epoch: int
     planned: PlannedBatch
 
 
 class ReadBatches:
-    """The dataset of workers that read: takes a ``BatchKey``, gives its samples.
+    """The dataset of workers that read: maps a ``BatchKey`` to its samples.
 
-    What comes out of a worker is ``Sent``, errors included; in the training process it is ``Made``.
+    A worker returns ``Sent``, also for errors; in the training process it becomes ``Made``.
     """
 
     worker_init_fn: Callable[[int], None] | None = None
@@ -59,15 +59,15 @@ class ReadBatches:
         self.dataset, self.worker_init_fn, self._samples = samples.dataset, worker_init_fn, samples
 
     def start(self, worker_id: int) -> None:
-        """In the worker, before its first batch.
+        """Called in the worker before its first batch.
 
-        NOTE: Ctrl-C comes to the workers too. They stay, for the loop may go on after it, in a notebook say; and with a
-        handler that does nothing, since a program that is started would inherit that the signal is ignored.
+        NOTE: Ctrl-C reaches the workers too. They continue, as the loop may go on after it, for example in a notebook.
+        The handler does nothing; an ignored signal would be inherited by programs that the worker starts.
         """
         signal.signal(signal.SIGINT, lambda *_: None)
         self._statistics = LoaderStatistics()
         if os.environ.get("PYTHONSAFEPATH") == SAFE_PATH:
-            del os.environ["PYTHONSAFEPATH"]  # it is not meant for programs that a transform starts
+            del os.environ["PYTHONSAFEPATH"]  # not meant for programs that a transform starts
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 
@@ -91,11 +91,11 @@ class ReadBatches:
 
 
 class DecodedBatches(ReadBatches):
-    """The dataset of workers that decode: takes a ``BatchKey``, gives the whole batch.
+    """The dataset of workers that decode: maps a ``BatchKey`` to the whole batch.
 
-    It is sent to the workers as it is, and makes pipes there. ``sent``: samples, options and the user's
-    ``worker_init_fn``, pickled. A worker's devices are those of the training process, its CUDA contexts and memory
-    are its own.
+    It is sent to the workers unchanged, and creates pipes there. ``sent``: samples, options and the user's
+    ``worker_init_fn``, pickled. A worker uses the same devices as the training process, with its own CUDA contexts and
+    memory.
     """
 
     def __init__(self, sent: bytes, toml_path: Config, devices: Sequence[Any], slots: int) -> None:
@@ -104,7 +104,7 @@ class DecodedBatches(ReadBatches):
         self._error: Exception | None = None
 
     def start(self, worker_id: int) -> None:
-        """Builds the pipes, so that the first batch does not wait for them; an error comes with that batch."""
+        """Build the pipes, so that the first batch does not wait for them; an error is raised with that batch."""
         keep_freed_memory(KEPT_BYTES)
         threading.Thread(target=_end_with_the_training, name="torchpipe-watch", daemon=True).start()
         try:
@@ -116,7 +116,7 @@ class DecodedBatches(ReadBatches):
         super().start(worker_id)
         if self._error is not None:
             return
-        # Of batches that end up on one device anyway, each device decodes some, and not a share of each.
+        # If batches are gathered on one device, each device decodes whole batches instead of a share of each.
         devices = [self._devices[worker_id % len(self._devices)]] if options.gather else self._devices
         try:
             if devices[0].type == "cuda":
@@ -134,7 +134,7 @@ class DecodedBatches(ReadBatches):
             samples = self._decoded(key)
             stacks = self._batcher.stacked(planned, samples)
         if all(sample.kind for sample in samples):
-            return Made(samples)  # for the training process: their labels look like the last that it has seen
+            return Made(samples)  # for the training process, which has the last label as a template
         with self._statistics.stage("transform"), streams.active():
             batch = self._batcher.batch(key.epoch, planned, samples, stacks)
             assert batch is not None
@@ -147,7 +147,7 @@ class DecodedBatches(ReadBatches):
         return self._slots.write(tensor.detach()) if tensor.is_cuda else tensor
 
     def _decoded(self, key: BatchKey) -> list[Sample]:
-        """The samples read and decoded; some are read while those before them are decoded."""
+        """Read and decode the samples; reading overlaps with decoding earlier ones."""
         samples = self._samples.read(key.epoch, key.planned)
         if key.planned.on_cpu:
             return list(samples)
@@ -157,7 +157,7 @@ class DecodedBatches(ReadBatches):
 
 
 def _end_with_the_training() -> None:
-    # NOTE: PyTorch's own watch looks at the parent, which is the fork server; that one lives as long as its children.
+    # NOTE: PyTorch's own watchdog checks the parent, which is the fork server and lives as long as its children.
     training = multiprocessing.parent_process()
     if training is not None:
         training.join()
@@ -168,10 +168,10 @@ def _end_with_the_training() -> None:
 
 
 class BatchReader:
-    """Planned batches through ``dataset``, by workers as the user's DataLoader has them.
+    """Runs planned batches through ``dataset``, with workers configured like those of the user's DataLoader.
 
-    The workers are started once, and kept until ``close``; they hold no thread or lock of a pipe, if it is built later.
-    ``start_method`` takes the place of that of the DataLoader.
+    The workers are started once and kept until ``close``; if pipes are built later, the workers hold none of their
+    locks. ``start_method`` replaces that of the DataLoader.
     """
 
     def __init__(self, dataloader: Any, dataset: ReadBatches, seed: int, start_method: str | None = None) -> None:
@@ -194,22 +194,22 @@ class BatchReader:
             sampler=self._keys,
             num_workers=workers,
             collate_fn=_as_it_is,
-            worker_init_fn=dataset.start,  # NOTE: in one pickle with the dataset, so that they stay one object
+            worker_init_fn=dataset.start,  # NOTE: pickled together with the dataset, so that they stay one object
             generator=generator,
             **(several if workers else {}),
         )
         if workers:
-            # NOTE: on the main thread PyTorch installs a handler that raises wherever that thread happens to be when a
-            # worker dies; without it the thread that reads finds out, within five seconds.
+            # NOTE: on the main thread PyTorch installs a signal handler that raises at any place in that thread when a
+            # worker dies; without it the reading thread notices within five seconds.
             with _safe_path() if start_method else nullcontext():
                 _run_aside(lambda: iter(self._loader))
-            # More goes through the workers' pipe at once: each 64 KiB, Linux' default, cost a system call and the GIL.
+            # Enlarge the workers' pipe: each 64 KiB (the Linux default) would cost a system call and the GIL.
             with suppress(AttributeError, OSError):
                 pipe = self._loader._iterator._worker_result_queue._reader
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[Made]:
-        """What came of each batch. ``TrainingError`` for a worker that died."""
+        """Yield the outcome of each batch. ``TrainingError`` for a worker that died."""
         self._keys[:] = [BatchKey(epoch, planned) for planned in plan]
         given = 0
         try:
@@ -223,7 +223,7 @@ class BatchReader:
             raise TrainingError(f"{ended}; {WHY_WORKERS_END}{'' if given else self._hint}") from error
 
     def drain(self, seconds: float) -> None:
-        """Receive what the workers still send for batches that nobody wants; not for longer than ``seconds``."""
+        """Receive and drop batches that the workers still send, for at most ``seconds``."""
         self._keys.clear()
         with suppress(Exception):  # a worker that died
             _run_aside(lambda: iter(self._loader), seconds)
@@ -239,7 +239,7 @@ class BatchReader:
 def decoding_reader(
     dataloader: Any, samples: SampleReader, toml_path: Config, devices: Sequence[Any], options: LoaderOptions
 ) -> tuple[BatchReader, int]:
-    """A reader whose workers make whole batches, and how many slots each has; ``TrainingError`` where none starts."""
+    """A reader whose workers create whole batches, and the slots of each; ``TrainingError`` if no worker starts."""
     method = _start_method(dataloader)
     sent = samples, options, dataloader.worker_init_fn
     slots = len(devices) * (dataloader.prefetch_factor + ON_THEIR_WAY)
@@ -266,7 +266,7 @@ def _start_method(dataloader: Any) -> str:
         raise TrainingError(f'{problem}; put what the script does under: if __name__ == "__main__":')
     context = dataloader.multiprocessing_context
     if context is None:
-        # NOTE: not "__main__", which is there by default: a script that looks at the GPU at its top would be forked.
+        # NOTE: without the default "__main__": a script that uses the GPU at module level would be forked.
         others = getattr(forkserver._forkserver, "_preload_modules", [])
         kept = [module for module in others if module not in (PRELOADED, "__main__")]
         multiprocessing.set_forkserver_preload([PRELOADED, *kept])
@@ -283,9 +283,9 @@ def _as_it_is(made: Any) -> Any:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """What is started meanwhile imports nothing from the working directory, where `python -c` looks first.
+    """A context in which new processes do not import from the working directory, where `python -c` looks first.
 
-    The workers' environment keeps the variable until they ``start``. Python 3.10 does not know it.
+    The workers keep the environment variable until they ``start``. Python 3.10 does not support it.
     """
     is_set = "PYTHONSAFEPATH" in os.environ
     os.environ.setdefault("PYTHONSAFEPATH", SAFE_PATH)
@@ -297,16 +297,16 @@ def _safe_path() -> Iterator[None]:
 
 
 def _end_of_a_worker(error: Exception) -> str:
-    """What ``error`` says of a worker that has ended; nothing where it is an error in a worker, or another mistake."""
+    """The message of ``error`` about a worker that has ended; empty for an error in a worker, or any other error."""
     if "in DataLoader worker process" in str(error):
         return ""
-    if not isinstance(error, RuntimeError):  # Tensors that a worker has sent are fetched from it
+    if not isinstance(error, RuntimeError):  # a Tensor could not be fetched from the worker that sent it
         return "a DataLoader worker exited unexpectedly"
     return first_line(error) if "exited unexpectedly" in str(error) else ""
 
 
 def _run_aside(function: Callable[[], object], timeout: float | None = None) -> None:
-    """``function()`` on another thread; its error, or ``TimeoutError`` after so many seconds, is raised here."""
+    """Run ``function()`` on another thread; raises its error, or ``TimeoutError`` after ``timeout`` seconds."""
     threads = ThreadPoolExecutor(1, "torchpipe-aside")
     try:
         threads.submit(function).result(timeout)

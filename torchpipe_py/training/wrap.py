@@ -1,4 +1,4 @@
-"""From a DataLoader of encoded images to a loader of batches on the device, decoded as the service decodes."""
+"""Turns a DataLoader of encoded images into a loader of batches on the device, decoded as in the service."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def wrap_dataloader_torchpipe(
 ) -> TorchpipeLoader:
     """A loader of ``(images, labels)`` on the device, from a DataLoader of ``(encoded bytes, label)``.
 
-    ``parallel_type``: "single", "dp" (each of ``devices`` decodes its share) or "ddp" (one device, ``local_rank``, and
-    the process group must exist; all ranks make the call). ``toml_path``: what ``pipe`` takes; its result is a Tensor
-    1×C×H×W. See ``choose_devices`` for ``local_rank`` and ``devices``: on a machine without CUDA, "single" and "ddp"
-    use the CPU.
+    ``parallel_type``: "single", "dp" (each of ``devices`` decodes its share) or "ddp" (one device, ``local_rank``; the
+    process group must exist, and all ranks must make the call). ``toml_path``: any configuration that ``pipe`` takes;
+    its result must be a Tensor 1×C×H×W. See ``choose_devices`` for ``local_rank`` and ``devices``: on a machine without
+    CUDA, "single" and "ddp" use the CPU.
 
-    ``options``, and the transforms: see ``LoaderOptions``. They are ``seed``, ``prefetch``, ``bad_samples``,
+    For the transforms and ``options`` see ``LoaderOptions``. The options are ``seed``, ``prefetch``, ``bad_samples``,
     ``ignore_index``, ``transforms_batch``, ``gather``, ``workers_decode`` and ``collate_labels``.
 
-    Raises ``TypeError`` for an unknown option, ``ValueError`` and ``TrainingError`` for options that do not fit, and
-    what ``pipe`` raises; in "ddp" on all ranks.
+    Raises ``TypeError`` for an unknown option, ``ValueError`` and ``TrainingError`` for invalid options, and the errors
+    of ``pipe``; in "ddp" on all ranks.
     """
     kind = str(parallel_type).lower()
     with ExitStack() as stack:
@@ -76,12 +76,12 @@ def wrap_dataloader_torchpipe(
             failure = error
         batches = facts["batches"] if ranks is None else _agreed_batches(ranks, facts, failure)
         stack.pop_all()
-    del facts["bad_samples"]  # training may go on with another policy
+    del facts["bad_samples"]  # training may continue with another policy
     return TorchpipeLoader(dataloader, source, facts, ranks, batches)
 
 
 def _check(dataloader: Any, ranks: RankGroup | None) -> None:
-    """``TrainingError`` for what cannot be wrapped."""
+    """Raise ``TrainingError`` for a DataLoader that cannot be wrapped."""
     if not isinstance(dataloader, DataLoader):
         raise TrainingError(f"expected a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
     if isinstance(dataloader.dataset, IterableDataset):
@@ -105,11 +105,11 @@ def _check(dataloader: Any, ranks: RankGroup | None) -> None:
 
 
 def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices: list[Any]) -> Source:
-    """Workers, then pipes, then what makes batches of them. Nothing is left running where something is wrong."""
+    """Start workers, then pipes, then create the batcher. If anything fails, nothing is left running."""
     samples = SampleReader(dataloader.dataset, options.transforms_cpu, options.seed)
     slots = 0
     with ExitStack() as stack:
-        # NOTE: the workers before the pipe: a fork copies no thread, but every lock that one holds.
+        # NOTE: start the workers before the pipe: a fork copies no threads, but all locks that they hold.
         if options.workers_decode:
             reader, slots = decoding_reader(dataloader, samples, toml_path, devices, options)
         else:
@@ -119,13 +119,13 @@ def _started(dataloader: Any, toml_path: Config, options: LoaderOptions, devices
         stack.callback(decoder.close)
         batcher = Batcher(options, devices, samples, LoaderStatistics(), decoder.trial)
         if options.workers_decode:
-            decoder.close()  # it has shown that the pipes can be built
+            decoder.close()  # it only served to check that the pipes can be built
         stack.pop_all()
     return Source(reader, None if options.workers_decode else decoder, batcher, slots * dataloader.num_workers)
 
 
 def _agreed_batches(ranks: RankGroup, facts: dict[str, Any], failure: Exception | None) -> int | None:
-    """Batches of the rank that has most; raises on all ranks where one failed, or where trainings differ."""
+    """Batches of the rank with the most; raises on all ranks if one failed, or if their trainings differ."""
     gathered = ranks.settle(failure, facts)
     for key in ("seed", "samples", "cpu_percentage", "bad_samples"):
         values = [facts[key] for facts in gathered]
