@@ -36,7 +36,7 @@ RECENT = 1.0
 REMEMBERED = 10.0
 """Seconds after which a batch that was too large for a time limit is tried again."""
 
-_WEIGHT = 0.1  # of the newest batch in the mean for its size
+_WEIGHT, _KEPT = 0.1, 0.9  # of the newest batch in the mean for its size, and of the mean before it
 _SIZES = 64  # indexed by the bit length of the size
 
 
@@ -54,11 +54,9 @@ class ComputeTimes:
 
     def add(self, size: int, seconds: float, now: float) -> None:
         """Record that a batch of ``size`` took ``seconds``."""
-        place = size.bit_length()
-        mean = self._means[place]
-        is_fresh = now - self._at[place] <= RECENT
-        self._means[place] = mean + _WEIGHT * (seconds - mean) if is_fresh else seconds
-        self._at[place] = now
+        place, means, at = size.bit_length(), self._means, self._at
+        means[place] = means[place] * _KEPT + seconds * _WEIGHT if now - at[place] <= RECENT else seconds
+        at[place] = now
 
     def expected(self, size: int, now: float) -> float:
         """Expected seconds for a batch of ``size``: the mean of the nearest size that ran, a larger one first.

@@ -90,8 +90,11 @@ class IdleStack(Idle):
         return not self._closed
 
     def borrow(self) -> Any:
-        """Take an idle sleeper, which sleeps on while another thread works for it; ``None`` if there is work."""
-        if self._normal or self._low or self._closed:
+        """Take an idle sleeper, which sleeps on while another thread works for it; ``None`` if there is work.
+
+        Work of low priority may wait for that thread's.
+        """
+        if self._normal or self._closed:
             return None
         try:
             return self.to_wake.pop()

@@ -86,23 +86,22 @@ class InFlight:
         with self._lock:
             if self.refusal:
                 raise PipeClosed(self.refusal)
-            most = self.most
-            for request in requests:
-                if request.priority:
-                    most = max(1, self.most // 2)
-                    break
-            is_admitted = len(self._requests) + len(requests) <= most
+            more, most = len(requests), self.most
+            count = len(self._requests) + more
+            if 2 * count > most and any(request.priority for request in requests):
+                most = max(1, most // 2)
+            is_admitted = count <= most
             if is_admitted:
                 self._requests.update(requests)
-                self.admitted += len(requests)
+                self.admitted += more
             else:
-                self.rejected += len(requests)
+                self.rejected += more
         if not is_admitted:
             running = counted(len(self), "request")
             raise Overloaded(
-                f"{running} in flight, {len(requests)} more would pass "
+                f"{running} in flight, {more} more would pass "
                 f"{'' if most == self.most else 'half of '}max_inflight = {self.most}",
-                retry_after_ms=self._retry_after_ms() if len(requests) <= most else None,
+                retry_after_ms=self._retry_after_ms() if more <= most else None,
             )
 
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:

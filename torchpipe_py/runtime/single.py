@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from functools import partial
+from threading import get_ident
 from time import perf_counter
 from typing import Any
 
@@ -62,7 +63,7 @@ class SingleNode(Node):
         try:
             CURRENT.waiter = instance
             instance.busy = 1
-            instance.stand_ins.add(threading.get_ident())
+            instance.stand_ins.add(get_ident())
             self._reached.discard(request)
             self._run(instance, request)
         finally:
