@@ -40,7 +40,7 @@ _TOKEN = re.compile(
     r"(?P<space>(?:\s|#[^\n]*)+)"
     r"|(?P<word>[A-Za-z_]\w*|-?\.?\d(?:[eE][+-]|[\w.])*)"
     r"|(?P<mark>[{}<>\[\]:,;])"
-    rf"""|(?P<text>"(?:[^"\\\n]|{_ESCAPE})*"|'(?:[^'\\\n]|{_ESCAPE})*')"""
+    rf"""|(?P<text>"(?:[^"\\\n\r\0]|{_ESCAPE})*"|'(?:[^'\\\n\r\0]|{_ESCAPE})*')"""
     r"|(?P<wrong>[\s\S])",
     re.ASCII,
 )
@@ -166,7 +166,9 @@ class _Parser:
             except ValueError:
                 return Word(token)
         text = str(ast.literal_eval(token))
-        return text + self._value(key, is_known, depth) if self._tokens[-1][0] == "text" else text  # one after another
+        while self._tokens[-1][0] == "text":  # one after another
+            text += str(ast.literal_eval(self._tokens.pop()[1]))
+        return text
 
     def _take(self, mark: str) -> bool:
         return self._tokens[-1][1] == mark and bool(self._tokens.pop())
