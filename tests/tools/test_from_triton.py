@@ -202,7 +202,37 @@ def test_files_that_are_there_stay_unless_forced(capsys: pytest.CaptureFixture[s
     converted(capsys, "--force")
 
 
+def test_a_class_that_was_filled_in_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    configured("own", f'backend: "python" {tensors("input", "x")} {tensors("output", "y")}', "1")
+    converted(capsys)
+    assert "kept" not in converted(capsys, "--force")
+    code = Path("out/own_backends.py")
+    code.write_text(code.read_text("utf-8").replace("raise NotImplementedError", "print"), encoding="utf-8")
+    filled = code.read_bytes()
+    assert "out/own_backends.py: kept, as it is not what would be written" in converted(capsys, "--force")
+    assert code.read_bytes() == filled
+
+
+def test_models_whose_names_make_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+    scale("net.a", 2.0), scale("net a", 3.0)
+    problem = (
+        "torchpipe: models/net.a/config.pbtxt:1: name: 'net.a' and 'net a' would both be out/net_a.toml; rename one"
+    )
+    assert refused(capsys) == f"{problem}\n"
+    assert not Path("out").exists()
+
+
 STEP = step("net", {"x": "IN"}, {"y": "OUT"})
+
+
+def test_an_ensemble_of_ensembles_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    scale("net", 2.0), scale("alone", 3.0)
+    ensemble("inner", tensors("input", "IN"), tensors("output", "OUT"), STEP)
+    steps = step("inner", {"IN": "IN"}, {"OUT": "mid"}), step("alone", {"x": "mid"}, {"y": "OUT"})
+    ensemble("outer", tensors("input", "IN"), tensors("output", "OUT"), *steps)
+    problem = "models/outer/config.pbtxt:5: 'inner' is an ensemble; write its steps here"
+    assert f"outer: not written\n  {problem}\nnet: a node of inner" in converted(capsys)
+    assert sorted(path.name for path in Path("out").iterdir()) == ["alone.toml", "inner.toml"]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +244,7 @@ STEP = step("net", {"x": "IN"}, {"y": "OUT"})
         ('name: "other"', "", ":1: name: 'other' is in the folder of 'net', as Triton calls it"),
         ("instance_group { count: 1\n", "", ":2: expected a field, or the '}' of line 1, found the end"),
         ('\nname: "net', "", ":2: a text without its closing quote"),
+        ('name: "n\ret"', "", ":1: a text without its closing quote"),
         ("# \xff", "", ":1: not UTF-8"),
         ("optimization {" + "graph {" * 60, "", ":1: more than 50 messages in each other"),
         ("version_policy { specific { versions: 3 } }", "", ":1: specific: no '3'; valid: 1"),
@@ -223,7 +254,6 @@ STEP = step("net", {"x": "IN"}, {"y": "OUT"})
         ("", STEP.replace('"OUT"', '"IN"'), ":5: output_map: 'IN' is an output of another step, or an input"),
         ("", STEP.replace('"OUT"', '"OTHER"'), ":3: name: no 'OUT'; did you mean 'OTHER'?"),
         ("", step("net", {}, {"y": "OUT"}), ":5: input_map: 'net' takes 'x', which is missing"),
-        ("", STEP.replace('"net"', '"ens"'), ":5: model_name: 'ens' is an ensemble; write its steps here"),
     ],
 )
 def test_malformed_input(capsys: pytest.CaptureFixture[str], config: str, steps: str, problem: str) -> None:
@@ -252,3 +282,5 @@ def test_text_format(folder: Path) -> None:
     assert (message.number("max_batch_size", 0), message.text("name")) == (16, "a'BC # d")
     assert message.message("dynamic_batching").one("preserve_ordering", bool, False)
     assert message.at("dynamic_batching") == "config.pbtxt:2"
+    Path("config.pbtxt").write_text("name: " + "'a' " * 9999, encoding="utf-8")
+    assert read_pbtxt("config.pbtxt").text("name") == "a" * 9999

@@ -191,7 +191,7 @@ def add_from_triton_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("repository", metavar="MODEL_REPOSITORY", help="its folder, as tritonserver --model-repository takes it")
     add("--out", default="converted", metavar="FOLDER", help="NAME.toml for each model (default: %(default)s)")
-    add("--force", action="store_true", help="replace files that are there")
+    add("--force", action="store_true", help="replace files that are there; classes that were filled in stay")
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import Problems
-from torchpipe_py.files import replace_file
+from torchpipe_py.files import read_bytes, replace_file
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import import_code
 from torchpipe_py.tools.export.config import to_toml
@@ -69,37 +69,52 @@ Source = tuple[str, str]
 
 
 def run_from_triton(args: argparse.Namespace) -> int:
-    """0 when all is written. ``ConfigError`` for what is malformed, and for files that `torchpipe check` refuses."""
-    models, files, problems = read_repository(args.repository), list[_File](), Problems()
-    owners = {
-        step.text("model_name"): model.name
-        for model in models.values()
-        for step in model.config.message("ensemble_scheduling").all("step", Message)
-    }
+    """0 when all is written that can be. ``ConfigError`` for what is malformed, or `torchpipe check` would refuse."""
+    models, files, problems = read_repository(args.repository), dict[str, _File](), Problems()
+    nested, owners = dict[str, str](), dict[str, str]()
     for model in models.values():
-        for version in model.versions if model.name not in owners or model.backend == "ensemble" else ():
+        steps = model.config.message("ensemble_scheduling").all("step", Message)
+        for step in steps:
+            if (inner := models.get(step.text("model_name"))) is not None and inner.backend == "ensemble":
+                nested[model.name] = f"{step.at('model_name')}: {inner.name!r} is an ensemble; write its steps here"
+        if model.name not in nested:
+            owners |= {step.text("model_name"): model.name for step in steps}
+    for model in models.values():
+        is_model = model.name not in nested and (model.name not in owners or model.backend == "ensemble")
+        for version in model.versions if is_model else ():
             with problems.gathered():
-                files.append(_File(model, version, models, args.out))
+                file = _File(model, version, models, args.out)
+                if (other := files.setdefault(file.path, file)) is not file:
+                    problem = f"name: {model.name!r} and {other.model.name!r} would both be {file.path}; rename one"
+                    raise model.config.error(problem, "name")
     problems.raise_all()
-    texts = {path: text for file in files for path, text in file.texts().items()}
+    texts = {path: text for file in files.values() for path, text in file.texts().items()}
     if there := [path for path in texts if os.path.exists(path) and not args.force]:
         raise ToolError(f"{', '.join(there)}: there already; --force replaces, --out FOLDER takes another")
+    codes, kept = [path for path in texts if path.endswith(".py")], list[str]()
     try:
         for path, text in texts.items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            replace_file(path, text.encode())
+            # NOTE: a class that was filled in is somebody's work.
+            if path in codes and os.path.exists(path) and read_bytes(path) != text.encode():
+                kept.append(path)
+            else:
+                replace_file(path, text.encode())
     except OSError as error:
         raise ToolError(f"--out {args.out}: {error.strerror}") from error
-    for file in files:
+    for file in files.values():
         print("\n  ".join([file.path, *file.notes]))
+    for path in kept:
+        print(f"{path}: kept, as it is not what would be written; delete it to have that")
+    for name, problem in nested.items():
+        print(f"{name}: not written\n  {problem}")
     for name in sorted(owners):
         print(f"{name}: a node of {owners[name]}, not a model by itself")
-    codes = [path for path in texts if path.endswith(".py")]
     for path in codes:
         import_code(path)
-    for file in files:
+    for path in files:
         with problems.gathered():
-            plan_pipeline(file.path)
+            plan_pipeline(path)
     problems.raise_all()
     imports = ["--import", ",".join(codes)] if codes else []
     print(f"{shlex.join(['torchpipe-serve', args.out, *imports])} serves them")
@@ -110,7 +125,7 @@ class _File:
     """The TOML file of a model's version, the classes that it needs, and notes on what is not carried over."""
 
     def __init__(self, model: Model, version: str, models: Mapping[str, Model], out: str) -> None:
-        self._model, self._models, name = model, models, _clean(model.name)
+        self.model, self._models, name = model, models, _clean(model.name)
         self.path = os.path.join(out, f"{name}.toml" if version == "1" else f"{name}/{version}.toml")
         self.code_path = os.path.join(out, f"{name}_backends.py")
         self.notes: list[str] = []
@@ -125,7 +140,7 @@ class _File:
 
     def texts(self) -> dict[str, str]:
         """The files by their paths."""
-        heading = [f"From {self._model.config.file}{'; what differs:' * bool(self.notes)}", *self.notes]
+        heading = [f"From {self.model.config.file}{'; what differs:' * bool(self.notes)}", *self.notes]
         comments = "".join(f"# {' '.join(line.split())}\n" for line in heading)
         code = {self.code_path: CODE.format(toml=self.path, path=self.code_path) + self._code} if self._code else {}
         return {self.path: f"{comments}\n{to_toml(self._tables)}", **code}
@@ -192,7 +207,7 @@ class _File:
 
     def _class(self, name: str, doc: str, body: str, inputs: Sequence[Message], outputs: Sequence[Message]) -> str:
         """Add a backend; its name, from those of the model and of a node."""
-        of = self._model.name
+        of = self.model.name
         name = re.sub(r"\W", "_", f"triton_{of}" if name == of else f"triton_{of}_{name}", flags=re.ASCII)
         specs = [tuple([_spec(tensor) for tensor in tensors]) for tensors in (inputs, outputs)]
         self._code += CLASS.format(name=name, doc=doc, body=body, inputs=specs[0], outputs=specs[1])
@@ -259,8 +274,6 @@ class _File:
     def _place(self, step: Message, sources: dict[str, Source], made: dict[str, list[str]]) -> tuple[str, Model, str]:
         """Add the node of a step, its outputs to ``sources``; the node, its model and the version of that."""
         model = self._models[checked(step, "model_name", step.text("model_name"), self._models)]
-        if model.backend == "ensemble":
-            raise step.error(f"model_name: {model.name!r} is an ensemble; write its steps here", "model_name")
         version = str(step.one("model_version", int, -1))
         version = model.versions[-1] if version == "-1" else checked(step, "model_version", version, model.versions)
         owner = self._owners.get((model.name, version))
