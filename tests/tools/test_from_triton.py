@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -247,6 +249,11 @@ def test_an_ensemble_of_ensembles_is_left_out(capsys: pytest.CaptureFixture[str]
         ('name: "n\ret"', "", ":1: a text without its closing quote"),
         ("# \xff", "", ":1: not UTF-8"),
         ("optimization {" + "graph {" * 60, "", ":1: more than 50 messages in each other"),
+        (f"max_batch_size: 0x{'f' * 5000}", "", ":1: max_batch_size: expected a whole number, got '0xff"),
+        ('name: "n\\000t"', "", r":1: name: expected at most 4096 printable characters, got 'n\x00t'"),
+        (f'name: "{"t" * 5000}"', "", ":1: name: expected at most 4096 printable characters, got 'ttt"),
+        ("n" * 5000, "", ":1: unknown field 'nnn"),
+        ("#" * (2**20 + 1), "", ": more than 1048576 bytes"),
         ("version_policy { specific { versions: 3 } }", "", ":1: specific: no '3'; valid: 1"),
         ('default_model_filename: "a.onnx"', "", ":1: no such file: models/net/1/a.onnx"),
         ("", STEP.replace('"net"', '"nett"'), ":5: model_name: no 'nett'; did you mean 'net'?"),
@@ -271,6 +278,12 @@ def test_what_is_no_repository(capsys: pytest.CaptureFixture[str]) -> None:
     Path("models/.git").mkdir(parents=True)
     Path("models/notes").mkdir()
     assert refused(capsys).startswith("torchpipe: models: no model in it, as NAME/config.pbtxt with ")
+    os.mkdir("models/net")
+    os.mkfifo("models/net/config.pbtxt")  # would be waited for
+    assert refused(capsys) == "torchpipe: models/net/config.pbtxt: not a regular file\n"
+    os.rename("models/net", "models/net\x1b")
+    assert refused(capsys) == "torchpipe: 'models/net\\x1b': expected a name of printable characters in UTF-8\n"
+    shutil.rmtree("models/net\x1b")
     configured("net", ONNX)
     assert refused(capsys).startswith("torchpipe: models/net/config.pbtxt:1: no version in models/net, a folder with")
 

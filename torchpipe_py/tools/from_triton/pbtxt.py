@@ -6,6 +6,7 @@ https://protobuf.dev/reference/protobuf/textformat-spec/ has the grammar, ``mode
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ FIELDS = {
 """The fields of the messages that are read: of the whole, and of those in it by the field that holds them."""
 
 MOST_DEPTH = 50
+MOST_BYTES = 2**20  # of a file
+MOST_TEXT = 4096  # characters of a name
 
 _ESCAPE = r"\\(?:[abfnrtv'\"\\]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2})"
 _TOKEN = re.compile(
@@ -81,7 +84,10 @@ class Message:
         return values[0] if values else default
 
     def text(self, name: str) -> str:
-        return str(self.one(name, str, ""))
+        text = str(self.one(name, str, ""))
+        if not text.isprintable() or len(text) > MOST_TEXT:
+            raise self.error(f"{name}: expected at most {MOST_TEXT} printable characters, got {quoted(text)}", name)
+        return text
 
     def number(self, name: str, default: int) -> int:
         number = int(self.one(name, int, default))
@@ -135,7 +141,7 @@ class _Parser:
             if kind != "word":
                 raise self._expected(f"a field, or the {closing!r} of line {message.line}" if closing else "a field")
             if valid is not None and key not in valid:
-                raise ConfigError(f"{self._file}:{line}: unknown field {key!r}; {nearest(key, valid)}")
+                raise ConfigError(f"{self._file}:{line}: unknown field {quoted(key)}; {nearest(key, valid)}")
             self._tokens.pop()
             has_colon, values = self._take(":"), message.fields.setdefault(key, [])
             if self._take("["):
@@ -162,7 +168,7 @@ class _Parser:
         self._tokens.pop()
         if kind == "word":
             try:
-                return _BOOLEANS[token] if token in _BOOLEANS else int(token, 0)
+                return _BOOLEANS[token] if token in _BOOLEANS else _integer(token)
             except ValueError:
                 return Word(token)
         text = str(ast.literal_eval(token))
@@ -178,8 +184,20 @@ class _Parser:
         return ConfigError(f"{self._file}:{line}: expected {what}, found {quoted(token) if token else 'the end'}")
 
 
+def _integer(token: str) -> int:
+    """``ValueError`` for what is none, and for what has no room in protobuf's."""
+    number = int(token, 0)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(token)
+    return number
+
+
 def read_pbtxt(path: str) -> Message:
     """The file's ``ModelConfig``. ``ConfigError`` with file and line for what is none; ``OSError``."""
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: not a regular file")
+    if os.path.getsize(path) > MOST_BYTES:
+        raise ConfigError(f"{path}: more than {MOST_BYTES} bytes")
     content = read_bytes(path)
     try:
         return _Parser(content.decode(), path).message()

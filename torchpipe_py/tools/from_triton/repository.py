@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torchpipe_py.backends.model.onnx_graph import declared_tensors
-from torchpipe_py.errors import Problems, nearest
+from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
 from torchpipe_py.plan.unknown import BACKENDS_ELSEWHERE
 from torchpipe_py.tools.from_triton.pbtxt import Message, read_pbtxt
 from torchpipe_py.tools.report import ToolError
@@ -43,7 +43,7 @@ class Model:
         if self.backend == "OnnxTensor":
             declared = declared_tensors(self.file(version))[kind == "output"]
             return [spec.name for spec in declared] or names
-        is_numbered = self.backend == "TorchTensor" and all(re.search(r"__\d+$", name, re.ASCII) for name in names)
+        is_numbered = self.backend == "TorchTensor" and all(re.search(r"__\d{1,9}$", name, re.ASCII) for name in names)
         return sorted(names, key=lambda name: int(name.rpartition("__")[2])) if is_numbered else names
 
 
@@ -67,9 +67,11 @@ def _read_model(name: str, folder: str) -> dict[str, Model]:
     """None where it is another folder, with neither a configuration nor versions."""
     path = os.path.join(folder, "config.pbtxt")
     versions = sorted([entry for entry in os.listdir(folder) if re.fullmatch("[1-9][0-9]*", entry)], key=int)
-    if not (versions or os.path.exists(path)):
+    if not (versions or os.path.lexists(path)):
         return {}
-    config = read_pbtxt(path) if os.path.exists(path) else Message(path)
+    if not name.isprintable():
+        raise ConfigError(f"{folder!r}: expected a name of printable characters in UTF-8")
+    config = read_pbtxt(path) if os.path.lexists(path) else Message(path)
     if config.text("name") not in ("", name):
         raise config.error(f"name: {config.text('name')!r} is in the folder of {name!r}, as Triton calls it", "name")
     backend = config.text("backend") or config.text("platform") or name.partition(".")[2]
@@ -97,5 +99,5 @@ def _read_model(name: str, folder: str) -> dict[str, Model]:
 def checked(message: Message, field: str, name: str, valid: Collection[str]) -> str:
     """The name. ``ConfigError`` where it is none of the valid ones."""
     if name not in valid:
-        raise message.error(f"{field}: no {name!r}; {nearest(name, valid)}", field)
+        raise message.error(f"{field}: no {quoted(name)}; {nearest(name, valid)}", field)
     return name
