@@ -1,1 +1,1 @@
-"""Models that are encrypted where they lie, and decrypted in memory only."""
+"""Models that are encrypted on disk and decrypted only in memory."""

@@ -1,20 +1,20 @@
-"""Files encrypted by AES-256-GCM in chunks: of any size, and without a byte that is not checked.
+"""Files of any size, encrypted with AES-256-GCM in chunks; every byte is authenticated.
 
 ========  =====  ====================================================================================
 part      bytes  what
 ========  =====  ====================================================================================
 magic     8      ``files.ENCRYPTED``
 version   1      1
-nonce     12     random, of this file alone
-check     16     made of key and nonce: tells another key from a damaged file
-chunks           65,552 bytes each and the last one at most: what was encrypted, and its tag of 16 bytes
+nonce     12     random, unique to this file
+check     16     derived from key and nonce: distinguishes a wrong key from a damaged file
+chunks           65,552 bytes each, the last one at most: encrypted content and its tag of 16 bytes
 ========  =====  ====================================================================================
 
-HKDF-SHA256 makes 48 bytes of the key, with the nonce as salt and magic and version as info: the key of this file, and
-the check. The nonce of a chunk is its number, 11 bytes, the highest first, and 1 for the last chunk or 0. So a chunk
-that is left out, repeated, in another place or of another file is found, and so is an end that was cut off. The header,
-all before the chunks, is authenticated with each of them. This is STREAM (Hoang, Reyhanitabar, Rogaway, Vizár: Online
-Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance, 2015) as the format of age has it, with AES-GCM.
+HKDF-SHA256 derives 48 bytes from the key, with the nonce as salt and magic and version as info: the key of this file
+and the check. The nonce of a chunk is its number (11 bytes, big-endian), followed by 1 for the last chunk, else 0. This
+detects chunks that are missing, repeated, moved or from another file, and a truncated end. The header (everything
+before the chunks) is authenticated with each chunk. This is STREAM (Hoang, Reyhanitabar, Rogaway, Vizár: Online
+Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance, 2015) as in the format of age, with AES-GCM.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ HEADER = len(ENCRYPTED) + 1 + _NONCE + _CHECK
 
 
 class CipherError(ValueError):
-    """A file that cannot be decrypted; a clause that says why, without the file's name."""
+    """A file that cannot be decrypted; the message is a clause with the reason, without the file's name."""
 
 
 class Cipher:
-    """Encrypts and decrypts with one key; ``name`` says in messages where that is from.
+    """Encrypts and decrypts with one key; ``name`` is the key's source for messages.
 
-    Raises ``BackendUnavailable`` where the library ``cryptography`` is missing.
+    Raises ``BackendUnavailable`` if the library ``cryptography`` is missing.
     """
 
     def __init__(self, key: bytes, name: str) -> None:
@@ -58,7 +58,7 @@ class Cipher:
         self._key, self.name = key, name
 
     def encrypt_file(self, source: BinaryIO, target: BinaryIO) -> None:
-        """Write what is left of ``source`` to ``target``, encrypted."""
+        """Encrypt the rest of ``source`` into ``target``."""
         nonce = os.urandom(_NONCE)
         start = ENCRYPTED + bytes([VERSION]) + nonce
         aes, check = self._derived(nonce)
@@ -74,7 +74,7 @@ class Cipher:
         return target.getvalue()
 
     def decrypt_file(self, source: BinaryIO) -> bytes:
-        """What was encrypted into ``source``, all of it checked; ``CipherError`` where that does not hold."""
+        """Decrypt and authenticate all of ``source``; ``CipherError`` if that fails."""
         header = source.read(HEADER)
         _check_start(header)
         nonce = header[len(ENCRYPTED) + 1 :][:_NONCE]
@@ -93,11 +93,11 @@ class Cipher:
         return content.getvalue()
 
     def decrypt(self, content: bytes) -> bytes:
-        """What ``encrypt`` was given; ``CipherError`` as ``decrypt_file``."""
+        """Reverse ``encrypt``; raises ``CipherError`` like ``decrypt_file``."""
         return self.decrypt_file(io.BytesIO(content))
 
     def _derived(self, nonce: bytes) -> tuple[Any, bytes]:
-        """AES-GCM with the key of one file, and the check of that file's header."""
+        """AES-GCM with the key of one file, and the check value of that file's header."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -108,7 +108,7 @@ class Cipher:
 
 
 def _check_start(header: bytes) -> None:
-    """``CipherError`` where these first bytes are none that can be decrypted."""
+    """Raise ``CipherError`` if a file with these first bytes cannot be decrypted."""
     if not header or not header.startswith(ENCRYPTED[: len(header)]):
         raise CipherError("it is not encrypted" if header else "it is empty")
     if len(header) > len(ENCRYPTED) and header[len(ENCRYPTED)] != VERSION:
@@ -119,7 +119,7 @@ def _check_start(header: bytes) -> None:
 
 
 def _chunks(source: BinaryIO, size: int) -> Iterator[tuple[int, bytes, bool]]:
-    """Number, content and whether it is the last; an empty one only of what is empty."""
+    """Yield number, content and whether it is the last chunk; a chunk is empty only if the source is empty."""
     number, chunk = 0, source.read(size)
     while True:
         following = source.read(size)
@@ -134,7 +134,7 @@ def _nonce(number: int, is_last: bool) -> bytes:
 
 
 def _decrypted(aes: Any, number: int, is_last: bool, chunk: bytes, header: bytes) -> bytes | None:
-    """``None`` for a chunk that is not what was written there."""
+    """The content of a chunk; ``None`` if authentication fails."""
     from cryptography.exceptions import InvalidTag
 
     if len(chunk) < TAG:

@@ -1,4 +1,4 @@
-"""``torchpipe encrypt``: from a model to an encrypted one, and from nothing to a key."""
+"""``torchpipe encrypt``: encrypts a model, and creates a key."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchpipe_py.errors import ConfigError, first_line
 from torchpipe_py.files import ENCRYPTED, ENGINE, ZIP, archive_kind, file_kind, replacing
 
 ONNX_LIMIT = 1 << 31
-"""Bytes of an ONNX file in one piece: protobuf takes no more."""
+"""Maximum bytes of an ONNX file with its weights: the limit of protobuf."""
 
 TAKEN = "torchpipe encrypt takes an ONNX file, TorchScript, a .pt2 of torch.export or a TensorRT engine"
 
 
 def run_encrypt(args: argparse.Namespace) -> int:
-    """0 when all is written; raises ``ConfigError`` and ``BackendUnavailable``, and leaves no half of a file then."""
+    """Returns 0 after success; raises ``ConfigError`` or ``BackendUnavailable``, and then leaves no partial file."""
     if args.model is None and not args.new_key:
         raise ConfigError("MODEL is missing: the model to encrypt")
     out = args.out or f"{args.model}{ENDING}"
@@ -35,7 +35,7 @@ def run_encrypt(args: argparse.Namespace) -> int:
         return 0
     cipher = Cipher(*read_key(args.new_key or args.key_file, args.key_env))
     try:
-        file = open(args.model, "rb")  # noqa: SIM115 - errors of the two files are told apart
+        file = open(args.model, "rb")  # noqa: SIM115 - separates the errors of the two files
     except OSError as error:
         raise ConfigError(f"{args.model}: {error.strerror}") from None
     with file:
@@ -73,7 +73,7 @@ def _make_key(path: str) -> None:
 
 
 def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
-    """What to encrypt, and what was done to it: an ONNX model takes its weights in."""
+    """The content to encrypt, and a note on changes to it: an ONNX model gets its external weights included."""
     start = file.read(len(ENCRYPTED))
     file.seek(0)
     if not start:
@@ -110,7 +110,7 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
 
 
 def _check_archive(file: BinaryIO, path: str) -> None:
-    """``ConfigError`` for a zip archive that is not one of PyTorch's models, or that is unpacked to files."""
+    """Raise ``ConfigError`` for a zip archive that is not a PyTorch model, or that would be unpacked to files."""
     try:
         kind = archive_kind(file)
     except zipfile.BadZipFile:
@@ -129,7 +129,7 @@ def _no_model(path: str) -> ConfigError:
 
 
 def _parsed(onnx: Any, file: BinaryIO) -> Any:
-    """An ONNX model without the weights that lie beside it; ``None`` for anything else."""
+    """Parse an ONNX model without its external weights; ``None`` for anything else."""
     try:
         model = onnx.load(file, format="protobuf", load_external_data=False)
     except Exception:

@@ -1,4 +1,4 @@
-"""Where the key of an encrypted model comes from."""
+"""Reads and creates the keys of encrypted models, and keeps them out of other processes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _HEX = re.compile(r"[0-9A-Fa-f]*")
 
 
 def read_key(key_file: str, key_env: str) -> tuple[bytes, str]:
-    """The 32 bytes of the key that one of the two names, and a name for messages; ``ConfigError`` where there is none.
+    """The key's 32 bytes from a file or an environment variable, and its name for messages; ``ConfigError`` if missing.
 
-    From here on a core file of this process has none of its memory.
+    From then on, core files of this process do not contain its memory.
     """
     keep_out_of_core_files()
     return (_of_file(key_file), f"key_file {key_file}") if key_file else (_of_variable(key_env), f"key_env {key_env}")
 
 
 def new_key_file(path: str) -> None:
-    """Write a random key, as 64 hex digits, that its owner alone can read; ``OSError`` where something is there."""
+    """Write a random key as 64 hex digits, readable only by its owner; ``OSError`` if the file exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, 0o600), "wb") as file:
         file.write(os.urandom(KEY_BYTES).hex().encode() + b"\n")
         file.flush()
-        os.fsync(file.fileno())  # what is encrypted with it is lost without it
+        os.fsync(file.fileno())  # files encrypted with it are lost without it
 
 
 def readers_problem(path: str) -> str:
-    """What is wrong with who may read or replace a key file; an empty string if nothing is."""
+    """The problem if other users may read or replace a key file; an empty string if they may not."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if not mode & (stat.S_IROTH | stat.S_IWOTH):
         return ""
@@ -50,7 +50,7 @@ def readers_problem(path: str) -> str:
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without variables that could be a key: for a process that has no use for one."""
+    """The environment without variables that could be a key, for a process that does not need one."""
     kept = {}
     for name in list(environment):
         value = environment.get(name)  # None if another thread has just removed it
@@ -60,9 +60,9 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_out_of_core_files() -> None:
-    """Leave the memory of this process, and of those it starts, out of core files. On Linux only."""
+    """Exclude the memory of this process, and of processes it starts, from core files. Linux only."""
     try:
-        # Unlike a limit, this holds where a program takes the core, and others may still look at the process.
+        # Unlike a limit, this also applies to cores piped to a program, and debuggers can still attach.
         with open("/proc/self/coredump_filter", "w", encoding="ascii") as file:
             file.write("0")
     except OSError as error:
@@ -71,7 +71,7 @@ def keep_out_of_core_files() -> None:
 
 def _of_file(path: str) -> bytes:
     try:
-        # NOTE: O_NONBLOCK, or a FIFO would keep us here. Links are followed: Kubernetes mounts secrets as such.
+        # NOTE: O_NONBLOCK, or a FIFO would block. Links are followed: Kubernetes mounts secrets as links.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"key_file {path}: it is not a regular file")
@@ -92,7 +92,7 @@ def _of_file(path: str) -> bytes:
 def _of_variable(name: str) -> bytes:
     value = os.environ.get(name)
     if value is None:
-        close = difflib.get_close_matches(name, os.environ, 1, 0.7)  # the others are nobody's business
+        close = difflib.get_close_matches(name, os.environ, 1, 0.7)  # do not reveal other variables
         hint = f"did you mean {close[0]!r}?" if close else "the service reads its own, as it was when it was started"
         raise ConfigError(f"key_env: there is no environment variable {name}; {hint}")
     if not value.strip():
@@ -104,7 +104,7 @@ def _of_variable(name: str) -> bytes:
 
 
 def _of_text(text: str) -> bytes | None:
-    """The key that a text stands for; ``None`` for another text."""
+    """The key that a text encodes; ``None`` for any other text."""
     text = text.strip()
     if len(text) == 2 * KEY_BYTES and _HEX.fullmatch(text):
         return bytes.fromhex(text)

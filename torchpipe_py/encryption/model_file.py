@@ -1,4 +1,4 @@
-"""The file of a model, plain or encrypted; every reader of models uses this."""
+"""A model's file, plain or encrypted; used by all code that reads models."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchpipe_py.errors import ConfigError
 from torchpipe_py.files import ENCRYPTED, content_kind, file_kind
 
 ENDING = ".enc"
-"""Of the name of an encrypted model; what stands before it says what kind of model it is."""
+"""Suffix of an encrypted model's name; the suffix before it gives the kind of model."""
 
 UNSAID = "its words are left out, since the model is encrypted"
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A model as it lies on the disk. With a key it is an encrypted one, which is decrypted in memory only."""
+    """A model on disk. With a key it is an encrypted model, which is decrypted only in memory."""
 
     path: str
     key_file: str = ""
@@ -34,11 +34,11 @@ class ModelFile:
 
     @property
     def is_onnx(self) -> bool:
-        """By its name."""
+        """Whether its name is that of an ONNX file."""
         return self.path.lower().removesuffix(ENDING).endswith(".onnx")
 
     def mismatch(self) -> str:
-        """What is wrong where a key goes with a plain model, or none with an encrypted one; else an empty string."""
+        """The problem if a plain model has a key, or an encrypted one has none; else an empty string."""
         try:
             with open(self.path, "rb") as file:
                 start = file.read(len(ENCRYPTED))
@@ -46,25 +46,25 @@ class ModelFile:
             return f"{self.path}: {error.strerror}"
         if start == ENCRYPTED and not self.has_key:
             return f"{self.path} is encrypted, and there is no key: give key_file or key_env"
-        if self.has_key and not ENCRYPTED.startswith(start):  # one that is cut off has a message of its own
+        if self.has_key and not ENCRYPTED.startswith(start):  # a truncated file gets another message
             key = "key_file" if self.key_file else "key_env"
             hint = f"torchpipe encrypt {self.path} makes an encrypted one; without {key} it is loaded as it is"
             return f"{self.path} is not encrypted: {hint}"
         return ""
 
     def cipher(self) -> Cipher | None:
-        """What encrypts beside the model what is made of it; ``None`` for a plain one. Reads the key."""
+        """The cipher for files derived from an encrypted model; ``None`` for a plain model. Reads the key."""
         return Cipher(*read_key(self.key_file, self.key_env)) if self.has_key else None
 
     def source(self) -> str | io.BytesIO:
-        """For libraries that open files: the path of a plain one, the content of an encrypted one."""
+        """For libraries that open files: the path of a plain model, or the content of an encrypted one."""
         if self.has_key:
             return io.BytesIO(self.read())
         self._check()
         return self.path
 
     def read(self) -> bytes:
-        """The model's bytes, decrypted; ``ConfigError`` where that cannot be."""
+        """The model's bytes, decrypted; ``ConfigError`` if that fails."""
         self._check()
         cipher = self.cipher()
         with open(self.path, "rb") as file:
@@ -76,27 +76,27 @@ class ModelFile:
                 raise ConfigError(f"model {self.path}: {error}") from None
 
     def holds(self, word: bytes) -> bool:
-        """Whether it has ``word`` in it, as an ONNX file has the names of its operators."""
+        """Whether it contains ``word``, for example an operator's name in an ONNX file."""
         if self.has_key:
             return word in self.read()
         if not os.path.getsize(self.path):
-            return False  # mmap takes no empty file
+            return False  # mmap does not accept an empty file
         with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(word) >= 0
 
     def kind_unless(self, start: bytes) -> str:
-        """What a plain file is that does not begin with ``start``; an empty string where that is open."""
+        """The probable kind of a plain file that does not begin with ``start``; an empty string if unknown."""
         with open(self.path, "rb") as file:
             return "" if file.read(len(start)) == start else self.kind()
 
     def kind(self) -> str:
-        """What a file that a library refuses may be; an empty string where that is open."""
+        """The probable kind of a file that a library refused; an empty string if unknown."""
         if not self.has_key:
             return file_kind(self.path)
         return content_kind(io.BytesIO(self.read()), "torchpipe export makes an ONNX file of the plain one")
 
     def without_words(self, error: Exception) -> Exception:
-        """A library's error about the model; of an encrypted one without its words, which may name layers."""
+        """A library's error about the model; without its text for an encrypted model, as it may name layers."""
         return RuntimeError(f"{type(error).__name__}; {UNSAID}") if self.has_key else error
 
     def _check(self) -> None:
@@ -106,13 +106,13 @@ class ModelFile:
 
 
 def outside_files(model: Any) -> list[str]:
-    """The files beside an ``onnx.ModelProto`` that hold some of its tensors."""
+    """The external files that hold tensors of an ``onnx.ModelProto``."""
     outside = (tensor for tensor in _tensors(model) if tensor.data_location == tensor.EXTERNAL)
     return sorted({entry.value for tensor in outside for entry in tensor.external_data if entry.key == "location"})
 
 
 def _tensors(message: Any) -> Iterator[Any]:
-    """Each ``onnx.TensorProto`` in it, however deep."""
+    """Each ``onnx.TensorProto`` in a message, at any depth."""
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
