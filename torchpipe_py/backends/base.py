@@ -1,4 +1,4 @@
-"""The contract every backend keeps."""
+"""The interface of every backend."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Data = dict[str, Any]
 """One request's dict: ``data`` in, ``result`` out, other keys free."""
 
 BatchRange = tuple[int, int]
-"""The fewest and the most items of a batch."""
+"""Minimum and maximum size of a batch."""
 
 
 class Shared:
-    """What the instances of one node have in common: a model loaded once, a compiled engine."""
+    """State shared by the instances of one node: a model loaded once, a compiled engine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[Hashable, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shared, ()  # instances share nothing with those of another process
+        return Shared, ()  # instances do not share across processes
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The value of ``key``, made by the first that asks while the others wait; a failure is not kept."""
+        """The value of ``key``, created by the first caller while others wait; a failure is not stored."""
         with self._lock:
             if key not in self._values:
                 self._values[key] = make()
@@ -52,25 +52,25 @@ class Graphs(Protocol):
     ) -> None:
         """Start each item through the graph, all at once.
 
-        ``on_done(errors)``, in order, is called once, from any thread, when all are through.
+        ``on_done(errors)``, in order, is called once, from any thread, when all are finished.
         """
 
     def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
-        """Run each item through the graph, all at once, and wait for them; their errors, in order."""
+        """Run all items through the graph at once, and wait for them; returns their errors in order."""
 
 
 class FilterMaker(Protocol):
-    """What makes the filter in front of a child, where it is to run."""
+    """Creates the filter before a child, in the process where it will run."""
 
     def create(self) -> Callable[[Data], Any]: ...
 
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """What a backend is constructed from: typed parameters, children and where it runs.
+    """The arguments for constructing a backend: typed parameters, children, and where it runs.
 
-    ``reaches_caller`` says that a result of its node may go to the caller as it is: there is no next node, or one that
-    may be skipped. ``processes`` of a service run the node at the same time, each with ``instance_num`` instances.
+    ``reaches_caller``: a result of its node may go to the caller unchanged, since there is no next node, or it may be
+    skipped. ``processes`` is the number of service processes that run the node, each with ``instance_num`` instances.
     ``graphs`` are the pipe's; ``None`` outside a pipe.
     """
 
@@ -88,12 +88,12 @@ class BackendConfig:
 
 
 class Isolation(Enum):
-    """What ``decode_isolation = "process"`` does with a backend.
+    """The effect of ``decode_isolation = "process"`` on a backend.
 
-    ``STAYS``: nothing. ``MOVES``: it hands bytes of clients to native code, and runs in a process of its own; it takes
-    encoded bytes and gives a Mat with its ``color``. ``FOLLOWS``: it takes a Mat and gives one, reads and writes no
-    other key but ``color``, and goes along with the decoder before it. ``REFUSED``: it hands bytes of clients to native
-    code where no other process can do that for it.
+    ``STAYS``: no effect. ``MOVES``: it passes client bytes to native code, and moves to a separate process; it takes
+    encoded bytes and outputs a Mat with its ``color``. ``FOLLOWS``: it takes and outputs a Mat, uses no other key but
+    ``color``, and moves with the decoder before it. ``REFUSED``: it passes client bytes to native code and cannot run
+    in another process.
     """
 
     STAYS, MOVES, FOLLOWS, REFUSED = range(4)
@@ -102,68 +102,68 @@ class Isolation(Enum):
 class Backend:
     """One instance of a computation.
 
-    ``setup``, ``forward`` and ``close`` of an instance run on one thread that is its own, so a CUDA context,
-    a stream or an ONNX Runtime session may live in attributes without a lock. Only where ``any_thread()`` says so,
-    ``forward`` may run on the thread of a blocked caller instead, never on two threads at once.
+    ``setup``, ``forward`` and ``close`` of an instance run on its own thread, so attributes may hold a CUDA context, a
+    stream or an ONNX Runtime session without a lock. Only if ``any_thread()`` is true, ``forward`` may run on the
+    thread of a blocked caller instead, but never on two threads at once.
 
-    ``forward`` takes ``min()`` to ``max()`` dicts, any number with ``any_batch``, and gives each exactly one outcome: a
-    ``result``, or none, in which case ``error`` should hold an exception that says why. It returns nothing. An
-    exception is a defect; a batch that raises is repeated item by item, so that only the item that is at fault fails.
+    ``forward`` takes ``min()`` to ``max()`` dicts (any number with ``any_batch``) and gives each exactly one outcome: a
+    ``result``, or no result, and then ``error`` should hold an exception that explains why. It returns nothing. An
+    exception is a defect; after it the batch is repeated item by item, so that only the faulty item fails.
     """
 
     children: tuple[int, int | None] = (0, 0)
-    """How many backends may stand in its brackets: at least, at most (``None``: any number)."""
+    """Minimum and maximum number of backends in its brackets (``None``: no maximum)."""
 
     any_params = False
     """Takes every key of its node, unchecked, in ``self.params``."""
 
     any_batch = False
-    """Takes any number of items at once inside another backend, though its ``max()`` is 1."""
+    """Takes any number of items at once inside another backend, although its ``max()`` is 1."""
 
     is_sequence = False
-    """Runs its children one after the other: filters may stand in front of them, and the last may wrap the others."""
+    """Runs its children one after the other: they may have filters, and the last may wrap the others."""
 
     keeps_color = False
-    """The channel order is nothing to it: what the backend after it prefers, it prefers too."""
+    """The channel order does not matter to it: it prefers the order that the backend after it prefers."""
 
     wraps_sequence = False
-    """Standing last in a sequence without brackets, it wraps all that stands before it."""
+    """As the last of a sequence and without brackets, it wraps all backends before it."""
 
     takes = ""
-    """The kind of ``data`` that it takes, one of ``signature``; refuses all others. Empty: several, or unknown."""
+    """The only kind of ``data`` that it accepts, from ``signature``. Empty: several kinds, or unknown."""
 
     gives = ""
-    """The kind of ``result`` that it gives, as ``takes``."""
+    """The kind of ``result`` that it outputs; see ``takes``."""
 
     sides: tuple[str, ...] = ()
-    """Its parameters that are height and width of the image that it gives; empty: there are none."""
+    """Names of its parameters for height and width of the output image; empty if it has none."""
 
     keeps_sides = False
-    """The image that it gives has the height and width of the one that it takes."""
+    """Its output image has the same height and width as its input."""
 
     is_model = False
-    """It takes the channels of an image as they come, in whatever order."""
+    """It takes the channels of an image in any order, without checking it."""
 
     passes_on = False
     """Its ``result`` is its ``data``."""
 
     checks = False
-    """It refuses data that a later node must not have; by default it has instances for all cores."""
+    """It refuses data that a later node must not get; by default it has instances for all cores."""
 
     needs_cuda = False
     """It cannot be set up without a CUDA device."""
 
     uses_device = False
-    """It works on the CUDA device ``config.device_id`` where there is one; what ``needs_cuda`` need not say it."""
+    """It uses the CUDA device ``config.device_id`` if there is one; ``needs_cuda`` implies it."""
 
     ignored_keys: Mapping[str, str] = {}
-    """Keys of other backends that mean nothing to it, each with the reason; accepted, with a line in the log."""
+    """Keys of other backends that have no effect here, with the reason; they are accepted and logged."""
 
     isolation = Isolation.STAYS
-    """Whether it runs in a process of its own where decoders do."""
+    """Whether it moves to a separate process when decoders are isolated."""
 
     keeps_nothing = False
-    """It keeps nothing between items and nothing on its thread."""
+    """It has no state between items and no thread-bound state."""
 
     def __init__(self, config: BackendConfig) -> None:
         self.config = config
@@ -173,83 +173,83 @@ class Backend:
                 setattr(self, name, value)
 
     def setup(self) -> None:
-        """Acquire what ``forward`` needs; ``BackendUnavailable`` where this machine lacks it."""
+        """Acquire the resources of ``forward``; ``BackendUnavailable`` if this machine lacks them."""
 
     def forward(self, items: list[Data]) -> None:
         """Compute ``result`` from ``data`` for each item, in place."""
         raise NotImplementedError(type(self).__name__)
 
     def forward_one(self) -> Callable[[Data], object] | None:
-        """``forward`` for one item, where it works item by item; asked after ``setup``.
+        """``forward`` for one item, if the backend works item by item; called after ``setup``.
 
-        An ``InvalidRequest`` that it raises is the item's outcome, its ``error``. ``None``: there is only ``forward``.
+        An ``InvalidRequest`` that it raises becomes the item's ``error``. ``None``: there is only ``forward``.
         """
         return None
 
     def close(self) -> None:
-        """Release what ``setup`` acquired."""
+        """Release the resources acquired in ``setup``."""
 
     def max(self) -> int:
-        """The most items one ``forward`` takes; asked after ``setup``."""
+        """Maximum number of items in one ``forward``; called after ``setup``."""
         return 1
 
     def min(self) -> int:
-        """The fewest items one ``forward`` takes."""
+        """Minimum number of items in one ``forward``."""
         return 1
 
     def any_thread(self) -> bool:
-        """Whether ``forward`` may run on another thread than ``setup``; asked after it. One hand-over less."""
+        """Whether ``forward`` may run on another thread than ``setup``, saving a hand-over; called after ``setup``."""
         return self.keeps_nothing
 
     def signature(self) -> Signature:
-        """What ``data`` and ``result`` hold, as far as it can say; asked after ``setup``, by any thread."""
+        """The types of ``data`` and ``result``, as far as known; called after ``setup``, by any thread."""
         return Signature()
 
     def batch_key(self, item: Data) -> Hashable:
-        """What items of one batch have in common: by default shape and dtype of their tensors.
+        """The key that all items of a batch share: by default the shape and dtype of their tensors.
 
-        A Mat is no tensor: Mats of any size share a batch, since what takes them resizes them one by one.
+        A Mat does not count as a tensor: Mats of any size share a batch, since they are resized one by one.
         """
         return tensor_key(item[TASK_DATA_KEY])
 
     def is_large(self, item: Data) -> bool:
-        """Whether this item may take seconds where others take milliseconds; asked before ``forward``, in microseconds.
+        """Whether this item may take seconds while others take milliseconds; called before ``forward``, must be fast.
 
-        Where instances take one request at a time, all of them but one run such items, so that the others go on.
+        If instances take one request at a time, one instance never runs such items, so that other items continue.
         """
         return False
 
     def running_since(self) -> float:
-        """When the ``forward`` began that is at work in another process, ``perf_counter``; 0.0 where none is."""
+        """When the ``forward`` running in another process began (``perf_counter``); 0.0 if none runs."""
         return 0.0
 
     def prefer_color(self, color: str | None) -> str | None:
-        """Told which ``color`` the next backend in a ``Sequential`` prefers for its Mats, say which this one prefers.
+        """The ``color`` that this backend prefers for its input, given the one that the next backend prefers.
 
-        Converting while decoding saves a pass over the image.
+        A decoder can then convert while decoding, which saves a pass over the image.
         """
         return color if self.keeps_color else None
 
     @classmethod
     def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
-        """Roots of the graphs that it runs with these parameters, and for each what a drawing says of the jump."""
+        """Roots of the graphs that it runs with these parameters, each with the jump's label in a drawing."""
         return {}
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterable[Remark]:
-        """What is wrong with these parameters, each of which is right by itself; ``own`` are the keys of the node."""
+        """Problems of parameters that are each valid but do not fit together; ``own`` are the keys of the node."""
         return ()
 
     @classmethod
     def image_misfits(cls, params: Mapping[str, Any], image: ImageSpec) -> Mapping[str, str]:
-        """Why it takes no such image, for each of ``height``, ``width`` and ``channels`` that is wrong."""
+        """Why it does not accept such an image, for each of ``height``, ``width`` and ``channels`` that is wrong."""
         return {}
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
-        """The batches that it takes, as far as its parameters say; ``None`` where only ``setup`` can tell.
+        """The batch sizes that it accepts, according to its parameters; ``None`` if only ``setup`` can know.
 
-        ``children`` are the ranges of the backends in its brackets; the widest is its own, unless it has a ``max``.
+        ``children`` are the ranges of the backends in its brackets; it takes the widest, unless it has a ``max``.
         """
         if cls.any_params:
             return None
@@ -263,15 +263,15 @@ class Backend:
 
     @classmethod
     def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
-        """Whether it cannot be set up without a CUDA device with these parameters.
+        """Whether it needs a CUDA device with these parameters.
 
-        ``children`` says it of the backends in its brackets.
+        ``children`` holds the same for the backends in its brackets.
         """
         return cls.needs_cuda or any(children)
 
     @classmethod
     def undeclared(cls, key: str, value: Any) -> str:
-        """What to write in the class for it to take ``key``, where it seems to: the end of a message, or empty."""
+        """The end of a message: how the class must declare ``key``, if it seems to use it; else empty."""
         if any(key in vars(base).get("__annotations__", ()) for base in cls.__mro__):
             return f'a parameter of a Backend is a Param: {key} = Param({type(value).__name__}, doc="…")'
         return ""
@@ -298,13 +298,13 @@ def tensor_key(value: Any) -> Hashable:
 
 
 def run_padded(backend: Backend, items: list[Data]) -> None:
-    """``forward`` of no fewer than ``min()`` items: missing ones are copies of the last, their outcome is dropped."""
+    """Run ``forward`` with at least ``min()`` items: add copies of the last item and drop their outcomes."""
     missing = backend.min() - len(items)
     backend.forward(items if missing <= 0 else items + [dict(items[-1]) for _ in range(missing)])
 
 
 def close_all(backends: Iterable[Backend]) -> None:
-    """Close each, whatever the others raise; the first error is raised at the end."""
+    """Close all backends, even if some raise; raises the first error at the end."""
     first: BaseException | None = None
     for backend in backends:
         try:
@@ -331,6 +331,6 @@ class ItemBackend(Backend):
     def forward_item(self, item: Data) -> None:
         """Compute ``result`` from ``data`` for one item, in place.
 
-        An ``InvalidRequest`` that it raises is no defect but the item's outcome: its ``error``.
+        An ``InvalidRequest`` that it raises is not a defect: it becomes the item's ``error``.
         """
         raise NotImplementedError(type(self).__name__)

@@ -1,4 +1,4 @@
-"""CUDA streams: who has which, and when its work is waited for."""
+"""CUDA streams: assigns them to instances, and waits for their work."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchpipe_py.backends.control.basic import Identity, Wrapper
 from torchpipe_py.errors import BackendUnavailable, ConfigError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 
-LONG_SECONDS = 0.002  # shorter work is spun for: a sleep gives up the GIL once more, and the core's waking comes on top
-SPIN_SECONDS = 0.0003  # at the end of a wait: a core that sleeps takes up to 200 µs to wake
+LONG_SECONDS = 0.002  # shorter waits spin: a sleep would release the GIL again, and the core must wake up
+SPIN_SECONDS = 0.0003  # spin at the end of a wait: a sleeping core takes up to 200 µs to wake
 SHORTEST_SLEEP, LONGEST_SLEEP = 0.0003, 0.002
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no implicit ordering with the default stream
 
 
 def cuda_device(device_id: int) -> Any:
-    """``torch.device`` of a CUDA device; ``BackendUnavailable`` without CUDA, ``ConfigError`` for one too many."""
+    """``torch.device`` of a CUDA device; ``BackendUnavailable`` without CUDA, ``ConfigError`` for an invalid number."""
     import torch
 
     if not torch.cuda.is_available():
@@ -36,20 +36,20 @@ def cuda_device(device_id: int) -> Any:
     return torch.device("cuda", device_id)
 
 
-# Process-wide, as the devices and PyTorch's memory are. A stream that is given back is lent again, since PyTorch's
-# memory is cached by stream.
+# Process-wide, like the devices and PyTorch's memory. Returned streams are reused, since PyTorch caches memory per
+# stream.
 _free_streams: dict[Any, list[Any]] = defaultdict(list)
 
 
 def _borrow_stream(device: Any) -> Any:
-    """A ``torch.cuda.Stream`` of ``device`` that nobody else holds.
+    """A ``torch.cuda.Stream`` of ``device`` that no other instance holds.
 
-    PyTorch hands out 32 streams in turn, so that two instances can come to hold the same one; a CUDA graph captured on
-    it would then take in the other's work.
+    PyTorch hands out 32 streams in turn, so two instances could get the same one; a CUDA graph captured on it would
+    then include the other's work.
     """
     import torch
 
-    with suppress(IndexError):  # pop takes one that no other thread gets
+    with suppress(IndexError):  # pop is atomic: no other thread gets the same stream
         return _free_streams[device].pop()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context exists from here on
@@ -61,10 +61,10 @@ def _borrow_stream(device: Any) -> Any:
 
 
 class StreamWait:
-    """How an instance waits for its stream: it sleeps while a batch of that size is known to take, then it spins.
+    """Waits for an instance's stream: sleeps for the usual time of a batch of that size, then spins.
 
-    To spin is quick (on an H200, sleeping until the GPU's interrupt took 300 µs longer, as long as a model itself) but
-    keeps a core; where several processes share a GPU, batches take many times as long, and so would all their cores.
+    Spinning is fast (on an H200, sleeping until the GPU's interrupt took 300 µs longer, as long as a model itself) but
+    occupies a core; if several processes share a GPU, batches take much longer, and all their cores would be occupied.
     """
 
     def __init__(self, sleep: Callable[[float], object] = sleep, clock: Callable[[], float] = perf_counter) -> None:
@@ -72,32 +72,32 @@ class StreamWait:
         self._usual: dict[int, float] = {}  # seconds by batch size
 
     def wait(self, stream: Any, batch: int) -> None:
-        """Until ``stream`` has nothing to do."""
-        # NOTE: to ask does not give up the GIL, to wait does; in a busy process that costs more than the question.
+        """Wait until ``stream`` is idle."""
+        # NOTE: a query keeps the GIL, a wait releases it; in a busy process that costs more than the query.
         if stream.query():
             return
         began, usual = self._clock(), self._usual.get(batch, 0.0)
-        # NOTE: in slices, since the last batch may have been slow for once.
+        # NOTE: in slices, since the last batch may have been unusually slow.
         while usual >= LONG_SECONDS and (left := began + usual - SPIN_SECONDS - self._clock()) >= SHORTEST_SLEEP:
             self._sleep(min(left, LONGEST_SLEEP))
             if stream.query():
-                self._usual[batch] = min(0.9 * usual, self._clock() - began)  # overslept: it took less than that
+                self._usual[batch] = min(0.9 * usual, self._clock() - began)  # overslept: it took less time
                 return
         stream.synchronize()
         waited = self._clock() - began
         self._usual[batch] = min(waited, 1.05 * usual) if usual else waited
 
 
-# How many guards are being set up around the one that is made now; a thread belongs to one instance.
+# Number of guards active around the one being created; a thread belongs to one instance.
 _nesting = threading.local()
 
 
 class StreamGuard:
-    """The stream that an instance works on, and the one wait for it at the end.
+    """The stream of an instance, with a single wait at the end.
 
-    Made in ``setup``, on the instance's thread. The first guard of a thread borrows a stream and makes it the thread's
-    current one until it is closed. A guard made while another one is ``active`` leaves the waiting to that one. After
-    ``run`` every result is complete, so that any thread and any stream may read it.
+    Created in ``setup``, on the instance's thread. The first guard of a thread borrows a stream and makes it the
+    thread's current one until it is closed. A guard created while another one is ``active`` leaves the waiting to that
+    one. After ``run`` every result is complete, so that any thread and any stream may read it.
     """
 
     is_cuda = True
@@ -107,8 +107,8 @@ class StreamGuard:
 
         self.device = cuda_device(config.device_id)
         self._torch: Any = torch
-        # NOTE: before anything else, since a new thread is on device 0, and PyTorch's first look at streams makes a
-        # context there, of half a GiB.
+        # NOTE: before anything else, since a new thread is on device 0, and PyTorch's first use of streams would create
+        # a context of half a GiB there.
         torch.cuda.set_device(self.device)
         self._default = torch.cuda.default_stream(self.device)
         self._is_outermost = not getattr(_nesting, "depth", 0)
@@ -122,7 +122,7 @@ class StreamGuard:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Backends set up inside leave the waiting to this one."""
+        """A context in which backends that are set up leave the waiting to this guard."""
         _nesting.depth = getattr(_nesting, "depth", 0) + 1
         try:
             yield
@@ -130,7 +130,7 @@ class StreamGuard:
             _nesting.depth -= 1
 
     def synchronize(self, batch: int = 1) -> None:
-        """Wait until the stream's work is done, the work of so many items, without the GIL."""
+        """Wait without the GIL until the stream's work, a batch of ``batch`` items, is done."""
         self._stream_wait.wait(self.stream, batch)
 
     def run(self, forward: Callable[[list[Data]], None], items: list[Data]) -> None:
@@ -138,7 +138,7 @@ class StreamGuard:
         if not self._is_outermost:
             forward(items)
             return
-        # NOTE: memory of inputs belongs to other streams, which may use it again once nobody holds the tensor.
+        # NOTE: inputs belong to other streams, which may reuse the memory once the tensors are freed.
         held = [item[TASK_DATA_KEY] for item in items]
         if any(map(_holds_cuda, held)):
             self.stream.wait_stream(self._default)  # tensors of callers and of backends without a guard
@@ -152,7 +152,7 @@ class StreamGuard:
                 self._hand_over(item.get(TASK_RESULT_KEY))
 
     def _hand_over(self, result: Any) -> None:
-        """A caller may drop a tensor while its own work on the default stream still reads it."""
+        """Protect a tensor that a caller drops while its own work on the default stream still reads it."""
         if isinstance(result, (list, tuple)):
             for value in result:
                 self._hand_over(value)
@@ -160,7 +160,7 @@ class StreamGuard:
             result.record_stream(self._default)
 
     def close(self) -> None:
-        """Give the stream back."""
+        """Return the stream."""
         if self._is_borrowed:
             self._is_borrowed = False
             self.stream.synchronize()
@@ -177,7 +177,7 @@ def _holds_cuda(value: Any) -> bool:
 
 
 class HostGuard:
-    """In the place of a ``StreamGuard`` where the CPU computes: there is nothing to wait for."""
+    """Replaces a ``StreamGuard`` on the CPU, where there is nothing to wait for."""
 
     is_cuda = False
 
@@ -204,11 +204,11 @@ B = TypeVar("B", bound=type[Backend])
 
 
 def on_stream(cls: B) -> B:
-    """Make ``setup`` and ``forward`` of a backend run on the CUDA stream of the instance, where there is a GPU.
+    """Make ``setup`` and ``forward`` of a backend run on the CUDA stream of the instance, if there is a GPU.
 
-    Inside a ``SyncTensor`` they run on its stream; alone, on a stream of this instance, with a wait at the end of each
-    ``forward``. Without a GPU they just run, unless ``needs_cuda``. ``self.guard`` is the ``Guard`` from ``setup`` on;
-    a parameter ``device_type`` chooses between GPU and CPU.
+    Inside a ``SyncTensor`` they use its stream; alone, a stream of this instance, with a wait at the end of each
+    ``forward``. Without a GPU they run normally, unless ``needs_cuda``. ``self.guard`` is the ``Guard`` from ``setup``
+    on; a parameter ``device_type`` chooses between GPU and CPU.
     """
     set_up, forward_batch, release = cls.setup, cls.forward, cls.close
 
@@ -247,8 +247,8 @@ def on_stream(cls: B) -> B:
 class SyncTensor(Wrapper):
     """Runs the backend in its brackets on this instance's own CUDA stream and waits for it once, at the end.
 
-    Inside another ``SyncTensor`` it uses the outer's stream and leaves the waiting to it. Last in a ``Sequential`` and
-    without brackets it stands for one around the whole sequence. On a CPU there is nothing to wait for. Also called
+    Inside another ``SyncTensor`` it uses the outer stream and leaves the waiting to it. As the last of a ``Sequential``
+    and without brackets, it wraps the whole sequence. On a CPU there is nothing to wait for. Also called
     ``StreamGuard``, ``TensorSync`` and ``Torch``.
     """
 

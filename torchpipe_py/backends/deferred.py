@@ -1,4 +1,4 @@
-"""Backends whose work goes on elsewhere: they start it, and are called back."""
+"""Backends whose work continues elsewhere: they start it, and are called back."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torchpipe_py.backends.base import Backend, Data
 
 
 class DeferredBackend(Backend):
-    """A backend whose work goes on elsewhere, and that waits for it without holding a thread."""
+    """A backend whose work continues elsewhere, and which does not block a thread meanwhile."""
 
     def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
-        """Start on ``item``; ``done(error)`` is called once, from any thread, when its outcome is in it.
+        """Start ``item``; ``done(error)`` must be called once, from any thread, when its dict holds the outcome.
 
-        An exception instead of that is a defect, as in ``forward``. ``request`` stands for the pipe's request.
+        An exception instead of that is a defect, as in ``forward``. ``request`` is the pipe's request.
         """
         raise NotImplementedError(type(self).__name__)
 
 
 Ran = tuple[int, float, float]
-"""Which instance ran an item elsewhere, and from when to when, ``perf_counter`` seconds."""
+"""The instance that ran an item elsewhere, and its start and end in ``perf_counter`` seconds."""
 
 
 HandedOver = Callable[..., None]
-"""``done(error, ran)`` of an item that was handed over: its error or ``None``, and a ``Ran`` where that is known."""
+"""``done(error, ran)`` for an item that was handed over: its error or ``None``, and a ``Ran`` if known."""
 
 
 class HandOverBackend(DeferredBackend):
@@ -34,17 +34,17 @@ class HandOverBackend(DeferredBackend):
     """
 
     runs_nodes = False
-    """What is at the other end runs nodes: an error that ``done`` gets is the request's as it is."""
+    """The other process runs nodes: an error passed to ``done`` is the request's error, unchanged."""
 
     def start(self, item: Data, done: HandedOver, request: Any) -> None:
         raise NotImplementedError(type(self).__name__)
 
     def keep(self) -> None:
-        """Called on the instance's thread when items may come; may return after ``stop`` only."""
+        """Called on the instance's thread when items may come; must not return before ``stop``."""
 
     def stop(self) -> None:
-        """End what has not begun with ``PipeClosed``, as what comes from now on; ``close`` waits for the rest."""
+        """Fail items that have not begun, and all later ones, with ``PipeClosed``; ``close`` waits for the rest."""
 
     def expected_wait(self) -> float:
-        """How long an item that is started now will take, by how long the last ones took, seconds; 0 is unknown."""
+        """Expected seconds of an item that is started now, from recent ones; 0 if unknown."""
         return 0.0

@@ -1,4 +1,4 @@
-"""How a backend declares its parameters, and what is told of them."""
+"""Declarations of a backend's parameters, and remarks about them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Param:
     """A parameter of a backend, declared once as a class attribute.
 
     ``convert`` turns the raw TOML value into the typed one and raises ``ValueError`` with a sentence;
-    ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` asks for an existing file, ``kept``
-    names one that the backend makes; ``key`` is the name in the configuration where that is not the attribute's,
-    ``also`` holds other names of it.
+    ``low`` and ``high`` bound numbers, ``choices`` lists the valid words, ``file`` requires an existing file, ``kept``
+    marks a file that the backend writes; ``key`` is the name in the configuration if it differs from the attribute's,
+    ``also`` holds further names.
     On an instance the attribute is the typed value.
     """
 
@@ -51,11 +51,11 @@ class Param:
         self.key = self.key or name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        # A non-data descriptor: an instance's own attribute, the typed value, comes first.
+        # A non-data descriptor: an instance's own attribute, the typed value, takes precedence.
         return self
 
     def read(self, value: Any, registry: Postprocessors) -> Any:
-        """The typed value; ``ValueError`` where it is of the wrong type or out of bounds."""
+        """The typed value; ``ValueError`` if it has the wrong type or is out of bounds."""
         typed = self.convert(value)
         if self.choices and typed not in self.choices:
             choices = ", ".join(choice or "''" for choice in self.choices)
@@ -67,15 +67,15 @@ class Param:
         return typed
 
     def inner(self, typed: Any) -> Mapping[str, Param]:
-        """The parameters of what a typed value names, which are keys of the node too."""
+        """The parameters of the object that a typed value names; they are keys of the node, too."""
         return {}
 
 
 @dataclass(frozen=True)
 class Remark:
-    """What is wrong with the parameter ``key``: surely, or only probably where it ``is_doubt``."""
+    """A problem of the parameter ``key``: certain, or only probable if ``is_doubt``."""
 
     key: str
     text: str
     is_doubt: bool = False
-    is_unused: bool = False  # said only where no other backend of the node takes the key
+    is_unused: bool = False  # reported only if no other backend of the node takes the key

@@ -1,4 +1,4 @@
-"""What a backend takes and gives, as far as it can say."""
+"""Types of a backend's input and output, as far as known."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from torchpipe_py.keys import TASK_DATA_KEY
 
 BYTES = "bytes"
-"""The dtype of texts, files and encoded images."""
+"""The dtype of strings, files and encoded images."""
 
 
 ENCODED, MAT, TENSOR, NUMBERS = "encoded bytes", "a Mat", "a Tensor", "a list of numbers"
-"""Kinds of ``data`` and ``result``, as messages have them: what the class of a backend says before it is set up."""
+"""Kinds of ``data`` and ``result``, as worded in messages; a backend's class declares them before it is set up."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What is known of an image before anything runs: its kind, its size in pixels, its channels; ``None``: nothing."""
+    """Known properties of an image before anything runs: its kind, size in pixels and channels; ``None``: unknown."""
 
     kind: str
     height: int | None = None
@@ -27,9 +27,9 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a model says of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
+    """A model's declaration of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
 
-    ``dtype`` is a name that NumPy and PyTorch share, or ``bfloat16``, or ``bytes``; empty if unknown.
+    ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown.
     """
 
     name: str
@@ -41,16 +41,16 @@ class TensorSpec:
 
 
 def shown_dims(dims: Sequence[int | None]) -> str:
-    """A shape as messages have it: ``1x3x?x?``."""
+    """A shape for messages, such as ``1x3x?x?``."""
     return "x".join("?" if dim is None else str(dim) for dim in dims) or "a scalar"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The tensors that ``data`` and ``result`` hold, in their order; none where that cannot be said.
+    """The tensors in ``data`` and ``result``, in order; empty if unknown.
 
-    An input that is ``data`` itself is named so. The outputs of a result ``(label, score)``, and of a list of such
-    pairs, are ``label`` and ``score``.
+    If ``data`` itself is the input, its name is ``data``. The outputs of a result ``(label, score)``, and of a list of
+    such pairs, are ``label`` and ``score``.
     """
 
     inputs: tuple[TensorSpec, ...] = ()
@@ -58,8 +58,8 @@ class Signature:
 
 
 ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None, 1), BYTES),))
-"""Of a decoder."""
+"""The signature of a decoder."""
 
 LABEL_AND_SCORE = (TensorSpec("label", (None,), BYTES), TensorSpec("score", (None,), "float32"))
 RANKING = (TensorSpec("label", (None, None), BYTES), TensorSpec("score", (None, None), "float32"))
-"""Of a list of pairs."""
+"""The outputs of a list of ``(label, score)`` pairs."""

@@ -1,1 +1,1 @@
-"""Backends that compute nothing themselves: they pass on, chain, choose, jump."""
+"""Backends for control flow: they pass data on, chain or choose backends, or jump to other graphs."""

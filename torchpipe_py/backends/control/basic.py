@@ -1,4 +1,4 @@
-"""Backends that compute nothing themselves: they pass on, chain, choose, or call a class of the user's."""
+"""Backends that pass data on, or chain, choose and combine other backends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Identity(ItemBackend):
 
 
 class Wrapper(Backend):
-    """Behaves as the one backend in its brackets."""
+    """Behaves like the only backend in its brackets."""
 
     children: tuple[int, int | None] = (1, 1)
 
@@ -52,7 +52,7 @@ for _name in (
 
 
 class Several(Backend):
-    """Made of the backends in its brackets; the first one says what is taken, the last one what is given."""
+    """Combines the backends in its brackets; the first defines the input, the last the output."""
 
     children: tuple[int, int | None] = (1, None)
 
@@ -78,12 +78,12 @@ class Several(Backend):
 
 
 class Sequential(Several):
-    """Its children one after the other, each on the result of the one before; ``S`` for short.
+    """Runs its children one after the other, each on the result of the one before; ``S`` for short.
 
-    ``(filter)Backend`` puts a filter in front of a child; without one it is ``swap``, and ``Run`` for the first.
-    The skips beyond ``Skip`` mean ``Break``, which ends the sequence for that item. The range of the sequence is that
-    of the child that takes the largest batches; another one gets them in pieces that it takes. Of a batch each item
-    goes through all children that work item by item before the next does.
+    ``(filter)Backend`` puts a filter before a child; the default is ``swap``, and ``Run`` for the first.
+    ``SerialSkip`` and ``SubGraphSkip`` act like ``Break``, which ends the sequence for that item. The sequence has the
+    batch range of the child with the largest batches; other children get batches in pieces that they accept. Each item
+    of a batch passes all consecutive children that work item by item before the next item does.
     """
 
     is_sequence = True
@@ -110,7 +110,7 @@ class Sequential(Several):
         walked: list[_Step] | None = None
         for filter_, child in zip(filters, self.config.children, strict=True):
             one = child.forward_one()
-            # NOTE: the default filter is None here, and done in place: its call would take longer than it does.
+            # NOTE: the default filter is None here and inlined: the call would take longer than its work.
             forward = child.forward if child.min() == 1 else partial(run_padded, child)
             step = None if filter_ is swap else filter_, child, one or _alone(forward)
             self._single_steps.append(step)
@@ -139,27 +139,27 @@ class Sequential(Several):
 
 
 def _check_end(status: Any, child: Backend) -> None:
-    """What a filter says instead of ``Run`` and ``Skip`` ends the sequence for the item, or is a ``BackendError``."""
+    """Check a status other than ``Run`` and ``Skip``: it ends the sequence for the item, or is a ``BackendError``."""
     if status not in (Status.Break, Status.SerialSkip, Status.SubGraphSkip):
         said = "says Error" if status is Status.Error else f"gave {status!r}, which is no Status"
         raise BackendError(f"a filter in front of {child.config.label} {said}")
 
 
 _Step = tuple[Callable[[Data], Any] | None, Backend, Callable[[Data], object]]
-"""The filter in front of a child, ``None`` for the default one, the child, and its ``forward`` for one item."""
+"""The filter before a child (``None`` for the default), the child, and its ``forward`` for one item."""
 
 
 def _item_by_item(steps: Sequence[_Step], items: list[Data]) -> list[Data]:
-    """Items through steps that each take one; those that go on.
+    """Run items through steps that each take one; returns the items that continue.
 
-    NOTE: each through all steps, while it is in the processor's cache: step by step, a batch of eight photographs takes
-    a fifth longer.
+    NOTE: run each item through all steps while it is in the processor's cache: step by step, a batch of eight
+    photographs takes a fifth longer.
     """
     return [item for item in items if _walk(steps, item)]
 
 
 def _walk(steps: Sequence[_Step], item: Data) -> bool:
-    """One item through steps; whether it goes on after them."""
+    """Run one item through the steps; returns whether it continues after them."""
     for filter_, child, forward in steps:
         if filter_ is None:
             if TASK_RESULT_KEY not in item:
@@ -179,7 +179,7 @@ def _walk(steps: Sequence[_Step], item: Data) -> bool:
             forward(item)
         except InvalidRequest as error:
             if child.forward_one() is None:
-                raise  # a `forward` says it in the dict: an exception of it is a defect, as outside a sequence
+                raise  # `forward` reports errors in the dict: an exception is a defect, as outside a sequence
             item[TASK_ERROR_KEY] = error
     return True
 
@@ -191,13 +191,13 @@ def _in_batches(
     most: int,
     items: list[Data],
 ) -> list[Data]:
-    """Items through one step, in batches of ``most`` items, which the child takes; those that go on."""
+    """Run items through one step, in batches of up to ``most`` items; returns the items that continue."""
     running = []
     going = []
     for item in items:
         status = filter_(item)
         if status is RUN:
-            # Until the child says otherwise there is no outcome, whatever an earlier one left.
+            # Remove the result of an earlier backend: only the child sets the outcome.
             item.pop(TASK_RESULT_KEY, None)
             item.pop(TASK_ERROR_KEY, None)
             running.append(item)
@@ -217,9 +217,9 @@ def _alone(forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:
 
 
 class FirstAvailable(Wrapper):
-    """The first backend of its list that can be set up on this machine; the log says which, and why not the others.
+    """Uses the first backend in its list that can be set up on this machine; logs the choice and the reasons.
 
-    Only ``BackendUnavailable`` (a missing library or device) moves on to the next; any other error is a defect.
+    It tries the next one only after ``BackendUnavailable`` (a missing library or device); other errors are defects.
     """
 
     children = (1, None)
@@ -264,7 +264,7 @@ class FirstAvailable(Wrapper):
 # -- batch ranges -----------------------------------------------------------------------------------------------------
 
 LAUNCH = 1
-"""What starting a run costs, in items computed: a larger one that is not quite full may be cheaper than several."""
+"""Cost of starting a run, in computed items: one padded larger run may be cheaper than several."""
 
 
 def to_range(value: Value) -> BatchRange:
@@ -280,9 +280,9 @@ def to_range(value: Value) -> BatchRange:
 
 
 class Range(Wrapper):
-    """The backend in its brackets with another batch range: batches are cut into pieces that it allows.
+    """Gives the backend in its brackets another batch range: batches are split into pieces that it accepts.
 
-    The first pieces are the largest. A range with a size that no sum of allowed pieces gives is refused.
+    The first pieces are the largest. A range is refused if some size is not a sum of accepted pieces.
     """
 
     limits = Param(to_range, key="range", doc='"min,max" of the batches taken')
@@ -312,7 +312,7 @@ class Range(Wrapper):
 
 
 def _cuts(size: int, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Where to cut ``size`` into pieces of ``low`` to ``high``, the largest first; start and end of each."""
+    """Split ``size`` into pieces of ``low`` to ``high``, the largest first; yields start and end of each."""
     start = 0
     while start < size:
         left = size - start
@@ -323,10 +323,10 @@ def _cuts(size: int, low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 class Composed(Several):
-    """Several backends as one, ``a&b``: what one takes is cut into runs of those whose ranges suit it best.
+    """Several backends as one, ``a&b``: a batch is split into runs of the backends whose ranges suit it best.
 
-    Its range is the union of theirs. A run that is too small for its backend is filled up with copies, the outcome of
-    which is dropped.
+    Its range is the union of theirs. A run that is too small for its backend is filled up with copies, whose outcomes
+    are dropped.
     """
 
     def setup(self) -> None:
@@ -348,9 +348,9 @@ class Composed(Several):
 
 
 def _best_runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For each number of items, up to the largest: which backend to run first, and with how many of them.
+    """For each number of items, up to the largest: the backend to run first, and its number of items.
 
-    The runs of all of them together compute the fewest items, padding included, and ``LAUNCH`` more for each run.
+    The choice minimises the total of computed items, padding included, plus ``LAUNCH`` for each run.
     """
     costs, runs = [0], [(0, 0)]
     for size in range(1, max(high for _, high in ranges) + 1):

@@ -27,16 +27,16 @@ from torchpipe_py.values import Value, to_keys, to_str
 from torchpipe_py.wire.values import is_array
 
 MOST_ROWS = 2**16
-"""Of an array: a client may have sent it, and each row costs far more memory than its bytes."""
+"""Maximum rows of an array: a client may have sent it, and each row costs far more memory than its bytes."""
 
 
 class Jump(DeferredBackend):
-    """Runs the graph of the root ``jump`` on the request; its outcome is this backend's.
+    """Runs the graph of the root ``jump`` on the request; the graph's outcome becomes this backend's outcome.
 
-    To run it on something else, or several times, subclass and override ``split`` and ``merge``. The graph's nodes
-    serve every jump and every caller alike, and batch them together. As the whole backend of a node it holds no
-    thread while it waits, and what it runs is dropped with a request that is given up; inside another backend it holds
-    its instance's thread, and runs to the end.
+    To run it on other data, or several times, subclass and override ``split`` and ``merge``. The graph's nodes batch
+    requests of all jumps and callers together. As the only backend of a node it does not block a thread while it waits,
+    and if the request is abandoned, so are its runs; inside another backend it blocks its instance's thread, and runs
+    to the end.
     """
 
     jump = Param(to_str, doc="root node of the graph to run")
@@ -53,14 +53,14 @@ class Jump(DeferredBackend):
         self._graphs: Graphs = self.config.graphs
 
     def split(self, data: Data) -> Sequence[Data]:
-        """The dicts to run through the graph, none of them ``data`` itself.
+        """The dicts to run through the graph; none may be ``data`` itself.
 
-        ``InvalidRequest`` where ``data`` cannot be split is the request's outcome, its ``error``.
+        If ``data`` cannot be split, raise ``InvalidRequest``, which becomes the request's ``error``.
         """
         return [dict(data)]
 
     def merge(self, data: Data, parts: Sequence[Data]) -> None:
-        """Write the outcome into ``data``; ``parts`` are the dicts of ``split``, in order, with theirs."""
+        """Write the outcome into ``data``; ``parts`` are the dicts of ``split``, in order, with their outcomes."""
         data.update(parts[0])
 
     def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
@@ -97,7 +97,7 @@ class Jump(DeferredBackend):
         return parts
 
     def _merged(self, item: Data, parts: list[Data], errors: list[BaseException | None]) -> BaseException | None:
-        """Merge, or the error that this is impossible for."""
+        """Merge; returns the error that prevents it, if any."""
         for index, error in enumerate(errors):
             if isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
                 return error
@@ -121,7 +121,7 @@ class Jump(DeferredBackend):
 
 
 class _ElementError(Exception):
-    """An element ended with ``error``, which is the request's ``error`` then: the element failed, not the node."""
+    """An element ended with ``error``, which becomes the request's ``error``: the element failed, not the node."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -138,11 +138,12 @@ def _some_keys(value: Value) -> tuple[str, ...]:
 class MapReduce(Jump):
     """Runs the graph of the root ``jump`` once for each element of a list, all at once, and gathers lists in order.
 
-    The elements of an array or a Tensor are its rows, ``MOST_ROWS`` at most: K of boxes K×4. Each run gets a copy
-    of the dict in which every key of ``split`` holds its element; afterwards every key of ``merge`` holds the list of
-    what the runs gave it. With an empty ``split`` there is one run, on the dict as it is. The ``error`` of the first
-    element without a result is the request's, and says which element it is. A run that gives neither is a defect. No
-    elements give empty lists. ``InvalidRequest`` for what has no elements, and for lists of different lengths.
+    The elements of an array or a Tensor are its rows (``MOST_ROWS`` at most), such as the K rows of boxes K×4. Each run
+    gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of ``merge`` holds
+    the list of the runs' values. With an empty ``split`` there is one run, on the unchanged dict. The ``error`` of the
+    first element without a result becomes the request's, with the element's index. A run without result and error is a
+    defect. No elements give empty lists. ``InvalidRequest`` for a value without elements, and for lists of different
+    lengths.
     """
 
     split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists or arrays of the same length")

@@ -1,4 +1,4 @@
-"""Backends and filters made of classes of the user's that know nothing of this package."""
+"""Backends and filters made from plain user classes, which need not import this package."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Python(Wrapper):
 
 
 class PythonClass(Backend):
-    """Makes a backend of a class that has ``forward(list_of_dicts)``, perhaps ``init(config)``, ``max``, ``min`` and
+    """Makes a backend of a class with ``forward(list_of_dicts)`` and optionally ``init(config)``, ``max``, ``min`` and
     ``signature``.
 
-    Attributes that the class annotates (``sigma: float = 1.0``) are its parameters: converted, checked, and set on each
-    instance before ``init``; one without a value is required. A class without any that has ``init`` takes every key of
-    its node. ``config`` is a dict of the parameters, or of the node's keys as written, those scoped with the class's
-    name without the scope. ``max`` and ``min`` are methods or numbers. ``forward`` writes each item's ``result`` into
-    its dict and returns nothing, or returns a list (or tuple) of as many results as there are items.
+    Annotated attributes of the class (``sigma: float = 1.0``) are its parameters: converted, checked, and set on each
+    instance before ``init``; one without a default is required. A class that has ``init`` and no annotations takes
+    every key of its node. ``config`` is a dict of the parameters, or of the node's keys as written, without the scope
+    of the class's name. ``max`` and ``min`` are methods or numbers. ``forward`` writes each item's ``result`` into its
+    dict and returns nothing, or returns a list (or tuple) with one result per item.
     """
 
     wrapped: type
@@ -50,7 +50,7 @@ class PythonClass(Backend):
 
     @classmethod
     def of(cls, wrapped: type) -> type[PythonClass]:
-        """A subclass for ``wrapped``, to be used like any other backend class."""
+        """A subclass for ``wrapped``, which can be used like any backend class."""
         params = declared(wrapped)
         content = {
             "wrapped": wrapped,
@@ -105,7 +105,7 @@ class PythonClass(Backend):
 
 
 class PythonFilter:
-    """Makes filters of a class with ``forward(data)``, perhaps ``init(config)``, as ``PythonClass`` makes backends."""
+    """Makes filters of a class with ``forward(data)`` and optionally ``init(config)``; see ``PythonClass``."""
 
     def __init__(self, wrapped: type) -> None:
         self._wrapped, self._declared = wrapped, declared(wrapped)
@@ -119,34 +119,34 @@ class PythonFilter:
         return self._declared
 
     def undeclared(self, key: str, value: Any) -> str:
-        """What to write in the class for it to take ``key``, where it seems to; see ``Backend``."""
+        """How the class must declare ``key``, if it seems to use it; see ``Backend``."""
         return undeclared(self._wrapped, self._declared, key, value)
 
     def create(self, params: Mapping[str, Any]) -> Filter:
-        """A new filter with these values of its parameters."""
+        """A new filter with these parameter values."""
         forward: Filter = configured(self._wrapped, self._declared, params).forward
         return forward
 
 
 def configured(wrapped: Callable[[], Any], names: Iterable[str], params: Mapping[str, Any]) -> Any:
-    """An instance with the parameters ``names`` as attributes, initialised with all ``params`` where it wants that."""
+    """An instance with the parameters ``names`` as attributes; calls ``init`` with all ``params``, if it has one."""
     made = wrapped()
     for name in names:
-        setattr(made, name, copy.copy(params[name]))  # a list is each instance's own
+        setattr(made, name, copy.copy(params[name]))  # each instance gets its own list
     if hasattr(made, "init"):
         made.init(dict(params))
     return made
 
 
 def _take(results: Any, items: Sequence[Data], name: str) -> None:
-    """What ``forward`` returned, as the items' results; ``ValueError`` where it is not one for each."""
+    """Store the return value of ``forward`` as the items' results; ``ValueError`` unless it has one for each."""
     if not isinstance(results, (list, tuple)):
         raise ValueError(f"{name}.forward returned {kind(results)}; {_EXPECTED}")
     if len(results) != len(items):
         counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
         raise ValueError(f"{name}.forward returned a list of {counts}; {_EXPECTED}")
     for item, result in zip(items, results, strict=True):
-        if result is not item:  # the dicts that it was given hold their results themselves
+        if result is not item:  # a returned input dict already holds its result
             item[TASK_RESULT_KEY] = result
 
 
@@ -160,14 +160,14 @@ def kind(value: Any) -> str:
 
 
 def takes_any(wrapped: type, names: Collection[str]) -> bool:
-    """Whether the class, which declares the parameters ``names``, takes every key: its ``init`` reads what it wants."""
+    """Whether the class, with declared parameters ``names``, takes every key: its ``init`` reads them itself."""
     return not names and hasattr(wrapped, "init")
 
 
 def undeclared(wrapped: type, names: Collection[str], key: str, value: Any) -> str:
-    """What to write in the class for it to take ``key``; empty where it declares others, and has nothing like it."""
+    """How the class must declare ``key``; empty if it declares other parameters and has no similar attribute."""
     found = {name for name, attribute in vars(wrapped).items() if name[0] != "_" and not callable(attribute)}
-    with suppress(TypeError, ValueError):  # a class written in C need not tell its arguments
+    with suppress(TypeError, ValueError):  # a class written in C may not have a signature
         found.update(inspect.signature(wrapped).parameters)
     close = difflib.get_close_matches(key, sorted(found.difference(names)), 1)
     if takes_any(wrapped, names) or (names and not close):
@@ -177,7 +177,7 @@ def undeclared(wrapped: type, names: Collection[str], key: str, value: Any) -> s
 
 
 def declared(wrapped: type) -> dict[str, Param]:
-    """What the class annotates, as parameters; ``ConfigError`` for a type that no configuration value can have."""
+    """The class's annotations as parameters; ``ConfigError`` for a type that no configuration value can have."""
     try:
         hints = typing.get_type_hints(wrapped)
     except Exception as error:
