@@ -36,7 +36,7 @@ MACHINE_LIMIT = 0.95  # of all cores: saturated
 TESTER_SHARE_LIMIT = 0.5  # of the CPU time a saturated machine spent
 JUDGED_FROM_S = 0.5  # the machine's clock ticks 100 times a second: shorter runs say nothing
 
-_BUSY = ("user", "nice", "system", "irq", "softirq")
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
 
 # --- processors
