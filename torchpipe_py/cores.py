@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path, PurePosixPath
 
 
@@ -52,19 +51,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-class RunDelay:
-    """How long a thread has waited for a core although it could run: what other programs, or threads, took from it."""
-
-    def __init__(self) -> None:
-        """Of the calling thread, or of nothing where the system does not say (it is Linux that does)."""
-        self._file: FileIO | None = None
-        try:
-            self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
-        except OSError:
-            return
-
-    def seconds(self) -> float:
-        """Since the thread began."""
-        return 0.0 if self._file is None else int(os.pread(self._file.fileno(), 100, 0).split()[1]) / 1e9

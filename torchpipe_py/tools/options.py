@@ -216,7 +216,7 @@ def to_bytes(text: str) -> int:
 def add_tune_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe tune``."""
     add, default = parser.add_argument, "; default %(default)g"
-    add("config", metavar="CONFIG.toml", help="the pipe whose settings are chosen")
+    add("config", metavar="CONFIG.toml", help="a pipe; pixels, precision and engines stay as they are")
     add("--img_dir", type=Path, required=True, metavar="DIR", help="images as they will come, searched in it and below")
     slo = "find the most requests per second of which 99 %% are answered within MS"
     add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)

@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
@@ -22,25 +22,14 @@ from torchpipe_py.errors import counted, logger
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
-from torchpipe_py.tools.load.measure import cpu_model
+from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
 from torchpipe_py.tools.report import ToolError, check_output, write_json, write_text
 from torchpipe_py.tools.tune import report as text
+from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.profile import Profiler
-from torchpipe_py.tools.tune.search import EXACT, Goal, Prediction, Predictor, Search, calibrate, quantile
+from torchpipe_py.tools.tune.search import LEAST_CALLS, Goal, Measured, Predictor, Search, calibrate, quantile
 from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
-from torchpipe_py.tools.tune.verify import (
-    FACTORS,
-    LEAST_CALLS,
-    LEAST_TURNS,
-    MOST_TURNS,
-    TURNS,
-    Service,
-    Trial,
-    halve,
-    is_off,
-    judge,
-    turn,
-)
+from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
 
 DEFAULT_BUDGET_S = 120.0
@@ -52,11 +41,14 @@ MOST_IMAGES = 48
 
 EXIT_INTERRUPTED = 130
 
-_SHARES = {"profile": 0.22, "calibrate": 0.08, "simulate": 0.2}  # of the budget; the rest verifies
+_SHARES = {"profile": 0.2, "calibrate": 0.08, "simulate": 0.15, "verify": 0.5}  # of the budget
 _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, as torchpipe load has by default
 _OPEN_LOAD = 0.7  # of its throughput
-_TRIALS, _HALVED = 3, 8
+_TRIALS, _MORE_TRIALS = 3, 7
+_LOOPS, _EXTRA_S = 4, 0.2  # open loops of a turn, and what each takes beside its length
+_LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
+_LEAST_LEFT = 0.3  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # so many times the budget may be needed at least
 _TOLERANCE = 1e-3  # of a number in a result: batches of other sizes round differently
 _NOT_TRIED = (
@@ -114,8 +106,9 @@ def tune(
             run.profile(slo_p99)
             run.set_goal(slo_p99, pattern)
             run.calibrate()
-            run.search(gpu_memory)
-            run.verify()
+            if not run.is_disturbed():
+                run.search(gpu_memory)
+                run.verify()
         except KeyboardInterrupt:
             run.report["verdict"] = "interrupted"
     report: dict[str, Any] = text.finite(run.report)
@@ -156,6 +149,7 @@ class _Tuning:
             "gain_interval": (0.0, math.inf),
             "slo_p99": slo_of(None, 0.0),
             "simulated": 0,
+            "other_programs": None,
             "notes": [],
             "not_tried": list(_NOT_TRIED),
         }
@@ -165,6 +159,8 @@ class _Tuning:
         self._show("profile", 0.0)
         self._team = Team(self.report["config"], self._images, imports, self._cores)
         self._service = Service(self._team)
+        self._meter = CpuMeter(self._team.pids, [])
+        self._meter.start()
         self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"))
         self._profile = self._profiler.profile
         return self._team
@@ -208,7 +204,9 @@ class _Tuning:
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """What is looked for, and the arrivals of all that is simulated and measured."""
         self.report["slo_p99"] = slo_of(slo, self.report["lone"])
-        self._goal = Goal(self.report["slo_p99"], self.report["rate"], list(_repeated(times, _ARRIVALS)))
+        loops = verify.TURNS * (1 + _TRIALS) * _LOOPS
+        seconds = min(_MOST_S, max(_LEAST_S, self._seconds("verify") / loops - _EXTRA_S))
+        self._goal = Goal(self.report["slo_p99"], self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
 
     def calibrate(self) -> None:
         """Measure the file as it is, with the workers that torchpipe-serve gives it; fit the simulation to that."""
@@ -217,16 +215,17 @@ class _Tuning:
         self._results = self._service.build(base)
         seconds = max(0.5, self._seconds("calibrate") / 3)
         self._closed = max(1.0, self._service.closed_loop(_CLIENTS, seconds))
-        needed = (1 + _TRIALS) * LEAST_TURNS * len(FACTORS) * LEAST_CALLS / self._closed
+        needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
         if needed > _OVERDRAWN * self._budget:
             raise ToolError(
                 f"{self._closed:.2g} requests/s: to measure candidates takes --budget {needed:.0f}, or more"
             )
         rate = _OPEN_LOAD * self._closed
-        latencies = self._service.open_loop(self._goal.dues(rate, max(50, round(rate * seconds))), 2.0)
-        measured = self._closed, quantile(latencies, 0.5), quantile(latencies, 0.99)
-        count = len(self._images)
-        fitted = calibrate(self._profile, count, self._goal, base, _CLIENTS, rate, measured)
+        goal = replace(self._goal, seconds=seconds)
+        latencies, front = self._service.open_loop(goal.dues(rate), 2.0)
+        p50, p99, count = quantile(latencies, 0.5), quantile(latencies, 0.99), len(self._images)
+        measured = Measured(self._closed, rate, p50, p99, front)
+        fitted = calibrate(self._profile, count, goal, base, _CLIENTS, measured)
         self.report["calibration"] = asdict(fitted)
         self._predictor = Predictor(self._profile, count, fitted, self._goal)
 
@@ -240,56 +239,63 @@ class _Tuning:
         search = Search(self._predictor, self._shapes, self._has_gpu, is_allowed)
         best = search.run(self._base, self._seconds("simulate"), self._show)
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
-        exact = [self._predictor.predict(found.candidate, calls=EXACT) for found in self._predicted[:_TRIALS]]
-        yours = self._predictor.predict(self._base, calls=EXACT)
-        assert yours is not None  # without a floor there is a prediction
-        self._yours, self._trials = self._trial(yours), [self._trial(found) for found in exact if found]
+        self._yours = self._trial(self._base)
+        self._trials = [self._trial(found.candidate) for found in self._predicted[:_TRIALS]]
         self.report["simulated"] = self._predictor.simulated
         self._write_trials()
 
-    def _trial(self, found: Prediction) -> Trial:
-        return Trial(found.candidate, found, self._goal.rate or found.limit or self._closed)
+    def _trial(self, candidate: Candidate) -> Trial:
+        found = self._predictor.predict(candidate, is_exact=True)
+        assert found is not None  # without a floor there is a prediction
+        return Trial(candidate, found, found.limit or self._closed)
+
+    def is_disturbed(self) -> bool:
+        """Whether other programs take too much of the cores: then it is said that nothing can be."""
+        use = self._meter.stop()
+        percent = use.fields(use.parent + (use.server or 0.0))["other_cpu_percent"]
+        self.report["other_programs"] = percent and percent / 100 / (os.cpu_count() or 1)
+        is_disturbed = (self.report["other_programs"] or 0.0) > verify.BUSY
+        if is_disturbed:
+            self.report["verdict"] = "cannot tell"
+        return is_disturbed
 
     def verify(self) -> None:
-        """Measure the trials in turns, the file as it is among them; judge."""
+        """Measure the trials in turns, the file as it is among them; judge.
+
+        Where predictions are off, more are measured. After the second turn the better half goes on, down to two.
+        """
         self._trials = [trial for trial in self._trials if self._has_same_results(trial)]
-        self._take_turns(0.6 * self._left())
-        why = is_off([self._yours, *self._trials], self._goal)
-        if why and self._left() > 0.15 * self._budget:
-            self.report["notes"].append(f"{why}: the best {_HALVED} were measured by successive halving")
-            self._halve()
-        elif why:
-            self.report["notes"].append(f"{why}; no time was left to measure more candidates")
-        verdict = judge(self._yours, self._trials, self._goal, self._profile.disturbed)
+        for number in range(verify.MOST_TURNS):
+            began = monotonic()
+            self._turn([self._yours, *self._trials], number)
+            why = verify.is_off([self._yours, *self._trials], self._goal) if number == 0 else ""
+            if why and self._left() < _LEAST_LEFT * self._budget:
+                self.report["notes"].append(f"{why}; no time was left to measure more candidates")
+            elif why:
+                self.report["notes"].append(f"{why}: more candidates were measured, and the better half again")
+                known = {str(trial.candidate) for trial in self._trials}
+                others = [each.candidate for each in self._predicted if str(each.candidate) not in known]
+                more = [self._trial(each) for each in others[: _MORE_TRIALS - len(known)]]
+                more = [trial for trial in more if self._has_same_results(trial)]
+                self._turn(more, number)
+                self._trials += more
+            if number > 0:
+                self._trials = verify.best_of(self._trials, self._goal)[: max(2, (len(self._trials) + 1) // 2)]
+            if number + 1 >= verify.LEAST_TURNS and monotonic() - began > self._left():
+                break
+        kind, best, gain, interval = verify.judge(self._yours, self._trials, self._goal)
         self._write_trials()
-        self.report |= {"verdict": verdict.kind, "gain": verdict.gain, "gain_interval": verdict.interval}
-        self.report["best"] = text.trial_fields(verdict.best, self._goal)
-        if verdict.kind == "better":
-            self.report["tuned"] = dict(verdict.best.candidate.config())
+        self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
+        self.report["best"] = text.trial_fields(best, self._goal, self._yours)
+        if not self.is_disturbed() and kind == "better":
+            self.report["tuned"] = dict(best.candidate.config())
 
-    def _take_turns(self, seconds: float) -> None:
-        """The trials in turns, each turn in the opposite order, in about so many seconds."""
-        trials = [self._yours, *self._trials]
-        self._service.share_out(seconds, len(trials))
-        until = monotonic() + seconds
-        for number in range(MOST_TURNS):
-            if number >= LEAST_TURNS and monotonic() + seconds / TURNS > until:
-                return
-            for at, trial in enumerate(trials if number % 2 == 0 else trials[::-1]):
-                turn(self._service, trial, self._goal)
-                self._write_trials()
-                self._show("verify", (number + (at + 1) / len(trials)) / TURNS)
-
-    def _halve(self) -> None:
-        known = {str(trial.candidate) for trial in self._trials}
-        others = [self._trial(found) for found in self._predicted if str(found.candidate) not in known]
-        others = [trial for trial in others[: _HALVED - len(known)] if self._has_same_results(trial)]
-        until = self._left() / 2
-        kept = halve(self._service, [*self._trials, *others], self._goal, lambda: self._left() - until)
-        for trial in [self._yours, *kept]:
-            trial.figures.clear()
-        self._trials = kept[:2]
-        self._take_turns(max(0.0, self._left()))
+    def _turn(self, trials: Sequence[Trial], number: int) -> None:
+        """Each trial once, each turn in the opposite order."""
+        for at, trial in enumerate(trials if number % 2 == 0 else trials[::-1]):
+            verify.turn(self._service, trial, self._goal)
+            self._write_trials()
+            self._show("verify", (number + (at + 1) / len(trials)) / verify.TURNS)
 
     def _has_same_results(self, trial: Trial) -> bool:
         """Whether it gives the images the results that the file as it is gives."""
@@ -303,8 +309,8 @@ class _Tuning:
 
     def _write_trials(self) -> None:
         """What is known of them, so that Ctrl-C finds it."""
-        self.report["yours"] = text.trial_fields(self._yours, self._goal)
-        self.report["others"] = [text.trial_fields(trial, self._goal) for trial in self._trials]
+        self.report["yours"] = text.trial_fields(self._yours, self._goal, self._yours)
+        self.report["others"] = [text.trial_fields(trial, self._goal, self._yours) for trial in self._trials]
 
 
 def slo_of(given: float | None, lone: float) -> float:

@@ -14,13 +14,15 @@ from torchpipe_py.tools.tune.worker import Captured, Team
 
 LADDER = (1, 2, 4, 8, 16, 32)
 GAIN = 0.05
-"""Of an item's time: a larger batch that gains less ends the ladder."""
+"""Of an item's time: a batch four times as large that gains less ends the ladder."""
 
 DRIFT = 0.1
-"""Between the two measurements of a cell: more is noise."""
+"""Between the earlier and the later measurements of a cell: more is noise."""
+
+MOST_ROUNDS = 8
 
 _HEAD_START_S = 0.02
-_CELL_S = 0.12
+_CELL_S = 0.06
 
 Run = tuple[list[tuple[int, int]], float]
 
@@ -38,14 +40,10 @@ class Cell:
 
 @dataclass
 class Figures:
-    """A cell's measurements: every batch, and of each round seconds of an item, and how many cores were busy.
-
-    ``delays`` are the shares of the time in which other programs had the core.
-    """
+    """A cell's measurements: every batch, and of each round seconds of an item, and how many cores were busy."""
 
     seconds: list[float] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
-    delays: list[float] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -55,8 +53,9 @@ class Figures:
 
     @property
     def drift(self) -> float:
-        """How far the rounds are apart, as a share of the fastest."""
-        return max(self.seconds) / min(self.seconds) - 1
+        """How far the later rounds are from the earlier ones."""
+        half = len(self.seconds) // 2
+        return abs(statistics.median(self.seconds[half:]) / statistics.median(self.seconds[:half]) - 1)
 
 
 @dataclass
@@ -73,12 +72,6 @@ class Profile:
     def noisy(self) -> list[Cell]:
         """Cells whose rounds differ by more than ``DRIFT``."""
         return [cell for cell, figures in self.cells.items() if figures.drift > DRIFT]
-
-    @property
-    def disturbed(self) -> float:
-        """The share of the time in which other programs had the cores."""
-        delays = [delay for figures in self.cells.values() for delay in figures.delays]
-        return statistics.mean(delays) if delays else 0.0
 
     def threads_of(self, unit: str) -> list[int]:
         """What was measured of a unit."""
@@ -100,10 +93,20 @@ class Profile:
         times: list[list[float]] = [[] for _ in range(images)]
         for (image, _), measured in sorted(alone.items()):
             times[image].append(statistics.median(measured))
-        each = {size: 1 / self.cells[Cell(unit, count, size)].rate for size in self.sizes_of(unit, count)}
-        ladder = {size: seconds / each[1] for size, seconds in each.items()}
         cores = max(0.01, statistics.median(base.cores))
-        return Cost(times, ladder, cores, *self.neighbours(unit), self.limits[unit])
+        return Cost(times, self.ladder(unit, count), cores, *self.neighbours(unit), self.limits[unit])
+
+    def ladder(self, unit: str, threads: int) -> tuple[float, float]:
+        """What an item takes of its time alone, and what a batch takes beside: the line through all that was measured.
+
+        A cell on its own may be off by more than batches gain.
+        """
+        sizes = self.sizes_of(unit, threads)
+        if len(sizes) == 1:
+            return 1.0, 0.0
+        each = [1 / self.cells[Cell(unit, threads, size)].rate for size in sizes]
+        batch, item = statistics.linear_regression([1 / size for size in sizes], each)
+        return item / (item + batch), batch / (item + batch)
 
     def neighbours(self, unit: str) -> tuple[float, float]:
         """How much longer a batch takes for each neighbour in its process by the lock, and for each one anywhere."""
@@ -175,7 +178,10 @@ class Profiler:
         return cells
 
     def measure(self, cells: list[Cell], progress: Callable[[str, float], None]) -> None:
-        """Two rounds over all cells, after one that warms up; the first one climbs each ladder."""
+        """Rounds over all cells, two at least, after one that warms up; the first one climbs each ladder.
+
+        A machine that others share is faster at times: each cell is to meet it slow and fast.
+        """
         for cell in cells:
             if cell.processes > 1:
                 self._run(cell)
@@ -186,34 +192,37 @@ class Profiler:
             larger = self._next(cell)
             if larger is not None and perf_counter() - began < self._seconds / 2:
                 cells.append(larger)  # NOTE: the loop goes on to it
-        for done, cell in enumerate(cells, len(cells)):
-            self._measure(cell)
-            progress("profile", done / (2 * len(cells)))
+        first = perf_counter() - began
+        for _ in range(1, MOST_ROUNDS):
+            for cell in cells:
+                self._measure(cell)
+            passed = perf_counter() - began
+            progress("profile", passed / self._seconds)
+            if passed + first > self._seconds:
+                break
 
     def _next(self, cell: Cell) -> Cell | None:
-        """The next step of the ladder, where the last one gained enough."""
+        """The next step of the ladder, where the last two gained enough."""
         size = cell.size * 2
         if cell.instances > 1 or cell.processes > 1 or size > self.profile.limits[cell.unit][1]:
             return None
-        smaller = self.profile.cells.get(Cell(cell.unit, cell.threads, cell.size // 2))
+        smaller = self.profile.cells.get(Cell(cell.unit, cell.threads, cell.size // 4))
         if smaller and self.profile.cells[cell].seconds[0] > smaller.seconds[0] * (1 - GAIN):
             return None
         return Cell(cell.unit, cell.threads, size)
 
-    def _run(self, cell: Cell) -> list[tuple[list[Run], float, float]]:
+    def _run(self, cell: Cell) -> list[tuple[list[Run], float]]:
         start = perf_counter() + (_HEAD_START_S if cell.processes > 1 else 0.0)
         what = cell.unit, cell.threads, cell.size, cell.instances
         return self._team.all("measure", *what, _CELL_S, start, most=cell.processes)
 
     def _measure(self, cell: Cell) -> None:
         figures = self.profile.cells.setdefault(cell, Figures())
-        rate = cores = delays = 0.0
-        for runs, cpu, delay in self._run(cell):
+        rate = cores = 0.0
+        for runs, cpu in self._run(cell):
             busy = sum(seconds for _, seconds in runs)
             rate += cell.instances * sum(len(names) for names, _ in runs) / busy
             cores += cpu / busy * cell.instances / cell.processes
-            delays += delay / (busy + delay) / cell.processes
             figures.runs += runs
         figures.seconds.append(1 / rate)
         figures.cores.append(cores)
-        figures.delays.append(delays)

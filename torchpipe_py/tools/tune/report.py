@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
@@ -16,7 +17,7 @@ from torchpipe_py.tools.tune.profile import Profile
 from torchpipe_py.tools.tune.search import Goal
 from torchpipe_py.tools.tune.verify import Trial, interval_of
 
-HEADS = ("", "predicted", "measured", "95 % interval", "settings")
+HEADS = ("", "predicted", "re-anchored", "measured", "95 % interval", "p99 at", "predicted", "measured", "settings")
 CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "drift")
 
 
@@ -30,30 +31,37 @@ def finite(value: Any) -> Any:
 
 
 def profile_fields(profile: Profile) -> dict[str, Any]:
-    """Each cell under ``CELLS``, and what the noise was; shares of 1."""
+    """Each cell under ``CELLS``, and how nodes slow each other; shares of 1."""
     cells = []
     for cell, figures in profile.cells.items():
         milliseconds = [1000 * seconds for seconds in figures.seconds]
         name, threads = profile.names[cell.unit], cell.threads or None
         row = (name, threads, cell.size, cell.instances, cell.processes, milliseconds, figures.drift)
         cells.append(dict(zip(CELLS, row, strict=True)))
-    noise = {"noisy_cells": len(profile.noisy), "other_programs": profile.disturbed}
     neighbours = {
         profile.names[unit]: dict(zip(("lock", "slowing"), profile.neighbours(unit), strict=True))
         for unit in profile.limits
     }
-    return {"cells": cells, "neighbours": neighbours, **noise}
+    return {"cells": cells, "neighbours": neighbours, "noisy_cells": len(profile.noisy)}
 
 
-def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
-    """A candidate that was measured: figures in requests per second, or with a rate p99s in seconds."""
+def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
+    """A candidate that was measured: figures in requests per second, or with a rate p99s in seconds.
+
+    ``anchored`` is what is predicted times the error of the prediction for ``yours``; p99s are at ``rate``.
+    """
+    predicted = trial.predicted.figure(goal)
     return {
         "shape": trial.candidate.shape.name,
         "workers": trial.candidate.workers,
         "settings": {f"{node}.{key}": value for node, key, value in trial.candidate.knobs},
-        "predicted": trial.predicted.figure(goal),
+        "predicted": predicted,
+        "anchored": predicted * yours.figure / (yours.predicted.figure(goal) or math.nan) if yours.figures else None,
         "measured": trial.figure if trial.figures else None,
-        "interval": interval_of(trial.figures),
+        "rate": trial.predicted.rate,
+        "p99_predicted": trial.predicted.p99,
+        "p99_measured": statistics.median(trial.p99s) if trial.p99s else None,
+        "interval": [math.exp(bound) for bound in interval_of([math.log(figure) for figure in trial.figures])],
         "turns": trial.figures,
         "points": [asdict(point) for point in trial.points],
     }
@@ -71,9 +79,13 @@ def goal_text(report: Mapping[str, Any]) -> str:
 
 
 def _figure(report: Mapping[str, Any], value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:.0f}/s" if report["rate"] is None else f"{1000 * value:.2f} ms"
+    if report["rate"] is not None:
+        return _ms(value)
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{0 if value >= 100 else 1}f}/s"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{1000 * value:.2f} ms"
 
 
 def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -83,8 +95,10 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         low, high = (_figure(report, bound) for bound in trial["interval"])
         settings = [trial["shape"], f"--workers {trial['workers']}"]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
-        figures = [_figure(report, trial[key]) for key in ("predicted", "measured")]
-        rows.append((f"no. {number}" if number else "yours", *figures, f"{low} to {high}", ", ".join(settings)))
+        figures = [_figure(report, trial[key]) for key in ("predicted", "anchored", "measured")]
+        p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
+        name, rate = f"no. {number}" if number else "yours", f"{trial['rate'] or 0:.0f}/s"
+        rows.append((name, *figures, f"{low} to {high}", rate, *p99s, ", ".join(settings)))
     return rows
 
 
@@ -92,12 +106,16 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     """One line for a person."""
     kind, (low, high) = report["verdict"], report["gain_interval"]
     between = f"95 %: {low or 0:.2f} to {high or math.inf:.2f}"
-    others = f"other programs had {report['profile'].get('other_programs', 0):.0%} of the cores"
     return {
         "better": f"better than your file by a factor of {report['gain'] or 1:.2f} ({between})",
         "as good": f"your file is as good: nothing beats it beyond the noise ({between})",
-        "cannot tell": f"cannot tell ({between}): {others}; measure on a quiet machine",
+        "cannot tell": f"cannot tell: {_others(report)}; measure on a quiet machine",
     }.get(kind, "interrupted: this is what is known so far")
+
+
+def _others(report: Mapping[str, Any]) -> str:
+    share = report["other_programs"]
+    return "what other programs took is unknown" if share is None else f"other programs took {share:.0%} of the cores"
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
@@ -107,12 +125,12 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     rows.append(("machine", f"{report['cpu_model']}, {report['cores']} cores of it; {report['images']} images"))
     if profile:
         drift = f"{profile['noisy_cells']} of {len(profile['cells'])} measurements of nodes drifted by more than 10 %"
-        rows.append(("noise", f"{drift}; other programs had {profile['other_programs']:.0%} of the cores"))
+        rows.append(("noise", f"{drift}; {_others(report)}"))
     if calibration:
-        errors = [f"{name} {calibration[f'{name}_error'] or 0:+.0%}" for name in ("throughput", "p99")]
-        rows.append(
-            ("prediction", f"{report['simulated']} simulations; of your file as it is: {', '.join(errors)} off")
-        )
+        machine, tail = calibration["machine"], 1000 * calibration["tail"]
+        more = f"a batch {machine['beside']:.0%} of an item more, sending {1000 * machine['front']:.2f} ms"
+        rows.append(("calibration", f"nodes take {machine['slower']:.2f} of their time alone, {more}"))
+        rows.append(("", f"p99 is {tail:.1f} ms longer than simulated; {report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 
@@ -149,7 +167,7 @@ def page(report: Mapping[str, Any]) -> str:
         limit = None if report["rate"] is not None else ("p99 limit", 1000 * report["slo_p99"])
         x = linear_axis("requests per second", min(rates), max(rates))
         parts.append(shared.charts([chart("Latency by rate", x, "ms", lines, limit)]))
-    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 4)))
+    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 8)))
     cells = [list(cell.values()) for cell in report["profile"].get("cells", ())]
     rows = [
         [*("-" if each is None else str(each) for each in cell[:5]), f"{min(cell[5]):.3f}", f"{cell[6]:.0%}"]

@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.tools.tune.profile import Profile
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
-from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
+from torchpipe_py.tools.tune.simulate import Machine, Simulation
 
 CALLS = 600
-"""Requests of a simulated open loop while candidates are compared; of the last look ``EXACT``."""
+"""Requests of a simulated open loop at most, while candidates are compared."""
 
-EXACT = 2000
+LEAST_CALLS, MOST_CALLS = 20, 2500
+"""Requests of an open loop, simulated or measured."""
+
 CLIENTS = 64
 """Of the simulated closed loop that finds the throughput at which a candidate is full."""
 
-MOST_TAIL = 4.0
-"""Of a p99 that was measured, as a multiple of the simulated one: more is an accident."""
+LIGHT = 0.75
+"""Of the limit: the load at which the p99 is predicted, and measured."""
 
 MARGIN = 1.01
 """A change must gain more than this factor: of equal ones the simpler stays."""
@@ -28,40 +29,41 @@ MARGIN = 1.01
 TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _FULL = 0.98  # of the throughput of a closed loop: beyond it the queue grows
 _STEPS = 5  # of the bisection
-_HAND_OVERS = tuple(2e-5 * 1.5**step for step in range(11))
-_NEIGHBOURS = (0.5, 1.0, 1.5)
-_MOST_ERROR = 3.0
+_MOST_BESIDE, _FITS = 1.0, 7  # of an item's time, which a batch costs more in the pipe; steps of the bisection
+_MOST_TAIL = 3.0  # of the simulated p99, and half the SLO: more was an accident
 
 
 @dataclass(frozen=True)
 class Goal:
     """The most requests per second of which 99 % are answered within ``slo``; or, at ``rate``, the shortest p99.
 
-    ``times`` are a schedule of arrivals with a mean of one per second, the same for all candidates.
+    ``times`` are a schedule of arrivals with a mean of one per second, the same for all candidates. An open loop takes
+    ``seconds``.
     """
 
     slo: float
     rate: float | None
     times: Sequence[float]
+    seconds: float
 
     @property
     def sign(self) -> int:
         """-1 where less is better."""
         return 1 if self.rate is None else -1
 
-    def dues(self, rate: float, calls: int) -> list[float]:
-        """When the first calls come at ``rate``."""
-        return [time / rate for time in self.times[:calls]]
+    def dues(self, rate: float, most: int = MOST_CALLS) -> list[float]:
+        """When the calls of an open loop at ``rate`` come."""
+        return [time / rate for time in self.times[: max(LEAST_CALLS, min(most, round(rate * self.seconds)))]]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a candidate: requests per second within the goal, p99 and p50 at that rate in seconds, and where it waits."""
+    """Of a candidate: requests per second within the goal, the p99 at ``rate`` in seconds, and where it waits."""
 
     candidate: Candidate
     limit: float
+    rate: float
     p99: float
-    p50: float
     waits: tuple[str, ...]
     score: float
 
@@ -77,46 +79,41 @@ class Predictor:
         self.profile, self.goal, self.simulated = profile, goal, 0
         self._images, self._fitted = images, fitted
 
-    def simulation(self, candidate: Candidate, plan: Pipeline, costs: dict[str, Cost]) -> Simulation:
-        """A new one, at rest."""
-        self.simulated += 1
-        return Simulation([plan] * candidate.workers, costs, self._fitted.machine)
-
-    def predict(self, candidate: Candidate, floor: float = 0.0, calls: int = CALLS) -> Prediction | None:
+    def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
         """What the candidate does; ``None`` as soon as it is clear that its score is below ``floor``."""
-        plan, costs = candidate.plan(), self.profile.costs(candidate, self._images)
-        goal, simulation = self.goal, self.simulation(candidate, plan, costs)
-        full = _FULL * simulation.closed_loop(CLIENTS, calls)[0]
+        calls, steps = (MOST_CALLS, _STEPS + 2) if is_exact else (CALLS, _STEPS)
+        plans = [candidate.plan()] * candidate.workers
+        costs = self.profile.costs(candidate, self._images)
+        goal = self.goal
 
-        def at(rate: float) -> Prediction:
-            run = self.simulation(candidate, plan, costs)
+        def at(rate: float) -> tuple[float, tuple[str, ...]]:
+            self.simulated += 1
+            run = Simulation(plans, costs, self._fitted.machine)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
-            p50, p99 = quantile(latencies, 0.5), quantile(latencies, 0.99) * self._fitted.tail
-            score = rate if goal.rate is None else 1 / p99 if full > rate else 0.0
-            return Prediction(candidate, rate, p99, p50, _waits(run), score)
+            waits = sorted(run.waited, key=lambda node: -run.waited[node])
+            return quantile(latencies, 0.99) + self._fitted.tail, tuple(waits)
 
+        full = Simulation(plans, costs, self._fitted.machine).closed_loop(CLIENTS, calls)[0]
         if goal.rate is not None:
-            found = at(goal.rate)
-            return found if found.score >= floor else None
+            p99, waits = at(goal.rate)
+            score = 1 / p99 if _FULL * full > goal.rate else 0.0
+            return Prediction(candidate, goal.rate, goal.rate, p99, waits, score) if score >= floor else None
+        full *= 1 + goal.slo / goal.seconds  # NOTE: for so long, a queue may grow up to the SLO
         if full < floor:
             return None
-        best = Prediction(candidate, 0.0, math.inf, math.inf, _waits(simulation), 0.0)
-        rate = floor or full / 2
-        for _ in range(_STEPS):
-            found = at(rate)
-            if found.p99 <= goal.slo:
-                best = found
-            elif floor and not best.limit:
+        limit, rate = 0.0, floor or full / 2
+        where: tuple[str, ...] = ()
+        for _ in range(steps):
+            p99, waits = at(rate)
+            if p99 <= goal.slo:
+                limit, where = rate, waits
+            elif floor and not limit:
                 return None
             else:
-                full = rate
-            rate = (best.limit + full) / 2
-        return best
-
-
-def _waits(simulation: Simulation) -> tuple[str, ...]:
-    """Nodes by the time that requests waited there, the longest first."""
-    return tuple(sorted(simulation.waited, key=lambda node: -simulation.waited[node]))
+                full, where = rate, where or waits
+            rate = (limit + full) / 2
+        light = LIGHT * limit
+        return Prediction(candidate, limit, light, at(light)[0] if light and is_exact else math.inf, where, limit)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -128,61 +125,50 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The machine that explains best what was measured of the file as it is, and how far it still is off.
+class Measured:
+    """The file as it is: requests per second of a closed loop, p50 and p99 of an open loop at ``rate``, in seconds.
 
-    ``measured`` has requests per second of a closed loop, and p50 and p99 of an open loop, seconds. Errors are shares:
-    0.1 is 10 % too much.
+    ``front`` is the processor time that sending a request took.
+    """
+
+    closed: float
+    rate: float
+    p50: float
+    p99: float
+    front: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The machine that explains what was measured of the file as it is.
+
+    ``tail`` are the seconds by which its p99 was longer than simulated: what the system adds now and then.
     """
 
     machine: Machine
-    measured: tuple[float, float, float]
-    throughput_error: float
-    p99_error: float
-
-    @property
-    def tail(self) -> float:
-        """The p99 that was measured as a multiple of the simulated one: what the system adds now and then."""
-        return min(MOST_TAIL, max(1.0, 1 / (1 + self.p99_error)))
+    measured: Measured
+    tail: float
 
 
 def calibrate(
-    profile: Profile,
-    images: int,
-    goal: Goal,
-    base: Candidate,
-    clients: int,
-    rate: float,
-    measured: tuple[float, float, float],
+    profile: Profile, images: int, goal: Goal, base: Candidate, clients: int, measured: Measured
 ) -> Calibration:
-    """Find what a hand-over costs and how neighbours weigh, from a closed loop of ``clients`` and an open one."""
-    plan, costs = base.plan(), profile.costs(base, images)
+    """Find what a batch costs beside and how much slower nodes are in the pipe, and the tail.
 
-    def run(machine: Machine) -> tuple[float, float, float]:
-        closed = Simulation([plan] * base.workers, costs, machine).closed_loop(clients, CALLS)[0]
-        latencies = sorted(Simulation([plan] * base.workers, costs, machine).open_loop(goal.dues(rate, CALLS)))
-        return closed, quantile(latencies, 0.5), quantile(latencies, 0.99)
-
-    def off(found: tuple[float, float, float]) -> float:
-        """Throughput and median; the tail is what the prediction is held against."""
-        return _error(found[0], measured[0]) + 0.3 * _error(found[1], measured[1])
-
-    tried = {}
-    for hand_over in _HAND_OVERS:
-        machine = Machine(profile.cores, hand_over)
-        tried[machine] = run(machine)
-    best = min(tried, key=lambda machine: off(tried[machine]))
-    for neighbours in _NEIGHBOURS:
-        machine = replace(best, neighbours=neighbours)
-        tried.setdefault(machine, run(machine))
-    best = min(tried, key=lambda machine: off(tried[machine]))
-    closed, _, p99 = tried[best]
-    return Calibration(best, measured, closed / measured[0] - 1, p99 / measured[2] - 1)
-
-
-def _error(found: float, measured: float) -> float:
-    """Of a prediction, in logarithms; the most that counts where requests were not answered in time."""
-    return min(_MOST_ERROR, abs(math.log(found / measured))) if measured < math.inf else _MOST_ERROR
+    They follow from each other: a closed loop of ``clients`` has large batches, the open one small ones.
+    """
+    plans, costs = [base.plan()] * base.workers, profile.costs(base, images)
+    dues, machine = goal.dues(measured.rate), Machine(profile.cores, front=measured.front)
+    low, high, p99 = 0.0, _MOST_BESIDE, math.inf
+    for _ in range(_FITS):
+        machine = replace(machine, beside=(low + high) / 2)
+        for _ in range(2):
+            found = Simulation(plans, costs, machine).closed_loop(clients, CALLS)[0]
+            machine = replace(machine, slower=machine.slower * found / measured.closed)
+        latencies = sorted(Simulation(plans, costs, machine).open_loop(dues))
+        p99, is_short = quantile(latencies, 0.99), quantile(latencies, 0.5) < measured.p50
+        low, high = (machine.beside, high) if is_short else (low, machine.beside)
+    return Calibration(machine, measured, min(max(0.0, measured.p99 - p99), _MOST_TAIL * p99, goal.slo / 2))
 
 
 # --- the search

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -31,57 +31,56 @@ class Cost:
     """What a node's backend takes, as measured.
 
     ``times`` has the seconds of each visit of each image alone; an image without one does not come to the node.
-    ``ladder`` has, by batch size, the seconds of an item as a share of those alone. ``cores`` are kept busy meanwhile.
+    Of those alone, an item of a batch of ``n`` takes the share ``ladder[0] + ladder[1] / n``. ``cores`` are kept busy.
     A neighbour in the same process slows it by ``lock``, one anywhere by ``slowing``: 0.3 is 30 % longer.
     ``limits`` are the batches that an instance takes.
     """
 
     times: Sequence[Sequence[float]]
-    ladder: dict[int, float] = field(default_factory=lambda: {1: 1.0})
+    ladder: tuple[float, float] = (1.0, 0.0)
     cores: float = 1.0
     lock: float = 0.0
     slowing: float = 0.0
     limits: tuple[int, int] = (1, 1)
 
-    def seconds(self, items: Sequence[tuple[int, int]]) -> float:
-        """Of a batch of ``(image, visit)``."""
+    def seconds(self, items: Sequence[tuple[int, int]], beside: float = 0.0) -> float:
+        """Of a batch of ``(image, visit)``; where there may be several in one, the share ``beside`` of an item more."""
         alone = sum(self.alone(*item) for item in items)
-        return alone * self.share(max(len(items), self.limits[0]))
+        each, batch = self.ladder
+        more = beside / len(items) if self.limits[1] > 1 else 0.0
+        return alone * (each + batch / max(len(items), self.limits[0]) + more)
 
     def alone(self, image: int, visit: int) -> float:
         """Seconds of one item alone."""
         visits = self.times[image % len(self.times)]
         return visits[visit % len(visits)] if visits else 0.0
 
-    def share(self, size: int) -> float:
-        """Of an item in a batch of ``size``, between the sizes that were measured."""
-        if size in self.ladder:
-            return self.ladder[size]
-        below = max((each for each in self.ladder if each < size), default=min(self.ladder))
-        above = min((each for each in self.ladder if each > size), default=below)
-        if above == below:
-            return self.ladder[below]
-        part = (size - below) / (above - below)
-        return self.ladder[below] + part * (self.ladder[above] - self.ladder[below])
+
+_SENDER = Cost([[]])
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Its cores, the seconds that a request costs on its way from node to node, and how much neighbours weigh."""
+    """Its cores, and what a pipe adds to its nodes.
+
+    In the pipe a node takes ``slower`` times what it takes alone, and each batch the share ``beside`` of an item's time
+    more. ``front`` are the seconds that whoever sends a request takes from the cores.
+    """
 
     cores: int
-    hand_over: float = 5e-5
-    neighbours: float = 1.0
+    slower: float = 1.0
+    beside: float = 0.0
+    front: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
-    """A batch that an instance computes; ``left`` are seconds of it at full speed."""
+    """What a thread of a worker computes; ``left`` are seconds of it at full speed."""
 
-    __slots__ = ("batch", "instance", "kind", "left", "node")
-
-    def __init__(self, node: Any, instance: Instance, batch: Sequence[Request], left: float) -> None:
-        self.node, self.instance, self.batch, self.left = node, instance, batch, left
-        self.kind: Hashable = (node.worker, node.name)
+    kind: tuple[int, str]
+    cost: Cost
+    left: float
+    done: Callable[[], object]
 
 
 class _InVirtualTime(Node):
@@ -104,14 +103,16 @@ class _InVirtualTime(Node):
             instance = self.free.pop()
             self.simulation.start(self, instance, [self._queue.take()])
 
-    def ended(self, instance: Instance, batch: Sequence[Request]) -> None:
+    def ended(self, batch: Sequence[Request]) -> None:
         """The batch is computed: deliver it."""
         for request in batch:
             request.data.update(self.simulation.keys(request.data))
             self.deliver(request)
-        instance.rest()
-        self.free.append(instance)
-        self.simulation.look += [self, *self._waiting]
+
+    @property
+    def waiting(self) -> list[Any]:
+        """Nodes whose batches may close when a request leaves this one."""
+        return list(self._waiting)
 
 
 class _Single(_InVirtualTime, SingleNode):
@@ -123,7 +124,7 @@ class _Deferred(_InVirtualTime, SingleNode):
 
     roots: Sequence[str]
 
-    def ended(self, instance: Instance, batch: Sequence[Request]) -> None:
+    def ended(self, batch: Sequence[Request]) -> None:
         for request in batch:
             image = request.data[TASK_DATA_KEY][0]
             inner = [(root, visit) for root in self.roots for visit in range(self.simulation.visits(root, image))]
@@ -138,9 +139,6 @@ class _Deferred(_InVirtualTime, SingleNode):
                 self.runtime.run_graphs(root, [self.simulation.data(image, visit)], on_done, request)
             if not inner:
                 on_done([])
-        instance.rest()
-        self.free.append(instance)
-        self.simulation.look += [self, *self._waiting]
 
 
 class _Batching(_InVirtualTime, BatchingNode):
@@ -217,6 +215,7 @@ class Simulation:
         self._speeds: dict[Hashable, dict[Hashable, float]] = {}
         sources = [source for plan in plans for node in plan.spec.nodes.values() for source in node.map]
         self._names = {key for source in sources for pair in source.pairs for key in pair}
+        self._sending = [deque[Callable[[], None]]() for _ in plans]
         self._workers = [_VirtualRuntime(plan, self, worker) for worker, plan in enumerate(plans)]
 
     # -- what nodes ask for ---------------------------------------------------------------------------------------
@@ -242,8 +241,16 @@ class Simulation:
         """The instance computes the batch from now on."""
         instance.busy = len(batch)
         self.waited[node.name] += sum(self.now - request.arrived for request in batch)
-        work = node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch])
-        self._jobs.append(_Job(node, instance, batch, work + self.machine.hand_over * len(batch)))
+        work = node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch], self.machine.beside)
+        work *= self.machine.slower
+        self._jobs.append(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
+
+    def _end(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
+        """The batch is computed: what waits for the instance goes on at once."""
+        node.ended(batch)
+        instance.rest()
+        node.free.append(instance)
+        self.look += [node, *node.waiting]
 
     def wake_at(self, time: float, node: _InVirtualTime) -> None:
         """Look at the node then."""
@@ -289,7 +296,23 @@ class Simulation:
         def on_done(*_: object) -> None:
             latencies[index] = self.now - due
 
-        self._submit(index, on_done, index)
+        worker = index % len(self._workers)
+        self._sending[worker].append(lambda: self._submit(index, on_done, worker))
+        if len(self._sending[worker]) == 1:
+            self._send(worker)
+
+    def _send(self, worker: int) -> None:
+        """One thread of the worker sends one request after another; that takes a core from the nodes."""
+
+        def sent() -> None:
+            self._sending[worker].popleft()()
+            if self._sending[worker]:
+                self._send(worker)
+
+        if self.machine.front:
+            self._jobs.append(_Job((worker, ""), _SENDER, self.machine.front, sent))
+        else:
+            sent()
 
     def _submit(self, image: int, on_done: Callable[..., None], turn: int) -> None:
         worker = self._workers[turn % len(self._workers)]
@@ -303,7 +326,8 @@ class Simulation:
         while not is_over():
             speeds = self._speed_of()
             arrival, timer = next_call(), timers[0][0] if timers else inf
-            first, end = None, inf
+            first: _Job | None = None
+            end = inf
             for job in jobs:
                 at = self.now + job.left / speeds[job.kind]
                 if at < end:
@@ -319,7 +343,7 @@ class Simulation:
                 call()
             elif end <= time and first is not None:
                 jobs.remove(first)
-                first.node.ended(first.instance, first.batch)
+                first.done()
             else:
                 self.look.append(heappop(timers)[2])
             while self.look:
@@ -330,7 +354,7 @@ class Simulation:
         kinds = Counter(job.kind for job in self._jobs)
         key = frozenset(kinds.items())
         if key not in self._speeds:
-            self._speeds[key] = self._shares({job.kind: job.node.cost for job in self._jobs}, kinds)
+            self._speeds[key] = self._shares({job.kind: job.cost for job in self._jobs}, kinds)
         return self._speeds[key]
 
     def _shares(self, costs: dict[Any, Cost], kinds: Counter[Any]) -> dict[Hashable, float]:
@@ -341,7 +365,7 @@ class Simulation:
             longer = 1.0
             for other, number in kinds.items():
                 others, neighbour = number - (other == kind), costs[other]
-                longer += others * self.machine.neighbours * min(cost.slowing, neighbour.slowing)
+                longer += others * min(cost.slowing, neighbour.slowing)
                 if other[0] == kind[0]:
                     longer += others * min(cost.lock, neighbour.lock)
             shares[kind] = fair / longer

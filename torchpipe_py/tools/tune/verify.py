@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -14,20 +14,18 @@ from torchpipe_py.tools.tune.search import Goal, Prediction, quantile
 from torchpipe_py.tools.tune.shapes import Candidate
 from torchpipe_py.tools.tune.worker import Team
 
-FACTORS = (0.9, 1.0, 1.1)
-"""Of the predicted limit, or of the rate that is asked for."""
+FACTORS = (0.95, 1.05)
+"""Of the predicted limit, where the search for the measured one begins."""
 
 FAR_OFF = 0.2
-"""Between prediction and measurement: more, and only measurements count."""
+"""Between prediction and measurement: more, and more candidates are measured."""
 
-LEAST_TURNS, TURNS, MOST_TURNS = 3, 5, 9
-LEAST_CALLS = 20  # of an open loop
+LEAST_TURNS, TURNS, MOST_TURNS = 3, 4, 9
 BUSY = 0.15
-"""The share of the cores that other programs may take before a tie says nothing."""
+"""The share of the cores that other programs may take before nothing can be said."""
 
 _HEAD_START_S = 0.05
-_EXTRA_S = 0.2  # that an open loop takes beside its length
-_LEAST_S, _MOST_S = 0.15, 2.0  # of one open loop
+_WARM_UP_S, _WARM_UP_CLIENTS = 0.1, 8
 _NEVER_S = 60.0  # for a p99 without an answer
 _STEP = 1.15  # of the rate, where all that were tried held, or none did
 _MOST_STEPS = 5
@@ -45,13 +43,17 @@ class Point:
 
 @dataclass
 class Trial:
-    """A candidate that is measured: ``figures`` has one for each turn, a limit in requests per second, or a p99."""
+    """A candidate that is measured: ``figures`` has one for each turn, a limit in requests per second, or a p99.
+
+    ``p99s`` are those at the rate of which ``predicted`` says one.
+    """
 
     candidate: Candidate
     predicted: Prediction
     centre: float
     points: list[Point] = field(default_factory=list)
     figures: list[float] = field(default_factory=list)
+    p99s: list[float] = field(default_factory=list)
 
     @property
     def figure(self) -> float:
@@ -59,67 +61,56 @@ class Trial:
         return statistics.median(self.figures)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """``kind`` is ``better``, ``as good`` or ``cannot tell``; ``gain`` is a factor with its 95 % interval."""
-
-    kind: str
-    best: Trial
-    gain: float
-    interval: tuple[float, float]
-
-
 class Service:
-    """Runs a candidate as worker processes, one candidate at a time; an open loop takes ``seconds``."""
+    """Runs a candidate as worker processes, one candidate at a time."""
 
     def __init__(self, team: Team) -> None:
-        self._team, self._workers, self.seconds = team, 1, _LEAST_S
-
-    def share_out(self, seconds: float, trials: int) -> None:
-        """Make open loops as long as there is time for, with so many trials to measure."""
-        self.seconds = min(_MOST_S, max(_LEAST_S, seconds / (TURNS * trials * len(FACTORS)) - _EXTRA_S))
+        self._team, self._workers = team, 1
 
     def build(self, candidate: Candidate) -> list[Any]:
-        """Make the pipes of all its workers; the first results."""
+        """Make the pipes of all its workers, and warm them up; the first results."""
         self._workers = candidate.workers
         results: list[Any] = self._team.all("build", candidate.config(), self._workers, most=self._workers)[0]
+        self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
         return results
 
-    def open_loop(self, dues: Sequence[float], patience: float) -> list[float]:
-        """Latencies in seconds, sorted; workers take turns."""
+    def open_loop(self, dues: Sequence[float], patience: float) -> tuple[list[float], float]:
+        """Latencies in seconds, sorted, and the processor time that sending one took; workers take turns."""
         start, numbered = perf_counter() + _HEAD_START_S, list(enumerate(dues))
         shares = [(numbered[worker :: self._workers], start, patience) for worker in range(self._workers)]
-        return sorted(latency for each in self._team.each("open_loop", shares) for latency in each)
+        runs = self._team.each("open_loop", shares)
+        return sorted(latency for each, _ in runs for latency in each), sum(cpu for _, cpu in runs) / len(dues)
 
     def closed_loop(self, clients: int, seconds: float) -> float:
         """Requests per second, without the first tenth of the time."""
         start = perf_counter() + _HEAD_START_S
         each = max(1, clients // self._workers)
-        ends = self._team.all("closed_loop", each, seconds, start, most=self._workers)
-        counted = [end for worker in ends for end in worker if seconds / 10 <= end < seconds]
-        return len(counted) / (0.9 * seconds)
+        runs = self._team.all("closed_loop", each, seconds, start, most=self._workers)
+        counted = sum(1 for ends in runs for end in ends if seconds / 10 <= end < seconds)
+        return counted / (0.9 * seconds)
 
     def measure(self, goal: Goal, rate: float) -> Point:
         """One open loop at ``rate``."""
-        dues = goal.dues(rate, max(LEAST_CALLS, round(rate * self.seconds)))
-        latencies = self.open_loop(dues, 2 * goal.slo + 0.2)
+        latencies, _ = self.open_loop(goal.dues(rate), 2 * goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 
 def turn(service: Service, trial: Trial, goal: Goal) -> None:
-    """Measure the trial around its centre, further up or down until its limit lies between two rates."""
+    """Measure the trial at the rate whose p99 is predicted, then around its limit until that lies between two rates."""
     service.build(trial.candidate)
-    points = [service.measure(goal, factor * trial.centre) for factor in FACTORS]
-    for _ in range(_MOST_STEPS if goal.rate is None else 0):
-        held = [point.p99 <= goal.slo for point in points]
-        if any(held) and not all(held):
-            break
-        rates = [point.rate for point in points]
-        points.append(service.measure(goal, max(rates) * _STEP if all(held) else min(rates) / _STEP))
-    trial.points += points
-    trial.figures.append(limit_of(points, goal.slo) if goal.rate is None else min(points[1].p99, _NEVER_S))
+    points = [service.measure(goal, trial.predicted.rate or trial.centre)]
+    trial.p99s.append(points[0].p99)
     if goal.rate is None:
-        trial.centre = trial.figure
+        points += [service.measure(goal, factor * trial.centre) for factor in FACTORS]
+        for _ in range(_MOST_STEPS):
+            held = [point.p99 <= goal.slo for point in points]
+            if any(held) and not all(held):
+                break
+            rates = [point.rate for point in points]
+            points.append(service.measure(goal, max(rates) * _STEP if all(held) else min(rates) / _STEP))
+        trial.centre = limit_of(points, goal.slo)
+    trial.points += points
+    trial.figures.append(trial.centre if goal.rate is None else min(points[0].p99, _NEVER_S))
 
 
 def limit_of(points: Sequence[Point], slo: float) -> float:
@@ -142,15 +133,27 @@ def limit_of(points: Sequence[Point], slo: float) -> float:
 # --- the verdict
 
 
-def judge(yours: Trial, others: Sequence[Trial], goal: Goal, disturbed: float) -> Verdict:
-    """Hold the best of the others against the file as it is, turn by turn; others took ``disturbed`` of the cores."""
-    best = max(others, key=lambda trial: goal.sign * trial.figure, default=yours)
-    logs = [goal.sign * math.log(one / other) for one, other in zip(best.figures, yours.figures, strict=False)]
+def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial, float, tuple[float, float]]:
+    """Hold the best of the others against the file as it is, turn by turn.
+
+    ``better`` or ``as good``, the best, and the factor of the gain with its 95 % interval.
+    """
+    best = best_of(others, goal)[0] if others else yours
+    logs = _ratios(best, yours, goal)
     low, high = interval_of(logs)
-    kind = "cannot tell" if disturbed > BUSY and high >= 0 else "as good"
-    kind = "better" if best is not yours and low > 0 else kind
+    kind = "better" if best is not yours and low > 0 else "as good"
     gain = statistics.mean(logs) if logs else 0.0
-    return Verdict(kind, best if kind != "as good" else yours, math.exp(gain), (math.exp(low), math.exp(high)))
+    return kind, best if kind == "better" else yours, math.exp(gain), (math.exp(low), math.exp(high))
+
+
+def best_of(trials: Sequence[Trial], goal: Goal) -> list[Trial]:
+    """Sorted by what was measured, the best first."""
+    return sorted(trials, key=lambda trial: -goal.sign * trial.figure)
+
+
+def _ratios(one: Trial, other: Trial, goal: Goal) -> list[float]:
+    """How much better one is, in logarithms, turn by turn."""
+    return [goal.sign * math.log(a / b) for a, b in zip(one.figures, other.figures, strict=False)]
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
@@ -168,19 +171,8 @@ def is_off(trials: Sequence[Trial], goal: Goal) -> str:
         if abs(error) > FAR_OFF:
             return f"the prediction of {trial.candidate} is {error:+.0%} off"
     for one, other in pairwise(trials):
-        low, high = interval_of([math.log(a / b) for a, b in zip(one.figures, other.figures, strict=False)])
-        is_more = one.predicted.figure(goal) > other.predicted.figure(goal)
-        if high < 0 if is_more else low > 0:
+        low, high = interval_of(_ratios(one, other, goal))
+        is_better = goal.sign * (one.predicted.figure(goal) - other.predicted.figure(goal)) > 0
+        if high < 0 if is_better else low > 0:
             return f"{one.candidate} and {other.candidate} come in another order than predicted"
     return ""
-
-
-def halve(service: Service, trials: list[Trial], goal: Goal, left: Callable[[], float]) -> list[Trial]:
-    """Successive halving: a turn for each, keep the better half, until two are left or the time is over."""
-    while len(trials) > 2 and left() > 0:
-        for trial in trials:
-            if left() > 0:
-                turn(service, trial, goal)
-        known = sorted((trial for trial in trials if trial.figures), key=lambda trial: -goal.sign * trial.figure)
-        trials = known[: max(2, len(known) // 2)]
-    return trials

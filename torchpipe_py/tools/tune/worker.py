@@ -13,11 +13,10 @@ from math import inf
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from socket import socketpair
-from time import perf_counter, process_time, sleep
+from time import perf_counter, process_time, sleep, thread_time
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
-from torchpipe_py.cores import RunDelay
 from torchpipe_py.errors import NoResult, TorchpipeError, describe, logger
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
@@ -59,6 +58,11 @@ class Team:
 
     def __len__(self) -> int:
         return len(self._channels)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes."""
+        return [process.pid for process in self._processes]
 
     def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
         """Have all, or the first ones, do the same at once; what each gives."""
@@ -107,12 +111,11 @@ def main(descriptor: int) -> None:
 class Captured:
     """What one run of all images showed.
 
-    ``visits`` counts those of each image, by node, ``limits`` are the batches of its instances, ``lone`` the seconds of
-    each image alone, ``failed`` why images have no result, by their number, ``gpu_bytes`` what the pipe takes on a GPU.
+    ``visits`` counts those of each image, by node, ``lone`` has the seconds of each image alone, ``failed`` says why
+    images have no result, by their number, ``gpu_bytes`` are what the pipe takes on a GPU.
     """
 
     visits: dict[str, list[int]]
-    limits: dict[str, tuple[int, int]]
     lone: list[float]
     failed: dict[int, str]
     gpu_bytes: int
@@ -161,12 +164,11 @@ class _Room:
             lone.append(perf_counter() - began)
             if why:
                 failed[image] = why
-        limits = {name: (node.min, node.max) for name, node in runtime.nodes.items()}
         used = max(0, free - _gpu_free())
         runtime.end(perf_counter() + _WAIT_S)
         for name, unit in units.items():
             self.items.setdefault(unit, watches[name].kept)
-        return Captured({name: watch.visits for name, watch in watches.items()}, limits, lone, failed, used)
+        return Captured({name: watch.visits for name, watch in watches.items()}, lone, failed, used)
 
     def _run_alone(self, runtime: Runtime, body: bytes) -> str:
         """One image; why it has no result, if it has none."""
@@ -190,11 +192,8 @@ class _Room:
 
     def measure(
         self, unit: str, threads: int, size: int, instances: int, seconds: float, start: float
-    ) -> tuple[list[tuple[list[Item], float]], float, float]:
-        """Instances run batches of ``size`` from ``start`` on: items and seconds of each.
-
-        Then the processor time of all, and the time that their threads waited for a core, which is in no batch's time.
-        """
+    ) -> tuple[list[tuple[list[Item], float]], float]:
+        """Instances run batches of ``size`` from ``start`` on: items and seconds of each; the processor time of all."""
         stands = self.nodes[unit, threads][:instances]
         batches = _batches(self.items[unit], size, stands[0].instance)
         sleep(max(0.0, start - perf_counter()))
@@ -206,7 +205,7 @@ class _Room:
         for run in runs:
             if isinstance(run, BaseException):
                 raise run
-        return [each for took, _ in runs for each in took], used, sum(delay for _, delay in runs)
+        return [each for run in runs for each in run], used
 
     def release(self) -> None:
         """End the nodes that ran alone."""
@@ -219,23 +218,19 @@ class _Room:
     # -- a pipe under load ----------------------------------------------------------------------------------------
 
     def build(self, config: Config, processes: int) -> list[Any]:
-        """Build the pipe, one of so many, and run all images; the first results, as JSON has them."""
+        """Build the pipe, one of so many, and run the first images; their results, as JSON has them."""
         if hasattr(self, "pipe"):
             self.pipe.close(_WAIT_S)
         self.pipe = pipe(plan_pipeline(self._tables(config), processes=processes))
-        results: list[Any] = []
-        for body in self.images:
-            self.pipe(data := {TASK_DATA_KEY: body})
-            if TASK_RESULT_KEY in data and len(results) < _COMPARED:
-                results.append(_comparable(data[TASK_RESULT_KEY]))
-        return results
+        self.pipe(items := [{TASK_DATA_KEY: body} for body in self.images[:_COMPARED]])
+        return [_comparable(data[TASK_RESULT_KEY]) for data in items if TASK_RESULT_KEY in data]
 
-    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, patience: float) -> list[float]:
+    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, patience: float) -> tuple[list[float], float]:
         """Send image ``number`` at ``start + due``; seconds from when each was due, infinite where it failed.
 
-        It is over ``patience`` seconds after the last one.
+        It is over ``patience`` seconds after the last one. Then the processor time that sending took.
         """
-        latencies, done = [inf] * len(dues), threading.Semaphore(0)
+        latencies, done, used = [inf] * len(dues), threading.Semaphore(0), thread_time()
 
         def send(index: int, number: int, due: float) -> None:
             def on_done(data: Any, error: BaseException | None) -> None:
@@ -251,13 +246,13 @@ class _Room:
         for index, (number, due) in enumerate(dues):
             sleep(max(0.0, start + due - perf_counter()))
             send(index, number, due)
-        end = perf_counter() + patience
+        used, end = thread_time() - used, perf_counter() + patience
         ended = next((at for at in range(len(dues)) if not done.acquire(timeout=max(0.0, end - perf_counter()))), None)
         counted = list(latencies)
         if ended is not None:  # NOTE: the next load starts from an idle pipe
             for _ in range(ended, len(dues)):
                 done.acquire(timeout=_WAIT_S)
-        return counted
+        return counted, used
 
     def closed_loop(self, clients: int, seconds: float, start: float) -> list[float]:
         """Clients that send when they are answered; when each answer came, in seconds since ``start``."""
@@ -314,18 +309,16 @@ class _Stand:
             except BaseException as error:
                 self.done.put(error)
 
-    def _run(self, batches: Sequence[Any], first: int, seconds: float) -> tuple[list[tuple[list[Item], float]], float]:
-        delay = RunDelay()
+    def _run(self, batches: Sequence[Any], first: int, seconds: float) -> list[tuple[list[Item], float]]:
         took: list[tuple[list[Item], float]] = []
-        start, end = delay.seconds(), perf_counter() + seconds
+        end = perf_counter() + seconds
         while len(took) < _LEAST_BATCHES or perf_counter() < end:
             names, originals = batches[(first + len(took)) % len(batches)]
             items = [dict(item) for item in originals]
-            waited, began = delay.seconds(), perf_counter()
+            began = perf_counter()
             run_padded(self.instance.backend, items)
-            passed = perf_counter() - began
-            took.append((names, max(1e-6, passed - (delay.seconds() - waited))))
-        return took, delay.seconds() - start
+            took.append((names, perf_counter() - began))
+        return took
 
 
 def _batches(items: Sequence[tuple[Item, Data]], size: int, instance: Instance) -> list[tuple[list[Item], list[Data]]]:
