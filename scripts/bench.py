@@ -43,6 +43,8 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
+    case = "demo, demo_nodes, detector, branch, or a file, as of torchpipe export (default: all of them)"
+    group.add_argument("--case", action="append", metavar="NAME", help=case)
     group = parser.add_argument_group("goodput")
     group.add_argument("--services", default=",".join(SERVICES[:4]), help="to measure (default: %(default)s)")
     group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton that serves benchmarks/triton")
