@@ -112,6 +112,18 @@ def test_clients_that_leave_now_and_then_show_nothing() -> None:
         assert judged(patience, window, left=2 if window % (Patience.WITHIN // 2) == 0 else 0) == math.inf
 
 
+def test_few_times_are_kept_while_nobody_judges_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are not checked at the door, such as frames of streams, lead to no judging."""
+    monkeypatch.setattr(Patience, "KEPT", 5)
+    patience = Patience()
+    for _ in range(9):
+        patience.left(0.05)
+    assert len(patience._left) == 5
+    for place in range(9):
+        assert patience.is_learning == (place < 5)
+        patience.answered(0.08)
+
+
 def test_a_known_patience_follows_those_that_leave_and_is_forgotten() -> None:
     patience = Patience()
     for window in range(Patience.WINDOWS):

@@ -172,6 +172,9 @@ class Patience:
     MARGIN = 0.85
     """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
+    KEPT = 50_000
+    """Most times that are kept: nothing empties them while all requests skip the check, as frames of streams do."""
+
     def __init__(self) -> None:
         self._seconds = math.inf
         self._left: list[float] = []
@@ -189,11 +192,12 @@ class Patience:
     @property
     def is_learning(self) -> bool:
         """Whether clients left lately, so that answers must be recorded too."""
-        return self.is_endless and bool(self._left)
+        return self.is_endless and bool(self._left) and len(self._answered) < self.KEPT
 
     def left(self, seconds: float) -> None:
         """Record that a client left after waiting ``seconds``; from any thread."""
-        self._left.append(seconds)
+        if len(self._left) < self.KEPT:
+            self._left.append(seconds)
 
     def answered(self, seconds: float) -> None:
         """Record that a client got its answer after ``seconds``; from any thread."""
