@@ -29,8 +29,8 @@ IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
 def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> list[Path]:
     """All files below ``folder`` with one of the ``suffixes``, in any case, in the order of their paths.
 
-    What is no file, a named pipe or a socket, is left out. Paths start with ``folder``. Raises ``OSError`` for a folder
-    that is none, cannot be read or holds no image; the message is complete and begins with the folder's path.
+    Named pipes, sockets and other non-files are left out. Paths start with ``folder``. Raises ``OSError`` if ``folder``
+    is not a folder, cannot be read or holds no image; the message is complete and begins with the folder's path.
     """
     if not os.path.isdir(folder):
         raise NotADirectoryError(f"{folder}: no such directory")
@@ -49,7 +49,7 @@ def label_of(path: PurePath, folder: PurePath) -> str:
 
 def _is_readable(path: Path) -> bool:
     """Whether it is a file, or a link to one that is not there: of a pipe or a device, reading would not end."""
-    # NOTE: os.path says no where pathlib raises, of a link to what may not be seen. Whoever reads it is told.
+    # NOTE: for a link to a forbidden place os.path returns false and pathlib raises. Reading it reports the error.
     return os.path.isfile(path) or not os.path.exists(path)
 
 

@@ -1,4 +1,4 @@
-"""The memory that decoding takes in a process."""
+"""Limits the memory that decoding uses in a process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchpipe_py.errors import DeadlineExceeded
 logger = logging.getLogger("torchpipe_py")
 
 SMALL = 2**22
-"""Bytes. What takes no more is not counted: as many of them are under way as there are threads that decode."""
+"""Bytes. Smaller amounts are not counted: there are no more of them than decoding threads."""
 
 LONG = 1.0
-"""Seconds; who has waited longer says so in the log."""
+"""Seconds after which a wait is logged."""
 
 
 class Waiter(Protocol):
@@ -44,11 +44,11 @@ def waiting() -> AbstractContextManager[None]:
 
 
 class DecodingMemory:
-    """Counts the bytes that decoders of a process have under way; who would exceed the limit waits for the others.
+    """Counts the bytes in use by decoders of a process; a decoder that would exceed the limit waits for the others.
 
-    Large images have the limit, and the others half of it beside them, so that none waits for a large one; where no
-    large one is wanted, the others have all of it. Each kind comes in the order in which it asked. Nobody asks for more
-    while it holds some, so nobody waits for ever; and where none of its kind is under way, any one may be.
+    Large images may use the limit, and the others half of it in addition, so that they never wait for a large one; if
+    no large one is requested, the others may use all of it. Each kind is served in order of arrival. No thread requests
+    more while it holds some, so none waits forever; and if none of its kind is in use, any size is admitted.
     """
 
     def __init__(self) -> None:

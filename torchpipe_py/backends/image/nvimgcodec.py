@@ -162,7 +162,7 @@ class NvImageCodec:
 
         The library's is safe as it is: the next call decodes in the order of the stream, after these copies.
         """
-        # NOTE: no tensor that is not needed: as it goes, PyTorch hands Python's lock to whoever waits for it.
+        # NOTE: create no unneeded tensor: freeing one makes PyTorch release the GIL to other threads.
         tensors = [target.tensor(self._as_tensor, self._device) for target in targets]
         if len({tensor.shape for tensor in tensors}) == 1:
             copies: Sequence[Any] = self._stack(tensors).split(1)

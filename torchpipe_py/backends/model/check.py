@@ -1,4 +1,4 @@
-"""Whether a model fits the batches it is to take: bounds of its inputs, rows of its outputs, and a trial of a batch."""
+"""Checks that a model fits its batches: bounds of its inputs, rows of its outputs, and a trial of a batch."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ _ALONE = "; or set max = 1: an item that runs alone is given the outputs whole, 
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a model's outputs belongs to an item: its row of each.
+    """Assigns parts of a model's outputs to items: the item's row of each output.
 
-    Where ``is_whole``, batches have one item, and outputs of any shape are that item's. ``advice`` says what to do
-    about an output that has not a row for each item.
+    If ``is_whole``, batches have one item, and outputs of any shape belong to it. ``advice`` says what to do about an
+    output that lacks a row for each item.
     """
 
     is_whole: bool = False
@@ -126,7 +126,7 @@ class Layout:
                 )
 
     def problem(self, outputs: Sequence[Any], names: Sequence[str], size: int) -> str:
-        """What is wrong where ``outputs`` have not a row for each of ``size`` items; else empty."""
+        """The problem if ``outputs`` lack a row for each of ``size`` items; else an empty string."""
         for index, output in enumerate(() if self.is_whole else outputs):
             if output.ndim == 0 or len(output) != size:
                 items = f"{size} items" if size > 1 else "one item"
@@ -135,12 +135,12 @@ class Layout:
         return ""
 
     def check(self, outputs: Sequence[Any], names: Sequence[str], size: int) -> None:
-        """``ValueError`` where an output has not a row for each of ``size`` items."""
+        """Raise ``ValueError`` if an output lacks a row for each of ``size`` items."""
         if problem := self.problem(outputs, names, size):
             raise ValueError(problem)
 
     def first(self, outputs: Sequence[Any], count: int) -> list[Any]:
-        """What belongs to the first ``count`` items; others fill the batch up."""
+        """The outputs of the first ``count`` items; the others are padding."""
         return list(outputs) if self.is_whole else [output[:count] for output in outputs]
 
     def of_items(self, outputs: Sequence[Any]) -> list[Any]:
@@ -154,12 +154,12 @@ ROWS = Layout()
 
 
 def layout_of(most: int, needs_rows: bool) -> Layout:
-    """Of a model in batches of up to ``most``; ``needs_rows``: what takes its outputs takes nothing but rows."""
+    """The layout for batches of up to ``most``; ``needs_rows``: the consumer of the outputs accepts only rows."""
     return Layout(advice=_RESHAPES + _ALONE) if most > 1 else Layout(is_whole=not needs_rows)
 
 
 def names_of(names: Sequence[str], count: int) -> list[str]:
-    """``names``, or numbers where a model does not say what its ``count`` outputs are called."""
+    """``names``, or numbers if a model does not name its ``count`` outputs."""
     return list(names) if len(names) == count else [str(index) for index in range(count)]
 
 
@@ -220,10 +220,10 @@ class BatchCheck:
         self._problem = ""
 
     def require(self, run: Run, inputs: Sequence[TensorSpec], outputs: Sequence[str], least: int, most: int) -> bool:
-        """``ConfigError`` where items of batches of ``least`` to ``most`` mix, or get no rows of their own.
+        """Raise ``ConfigError`` if items in batches of ``least`` to ``most`` mix, or do not get separate rows.
 
-        ``inputs`` have no dimension that is open but the batch. ``outputs`` are named as far as the model names them.
-        False where the model takes no such inputs, and others may be tried.
+        Only the batch dimension of ``inputs`` may be open. ``outputs`` are the names, as far as the model has them.
+        Returns false if the model does not accept such inputs, and others may be tried.
         """
         with self._lock:
             if self._tries_left:

@@ -157,7 +157,7 @@ class Staging:
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
-    """A CPU tensor's memory as an array; of 16-bit integers for bfloat16, which NumPy has not."""
+    """A CPU tensor's memory as an array; bfloat16, which NumPy lacks, becomes 16-bit integers."""
     import torch
 
     array: np.ndarray = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
@@ -262,7 +262,7 @@ def batch_sizes(least: int, most: int) -> list[int]:
 
 
 def finish_of(postprocessor: Any) -> Infer | None:
-    """The part of a postprocessor that runs on the GPU; a subclass that has only ``forward`` of its own has none."""
+    """The GPU part of a postprocessor; ``None`` for a subclass that overrides only ``forward``."""
     for cls in type(postprocessor).__mro__:
         if "on_device" in vars(cls):
             finish: Infer = postprocessor.on_device

@@ -1,4 +1,4 @@
-"""From a request's ``data`` to the inputs of a model."""
+"""Converts a request's ``data`` to the inputs of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchpipe_py.keys import TASK_DATA_KEY
 def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     """The inputs of one request, in the model's order: ``data`` itself, or a list of them, or a dict by their names.
 
-    ``InvalidRequest`` where they are not the model's ``inputs``, which are empty where the model does not say them.
+    Raises ``InvalidRequest`` if they do not match the model's ``inputs``, which are empty if the model declares none.
     """
     data = item[TASK_DATA_KEY]
     if hasattr(data, "dtype"):  # a tensor or an array: most are, and the other questions take longer
@@ -133,7 +133,7 @@ def _can_cast(given: np.dtype, wanted: np.dtype) -> bool:
 
 
 def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
-    """``to_numpy``; ``InvalidRequest`` for what is no tensor."""
+    """``to_numpy``; ``InvalidRequest`` if ``value`` is not a tensor."""
     try:
         return to_numpy(value)
     except AttributeError:
@@ -141,8 +141,8 @@ def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor as an array on the host, which may share its memory; as ``float32`` where NumPy has not its dtype."""
-    # NOTE: PyTorch gives up the GIL in each of its functions, and most tensors need only the last.
+    """A tensor as an array on the host, which may share its memory; as ``float32`` if NumPy lacks its dtype."""
+    # NOTE: PyTorch releases the GIL in each of its functions, and most tensors need only the last.
     if not tensor.is_cpu or tensor.requires_grad:
         tensor = tensor.detach().cpu()
     try:
@@ -181,7 +181,7 @@ class InputSpec:
         return shape
 
     def _check_integers(self, value: Any) -> None:
-        """``InvalidRequest`` for numbers that are none of this input's integers."""
+        """Raise ``InvalidRequest`` for numbers that this input's integer type cannot hold."""
         dtype = np.dtype(str(self.dtype).removeprefix("torch."))
         if isinstance(value, np.ndarray):
             check_numbers(value, dtype, self.name)

@@ -31,7 +31,7 @@ def model_bytes(file: ModelFile, mean: Sequence[float], std: Sequence[float]) ->
 
 
 def no_layer(name: str, names: Iterable[str], is_secret: bool) -> ConfigError:
-    """That there is no layer ``name``; the nearest one, unless the names are not to be told."""
+    """The error for an unknown layer ``name``; it suggests the nearest one, unless the names are secret."""
     return ConfigError(f"precision::fp32: no layer {name!r}; {UNSAID if is_secret else nearest(name, names)}")
 
 
@@ -41,7 +41,7 @@ _KEEPS_SIGN = frozenset(
         *("Flatten", "Reshape", "Squeeze", "Unsqueeze", "Transpose"),
     }
 )
-"""Operators that give nothing below 0 where their first input has nothing below 0."""
+"""Operators whose output has no values below 0 if their first input has none."""
 
 
 def unsigned_model(content: bytes) -> bytes:
@@ -126,12 +126,12 @@ def _load(file: ModelFile) -> Any:
 
 
 def missing_weights(file: ModelFile) -> str:
-    """What is wrong where weights of a plain model should lie beside it and do not; else an empty string."""
+    """The problem if external weights of a plain model are missing; else an empty string."""
     import onnx
 
     try:
         names = () if file.has_key else outside_files(onnx.load(file.path, load_external_data=False))
-    except Exception:  # it is no model
+    except Exception:  # it is not a model
         return ""
     folder = os.path.dirname(file.path)
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]

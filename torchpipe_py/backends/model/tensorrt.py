@@ -213,10 +213,10 @@ class TensorrtTensor(CudaModel):
         return context
 
     def _new_context(self) -> Any:
-        """One that shares the scratch memory of all, as an instance runs one batch at a time.
+        """A context that shares scratch memory with the others, as an instance runs one batch at a time.
 
-        A version-compatible one has its own: how it is given another's differs between the version that built it and
-        this one.
+        A version-compatible engine's context has its own memory: the call to set it differs between the version that
+        built the engine and this one.
         """
         if self.version_compatible:
             return self._engine.create_execution_context()

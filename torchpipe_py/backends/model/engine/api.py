@@ -44,9 +44,9 @@ MODULES = ("tensorrt", "tensorrt_lean", "tensorrt_lean_bindings")  # the last is
 
 
 def load_tensorrt() -> Any:
-    """TensorRT, or its lean runtime where that alone is installed.
+    """Import TensorRT, or its lean runtime if only that is installed.
 
-    ``BackendUnavailable`` where both are missing, and where what there is is broken or older than 8.6.
+    Raises ``BackendUnavailable`` if both are missing, or if the installed one is broken or older than 8.6.
     """
     for name in MODULES:
         try:
@@ -189,10 +189,10 @@ def new_context(trt: Any, engine: Any, memory: int, size: int) -> Any:
 
 
 class Messages:
-    """TensorRT's one logger of this process: warnings and worse go to ``logging``, errors are kept for exceptions.
+    """TensorRT's only logger in this process: warnings and worse go to ``logging``, errors are kept for exceptions.
 
-    From ``keep_secret`` on only that there was one: its words may name layers of an encrypted model, of whichever
-    thread.
+    After ``keep_secret`` it reports only that there was a message: the text may name layers of an encrypted model, and
+    may come from any thread.
     """
 
     def __init__(self, trt: Any) -> None:
@@ -223,12 +223,12 @@ class Messages:
         self.logger = Logger()
 
     def keep_secret(self) -> None:
-        """From now on, for good."""
+        """Hide the text of all messages from now on, permanently."""
         self._is_secret = True
 
     @contextmanager
     def collected(self) -> Iterator[deque[str]]:
-        """The errors TensorRT reports inside; one thread at a time, since it does not say whose they are."""
+        """A context that collects TensorRT's errors; one thread at a time, since they do not name their thread."""
         with self.lock:
             self._errors.clear()
             yield self._errors

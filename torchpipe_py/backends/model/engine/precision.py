@@ -115,7 +115,7 @@ def _telling(content: bytes) -> bytes:
 
 
 def _beyond_fp16(content: bytes, tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """The nodes that take or give numbers which fp16 has not."""
+    """The nodes with inputs or outputs that fp16 cannot represent."""
     import onnx
 
     wide = {name for name, values in tensors.items() if values.size and not np.abs(values).max() <= LARGEST}
@@ -175,7 +175,7 @@ class Layer(NamedTuple):
 
 
 def multiplying_layers(trt: Any, engine: Any, shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
-    """The convolutions and matrix products of an engine, those whose precision TensorRT tells.
+    """The convolutions and matrix products of an engine for which TensorRT reports the precision.
 
     ``shapes`` are those of the inputs, batch included: tensors have a format for known shapes only. The engine must
     have been built with ``ProfilingVerbosity.DETAILED``.
@@ -219,7 +219,7 @@ def _named(patterns: Mapping[str, str], text: str) -> str:
 
 
 def strays(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) -> list[Layer]:
-    """Those that run otherwise: neither in ``precision``, nor in a quantised model's int8, nor in fp32 as named."""
+    """The layers in another precision: not ``precision``, nor a quantised model's int8, nor fp32 by ``fp32_layers``."""
 
     def is_kept(layer: Layer) -> bool:
         nodes = re.split(r"[\s()\[\]{},+]+", layer.made_of)
@@ -229,7 +229,7 @@ def strays(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) 
 
 
 def is_ignored(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) -> bool:
-    """Whether all layers that are free to run in ``precision`` run otherwise."""
+    """Whether all layers that may run in ``precision`` use another one."""
     taken = {precision, "int8"}.intersection(layer.precision for layer in layers)
     return not taken and bool(strays(layers, precision, fp32_layers))
 
