@@ -1,6 +1,6 @@
-"""Encoded images to Mats, by OpenCV, which sees what a check of their headers lets through.
+"""Decodes images to Mats with OpenCV, after a check of their headers.
 
-A decoder allocates what a header declares.
+The check comes first because a decoder allocates the size that a header declares.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TAS
 from torchpipe_py.values import Value, to_strings
 
 FORMATS = ("jpeg", "png", "webp", "bmp")
-"""Those that are read unless a configuration names others."""
+"""The default formats."""
 
 
 def is_large(pixels: int, max_pixels: int) -> bool:
-    """Whether an image may take seconds where others take milliseconds."""
+    """Whether an image may take seconds while others take milliseconds."""
     return 4 * pixels > max_pixels
 
 
@@ -62,7 +62,7 @@ def to_formats(value: Value) -> tuple[str, ...]:
 
 
 class HeaderCheck:
-    """Reads headers, and refuses images by them: what is not of ``formats``, or has more than ``max_pixels``."""
+    """Reads headers, and refuses images that are not of ``formats`` or have more than ``max_pixels``."""
 
     def __init__(self, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
         self._formats, self.max_pixels = tuple(formats), max_pixels
@@ -101,7 +101,7 @@ def declared_size(data: object) -> ImageHeader | None:
 
 
 def _hint(data: Bytes) -> str:
-    """What bytes may be that are not read here, and what to do with them."""
+    """The probable kind of unsupported bytes, and what to do with them."""
     known = _BY_START.get(bytes(data[:2]))
     if known:
         return f"; they look like {_shown(known)}, which DecodeMat reads where its 'formats' name it"

@@ -1,4 +1,4 @@
-"""Headers of image files: their size, and what decoding them may take. JPEG's are in ``jpeg``."""
+"""Reads headers of image files: their size, and the memory that decoding may need. For JPEG see ``jpeg``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchpipe_py.errors import DecodeError, counted
 Bytes = bytes | bytearray | memoryview
 
 Span = tuple[int, int]
-"""Where bytes start and end."""
+"""Start and end of a range of bytes."""
 
 
 class ImageHeader:

@@ -1,4 +1,4 @@
-"""Where pixels go: sizes, boxes and corners as numbers, checked where the dict of a request names them."""
+"""Computes where pixels go: sizes, boxes and corners; checks the values in a request's dict."""
 
 from __future__ import annotations
 

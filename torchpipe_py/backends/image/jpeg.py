@@ -1,4 +1,4 @@
-"""What is read of JPEG files (ITU-T T.81, annex B): their headers, as libjpeg finds them, and whether all is plain."""
+"""Reads JPEG headers (ITU-T T.81, annex B) as libjpeg does, and checks whole files for the GPU's engines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _PIECE = 2**18  # bytes that are searched in one call, which holds the GIL
 
 
 class JpegHeader(ImageHeader):
-    """What comes before the image data.
+    """The header of a JPEG: everything before the image data.
 
     ``channels`` are its color components, ``frame`` is the marker of the frame header. ``transform`` is Adobe's
     (1: YCbCr). ``is_tight``: there is nothing between the segments. ``data_start`` is where the first scan's bytes
@@ -83,7 +83,7 @@ class JpegHeader(ImageHeader):
                 break
             if marker in _FRAMES:
                 if self.frame:
-                    # NOTE: whose size would count, one decoder says so and another so.
+                    # NOTE: decoders disagree about which frame header's size counts.
                     raise DecodeError("JPEG: it has two frame headers")
                 if _FRAMES[marker] or first != 8:
                     what = f"a frame of type SOF{marker - 0xC0} ({_FRAMES[marker] or f'{first} bits'})"

@@ -1,4 +1,4 @@
-"""Resizing Tensors: which pixels of a row make a pixel of the resized one, and how much of each."""
+"""Resizes Tensors: computes which input pixels, with which weights, form each output pixel of a row."""
 
 from __future__ import annotations
 
