@@ -208,9 +208,14 @@ class RpcServer:
 
     def _enter(self, call: _Call, context: Any) -> bool:
         """Whether there is room for the call; it takes room until all of its answer is sent."""
-        if len(self._calls) >= self.options.max_connections:
-            most = counted(self.options.max_connections, "call")
-            call.done(Overloaded(f"more than {most} at a time (--max-connections)", retry_after_ms=1000))
+        most = self.options.max_connections
+        is_full = len(self._calls) >= most
+        if call.rpc.is_watch:
+            # NOTE: it lasts as long as its client likes; half of the room is left to calls that end.
+            is_full |= 2 * sum(other.rpc.is_watch for other in self._calls) >= most
+        if is_full:
+            text = f"more than {counted(most, 'call')} at a time, or half of them watches (--max-connections)"
+            call.done(Overloaded(text, retry_after_ms=1000))
             return False
         self._calls.add(call)
         call.peer = context.peer

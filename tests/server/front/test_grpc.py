@@ -205,6 +205,17 @@ def test_more_calls_than_allowed_are_refused_with_a_time_to_come_again() -> None
         assert method(one)(GOOD, timeout=WAIT)
 
 
+def test_watches_leave_half_of_the_room_to_others() -> None:
+    with steered(grpc_port=0, max_connections=2) as server, channel(server.grpc_port) as one:
+        watch = "/grpc.health.v1.Health/Watch"
+        held = one.unary_stream(watch)(b"", timeout=WAIT)
+        assert next(held) == b"\x08\x01"
+        with channel(server.grpc_port) as other:
+            assert code_of(lambda: next(other.unary_stream(watch)(b"", timeout=WAIT)))[0] == "RESOURCE_EXHAUSTED"
+            assert method(other)(GOOD, timeout=WAIT)
+        held.cancel()
+
+
 def test_a_stream_answers_each_request_in_its_order() -> None:
     asked = [Asked(b"abc"), Asked(b"raise"), Asked(b"none"), *[Asked(str(n).encode()) for n in range(40)]]
     with steered(grpc_port=0) as server, channel(server.grpc_port) as on:
