@@ -31,6 +31,7 @@ logger = logging.getLogger("torchpipe_server")
 
 MOST_AHEAD = 16  # requests of a stream that are in work, or whose answers wait for the client
 TICK_SECONDS = 0.5
+MOST_WATCHED = 4096  # bytes of a message that is kept, and read at each tick
 PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # of a connection whose client may be gone without a word
 CLIENT_PROBE_MS = 10_000  # a client that asks more often whether the service is there, is sent away
 
@@ -60,6 +61,8 @@ class _Call:
                 raise InvalidRequest("the call has no message")
             self.hold(len(data))
             if self.rpc.is_watch:
+                if len(data) > MOST_WATCHED:
+                    raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {MOST_WATCHED}")
                 self.message = data
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)

@@ -133,6 +133,8 @@ def test_who_watches_the_health_is_told_of_each_change(monkeypatch: pytest.Monke
             assert next(told) == not_serving
         assert next(told) == serving_
         assert code_of(lambda: next(watch(b"\xff", timeout=WAIT)))[0] == "INVALID_ARGUMENT"
+        long = code_of(lambda: next(watch(b"\n\x88\x27" + b"x" * 5000, timeout=WAIT)))
+        assert long == ("INVALID_ARGUMENT", "5003 bytes to watch; the limit is 4096")
         told.cancel()
         eventually(lambda: len(server.rpc._calls) == 1, "a watch whose client is gone takes room")
         told = watch(b"", timeout=WAIT)
@@ -141,7 +143,7 @@ def test_who_watches_the_health_is_told_of_each_change(monkeypatch: pytest.Monke
         for each in (told, of_unknown):
             assert next(each) == not_serving
             assert code_of(lambda each=each: next(each)) == ("UNAVAILABLE", "the service is ending: watch again")
-        assert server.server.counters.summary()["by_method"]["gRPC Watch"] == {"ok": 3, "invalid_request": 1}
+        assert server.server.counters.summary()["by_method"]["gRPC Watch"] == {"ok": 3, "invalid_request": 2}
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
