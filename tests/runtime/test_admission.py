@@ -106,6 +106,15 @@ def test_patience_is_learnt_from_those_that_left_and_those_that_waited_as_long()
     assert not patience.is_learning
 
 
+@pytest.mark.parametrize(("priority", "learns"), [(0, True), (1, False)])
+def test_requests_of_low_priority_show_no_patience(priority: int, learns: bool) -> None:
+    with pipe({"backend": "Identity"}) as run:
+        run.limit_delays(None)
+        assert run._runtime.door.patience is not None
+        run.dispatch({"data": 1, "priority": priority}, lambda data, error: None).client_left()
+        assert run._runtime.door.patience.is_learning == learns
+
+
 def test_clients_that_leave_now_and_then_show_nothing() -> None:
     patience = Patience()
     for window in range(6 * Patience.WITHIN):

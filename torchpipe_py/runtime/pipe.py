@@ -505,8 +505,13 @@ class Ticket:
         return note
 
     def _patience(self) -> Patience | None:
-        """The estimate that records how long its client waits; ``None`` once the client left."""
-        return self._runtime.door.patience if self._request.deadline is None and self._since else None
+        """The estimate that records how long its client waits; ``None`` once the client left.
+
+        ``None`` too with a deadline or low priority: such requests are not refused by it, nor do they empty it.
+        """
+        request = self._request
+        is_recorded = request.deadline is None and not request.priority and self._since
+        return self._runtime.door.patience if is_recorded else None
 
 
 def _has_own_code(node: Node) -> bool:
