@@ -82,6 +82,19 @@ def test_batches_stay_short_for_the_next_normal_request() -> None:
     assert len(queue.take(8, 2.0, True, times=times) or ()) == 4, "10 ms, which the next one may have to wait"
 
 
+def test_batches_do_not_stay_long_as_only_long_ones_ran() -> None:
+    times, queue, now = ComputeTimes(), BatchQueue(0.0, lambda data: None), 2.0
+    sizes = []
+    times.add(64, 0.640, now)
+    for _ in range(500):
+        queue.add(waiting("low", 1, now))
+    for _ in range(5):
+        queue.add(waiting("normal", 0, now))
+        sizes.append(len(queue.take(64, now, True, times=times) or ()))
+        times.add(sizes[-1], 0.010 * sizes[-1], now)
+    assert (sizes[0], max(sizes) <= 4) == (1, True)
+
+
 def test_a_queue_lets_one_in_that_has_waited_long() -> None:
     queue = RequestQueue()
     now = perf_counter()

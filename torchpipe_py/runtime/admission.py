@@ -72,15 +72,19 @@ class ComputeTimes:
                     return means[near]
         return 0.0
 
+    def known(self, size: int, now: float) -> float | None:
+        """How long batches of that size took; ``None`` if none ran within the last ``REMEMBERED`` seconds."""
+        place = size.bit_length()
+        return self._means[place] if now - self._at[place] <= REMEMBERED else None
+
     def fitting(self, size: int, seconds: float, now: float) -> int:
         """The largest batch size, from 1 to ``size``, that takes no longer than ``seconds``.
 
         Times count for ``REMEMBERED`` seconds here, so that a batch that is too large is not tried every second.
         """
         while size > 1:
-            place = size.bit_length()
-            is_known = now - self._at[place] <= REMEMBERED
-            if (self._means[place] if is_known else self.expected(size, now)) <= seconds:
+            known = self.known(size, now)
+            if (self.expected(size, now) if known is None else known) <= seconds:
                 break
             size = (size + 1) // 2
         return size

@@ -107,7 +107,8 @@ class BatchQueue:
             if bucket[size - 1].priority:
                 normal = _normal(bucket, size)
                 if now - self._normal_at < RequestQueue.AGING:
-                    seconds = 2 * times.expected(max(1, normal), now)
+                    # NOTE: unknown is not filled up: by larger batches alone each would be as large for ever.
+                    seconds = 2 * (times.known(max(1, normal), now) or 0.0)
                     if not normal:
                         seconds = max(LOW_SECONDS, seconds)
                     size = max(1, normal, times.fitting(size, seconds, now))
