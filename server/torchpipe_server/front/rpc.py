@@ -237,6 +237,7 @@ class RpcServer:
                 data = await context.read()
                 call.reading = None
                 call.begin(data, context)
+                del data  # NOTE: what grpc keeps of an error, until garbage is collected, has this frame
             except asyncio.CancelledError:
                 if call.reading is not None:
                     raise  # its client is gone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import signal
@@ -10,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -103,6 +105,18 @@ def test_a_wrong_message_is_refused(server: LocalServer, data: bytes, status: st
         assert (found, said in text) == (status, True), text
         answer = Answer.FromString(method(on)(GOOD, timeout=WAIT))
         assert answer.raw_output_contents == [struct.pack("<I", 3) + b"abc"]
+
+
+def test_a_refused_message_is_let_go_at_once(server: LocalServer) -> None:
+    refused = Request(model_name="let go").SerializeToString()
+    gc.disable()
+    try:
+        with channel(server.grpc_port) as on:
+            assert code_of(lambda: method(on)(refused, timeout=WAIT))[0] == "NOT_FOUND"
+        frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
+        assert [each for each in frames if each.f_locals.get("data") == refused] == []
+    finally:
+        gc.enable()
 
 
 def test_what_grpc_offers_besides(server: LocalServer) -> None:
