@@ -128,8 +128,9 @@ class Options:
 
     @property
     def elsewhere(self) -> dict[str, str]:
-        """The same for each of them."""
-        return dict.fromkeys(MONITORING_PATHS, self.monitoring)
+        """Hints for paths that --port does not serve; ``*`` stands for anything."""
+        models = "models are loaded and unloaded on --http-port, or here with --repository-control"
+        return {**dict.fromkeys(MONITORING_PATHS, self.monitoring), "/v2/repository/models/*": models}
 
     @property
     def slow_seconds(self) -> float | None:

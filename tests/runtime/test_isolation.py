@@ -81,6 +81,22 @@ def test_one_bad_item_fails_alone(register: Register, earlier: str, position: in
         }
 
 
+class Alone(Eight):
+    """Fails for more than one item."""
+
+    def forward(self, items: list[Data]) -> None:
+        if len(items) > 1:
+            raise ValueError(f"{len(items)} items")
+        super().forward(items)
+
+
+def test_a_backend_that_takes_no_batches_is_named_once(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+    items: list[Data] = [{"data": number} for number in range(4)]
+    assert errors_of_one_batch(register, {"backend": register(Alone)}, items) == [None] * 4
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "a batch of 4 failed, and each of its items ran alone: ValueError: 4 items" in record.getMessage()
+
+
 @pytest.mark.parametrize("middle", ["close", "cancel"])
 def test_every_request_completes_exactly_once(register: Register, middle: str) -> None:
     """Good, bad, late, cancelled ones, and a close in the middle of them: one call back each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
 from torchpipe_py.errors import nearest
@@ -78,7 +79,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """Which route a request takes; ``elsewhere`` has hints for paths that another port serves."""
+    """Which route a request takes; ``elsewhere`` has hints for paths, perhaps with ``*``, of another port."""
 
     def __init__(self, routes: Sequence[Route], elsewhere: Mapping[str, str] | None = None) -> None:
         self._routes, self._elsewhere = routes, elsewhere or {}
@@ -111,7 +112,7 @@ class Routes:
                 allowed.add(route.verb)
         path = request.path[:80]
         if not allowed:
-            elsewhere = self._elsewhere.get(path, "")
+            elsewhere = next((hint for known, hint in self._elsewhere.items() if fnmatchcase(path, known)), "")
             raise RouteError(f"no {path}; {elsewhere}{elsewhere and '; '}{nearest(path, self._near(path))}")
         verbs = sorted(allowed | {"HEAD"} if "GET" in allowed else allowed)
         raise RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)

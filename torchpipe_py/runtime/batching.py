@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
+from torchpipe_py.errors import describe, logger
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.admission import ComputeTimes
 from torchpipe_py.runtime.idle import Leadership
@@ -167,6 +168,7 @@ class BatchingNode(Node):
         self._batches = BatchQueue(timeout, lambda data: instances[0].backend.batch_key(data))
         self.idle: Leadership = Leadership(self._queue.normal, self._queue.low, self._batches)
         self._source: Source | None = None
+        self._has_warned = False
         self.dues: Sequence[Due] = ()
 
     def draw_from(self, source: Source) -> None:
@@ -315,6 +317,7 @@ class BatchingNode(Node):
         except BaseException as error:
             if len(requests) == 1:
                 return {requests[0]: error}
+            problem = describe(error)
         # If a batch raised, run each item alone from its original dict, so that only the bad ones fail.
         errors = {}
         for request, before in zip(requests, saved, strict=True):
@@ -327,4 +330,11 @@ class BatchingNode(Node):
                 run_padded(instance.backend, [request.data])
             except BaseException as error:
                 errors[request] = error
+        if not errors and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "node %r: %s: a batch of %d failed, and each of its items ran alone: %s (logged once; a backend that "
+                "takes no batches needs max = 1)",
+                *(self.name, self.label, len(requests), problem),
+            )
         return errors

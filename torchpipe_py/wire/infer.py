@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from torchpipe_py.errors import DecodeError, InvalidRequest
+from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
 from torchpipe_py.wire.json_values import NUMBER_BYTES, inputs_from, json_line, label_line, parse_json, to_json
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, output_of, size_of
@@ -122,8 +122,8 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
 def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked:
     for name in options:
         if name not in _OPTIONS:
-            known = ", ".join(_OPTIONS)
-            raise InvalidRequest(f"unknown parameter {name[:40]!r}; the parameters are {known}; {_FIELDS}")
+            known = nearest(name, (*_OPTIONS, "timing"))
+            raise InvalidRequest(f"unknown parameter {name[:40]!r}; {known}; {_FIELDS}")
     outputs = options.get("outputs") or "result"
     keys = [key.strip() for key in outputs.split(",")] if isinstance(outputs, str) else outputs
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):

@@ -60,7 +60,8 @@ def test_versions_of_a_folder(tmp_path: Path) -> None:
         with Client(server.port) as client:
             assert client.call("infer", request=request).outputs["result"].text == "c"
         assert server.run.stats()["nodes"]["b/2/node"]["requests"] == 2
-        assert ask(server.port, b"x", "/v2/repository/models/a/unload")[0] == 404, "the monitoring port does that"
+        status, said = ask(server.port, b"x", "/v2/repository/models/a/unload")
+        assert (status, "loaded and unloaded on --http-port" in said["error"]) == (404, True)
 
 
 def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> None:

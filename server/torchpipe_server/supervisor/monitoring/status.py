@@ -164,6 +164,8 @@ class StatusServer:
         if isinstance(error, RouteError):
             if self._refuses(request):
                 return _FOREIGN
+            if error.allowed and path.startswith("/v2/repository"):
+                return _text(405, str(error))
             hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
             return _text(404, f"no {path}; {hint}")
         if code_of(error) == "internal":
