@@ -2,7 +2,7 @@
 # What must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
 #   bash scripts/test.sh [slow | pytest arguments]
 # Without arguments all tests run but the slow ones, in six processes and beside mypy: most of the time they wait.
-# `slow` runs those alone: the examples of the pages, a service under faults, a compiler. With a folder or -k add
+# `slow` runs those alone: examples of the pages, a service under faults, whole runs of tools, a compiler. With a folder or -k add
 # -n 6 --dist worksteal for the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -83,6 +83,7 @@ def ends_well(process: subprocess.Popen[str]) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_the_service(folder: Path) -> None:
     config = folder / "my.toml"
     config.write_text('[node]\nbackend = "S[DecodeMat,Process[Identity]]"\n')
@@ -113,6 +114,7 @@ class Own(ItemBackend):
     assert ends_well(start(tmp_path, *command)).startswith("serving")
 
 
+@pytest.mark.slow
 @SAFE_PATH
 def test_training_workers(folder: Path) -> None:
     image = ROOT / "configs/demo/images/ring_00.jpg"

@@ -60,6 +60,7 @@ def test_it_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path, ca
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
+@pytest.mark.slow
 def test_two_processes(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one, and another of rank 1."""
     (folder / "val" / "red" / "01.jpg").write_bytes(b"no image")

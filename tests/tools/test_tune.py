@@ -418,6 +418,7 @@ def test_with_a_busy_neighbour_it_cannot_tell(
     assert not (folder / "ok.tuned.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_whole_run_reports_what_it_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -445,6 +446,7 @@ def test_a_whole_run_reports_what_it_measured(
         assert plan_pipeline(tuned).plans["n"].label == "DecodeMat"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["profile", "calibrate", "verify"])
 def test_ctrl_c_gives_what_is_known(phase: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others_take(0.0, monkeypatch)
