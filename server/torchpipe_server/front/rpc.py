@@ -316,17 +316,17 @@ class RpcServer:
 
     async def _serve_watch(self, rpc: Rpc, context: Any) -> None:
         """Only the first answer is counted, and only that can be an error."""
-        watch, sent = _Call(self, rpc), b""
+        watch, sent, was_ending = _Call(self, rpc), b"", self.is_ending
         data = await self._serve_one(watch, context)
         while True:
             if data != sent:
                 watch.answered = monotonic()
                 await context.write(data)
                 sent, watch.answered = data, 0.0
-            if self.is_ending:
+            if was_ending:  # NOTE: not before an answer that says so
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is ending: watch again")
             await asyncio.wait({self._draining}, timeout=TICK_SECONDS)
-            call = _Call(self, rpc)
+            call, was_ending = _Call(self, rpc), self.is_ending
             call.begin(watch.message, context)
             answer = await call.future
             call.over()
