@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What must hold: lint, format, types, tests. Makes .venv first (VENV names another) where there is none.
-#   bash scripts/test.sh [slow | pytest arguments]
+#   bash scripts/test.sh [slow] [pytest arguments]
 # Without arguments all tests run but the slow ones, in six processes and beside mypy: most of the time they wait.
 # `slow` runs those alone: examples of the pages, a service under faults, whole runs of tools, a compiler. With a folder or -k add
 # -n 6 --dist worksteal for the same.
@@ -14,7 +14,7 @@ run_tests() { # in several processes; the arguments go to pytest
 }
 if [[ ${1:-} == slow ]]; then
   mapfile -t files < <(grep -rl --include='test_*.py' 'pytest.mark.slow' tests)
-  run_tests -m slow "${files[@]}"
+  run_tests -m slow "${@:2}" "${files[@]}"
   exit
 fi
 
