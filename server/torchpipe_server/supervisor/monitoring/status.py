@@ -161,11 +161,9 @@ class StatusServer:
     def _failure(self, request: HttpRequest, error: BaseException) -> HttpAnswer:
         """In words: the port is for people and probes."""
         path = request.path[:80]
-        if isinstance(error, RouteError):
-            if self._refuses(request):
-                return _FOREIGN
-            if error.allowed and path.startswith("/v2/repository"):
-                return _text(405, str(error))
+        if isinstance(error, RouteError) and self._refuses(request):
+            return _FOREIGN
+        if isinstance(error, RouteError) and not error.allowed:
             hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
             return _text(404, f"no {path}; {hint}")
         if code_of(error) == "internal":
