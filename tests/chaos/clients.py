@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kit.clients import IDL, HttpClient, connect, pack_batch
+from kit.clients import IDL, HttpClient, Response, connect, pack_batch
 from kit.waits import WAIT
 from torchpipe_client import Client, ClientError
 
@@ -31,7 +31,21 @@ def echo(client: int, number: int) -> tuple[bytes, Answer]:
 
 
 class HttpAsker(HttpClient):
+    """Connects anew where an answer says that it is the connection's last, as that in place of a dead worker's does."""
+
     path = b"/infer"
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._port = port
+
+    def read(self, is_head: bool = False) -> Response:
+        response = super().read(is_head)
+        if response.fields.get("connection") == "close":
+            self.end()
+            self.close()
+            super().__init__(self._port)
+        return response
 
     def send_batch(self, data: bytes) -> None:
         self.send(self.pack(data).replace(b"/infer", self.path, 1))
