@@ -96,13 +96,14 @@ def judged(patience: Patience, window: int, left: int = 0, stayed: int = 0) -> f
 def test_patience_is_learnt_from_those_that_left_and_those_that_waited_as_long() -> None:
     patience = Patience()
     assert not patience.is_learning
-    windows = [judged(patience, window, left, stayed=20) for window, left in enumerate((3, 0, 3, 3))]
-    assert windows == [math.inf] * 4, "most of those that waited so long stayed"
+    leaving = [3, 0, *[3] * (Patience.WINDOWS - 1)]
+    windows = [judged(patience, window, left, stayed=20) for window, left in enumerate(leaving)]
+    assert windows == [math.inf] * len(leaving), "most of those that waited so long stayed"
     assert not patience.is_learning
-    windows = [judged(patience, 10 + window, left, stayed=2) for window, left in enumerate((3, 0, 3))]
-    assert windows == [math.inf] * 3, "they may have been closed at once"
+    windows = [judged(patience, 20 + window, left, stayed=2) for window, left in enumerate(leaving[:-1])]
+    assert windows == [math.inf] * len(leaving[:-1]), "they may have been closed at once"
     assert patience.is_learning
-    assert judged(patience, 13, left=3) == pytest.approx(0.06)
+    assert judged(patience, 40, left=3) == pytest.approx(0.06)
     assert not patience.is_learning
 
 
@@ -119,6 +120,18 @@ def test_clients_that_leave_now_and_then_show_nothing() -> None:
     patience = Patience()
     for window in range(6 * Patience.WITHIN):
         assert judged(patience, window, left=2 if window % (Patience.WITHIN // 2) == 0 else 0) == math.inf
+
+
+def test_load_testers_that_end_show_nothing_after_a_lighter_load() -> None:
+    """They leave while the queue is long; who waits less, stays less long."""
+    patience = Patience()
+    for window in range(6 * Patience.WITHIN):
+        is_end = window % (Patience.WITHIN // 5) == 0
+        for _ in range(40 if is_end else 0):
+            patience.left(0.013)
+        for _ in range(60):
+            patience.answered(0.006)
+        assert patience.bound(Patience.SEEN * (window + 1), 0.11 * window) == math.inf
 
 
 def test_few_times_are_kept_while_nobody_judges_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +156,10 @@ def test_a_known_patience_follows_those_that_leave_and_is_forgotten() -> None:
     assert grown == pytest.approx(0.06 * Patience.GROWTH)
     patience.left(0.02)
     assert judged(patience, 101) > grown, "it left early"
-    assert judged(patience, 102, left=1) < 0.06
-    window = 103
+    patience.left(0.2)
+    assert judged(patience, 102) > grown, "it left so late that the others may wait longer"
+    assert judged(patience, 103, left=1) < judged(patience, 104)
+    window = 105
     while judged(patience, window) < math.inf:
         window += 1
         assert window < 10_000

@@ -165,14 +165,15 @@ class Patience:
     """Estimates from departures how long clients wait for an answer; in seconds, ``inf`` while few leave.
 
     The estimate is set if at least ``SEEN`` clients left within ``WITHIN`` windows, in ``WINDOWS`` of them or more
-    (many closing at once mean nothing), and they are more than ``MOST`` of the clients that waited as long as their
-    median: it is that median, at least ``LEAST``. Then it shrinks if more than ``SHARE`` of a window's clients left
-    after half of it or more; else it grows slowly, since it is unknown how much longer the others would wait.
-    Above ``FORGOTTEN`` it is dropped. A window is ``WINDOW`` seconds and ``SEEN`` requests.
+    (many that close at once, as a load tester does at its end, mean nothing, nor do several load testers), and they
+    are more than ``MOST`` of the clients that waited as long as their median: it is that median, at least ``LEAST``.
+    Then it shrinks if more than ``SHARE`` of a window's clients left after about as long, from half of it to twice;
+    else it grows, since it is unknown how much longer the others would wait. Above ``FORGOTTEN`` it is dropped.
+    A window is ``WINDOW`` seconds and ``SEEN`` requests.
     """
 
-    WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 3, 100, 0.5, 0.01
-    SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.002, 60.0
+    WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 10, 100, 0.5, 0.01
+    SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.01, 60.0
     MARGIN = 0.85
     """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
@@ -215,7 +216,7 @@ class Patience:
                 self._learn()
             else:
                 left, self._left = self._left, []
-                if sum(1 for each in left if 2 * each >= self._seconds) > self.SHARE * count:
+                if sum(1 for each in left if 0.5 <= each / self._seconds < 2) > self.SHARE * count:
                     self._seconds = max(self.LEAST, self.SHRINKING * self._seconds)
                 else:
                     self._seconds = self.GROWTH * self._seconds if self._seconds < self.FORGOTTEN else math.inf
