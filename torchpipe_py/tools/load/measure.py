@@ -46,7 +46,7 @@ _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 class CpuUse:
     """CPU seconds in a span of ``wall`` seconds; None where it is not known, as without psutil.
 
-    ``parent`` is this process with all its threads, ``machine`` all there is.
+    ``parent`` is this process with all its threads, ``machine`` all that runs on the cores it may use.
     """
 
     wall: float
@@ -58,7 +58,7 @@ class CpuUse:
         """The report's part about the machine; ``ours`` are the CPU seconds of all that takes part in the run."""
         if self.machine is None:
             return {"other_cpu_percent": None, "machine_busy": None}
-        busy = self.machine / self.wall / (os.cpu_count() or 1) if self.machine else None
+        busy = self.machine / self.wall / len(os.sched_getaffinity(0)) if self.machine else None
         return {"other_cpu_percent": 100 * max(0.0, self.machine - ours) / self.wall, "machine_busy": busy}
 
 
@@ -83,11 +83,12 @@ class CpuMeter:
         return CpuUse(now - started, parent_now - parent, server, machine_now - machine if known else None)
 
     def _clocks(self) -> tuple[float, float, float, dict[int, float]]:
-        """Wall time, CPU seconds of this process, of all cores since boot, and of each process of the server."""
+        """Wall time, CPU seconds of this process, of the cores it may use since boot, and of each server process."""
         machine, clocks = 0.0, dict[int, "float | None"]()
         if psutil is not None:
-            times = psutil.cpu_times()
-            machine = sum(getattr(times, name, 0.0) for name in _BUSY)
+            cores = psutil.cpu_times(percpu=True)
+            usable = [cores[core] for core in os.sched_getaffinity(0) if core < len(cores)]
+            machine = sum(getattr(times, name, 0.0) for times in usable for name in _BUSY)
             for pid in self._server:
                 try:
                     family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]

@@ -253,7 +253,7 @@ class _Tuning:
         """Whether other programs take too much of the cores: then it is said that nothing can be."""
         use = self._meter.stop()
         percent = use.fields(use.parent + (use.server or 0.0))["other_cpu_percent"]
-        self.report["other_programs"] = percent and percent / 100 / (os.cpu_count() or 1)
+        self.report["other_programs"] = percent and percent / 100 / len(os.sched_getaffinity(0))
         is_disturbed = (self.report["other_programs"] or 0.0) > verify.BUSY
         if is_disturbed:
             self.report["verdict"] = "cannot tell"
