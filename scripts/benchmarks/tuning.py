@@ -67,12 +67,13 @@ def _compare(report: Report, config: str, images: str, imports: tuple[str, ...],
     goal = Goal(found["slo_p99"], None, list(islice(poisson_times(1.0, 1), 20_000)), args.seconds)
     with closing(Team(config, load_images(Path(images), False).bodies, imports, cores)) as team:
         service = Service(team)
-        rates = {}
+        rates = []
         for candidate in swept:
             service.build(candidate)
-            rates[candidate] = service.closed_loop(20, _SCREEN_S)
-            report.add(f"{config}, closed loop: {candidate}", candidate.workers, Load(rates[candidate]))
-        finalists = sorted(swept, key=lambda each: -rates[each])[:_FINALISTS]
+            rates.append(service.closed_loop(20, _SCREEN_S))
+            report.add(f"{config}, closed loop: {candidate}", candidate.workers, Load(rates[-1]))
+        order = sorted(range(len(swept)), key=lambda place: -rates[place])
+        finalists = [swept[place] for place in order[:_FINALISTS]]
         start = float(best["measured"] or 100.0)
         every = [*fixed.items(), *((str(each), each) for each in finalists)]
         trials = {name: Trial(each, Prediction(each, start, 0.75 * start, 0, (), 0), start) for name, each in every}
