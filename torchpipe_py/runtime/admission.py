@@ -173,7 +173,7 @@ class Patience:
     """
 
     WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 10, 100, 0.5, 0.01
-    SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.01, 60.0
+    SHARE, SHRINKING, GROWTH, FORGOTTEN = 0.05, 0.95, 1.005, 60.0
     MARGIN = 0.85
     """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
