@@ -215,6 +215,26 @@ def test_a_class_that_was_filled_in_stays(capsys: pytest.CaptureFixture[str]) ->
     assert code.read_bytes() == filled
 
 
+def test_each_model_and_version_has_its_own_class(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, version in (("a-b", "1"), ("a_b", "1"), ("a_b", "2")):
+        text = f'backend: "python" version_policy {{ all {{ }} }} {tensors("input", "x")} {tensors("output", "y")}'
+        configured(name, text, version)
+    assert "--import out/a-b_backends.py,out/a_b_v1_backends.py,out/a_b_v2_backends.py" in converted(capsys)
+    files = "a-b.toml", "a_b.toml", "a_b/2.toml"
+    assert [parse_toml(f"out/{file}")[file[:3]]["backend"] for file in files] == [
+        "triton_a_b",
+        "triton_a_b_v1",
+        "triton_a_b_v2",
+    ]
+
+
+def test_models_whose_names_make_one_class(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("c-d", "c_d"):
+        configured(name, f'backend: "python" {tensors("input", "x")} {tensors("output", "y")}', "1")
+    converted(capsys)
+    assert [parse_toml(f"out/{name}.toml")[name]["backend"] for name in ("c-d", "c_d")] == ["triton_c_d", "triton_c_d_"]
+
+
 def test_models_whose_names_make_one_file(capsys: pytest.CaptureFixture[str]) -> None:
     scale("net.a", 2.0), scale("net a", 3.0)
     problem = (
@@ -246,6 +266,7 @@ def test_an_ensemble_of_ensembles_is_left_out(capsys: pytest.CaptureFixture[str]
         ('name: "other"', "", ":1: name: 'other' is in the folder of 'net', as Triton calls it"),
         ("instance_group { count: 1\n", "", ":2: expected a field, or the '}' of line 1, found the end"),
         ('\nname: "net', "", ":2: a text without its closing quote"),
+        (r'name: "n\\\777"', "", r":1: '\\777': not an escape of a text; octal ones end at '\\377'"),
         ('name: "n\ret"', "", ":1: a text without its closing quote"),
         ("# \xff", "", ":1: not UTF-8"),
         ("optimization {" + "graph {" * 60, "", ":1: more than 50 messages in each other"),

@@ -70,8 +70,9 @@ Source = tuple[str, str]
 
 def run_from_triton(args: argparse.Namespace) -> int:
     """0 when all is written that can be. ``ConfigError`` for what is malformed, or `torchpipe check` would refuse."""
-    models, files, problems = read_repository(args.repository), dict[str, _File](), Problems()
-    nested, owners = dict[str, str](), dict[str, str]()
+    models, files, problems = read_repository(args.repository), list[_File](), Problems()
+    texts, writers = dict[str, str](), dict[str, Model]()
+    nested, owners, classes = dict[str, str](), dict[str, str](), set[str]()
     for model in models.values():
         steps = model.config.message("ensemble_scheduling").all("step", Message)
         for step in steps:
@@ -83,12 +84,14 @@ def run_from_triton(args: argparse.Namespace) -> int:
         is_model = model.name not in nested and (model.name not in owners or model.backend == "ensemble")
         for version in model.versions if is_model else ():
             with problems.gathered():
-                file = _File(model, version, models, args.out)
-                if (other := files.setdefault(file.path, file)) is not file:
-                    problem = f"name: {model.name!r} and {other.model.name!r} would both be {file.path}; rename one"
-                    raise model.config.error(problem, "name")
+                file = _File(model, version, models, args.out, classes)
+                for path, text in file.texts().items():
+                    if (other := writers.setdefault(path, model)) is not model:
+                        problem = f"name: {model.name!r} and {other.name!r} would both be {path}; rename one"
+                        raise model.config.error(problem, "name")
+                    texts[path] = text
+                files.append(file)
     problems.raise_all()
-    texts = {path: text for file in files.values() for path, text in file.texts().items()}
     if there := [path for path in texts if os.path.exists(path) and not args.force]:
         raise ToolError(f"{', '.join(there)}: there already; --force replaces, --out FOLDER takes another")
     codes, kept = [path for path in texts if path.endswith(".py")], list[str]()
@@ -102,7 +105,7 @@ def run_from_triton(args: argparse.Namespace) -> int:
                 replace_file(path, text.encode())
     except OSError as error:
         raise ToolError(f"--out {args.out}: {error.strerror}") from error
-    for file in files.values():
+    for file in files:
         print("\n  ".join([file.path, *file.notes]))
     for path in kept:
         print(f"{path}: kept, as it is not what would be written; delete it to have that")
@@ -112,9 +115,9 @@ def run_from_triton(args: argparse.Namespace) -> int:
         print(f"{name}: a node of {owners[name]}, not a model by itself")
     for path in codes:
         import_code(path)
-    for path in files:
+    for file in files:
         with problems.gathered():
-            plan_pipeline(path)
+            plan_pipeline(file.path)
     problems.raise_all()
     imports = ["--import", ",".join(codes)] if codes else []
     print(f"{shlex.join(['torchpipe-serve', args.out, *imports])} serves them")
@@ -122,12 +125,16 @@ def run_from_triton(args: argparse.Namespace) -> int:
 
 
 class _File:
-    """The TOML file of a model's version, the classes that it needs, and notes on what is not carried over."""
+    """The TOML file of a model's version, the classes that it needs, and notes on what is not carried over.
 
-    def __init__(self, model: Model, version: str, models: Mapping[str, Model], out: str) -> None:
-        self.model, self._models, name = model, models, _clean(model.name)
+    ``classes`` are the names that other files have for theirs: one service imports them all.
+    """
+
+    def __init__(self, model: Model, version: str, models: Mapping[str, Model], out: str, classes: set[str]) -> None:
+        self.model, self._models, self._classes, name = model, models, classes, _clean(model.name)
         self.path = os.path.join(out, f"{name}.toml" if version == "1" else f"{name}/{version}.toml")
-        self.code_path = os.path.join(out, f"{name}_backends.py")
+        self._version = f"_v{version}" if len(model.versions) > 1 else ""
+        self.code_path = os.path.join(out, f"{name}{self._version}_backends.py")
         self.notes: list[str] = []
         self._code = ""
         self._tables: dict[str, dict[str, Any]] = {}
@@ -207,8 +214,11 @@ class _File:
 
     def _class(self, name: str, doc: str, body: str, inputs: Sequence[Message], outputs: Sequence[Message]) -> str:
         """Add a backend; its name, from those of the model and of a node."""
-        of = self.model.name
-        name = re.sub(r"\W", "_", f"triton_{of}" if name == of else f"triton_{of}_{name}", flags=re.ASCII)
+        of = self.model.name + self._version
+        name = re.sub(r"\W", "_", f"triton_{of}" if name == self.model.name else f"triton_{of}_{name}", flags=re.ASCII)
+        while name in self._classes:
+            name += "_"
+        self._classes.add(name)
         specs = [tuple([_spec(tensor) for tensor in tensors]) for tensors in (inputs, outputs)]
         self._code += CLASS.format(name=name, doc=doc, body=body, inputs=specs[0], outputs=specs[1])
         return name

@@ -38,12 +38,12 @@ MOST_DEPTH = 50
 MOST_BYTES = 2**20  # of a file
 MOST_TEXT = 4096  # characters of a name
 
-_ESCAPE = r"\\(?:[abfnrtv'\"\\]|[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2})"
+_ESCAPE = re.compile(r"\\(?:[abfnrtv'\"\\]|[0-7]{1,2}(?![0-7])|[0-3][0-7]{2}|x[0-9a-fA-F]{2})")
 _TOKEN = re.compile(
     r"(?P<space>(?:\s|#[^\n]*)+)"
     r"|(?P<word>[A-Za-z_]\w*|-?\.?\d(?:[eE][+-]|[\w.])*)"
     r"|(?P<mark>[{}<>\[\]:,;])"
-    rf"""|(?P<text>"(?:[^"\\\n\r\0]|{_ESCAPE})*"|'(?:[^'\\\n\r\0]|{_ESCAPE})*')"""
+    r"""|(?P<text>"(?:[^"\\\n\r\0]|\\[^\n\r\0])*"|'(?:[^'\\\n\r\0]|\\[^\n\r\0])*')"""
     r"|(?P<wrong>[\s\S])",
     re.ASCII,
 )
@@ -124,6 +124,9 @@ class _Parser:
             if match["wrong"]:
                 problem = "a text without its closing quote" if match[0] in "\"'" else f"unexpected {match[0]!r}"
                 raise ConfigError(f"{file}:{line}: {problem}")
+            if match["text"] and "\\" in (rest := _ESCAPE.sub("", match[0])):
+                escape = quoted(rest[rest.index("\\") :][:4])
+                raise ConfigError(f"{file}:{line}: {escape}: not an escape of a text; octal ones end at '\\\\377'")
             if not match["space"]:
                 self._tokens.append((str(match.lastgroup), match[0], line))
             line += match[0].count("\n")
