@@ -336,7 +336,9 @@ BUFFERED = ("--transport", "buffered")
 
 class OnlyHttp(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        self.request.recv(1)
+        head = b""
+        while b"\n\n" not in head:
+            head += self.request.recv(1)
         self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         self.request.recv(2**16)
 

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
 
+from torchpipe_py import cli
 from torchpipe_py.runtime.record.statistics import BOUNDS_MS
 from torchpipe_py.wire import answers
 
@@ -114,6 +115,17 @@ def test_paths_and_what_they_answer(served: Served):
         said = json.loads(answer.body)["error"]
         assert answer.status == 404
         assert said.startswith(f"no {path}; monitoring is on --http-port {served.http_port}; ")
+
+
+@pytest.mark.parametrize("transport", ["buffered", "framed", "http"])
+def test_the_load_tester_says_that_images_go_to_another_port(
+    served: Served, transport: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it would take SIGTERM
+    where = "--port", str(served.http_port), "--transport", transport
+    assert cli.main(["load", "--img_dir", str(ROOT / "configs/demo/images"), *where]) == 1
+    elsewhere = f"images go to --port {served.port}" if transport == "http" else "the service's --port where this is"
+    assert elsewhere in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yaml"])

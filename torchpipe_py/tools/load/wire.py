@@ -26,6 +26,9 @@ from torchpipe_py.tools.report import ToolError
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
+_PROBE_NUMBER = 0x0A0A0A0A  # NOTE: line feeds, for a port that speaks HTTP waits for an empty line before it answers
+_MONITORING = "this port is for monitoring"  # as torchpipe-serve --http-port answers
+_SHOWN_BYTES = 200  # of an error that is not JSON
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 0.5
 
 
@@ -57,7 +60,7 @@ class ThriftWire:
 
     def probe(self) -> bytes:
         """A call that shows whether there is a service."""
-        return self._call("ping", 0)
+        return self._call("ping", _PROBE_NUMBER)
 
     def request(self, client: int, sequence: int, bodies: Sequence[bytes]) -> bytes:
         """A call with these images."""
@@ -150,7 +153,7 @@ class HttpWire:
         try:
             members = json.loads(received[end + 4 :])
         except ValueError:
-            members = None
+            members = {"error": received[end + 4 :][:_SHOWN_BYTES].decode(errors="replace")}
         members = members if isinstance(members, dict) else {}
         if status[1] != b"200":
             code, message = str(members.get("code", int(status[1]))), str(members.get("error", ""))
@@ -249,8 +252,10 @@ async def probe(endpoint: Endpoint) -> None:
         hint = "start the service first, or say with --host and --port where it is"
         raise ToolError(f"cannot connect to {endpoint}: {error.strerror}; {hint}") from error
     try:
-        await connection.call(0, 0, endpoint.wire.probe())
+        (answer,) = await connection.call(_PROBE_NUMBER, 0, endpoint.wire.probe())
     except Exception as error:
         raise ToolError(f"{endpoint} does not answer {endpoint.wire}: {error_name(error)}: {error}") from error
     finally:
         connection.close()
+    if _MONITORING in str(answer):
+        raise ToolError(f"{endpoint}: {answer}")
