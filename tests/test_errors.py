@@ -68,7 +68,13 @@ def test_what_keeps_a_pipe_from_being_built(register: Register, kind: type[Excep
         ("swop", ["swap", "or"], "did you mean 'swap'?"),
         ("zzz", ["swap", "or"], "valid: or, swap"),
         ("zzz", [], "none is valid here"),
-        ("Qaz9", [f"Name{index}" for index in range(38)], "the nearest of 38: Name9, Name29, Name19"),
+        ("Nom9", [f"Name{index}" for index in range(38)], "the nearest of 38: Name9, Name29, Name19"),
+        (
+            "--clients",
+            [f"--flag{index}" for index in range(38)] + ["--request_client"],
+            "the nearest of 39: --request_client",
+        ),
+        ("--x", [f"--flag{index}" for index in range(38)], "none of the 38 valid names is near"),
     ],
 )
 def test_the_nearest_names(name: str, valid: list[str], clause: str) -> None:

@@ -303,9 +303,11 @@ def counted(count: int, noun: str) -> str:
 _LISTED = 12
 """The most names that a message lists."""
 
+_NEAR = 0.5  # of the letters of two names, in common
+
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A clause for an error message: the valid name that ``name`` may stand for, or all; of many, the nearest three."""
+    """A clause for an error message: the valid name that ``name`` may stand for, or all; of many, three near ones."""
     names = sorted(set(valid))
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
     # Cut: the time grows with the product of the lengths, and the name may be a client's.
@@ -319,5 +321,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return "none is valid here"
     if len(names) <= _LISTED:
         return "valid: " + ", ".join(names)
-    three = difflib.get_close_matches(word, lowered, n=3, cutoff=0)
-    return f"the nearest of {len(names)}: " + ", ".join(lowered[each] for each in three)
+    bare = {each.lstrip("-"): valid for each, valid in lowered.items()}  # or all flags would have that in common
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=3, cutoff=_NEAR)
+    listed = ", ".join(bare[each] for each in near)
+    return f"the nearest of {len(names)}: {listed}" if near else f"none of the {len(names)} valid names is near"

@@ -149,7 +149,7 @@ class Wrong(Annotated):
         (Annotated, {"factor": "x"}, "key 'factor': expected an integer, got 'x'"),
         (Annotated, {"factor": 1, "shft": 2}, "key 'shft': unknown key; did you mean 'shift'?"),
         (Annotated, {"factor": 1, "upper": 3}, "key 'upper': expected true or false"),
-        (Annotated, {"factor": 1, "zz": 2}, "unknown key; the nearest of "),
+        (Annotated, {"factor": 1, "zz": 2}, "unknown key; none of the "),
         (Wrong, {"factor": 1}, "parameter 'model' is annotated <class 'object'>; expected int"),
     ],
 )

@@ -171,7 +171,7 @@ REFUSED = [
     ('[a]\nbackend = "S[(brake)Identity]"', "a: backend", "no filter 'brake'; did you mean 'break'?"),
     ('[a]\nbackend = "DecodeMat"\ncolor = "green"', "a: color", "expected one of bgr, rgb, gray, got 'gr"),
     ('[a]\nbackend = "Mat2Tensor"\ndevice = "cuda:0"', "a: device", "expected one of '', cpu, cuda, got "),
-    ('[a]\nbackend = "zzz"', "a: backend", "no backend 'zzz'; the nearest of "),
+    ('[a]\nbackend = "zzz"', "a: backend", "no backend 'zzz'; none of the "),
     ("[a]\nresize_h = 1\nresize_w = 1", "a: backend", "missing; without it the node is Identity, which does not take"),
     ("[a]\nmax = 4", "a: backend", "missing; without it the node is Identity, which does not take 'max'"),
     # options of the service, keys and backends of other servers, transforms of torchvision
