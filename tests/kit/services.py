@@ -301,11 +301,11 @@ class SteeredProcess(Process):
     ``tables`` are other nodes than one that is called ``node``, as TOML; ``FOLDER`` in them gives the folder.
     """
 
-    def __init__(self, folder: Path, *args: str, tables: str = "", **env: str) -> None:
+    def __init__(self, folder: Path, *args: str, tables: str = "", files: int = 0, **env: str) -> None:
         self.folder, config = folder, folder / "steered.toml"
         tables = tables or '[node]\nbackend = "Steered"\ninstance_num = 1\nFOLDER\n'
         config.write_text(tables.replace("FOLDER", f'folder = "{folder}"'))
-        super().__init__("--import", FILE, *args, config=str(config), env={"PYTHONPATH": LIGHT, **env})
+        super().__init__("--import", FILE, *args, config=str(config), env={"PYTHONPATH": LIGHT, **env}, files=files)
 
     def wait_entered(self) -> None:
         """Until a request, or ``setup``, blocks; then for the next one."""

@@ -20,8 +20,9 @@ Data = dict[str, Any]
 
 
 @pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
-def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type) -> None:
+def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped, the process would never answer; what is to be answered has a minute, on a busy machine too."""
+    monkeypatch.setattr(backends, "loaded_torch", lambda: None)  # importing it takes each process two seconds
     with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
         backend = p._runtime.nodes["node"].instances[0].backend
         assert backend._keeper.max_seconds == WAIT

@@ -13,6 +13,8 @@ class cuda:
     def is_initialized() -> bool:
         return False
 
+    is_available = is_initialized
+
 
 def set_num_threads(count: int) -> None:
     """There are none."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from kit.clients import IDL, Client, connect, every_client, on_its_way, read_all
-from kit.services import DEMO, ROOT, Process, told_at
+from kit.services import DEMO, Process, SteeredProcess, told_at
 from kit.waits import eventually
 from thriftpy2.transport import TTransportException
 from torchpipe_server import cli
@@ -26,15 +26,16 @@ from torchpipe_server.supervisor.slots import most_connections
 
 from torchpipe_py import ConfigError
 
-JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
+DATA = b"ring"
 FILES = 64
 MOST = most_connections(FILES, 1)
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Process]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A service that may open few files."""
-    with Process("--http-port", "0", "--message-seconds", "600", files=FILES) as process:
+    folder = tmp_path_factory.mktemp("small")
+    with SteeredProcess(folder, "--http-port", "0", "--message-seconds", "600", files=FILES) as process:
         yield process.wait_started()
 
 
@@ -46,7 +47,7 @@ def http_port(small: Process) -> int:
 
 def is_served(port: int, client_type: type = Client) -> bool:
     with client_type(port) as client:
-        return client.infer_batch(JPEG)[0] == "ring"
+        return client.infer_batch(DATA)[0] == "ring"
 
 
 def has_read_all(port: int) -> bool:
@@ -73,7 +74,7 @@ def is_let_in(port: int) -> bool:
 
 def is_answered(client: Client) -> bool:
     try:
-        return client.infer_batch(JPEG)[0] == "ring"
+        return client.infer_batch(DATA)[0] == "ring"
     except IDL.InferenceError as error:
         if error.code not in ("unavailable", "worker_died"):
             raise
@@ -105,17 +106,17 @@ def test_too_few_files_are_told():
 @every_client
 def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: Process, client_type):
     with client_type(small.port) as client, ExitStack() as stack:
-        client.infer_batch(JPEG)
+        client.infer_batch(DATA)
         silent = [stack.enter_context(connect(small.port)) for _ in range(60)]
         assert is_served(small.port, client_type)
-        client.infer_batch(JPEG)
+        client.infer_batch(DATA)
         assert read_all(silent[0]) == b"", "the oldest is still there"
     eventually(lambda: psutil.Process(small.pid).num_fds() < FILES / 2)
 
 
 @every_client
 def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, http_port: int, client_type):
-    message = client_type.pack(JPEG)
+    message = client_type.pack(DATA)
     eventually(lambda: open_connections(http_port) == 0)  # one that has just ended would take a place, and leave it
     with ExitStack() as stack:
         half = [stack.enter_context(connect(small.port)) for _ in range(MOST)]
@@ -123,7 +124,7 @@ def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, http_port
             sock.sendall(message[:20])
         eventually(lambda: not any(map(on_its_way, half)) and has_read_all(small.port))  # until then they are idle
         with client_type(small.port) as client:
-            error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=JPEG))
+            error = client.error_of("infer_batch", params=IDL.InferenceParams(uuid="x", data=DATA))
         assert error.code == "overloaded"
         for sock in half:
             sock.sendall(message[20:])
@@ -145,7 +146,7 @@ def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(smal
         assert psutil.Process(small.pid).num_threads() < 8
         assert is_live(http_port)
         client = stack.enter_context(Client(small.port))
-        client.infer_batch(JPEG)
+        client.infer_batch(DATA)
         (worker,) = small.workers
         os.kill(worker, signal.SIGKILL)
         eventually(lambda: small.workers not in ([], [worker]))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from contract import Asked, as_rpc
-from kit.services import LocalServer, Process, SteeredProcess, serving, steered
+from kit.services import LIGHT, LocalServer, Process, SteeredProcess, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
 
@@ -284,7 +284,7 @@ def test_a_reload_loses_no_request_that_its_client_retries(tmp_path: Path) -> No
     config = tmp_path / "test.toml"
     config.write_text('[node]\nbackend = "Identity"\n')
     stop, failed, count = threading.Event(), [], [0, 0]
-    with Process("--grpc-port", "0", "--workers", "2", config=str(config)) as service:
+    with Process("--grpc-port", "0", "--workers", "2", config=str(config), env={"PYTHONPATH": LIGHT}) as service:
         port = started(service)
 
         def ask(index: int) -> None:

@@ -31,7 +31,7 @@ from kit.clients import (
     pack_string,
     read_all,
 )
-from kit.services import FakePipe, LocalServer, Process, serving
+from kit.services import FakePipe, LocalServer, Process, SteeredProcess, serving
 from kit.waits import WAIT, eventually
 from thriftpy2.transport import TTransportException
 from torchpipe_server.front.connection import STALLED_SECONDS, Call
@@ -426,8 +426,8 @@ def test_a_defect_in_one_connection_does_not_end_the_server(length, monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Process]:
-    with Process() as process:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    with SteeredProcess(tmp_path_factory.mktemp("service")) as process:
         yield process.wait_started()
 
 
@@ -441,21 +441,21 @@ def cpu_share(pid: int, until: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("whose", ["supervisor", "worker"])
-def test_without_descriptors_the_server_waits_and_recovers(demo, whose):
-    pid = demo.pid if whose == "supervisor" else demo.workers[0]
-    with Client(demo.port) as client:
+def test_without_descriptors_the_server_waits_and_recovers(service, whose):
+    pid = service.pid if whose == "supervisor" else service.workers[0]
+    with Client(service.port) as client:
         client.ping()
         used = psutil.Process(pid).num_fds()
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, before[1]))
         try:
-            rest = [connect(demo.port) for _ in range(20)]
+            rest = [connect(service.port) for _ in range(20)]
             client.ping()
             assert cpu_share(pid, lambda: threading.Event().wait(1.0)) < 0.3
             client.ping()
             for sock in rest:
                 sock.close()
-            eventually(lambda: answers(demo.port), "no connection is served any more")
+            eventually(lambda: answers(service.port), "no connection is served any more")
         finally:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.monitored import Monitored
-from kit.services import Process, turn
+from kit.services import LIGHT, Process, turn
 from kit.videos import write_video
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
@@ -302,7 +302,7 @@ def test_a_wrong_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str
     wrong, config = folder / "wrong.toml", str(folder / "small.toml")
     wrong.write_text('[a]\nsource = "a.ts"\nwieght = 2\n')
     said = f"{wrong}: stream 'a': key 'wieght': unknown; did you mean 'weight'?"
-    with Process("--streams", str(wrong), config=config) as process:
+    with Process("--streams", str(wrong), config=config, env={"PYTHONPATH": LIGHT}) as process:
         assert process.wait() == 1
         assert process.stderr == f"torchpipe-serve: {said}\n"
     assert cli.main(["check", config, "--streams", str(wrong)]) == 1
