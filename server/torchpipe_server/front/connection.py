@@ -59,6 +59,8 @@ class Owner(Protocol):
 
     def answer(self, call: Call, data: bytes, method: str, outcome: str) -> None: ...
 
+    def send(self, call: Call, data: bytes, method: str, outcome: str) -> None: ...
+
     def let_leave(self, connection: Connection) -> None: ...
 
     def forget(self, connection: Connection, is_closed: bool) -> None: ...
@@ -319,7 +321,8 @@ class Connection(asyncio.BufferedProtocol):
                 call.request_id = method.request_id(args)
             ticket = method.start(args, call.done)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
-            call.done(error)
+            # NOTE: at once, since the other requests of this round of the loop would delay a refusal.
+            owner.send(call, *service.reply(call.message, error))
             return
         if ticket is not None:
             call.ticket, deadline = ticket, ticket.deadline
@@ -340,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self.is_full:
             marks[work] = IDLE
             if self.reader.pending_bytes or self.state is not OPEN or not self.is_reading:
-                self.go_on()
+                self._go_on_soon()  # NOTE: a refusal is answered in `advance`
 
     def refuse(self, error: ProtocolError) -> None:
         """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""

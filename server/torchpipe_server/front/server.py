@@ -43,7 +43,7 @@ class Server:
         self.held_bytes = 0  # at least what the connections hold
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
-        self.answer = Inbox(loop, self._send).put
+        self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, and method and outcome to count; from any thread."""
         self._ending_until: float | None = None
         self._is_draining = False
@@ -101,7 +101,8 @@ class Server:
         """How many it serves."""
         return len(self._connections)
 
-    def _send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
+    def send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
+        """``answer``, on the thread of the loop, without waiting for its next round."""
         now = monotonic()
         self.counters.add(method, outcome, now - call.began, call.request_id)
         call.connection.answered(call, data, now)
