@@ -232,8 +232,10 @@ def test_what_stands_too_long_is_refused_and_the_rest_is_computed(register: Regi
         assert run.stats()["nodes"]["node"]["expired"] == len(refused)
         waiting = [dispatched(run, "held", seconds=WAIT), *[dispatched(run) for _ in range(8)]]
         gate.wait_entered()
+        assert not run.is_refusing
         with pytest.raises(Overloaded, match="more come than can be taken"):
             run.check_delay(None)
+        assert run.is_refusing
         gate.open()
         for future in waiting:
             outcome(future)

@@ -13,7 +13,7 @@ from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import answer_of, read_request
+from torchpipe_py.wire.infer import Asked, answer_of, read_request
 
 
 class HttpHandler:
@@ -30,7 +30,8 @@ class HttpHandler:
         )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
-        asked = read_request(request.body, request.query, request.fields, self._text)
+        admit = self._admit if self._deadlines.refuse else None
+        asked = read_request(request.body, request.query, request.fields, self._text, admit)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
@@ -39,5 +40,7 @@ class HttpHandler:
                 answer = failure
             done(answer)
 
-        seconds = self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))
-        return self._pipe.dispatch(asked.data, finish, seconds)
+        return self._pipe.dispatch(asked.data, finish, self._admit(asked))
+
+    def _admit(self, asked: Asked) -> float | None:
+        return self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))

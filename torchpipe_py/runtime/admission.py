@@ -281,6 +281,7 @@ class Door:
     def __init__(self, paths: Mapping[str, Path], nodes: Sequence[Queued]) -> None:
         self.patience: Patience | None = None
         self._paths, self._nodes = paths, nodes
+        self._refused_at = -math.inf
 
     def limit_delays(self, target: float | None) -> None:
         """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
@@ -292,6 +293,10 @@ class Door:
         """Expected seconds that a request that enters now waits on its longest path, from recent times."""
         now = perf_counter()
         return max(path.expected(now)[0] for path in self._paths.values())
+
+    def is_refusing(self) -> bool:
+        """Whether ``check`` refused a request within the last ``CALM`` seconds."""
+        return perf_counter() - self._refused_at < CALM
 
     def check(self, seconds: float | None, root: str | None, admitted: int, priority: int = 0) -> None:
         """Raise ``Overloaded`` if a request that arrives now cannot be finished in time; see ``pipe.check_delay``.
@@ -318,6 +323,7 @@ class Door:
                     delay.refused(now)
             elif takes <= (bound if seconds is not None or self.patience is None else self.patience.allows(computes)):
                 continue
+            self._refused_at = now
             limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
 
@@ -327,6 +333,11 @@ class Deadlines:
 
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
+
+    @property
+    def refuse(self) -> bool:
+        """Whether requests were refused just now, so that it pays to check the next one before its inputs are read."""
+        return bool(self._pipe.is_refusing)
 
     def seconds(self, milliseconds: float | None = None, priority: int = 0, node_name: object = None) -> float | None:
         """The time limit of a request that asks for ``milliseconds``, or ``None``; ``Overloaded`` if it cannot be met.

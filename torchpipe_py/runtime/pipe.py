@@ -274,6 +274,11 @@ class pipe:
         root = self.roots.get(node_name) if isinstance(node_name, str) else self.only_root
         self._runtime.door.check(seconds, root, self._runtime.inflight.admitted, priority)
 
+    @property
+    def is_refusing(self) -> bool:
+        """Whether ``check_delay`` refused a request within the last second."""
+        return self._runtime.door.is_refusing()
+
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.record.statistics``."""
         runtime = self._runtime

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
+
+import msgspec
 
 from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
@@ -34,17 +37,36 @@ class Asked(NamedTuple):
         return priority_in(self.data)
 
 
-def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound) -> Asked:
+class _Wishes(msgspec.Struct, gc=False, omit_defaults=True):
+    """The members of a JSON request that decide whether it is admitted."""
+
+    node_name: str | None = None
+    deadline_ms: float | None = None
+    priority: int | str | None = None
+
+
+_read_wishes = msgspec.json.Decoder(_Wishes).decode
+
+
+def read_request(
+    body: bytes, query: str, fields: Mapping[str, str], text: Bound, admit: Callable[[Asked], object] | None = None
+) -> Asked:
     """The request; raises ``InvalidRequest``. ``text`` bounds JSON.
 
-    ``fields`` are the headers, their names in lower case.
+    ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
+    read, which takes long, with a request that lacks them; it may raise.
     """
     if "content-encoding" in fields:
         check_encoding(fields)
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     options = _parameters(query) if query else {}
+    deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if kind == "application/json":
+        if admit is not None and len(body) <= text.bytes:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
+                wishes = msgspec.to_builtins(_read_wishes(body))
+                admit(_asked({}, {"priority": priority, "deadline_ms": deadline, **options, **wishes}, ""))
         data = _read_json(body, options, text)
     elif kind == "multipart/form-data":
         # Imported here: without forms their library is not needed.
@@ -54,7 +76,6 @@ def read_request(body: bytes, query: str, fields: Mapping[str, str], text: Bound
     else:  # NOTE: whatever the type: `curl --data-binary` sends that of a form
         data = {"data": body}
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
-    deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if options or deadline is not None or priority is not None:
         return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint)
     return Asked(data, ["result"], None, hint)

@@ -16,6 +16,7 @@ from kit.steered import Steered
 from test_service_http import ask
 
 from torchpipe_py import Overloaded, pipe
+from torchpipe_py.errors import UnknownNode
 
 IMAGES = [(ROOT / f"configs/demo/images/{name}_00.jpg").read_bytes() for name in ("ring", "checker", "circle")]
 DEMO = "/v2/models/demo"
@@ -170,6 +171,43 @@ def test_errors_of_items_and_figures():
             found = {kind: count["count"] for kind, count in stats["inference_stats"].items()}
             assert (found["success"], found["fail"]) == (1, 2)
             assert found["compute_input"] == found["compute_infer"] == found["compute_output"]
+
+
+@pytest.mark.parametrize(
+    ("path", "wish", "code"),
+    [
+        *[(path, "", "overloaded") for path in ("/infer", TEST)],
+        *[(path, '"deadline_ms": 5, ', "overloaded") for path in ("/infer", f"{TEST} parameters")],
+        *[(path, '"priority": 1, ', "invalid_request") for path in ("/infer", f"{TEST} parameters")],
+        *[(path, r'"\u0070riority": 1, ', "invalid_request") for path in ("/infer", f"{TEST} parameters")],
+        *[(path, '"node_name": "other", ', "unknown_node") for path in ("/infer", f"{TEST} parameters")],
+        (f"{TEST} parameters", '"timeout": 5000, ', "overloaded"),
+        ("/infer?priority=1", "", "invalid_request"),
+        ("/infer?priority=1", '"priority": 0, ', "overloaded"),
+        ("/infer", '"priority": "often", ', "invalid_request"),
+        ("/infer", '"priority": [], ', "invalid_request"),
+        ("/infer", "NaN, ", "invalid_request"),
+    ],
+)
+def test_while_requests_are_refused_json_is_judged_before_its_inputs_are_read(path, wish, code, monkeypatch):
+    """These inputs are wrong, which is the answer to whoever is let in."""
+
+    def check_delay(run: pipe, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
+        if node_name == "other":
+            raise UnknownNode("other")
+        if not priority:
+            raise Overloaded("too many", 7)
+
+    with steered({"node": {"backend": "Steered"}}) as server:
+        monkeypatch.setattr(pipe, "is_refusing", True)
+        monkeypatch.setattr(pipe, "check_delay", check_delay)
+        path, *is_oip = path.split()
+        wishes = f'"parameters": {{{wish.rstrip(", ")}}}, ' if is_oip else wish
+        inputs = (
+            '{"data": {"b64": "%"}}' if path.startswith("/infer") else '[{"name": "", "datatype": "", "shape": []}]'
+        )
+        body = f'{{{wishes}"inputs": {inputs}}}'.encode()
+        assert ask(server.port, body, path, Content_Type="application/json")[1]["code"] == code
 
 
 def test_a_dead_instance_is_not_ready(demo: LocalServer, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import TorchpipeError, UnknownNode, nearest
+from torchpipe_py.errors import Overloaded, TorchpipeError, UnknownNode, nearest
 from torchpipe_py.methods.many import Turns
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import InferRequest
@@ -225,13 +225,23 @@ class OpenInference:
                     return
             finish([_outcome(asked, data, error)])
 
+        seconds = self.admit(model, began, asked.deadline_ms, asked.priority, asked.node_name)
         try:
-            seconds = model.deadlines.seconds(asked.deadline_ms, asked.priority, asked.node_name)
             if count == 1:
                 return model.pipe.dispatch(items[0], finish_one, seconds)
             return model.turns.gather(items, seconds, partial(_outcome, asked), finish)
         except BaseException:  # it was not let in
             model.figures.add(count, began, False)
+            raise
+
+    def admit(
+        self, model: Model, began: float, deadline_ms: float | None, priority: int, node_name: str | None
+    ) -> float | None:
+        """The time limit of a request in seconds; raises, and counts a failure, if it cannot be met."""
+        try:
+            return model.deadlines.seconds(deadline_ms, priority, model.entered(node_name))
+        except Overloaded:
+            model.figures.add(0, began, False)
             raise
 
     def _answer(self, model: Model, asked: InferRequest, root: Root, codec: Codec, outcomes: list[Any]) -> Any:

@@ -6,7 +6,8 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from torchpipe_py.methods.oip.requests import (
     Wanted,
     infer_request,
     refuse,
+    wishes_of,
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT
 from torchpipe_py.methods.oip.tensors import BYTES, Output
@@ -70,6 +72,13 @@ class _Asked(msgspec.Struct, gc=False):
     outputs: list[_Output] | None = None
 
 
+class _Wishes(msgspec.Struct, gc=False):
+    """The JSON of a request without its tensors."""
+
+    parameters: Options | None = None
+
+
+_read_wishes = msgspec.json.Decoder(_Wishes).decode
 _decode = msgspec.json.Decoder(_Asked).decode
 _OPTIONS = [name for struct in (Options, _InputOptions, _OutputOptions) for name in struct.__struct_fields__]
 
@@ -93,14 +102,23 @@ def read_head(fields: Mapping[str, str]) -> Head:
     return Head(given, size, deadline, priority)
 
 
-def read_infer(body: bytes, head: Head, limits: InferLimits) -> InferRequest:
-    """The request; raises what is wrong with it."""
+def read_infer(
+    body: bytes, head: Head, limits: InferLimits, admit: Callable[[float | None, int, str | None], object] | None = None
+) -> InferRequest:
+    """The request; raises what is wrong with it.
+
+    ``admit``, if given, is called with what ``wishes_of`` returns before inputs are read, which takes long; it may
+    raise.
+    """
     size = len(body)
     if head.given is not None:
         if head.json_size > size:
             raise InvalidRequest(f"{HEADER_LENGTH} {head.given[:40]!r}; the body has {size} bytes")
         size = head.json_size
     view = memoryview(body)
+    if admit is not None and size <= limits.text.bytes:
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
+            admit(*wishes_of(_read_wishes(view[:size]).parameters, head.deadline_ms, head.priority))
     asked = _read_json(view[:size], limits.text)
     options = asked.parameters
     is_binary = options is not None and options.binary_data_output

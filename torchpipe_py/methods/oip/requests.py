@@ -94,21 +94,27 @@ def infer_request(
 
     ``deadline_ms`` and ``priority`` are those that the options may change.
     """
-    node_name = None
-    if options is not None:
-        node_name = options.node_name
-        priority = min(1, options.priority) or priority
-        if options.deadline_ms is not None:
-            deadline_ms = milliseconds(options.deadline_ms)
-        elif options.timeout:
-            deadline_ms = milliseconds(options.timeout / 1000)
-        if node_name is not None:
-            check_name("node_name", node_name)
+    deadline_ms, priority, node_name = wishes_of(options, deadline_ms, priority)
     if id is not None:
         check_name("id", id)
     if outputs:
         _check_names("outputs", [output.name for output in outputs])
     return InferRequest(id, _rows(inputs, most), outputs, is_binary, node_name, deadline_ms, priority)
+
+
+def wishes_of(
+    options: Options | None, deadline_ms: float | None, priority: int
+) -> tuple[float | None, int, str | None]:
+    """Deadline, priority and ``node_name`` of a request, as the options change the first two."""
+    if options is None:
+        return deadline_ms, priority, None
+    if options.deadline_ms is not None:
+        deadline_ms = milliseconds(options.deadline_ms)
+    elif options.timeout:
+        deadline_ms = milliseconds(options.timeout / 1000)
+    if options.node_name is not None:
+        check_name("node_name", options.node_name)
+    return deadline_ms, min(1, options.priority) or priority, options.node_name
 
 
 def refuse(error: msgspec.ValidationError, known: Sequence[str]) -> NoReturn:
