@@ -18,6 +18,7 @@ from torchpipe_py.proc import child
 from torchpipe_py.tools.load.measure import CpuMeter, CpuUse
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
+from torchpipe_py.tools.tune.report import rows_of, trial_fields
 from torchpipe_py.tools.tune.search import Calibration, Goal, Measured, Prediction, Predictor, Search, calibrate
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
@@ -330,6 +331,16 @@ def test_the_limit_lies_where_p99_passes_the_slo(p99s: tuple[float, ...], limit:
 )
 def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool) -> None:
     assert bool(is_off(trials, MOST)) == is_told
+
+
+def test_two_turns_give_no_interval() -> None:
+    """Of two turns it would reach from almost nothing to many times the figure."""
+    report = {"rate": None, "others": []}
+    intervals = []
+    for figures in ((100, 130), (100, 101, 99)):
+        fields = trial_fields(trial(*figures), MOST, trial(*figures))
+        intervals.append(rows_of(report | {"yours": fields})[0][4])
+    assert intervals == ["-", "97.5/s to 103/s"]
 
 
 # --- the command

@@ -15,7 +15,7 @@ from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.report import Line, aligned, chart, linear_axis, write_text
 from torchpipe_py.tools.tune.profile import Profile
 from torchpipe_py.tools.tune.search import Goal
-from torchpipe_py.tools.tune.verify import Trial, interval_of
+from torchpipe_py.tools.tune.verify import LEAST_TURNS, Trial, interval_of
 
 HEADS = ("", "predicted", "re-anchored", "measured", "95 % interval", "p99 at", "predicted", "measured", "settings")
 CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "drift")
@@ -49,8 +49,10 @@ def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
     """A candidate that was measured: figures in requests per second, or with a rate p99s in seconds.
 
     ``anchored`` is what is predicted times the error of the prediction for ``yours``; p99s are at ``rate``.
+    ``interval`` is None after fewer than ``LEAST_TURNS`` turns, which say nothing about the noise.
     """
     predicted = trial.predicted.figure(goal)
+    interval = [math.exp(bound) for bound in interval_of([math.log(figure) for figure in trial.figures])]
     return {
         "shape": trial.candidate.shape.name,
         "workers": trial.candidate.workers,
@@ -61,7 +63,7 @@ def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
         "rate": trial.predicted.rate,
         "p99_predicted": trial.predicted.p99,
         "p99_measured": statistics.median(trial.p99s) if trial.p99s else None,
-        "interval": [math.exp(bound) for bound in interval_of([math.log(figure) for figure in trial.figures])],
+        "interval": interval if len(trial.figures) >= LEAST_TURNS else None,
         "turns": trial.figures,
         "points": [asdict(point) for point in trial.points],
     }
@@ -92,13 +94,13 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Yours and the others as lines under ``HEADS``."""
     rows: list[tuple[str, ...]] = []
     for number, trial in enumerate([report["yours"], *report["others"]] if report["yours"] else []):
-        low, high = (_figure(report, bound) for bound in trial["interval"])
+        interval = " to ".join(_figure(report, bound) for bound in trial["interval"]) if trial["interval"] else "-"
         settings = [trial["shape"], f"--workers {trial['workers']}"]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
         figures = [_figure(report, trial[key]) for key in ("predicted", "anchored", "measured")]
         p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
         name, rate = f"no. {number}" if number else "yours", f"{trial['rate'] or 0:.0f}/s"
-        rows.append((name, *figures, f"{low} to {high}", rate, *p99s, ", ".join(settings)))
+        rows.append((name, *figures, interval, rate, *p99s, ", ".join(settings)))
     return rows
 
 
@@ -130,7 +132,8 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         machine, tail = calibration["machine"], 1000 * calibration["tail"]
         more = f"a batch {machine['beside']:.0%} of an item more, sending {1000 * machine['front']:.2f} ms"
         rows.append(("calibration", f"nodes take {machine['slower']:.2f} of their time alone, {more}"))
-        rows.append(("", f"p99 is {tail:.1f} ms longer than simulated; {report['simulated']} simulations"))
+        rows.append(("", f"predicted p99s include {tail:.1f} ms for delays that no node causes"))
+        rows.append(("", f"{report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 
