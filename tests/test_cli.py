@@ -13,6 +13,7 @@ from kit.waits import PROGRAM_WAIT
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cli import DEPENDENCIES, main
+from torchpipe_py.plan.folder import NO_MODEL
 from torchpipe_py.tools.options import ELSEWHERE
 
 GOOD = """
@@ -60,6 +61,23 @@ def good(tmp_path: Path) -> str:
     path = tmp_path / "good.toml"
     path.write_text(GOOD, encoding="utf-8")
     return str(path)
+
+
+def test_check_takes_a_folder_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "models"
+    (folder / "b").mkdir(parents=True)
+    assert main(["check", str(folder)]) == 1
+    assert capsys.readouterr().err == f"torchpipe: {folder}: {NO_MODEL}\n"
+    for name in ("a.toml", "b/2.toml"):
+        (folder / name).write_text(GOOD, encoding="utf-8")
+    assert main(["check", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{folder / name}: ok, " in printed for name in ("a.toml", "b/2.toml"))
+    (folder / "a.toml").write_text("[", encoding="utf-8")
+    (folder / "b" / "2.toml").write_text(BAD, encoding="utf-8")
+    assert main(["check", str(folder)]) == 1
+    printed = capsys.readouterr().err
+    assert all(f"torchpipe: {folder / name}: " in printed for name in ("a.toml", "b/2.toml"))
 
 
 def test_check_tells_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ from torchpipe_py import registry
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.params import REQUIRED, Param
-from torchpipe_py.errors import ConfigError, TorchpipeError, counted
+from torchpipe_py.errors import ConfigError, Problems, TorchpipeError, counted
 from torchpipe_py.idl import idl_path
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.folder import NO_MODEL, find_models, parse_folder
 from torchpipe_py.plan.unknown import backend_instead_of
 from torchpipe_py.tools import options
 from torchpipe_py.tools.doctor import DEPENDENCIES
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
-    _add_config(check)
+    _add_config(check, "TOML file, or a folder of them, as torchpipe-serve takes it")
     check.add_argument("--streams", metavar="FILE", help="check this file of streams as well")
     check.set_defaults(run=lambda args: _check(args.config, args.streams))
     graph = commands.add_parser("graph", help="draw the graph of a configuration, without loading a model")
@@ -101,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(getattr(args, "error_status", 1))
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="TOML file")
+def _add_config(parser: argparse.ArgumentParser, text: str = "TOML file") -> None:
+    parser.add_argument("config", help=text)
     _add_imports(parser)
 
 
@@ -112,6 +113,22 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(config: str, streams: str | None) -> None:
+    is_folder, problems = os.path.isdir(config), Problems()
+    models = find_models(config) if is_folder else {"": {"": config}}
+    for file in [file for versions in models.values() for file in versions.values()]:
+        with problems.gathered():
+            _check_file(file)
+    problems.raise_all()
+    if not models:
+        raise ConfigError(f"{config}: {NO_MODEL}")
+    if streams is not None:
+        from torchpipe_py.streams.config import read_streams
+
+        pipeline = plan_pipeline(parse_folder(config) if is_folder else config)
+        print(f"{streams}: ok, {counted(len(read_streams(streams, pipeline)), 'stream')}")
+
+
+def _check_file(config: str) -> None:
     pipeline = plan_pipeline(config)
     graph = pipeline.graph
     for name, plan in pipeline.plans.items():
@@ -120,10 +137,6 @@ def _check(config: str, streams: str | None) -> None:
         shared = ", shared" if plan.spec.shared else ""
         print(f"{name}: {plan.label} x{max(plan.spec.instance_num)}{after}{jumps}{shared}")
     print(f"{config}: ok, {counted(len(graph.order), 'node')}")
-    if streams is not None:
-        from torchpipe_py.streams.config import read_streams
-
-        print(f"{streams}: ok, {counted(len(read_streams(streams, pipeline)), 'stream')}")
 
 
 # What only one command needs is imported in its function, so that the other commands stay light.

@@ -18,6 +18,8 @@ FIRST_VERSION = "1"
 MOST_MODELS = 1000
 """Maximum number of files in a folder."""
 
+NO_MODEL = "no model in it; NAME.toml is one, NAME/2.toml a version of one"
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -67,7 +69,7 @@ class Folder(Tables):
 
     def spec(self, problems: Problems) -> PipelineSpec:
         if not self:
-            raise Place(self.source).error("no model in it; NAME.toml is one, NAME/2.toml a version of one")
+            raise Place(self.source).error(NO_MODEL)
         parts = {key: Tables.spec(tables, problems) for key, tables in self.items()}
         return PipelineSpec(
             Place(self.source),
