@@ -86,23 +86,25 @@ class InFlight:
         with self._lock:
             if self.refusal:
                 raise PipeClosed(self.refusal)
-            more, most = len(requests), self.most
+            more = len(requests)
             count = len(self._requests) + more
-            if 2 * count > most and any(request.priority for request in requests):
-                most = max(1, most // 2)
-            is_admitted = count <= most
+            is_admitted = 2 * count <= self.most or count <= self._most_for(requests)
             if is_admitted:
                 self._requests.update(requests)
                 self.admitted += more
             else:
                 self.rejected += more
         if not is_admitted:
+            most = self._most_for(requests)
             running = counted(len(self), "request")
             raise Overloaded(
                 f"{running} in flight, {more} more would pass "
                 f"{'' if most == self.most else 'half of '}max_inflight = {self.most}",
                 retry_after_ms=self._retry_after_ms() if more <= most else None,
             )
+
+    def _most_for(self, requests: Sequence[Request]) -> int:
+        return max(1, self.most // 2) if any(request.priority for request in requests) else self.most
 
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
         """Make the outcome final and call ``on_done``; returns ``False`` if it was already final.

@@ -75,10 +75,11 @@ class SingleNode(Node):
             self._wake_leaders()
 
     def _serve(self, instance: Instance) -> None:
-        take, run, waiting = self._queue.take, self._run, self._waiting
+        queue, run, waiting = self._queue, self._run, self._waiting
+        low, first = queue.low, queue.normal.popleft  # NOTE: most pipes have no requests of low priority
         while True:
             try:
-                instance.taken = (request := take(),)
+                instance.taken = (request := queue.take() if low else first(),)
             except IndexError:
                 if self.idle.sleep(instance):
                     continue
