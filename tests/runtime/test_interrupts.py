@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -179,8 +180,10 @@ def interrupt_each_place(run: Callable[[], object], check: Callable[[], object])
 
 
 @up_to_3_11
-@pytest.mark.parametrize("use", [call, call_several, call_too_briefly, submit])
-@pytest.mark.parametrize("kind", PIPES)
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [*product(PIPES, (call,)), *product(("batches", "elsewhere"), (call_several, call_too_briefly, submit))],
+)
 def test_an_interrupt_anywhere_in_a_call_loses_nothing(kind: str, use: Callable[[pipe], object]) -> None:
     with pipe(PIPES[kind]) as p:
         assert interrupt_each_place(lambda: use(p), lambda: assert_healthy(p)) > 10
@@ -189,7 +192,7 @@ def test_an_interrupt_anywhere_in_a_call_loses_nothing(kind: str, use: Callable[
 @up_to_3_11
 def test_an_interrupt_while_a_pipe_is_built_or_closed_leaves_no_thread() -> None:
     def build_and_close() -> None:
-        with pipe(PIPES["batches"]) as p:
+        with pipe({name: PIPES["batches"][name] | {"instance_num": 1} for name in ("a", "b")}) as p:
             p({"data": 1})
 
     def assert_no_thread() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -155,15 +156,16 @@ def outcome(first: bytes, data: bytes, limits: Limits) -> object:
     return [(each.seqid, each.args, repr(each.error), each.size) for each in messages], reader.pending_bytes
 
 
-@every_framing
+NARROW = [
+    *(Limits(text_bytes=size) for size in (17, 18)),
+    *(Limits(string_bytes=size) for size in (17, 18)),
+    *(Limits(message_bytes=size) for size in (60, 61, 63, 64)),
+]
+
+
 @pytest.mark.parametrize(
-    "limits",
-    [
-        Limits(),
-        *(Limits(text_bytes=size) for size in (17, 18)),
-        *(Limits(string_bytes=size) for size in (17, 18)),
-        *(Limits(message_bytes=size) for size in (60, 61, 63, 64)),
-    ],
+    ("framing", "limits"),
+    [*product(FRAMINGS, [Limits()]), *product([Framing(True, "binary"), Framing(False, "binary_old")], NARROW)],
 )
 def test_a_call_like_the_last_one_is_read_like_any_other(framing, limits):
     usual, other = apache_message(framing, batch_fields("", b"")), apache_message(framing, {}, "ping")
@@ -369,6 +371,6 @@ def executed_lines(data: bytes, piece: int) -> int:
     ids=["string", "bytes", "structs", "numbers", "map"],
 )
 def test_reading_by_the_byte_is_linear(framing, value):
-    small, large = (apache_message(framing, batch_fields() | {9: value(n)}) for n in (500, 4000))
+    small, large = (apache_message(framing, batch_fields() | {9: value(n)}) for n in (300, 1500))
     assert executed_lines(large, 1) < 1.2 * len(large) / len(small) * executed_lines(small, 1)
     assert executed_lines(large, 1) < 90 * len(large)
