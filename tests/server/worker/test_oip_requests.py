@@ -152,6 +152,7 @@ def binary_of(size: Any, **changes: Any) -> dict[str, Any]:
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "nothing": (b"", "JSON: "),
+    "half a character in a name": (of(parameters={"binary\ud800": 1}), r"'binary\ud800' has half of a surrogate pair"),
     "a list": ([], "the request: Expected `object`, got `array`"),
     "no inputs": ({"inputs": []}, "the request has no inputs"),
     "inputs of another kind": ({"inputs": {}}, "Expected `array`, got `object` - at `$.inputs`"),

@@ -164,6 +164,8 @@ def _read_json(text: memoryview, most: Bound) -> _Asked:
         return msgspec.convert(parse_json(bytes(text), most), _Asked)
     except msgspec.ValidationError as error:
         refuse(error, _OPTIONS)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{error.object[:40]!r} has half of a surrogate pair") from None
 
 
 class Templates:
