@@ -58,6 +58,26 @@ class Mark(ItemBackend):
             item["result"] = f"{item['data']}{self.mark}"
 
 
+class Returns(ItemBackend):
+    """Returns its result in place of writing it; with ``-`` at the end of the data nothing."""
+
+    def forward_item(self, item: Data) -> Any:
+        return None if item["data"].endswith("-") else item["data"]
+
+
+class ReturnsAll(Backend):
+    """The same for a batch."""
+
+    def forward(self, items: list[Data]) -> Any:
+        return [item["data"] for item in items]
+
+
+class ReturnsMany(ReturnsAll):
+    """The same, where batches have several items."""
+
+    max = min = lambda self: 2
+
+
 class Keys(ItemBackend):
     """The keys that it finds."""
 
@@ -164,7 +184,7 @@ def raising(data: Data) -> Status:
 @pytest.fixture(autouse=True)
 def registered(restored: Registry) -> None:
     """The names that the rows use, for this test alone."""
-    for cls in (Mark, Keys, Sum, Typed, Most, Words, AnyKeys):
+    for cls in (Mark, Keys, Sum, Typed, Most, Words, Returns, ReturnsAll, ReturnsMany, AnyKeys):
         restored.register_backend(cls)
     for filter_ in (upper, Second, Above, Passes, no_status, raising):
         restored.register_filter(filter_)
@@ -323,6 +343,8 @@ CONFIGURATION_REFUSED = [
     ({"backend": "Keys", "anything": [1, 2]}, "node: anything", "unknown key"),
 ]
 
+_IGNORED = "return values are ignored: write item['result'] instead"
+
 DATA = [
     Rule("§4 data: data in, result out, other keys free", mark("1"), {"result": "x1"}, {"data": "x", "mine": 1}),
     Rule("§4 node_name", {"one": mark("1"), "two": mark("2")}, {"result": "x2"}, {"data": "x", "node_name": "two"}),
@@ -340,6 +362,12 @@ DATA = [
         {"data": "x-", "result": "stale", "error": "stale"},
     ),
     Rule(
+        "§4 data: a backend that returns None, but no result",
+        {"backend": "Returns"},
+        {"error": "node 'node': Returns gave no result"},
+        {"data": "x-"},
+    ),
+    Rule(
         "§4 data: nor through a graph with branches",
         diamond("b[result:data],c[result:other]", filter="swap"),
         {
@@ -350,6 +378,21 @@ DATA = [
         },
         {"data": "x", "result": "stale", "error": "stale"},
     ),
+]
+DATA += [
+    Rule(
+        f"§4 data: what forward returns is ignored, and the error says so: {backend}",
+        {"backend": backend},
+        {"error": error, "result": GONE},
+    )
+    for backend, error in (
+        ("Returns", f"Returns returned a value (str); {_IGNORED}"),
+        ("S[Identity,Returns,Mark]", f"Returns returned a value (str); {_IGNORED}"),
+        ("ReturnsAll", f"ReturnsAll returned a value (list); {_IGNORED}"),
+        ("S[ReturnsAll,Mark]", f"ReturnsAll returned a value (list); {_IGNORED}"),
+        ("ReturnsMany", f"ReturnsMany returned a value (list); {_IGNORED}"),
+        ("S[Identity,ReturnsMany]", f"ReturnsMany returned a value (list); {_IGNORED}"),
+    )
 ]
 DATA_RAISES = [
     (mark("1"), {"dato": "x"}, InvalidRequest, "a request needs the key 'data'; found 'dato'"),

@@ -12,8 +12,8 @@ import numpy as np
 
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import ImageSpec, Signature
-from torchpipe_py.errors import InvalidRequest
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
+from torchpipe_py.errors import InvalidRequest, NoResult
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 
 Data = dict[str, Any]
 """One request's dict: ``data`` in, ``result`` out, other keys free."""
@@ -300,7 +300,19 @@ def tensor_key(value: Any) -> Hashable:
 def run_padded(backend: Backend, items: list[Data]) -> None:
     """Run ``forward`` with at least ``min()`` items: add copies of the last item and drop their outcomes."""
     missing = backend.min() - len(items)
-    backend.forward(items if missing <= 0 else items + [dict(items[-1]) for _ in range(missing)])
+    forward: Callable[[list[Data]], object] = backend.forward
+    returned = forward(items if missing <= 0 else items + [dict(items[-1]) for _ in range(missing)])
+    explain_returned(backend, items, returned)
+
+
+def explain_returned(backend: Backend, items: Iterable[Data], returned: object) -> None:
+    """Set the ``error`` of items without an outcome, if ``forward`` returned a value, which is ignored."""
+    if returned is None:
+        return
+    for item in items:
+        if TASK_RESULT_KEY not in item and TASK_ERROR_KEY not in item:
+            value = f"{type(backend).__name__} returned a value ({type(returned).__name__})"
+            item[TASK_ERROR_KEY] = NoResult(f"{value}; return values are ignored: write item['result'] instead")
 
 
 def close_all(backends: Iterable[Backend]) -> None:
@@ -319,11 +331,15 @@ class ItemBackend(Backend):
     """A backend that works on one item at a time: implement ``forward_item``."""
 
     def forward(self, items: list[Data]) -> None:
+        forward: Callable[[Data], object] = self.forward_item
         for item in items:
             try:
-                self.forward_item(item)
+                returned: object = forward(item)
             except InvalidRequest as error:
                 item[TASK_ERROR_KEY] = error
+            else:
+                if returned is not None:
+                    explain_returned(self, (item,), returned)
 
     def forward_one(self) -> Callable[[Data], object] | None:
         return self.forward_item if type(self).forward is ItemBackend.forward else None

@@ -12,7 +12,7 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.backends.base import Data, run_padded
+from torchpipe_py.backends.base import Data, explain_returned, run_padded
 from torchpipe_py.errors import describe, logger
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.admission import ComputeTimes
@@ -312,7 +312,8 @@ class BatchingNode(Node):
             if len(items) < instance.min:
                 run_padded(instance.backend, items)
             else:
-                instance.backend.forward(items)
+                forward: Callable[[list[Data]], object] = instance.backend.forward
+                explain_returned(instance.backend, items, forward(items))
             return {}
         except BaseException as error:
             if len(requests) == 1:

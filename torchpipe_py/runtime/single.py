@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from threading import get_ident
 from time import perf_counter
 from typing import Any
 
+from torchpipe_py.backends.base import Data, explain_returned
 from torchpipe_py.backends.deferred import DeferredBackend
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
@@ -144,10 +145,13 @@ class SingleNode(Node):
         instance.deadline = request.deadline
         try:
             try:
+                forward: Callable[[list[Data]], object] = instance.backend.forward
                 if self.around is None:
-                    instance.backend.forward([request.data])
+                    returned = forward([request.data])
                 else:
-                    self.around((request,), start, partial(instance.backend.forward, [request.data]))
+                    returned = self.around((request,), start, partial(forward, [request.data]))
+                if returned is not None:
+                    explain_returned(instance.backend, (request.data,), returned)
             finally:
                 end = perf_counter()
                 instance.record.single(request, start, end)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torchpipe_py.backends.base import Backend, BatchRange, Data, ItemBackend, close_all, run_padded
+from torchpipe_py.backends.base import Backend, BatchRange, Data, ItemBackend, close_all, explain_returned, run_padded
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
@@ -176,11 +176,14 @@ def _walk(steps: Sequence[_Step], item: Data) -> bool:
         if TASK_ERROR_KEY in item:
             del item[TASK_ERROR_KEY]
         try:
-            forward(item)
+            returned = forward(item)
         except InvalidRequest as error:
             if child.forward_one() is None:
                 raise  # `forward` reports errors in the dict: an exception is a defect, as outside a sequence
             item[TASK_ERROR_KEY] = error
+        else:
+            if returned is not None:
+                explain_returned(child, (item,), returned)
     return True
 
 
@@ -207,11 +210,12 @@ def _in_batches(
         else:
             _check_end(status, child)
     for start in range(0, len(running), most):
-        forward(running[start : start + most])
+        batch = running[start : start + most]
+        explain_returned(child, batch, forward(batch))
     return going
 
 
-def _alone(forward: Callable[[list[Data]], None]) -> Callable[[Data], None]:
+def _alone(forward: Callable[[list[Data]], object]) -> Callable[[Data], object]:
     """``forward`` for one item."""
     return lambda item: forward([item])
 
