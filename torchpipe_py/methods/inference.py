@@ -20,11 +20,11 @@ class Inference:
 
     def __init__(
         self, run: pipe, stem: str, deadline_ms: float, items: int, text: Bound, reply: Bound,
-        control: Control | None = None,
+        control: Control | None = None, may_load: bool = False,
     ) -> None:  # fmt: skip
         self.deadlines, self.turns = Deadlines(run, deadline_ms), Turns(run)
         self.models = models_of(run, stem, self.deadlines, self.turns)
-        self._core, self._limits = OpenInference(self.models, items, reply, control), InferLimits(text, items)
+        self._core, self._limits = OpenInference(self.models, items, reply, control, may_load), InferLimits(text, items)
         http = HttpHandler(run, self.deadlines, text, reply)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]
 

@@ -14,6 +14,7 @@ from typing import Any
 from torchpipe_py.errors import ConfigError, Overloaded, nearest
 from torchpipe_py.plan.folder import Folder, find_models
 from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import describe_error
 from torchpipe_server.supervisor.fleet import Fleet
 
 logger = logging.getLogger("torchpipe_server")
@@ -49,7 +50,7 @@ class Repository:
             served: Folder = self._fleet.tables
             if problem:
                 if action == "load" and name in self._files() and not served.versions(name):
-                    self._problems[name] = problem
+                    self._problems[name] = describe_error(ConfigError(problem))  # clients read it: no folders
                 done(400, {"error": f"{action} {name[:80]!r}: {problem}", "code": "config"})
                 return
             self._problems.pop(name, None)

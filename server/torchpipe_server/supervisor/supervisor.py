@@ -141,7 +141,9 @@ class Supervisor:
 
     def _control(self, action: str, name: str, done: Outcome) -> None:
         """A client of a worker wants it."""
-        if self.repository is None or not self._options.repository_control:
+        if self.repository is not None and action == "index":
+            done(200, {"models": self.repository.index()})
+        elif self.repository is None or not self._options.repository_control:
             done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
         else:
             self.repository.control(action, name, done)

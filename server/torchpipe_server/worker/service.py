@@ -43,7 +43,9 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     limit_delays(run, options)
     text, reply = Bound(options.max_text_bytes, "--max-text-bytes"), reply_bound(options.max_reply_bytes)
     stem = Path(options.config).stem
-    usual = Inference(run, stem, options.deadline_ms, options.max_batch, text, reply, control)
+    usual = Inference(
+        run, stem, options.deadline_ms, options.max_batch, text, reply, control, options.repository_control
+    )
     most = options.max_batch, options.max_reply_bytes
     thrift = InferenceHandler(run, load_idl(), usual.deadlines, *most, usual.turns)
     page = [] if options.no_page else PageHandler(run, usual.models.all(), usual.deadlines, options).routes

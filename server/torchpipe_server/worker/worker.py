@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchpipe_py.methods.timing import timed
+from torchpipe_py.plan.folder import Folder
 from torchpipe_server.front.counters import RequestCounters, log_request
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
@@ -183,7 +184,7 @@ class Worker:
         self._provider: Any = None  # of spans
         self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # that wait for their outcome
         self._control_ids = itertools.count()
-        make_served = served_maker(options, self._control if options.repository_control else None)
+        make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
@@ -274,7 +275,7 @@ class Worker:
             self._engine.attach(socket.socket(fileno=descriptor))
 
     def _control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
-        """Have the supervisor load or unload a model; on the loop's thread."""
+        """Have the supervisor load or unload a model, or list all; on the loop's thread."""
         number = next(self._control_ids)
         self._controls[number] = done
         self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})

@@ -15,6 +15,7 @@ from test_service_oip import get, texts
 from torchpipe_py import parse_folder
 
 IDENTITY = '[node]\nbackend = "Identity"\n'
+INDEX = "/v2/repository/index"
 UNDECLARED = {"declared": False, "content_type": "application/json"}
 
 
@@ -64,15 +65,33 @@ def test_versions_of_a_folder(tmp_path: Path) -> None:
         assert (status, "loaded and unloaded on --http-port" in said["error"]) == (404, True)
 
 
+def served(name: str) -> dict[str, str]:
+    return {"name": name, "version": "1", "state": "READY", "reason": ""}
+
+
+def index(service: Monitored, body: bytes = b"") -> list[dict[str, str]]:
+    """What the service's own port lists, which without a wish is what the monitoring port does."""
+    found: list[dict[str, str]] = ask(service.port, body, INDEX)[1]
+    assert body or ask(int(service.address.split(":")[2].strip("/")), b"", INDEX)[1] == found
+    return found
+
+
 def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> None:
     folder = written(tmp_path, a=IDENTITY, b=IDENTITY)
+    unloaded = {"name": "b", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
     with Monitored("--import", FILE, "--repository-control", config=str(folder)) as service:
         service.wait_started()
+        assert index(service) == [served("a"), served("b")]
         path = "/v2/repository/models/b"
         assert ask(service.port, b"{}", f"{path}/unload")[0] == 200
         assert infer(service, "b") == "no model 'b'; valid: a"
+        assert index(service) == [served("a"), unloaded]
         written(tmp_path, b="[node")
         status, said = ask(service.port, b"{}", f"{path}/load")
         assert (status, "b.toml: not valid TOML" in said["error"]) == (400, True)
         assert infer(service, "a") == ("a", "1", ["a"]), "everything stays as it is"
+        (_, failed) = index(service)
+        assert (failed["state"], failed["reason"].startswith("b.toml: not valid TOML")) == ("UNAVAILABLE", True)
+        assert index(service, b'{"ready": true}') == [served("a")]
+        assert ask(service.port, b'{"ready": 1}', INDEX)[0] == ask(service.port, b"[" * 10_000, INDEX)[0] == 400
         assert ask(service.port, b"{}", f"{path}/load", Origin="http://other.example")[0] == 404

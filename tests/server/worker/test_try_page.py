@@ -98,7 +98,11 @@ def test_the_page_is_for_browsers_and_can_be_turned_off() -> None:
         assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
         assert "unsafe" not in headers["Content-Security-Policy"]
         assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"").replace(b"http://${location", b"")
-        assert ask(server, "GET", "/", Accept="application/json")[0] == 404
+        for accept in ({}, {"Accept": "*/*"}, {"Accept": "application/json"}):
+            status, headers, body = ask(server, "GET", "/", **accept)
+            assert (status, headers["Vary"]) == (200, "Accept")
+            assert {"GET /", "POST /infer", "GET /v2", "GET /openapi.json", "monitoring"} <= json.loads(body).keys()
+        assert ask(server, "HEAD", "/")[0] == 200
     with serving("configs/demo.toml", no_page=True) as server:
         assert ask(server, "GET", "/", Accept="text/html")[0] == 404
         assert ask(server, "POST", "/try", IMAGE.read_bytes())[0] == 404

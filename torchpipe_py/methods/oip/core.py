@@ -28,7 +28,10 @@ class NotServedError(TorchpipeError):
 
 
 Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
-"""Does ``load`` or ``unload`` to the model of a name, and gives what came of it as an HTTP status and its JSON."""
+"""Does ``load`` or ``unload`` to the model of a name, and gives what came of it as an HTTP status and its JSON.
+
+``index`` gives ``{"models": […]}``: all of the folder that the models come from.
+"""
 
 
 class Root:
@@ -146,11 +149,16 @@ class Codec(Protocol):
 class OpenInference:
     """The protocol's methods. Those that raise, raise ``TorchpipeError`` with a code for the client.
 
-    ``items`` bounds the batch of a request, ``reply`` an answer. ``control`` loads and unloads models, if clients may.
+    ``items`` bounds the batch of a request, ``reply`` an answer. ``control`` is that of a folder of models; clients may
+    load and unload them only if ``may_load``.
     """
 
-    def __init__(self, models: Models, items: int, reply: Bound, control: Control | None = None) -> None:
-        self.models, self.items, self._reply, self.control = models, items, reply, control
+    def __init__(
+        self, models: Models, items: int, reply: Bound, control: Control | None = None, may_load: bool = False
+    ) -> None:
+        self.models, self.items, self._reply = models, items, reply
+        self.control, self._folder = control if may_load else None, control
+        self._indexing: list[Callable[[list[dict[str, Any]]], object]] = []
 
     def is_ready(self, name: str = "", version: str = "") -> bool:
         """Whether the model is, or without a name whether all are."""
@@ -175,8 +183,22 @@ class OpenInference:
         summaries = [model.figures.summary(model.name, model.version, model.stats(stats)) for model in models]
         return {"model_stats": summaries}
 
-    def index(self) -> list[dict[str, Any]]:
-        """Each model that there is."""
+    def index(self, is_ready: bool, done: Callable[[list[dict[str, Any]]], object]) -> None:
+        """Give ``done`` the models that are served and, unless ``is_ready``, those that the folder has besides."""
+        if is_ready or self._folder is None:
+            done(self._served())
+            return
+        self._indexing.append(done)
+        if len(self._indexing) == 1:  # NOTE: one at a time: the folder is read for it
+            self._folder("index", "", self._indexed)
+
+    def _indexed(self, status: int, body: Mapping[str, Any]) -> None:
+        waiting, self._indexing = self._indexing, []
+        others = [each for each in body["models"] if each["state"] != "READY"]
+        for done in waiting:
+            done([*self._served(), *others])
+
+    def _served(self) -> list[dict[str, Any]]:
         return [
             {"name": model.name, "version": model.version, "state": "READY", "reason": ""}
             for model in self.models.all()

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, OpenInference, Root
-from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_infer
+from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_index, read_infer
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
@@ -43,7 +43,7 @@ class OipHandler:
             route("GET", "/v2/health/live", _known(lambda request: {"live": True})),
             route("GET", "/v2/health/ready", _known(lambda request: _ready({}, core.is_ready()))),
             route("GET", "/v2/models/stats", _known(lambda request: core.statistics())),
-            route("POST", "/v2/repository/index", _known(lambda request: core.index()), is_traced=False),
+            route("POST", "/v2/repository/index", self._index, is_traced=False),
             *[
                 route("POST", f"/v2/repository/models/{{model}}/{action}", partial(self._control, action), False)
                 for action in ("load", "unload")
@@ -54,6 +54,9 @@ class OipHandler:
     def _model_ready(self, request: HttpRequest) -> HttpAnswer:
         name, version = _named(request)
         return _ready({"name": name}, self._core.is_ready(name, version))
+
+    def _index(self, request: HttpRequest, done: Done) -> None:
+        self._core.index(read_index(request.body), lambda models: done(json_answer(models)))
 
     def _control(self, action: str, request: HttpRequest, done: Done) -> None:
         assert self._core.control is not None

@@ -78,6 +78,10 @@ class _Wishes(msgspec.Struct, gc=False):
     parameters: Options | None = None
 
 
+class _IndexAsked(msgspec.Struct, gc=False):
+    ready: bool = False
+
+
 _read_wishes = msgspec.json.Decoder(_Wishes).decode
 _decode = msgspec.json.Decoder(_Asked).decode
 _OPTIONS = [name for struct in (Options, _InputOptions, _OutputOptions) for name in struct.__struct_fields__]
@@ -128,6 +132,14 @@ def read_infer(
         outputs.append(Wanted(output.name, is_binary if wanted is None else wanted))
     inputs = _inputs(asked.inputs, view[size:])
     return infer_request(asked.id, options, inputs, outputs, limits.items, is_binary, head.deadline_ms, head.priority)
+
+
+def read_index(body: bytes) -> bool:
+    """Whether a request for the repository's index asks only for the models that are served."""
+    try:
+        return bool(body) and msgspec.json.decode(body, type=_IndexAsked).ready
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidRequest('expected no body, {} or {"ready": true}') from None
 
 
 def _inputs(inputs: Sequence[_Input], binary: memoryview) -> list[Given]:

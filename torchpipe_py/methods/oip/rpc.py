@@ -73,7 +73,6 @@ class OipRpcs:
             "ModelMetadata": lambda asked: core.metadata(asked.name, asked.version),
             "ModelConfig": lambda asked: {"config": core.config(asked.name, asked.version)},
             "ModelStatistics": lambda asked: core.statistics(asked.name, asked.version),
-            "RepositoryIndex": lambda asked: {"models": core.index()},
             "SystemSharedMemoryUnregister": _unregister,
             "CudaSharedMemoryUnregister": _unregister,
             "Check": self._check,
@@ -95,6 +94,8 @@ class OipRpcs:
             return Rpc(
                 path, Method(args, partial(self._control, name.removeprefix("RepositoryModel").lower(), answer_with))
             )
+        if name == "RepositoryIndex":
+            return Rpc(path, Method(args, partial(self._index, message(method.output_type.full_name))))
         if name == "Watch":
             return Rpc(path, Method(args, self._watch), is_watch=True)
         if name == "ServerReflectionInfo":
@@ -122,6 +123,9 @@ class OipRpcs:
                 done(failed(body["error"]))
 
         self._core.control(action, name, answer)
+
+    def _index(self, made: Any, request: RpcRequest, done: Done) -> None:
+        self._core.index(request.message.ready, lambda models: done(RpcAnswer(made(models=models))))
 
     def _check(self, asked: Any) -> dict[str, Any]:
         if asked.service not in ("", OIP, _HEALTH):

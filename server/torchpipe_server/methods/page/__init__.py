@@ -13,13 +13,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torchpipe_py
 from torchpipe_py import Overloaded, pipe
 from torchpipe_py.methods.oip.core import Model
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.record.pictures import Picture
 from torchpipe_py.runtime.record.visits import Timeline
-from torchpipe_py.wire.errors import Bound, RouteError
+from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import answer_of, read_request
 from torchpipe_server.front.services import error_answer, reply_bound
@@ -27,6 +28,15 @@ from torchpipe_server.options import Options
 
 MOST_TRIES = 4
 """Of a worker, at a time: what they show costs more than an answer."""
+
+_OVERVIEW = {
+    "torchpipe_py": torchpipe_py.__version__,
+    "GET /": "this; for browsers, a page to try images on",
+    "POST /infer": "the result for an image: curl --data-binary @image.jpg",
+    "GET /v2": "the Open Inference Protocol",
+    "GET /openapi.json": "a description of all paths",
+}
+"""``GET /`` for clients other than browsers."""
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -40,14 +50,13 @@ class PageHandler:
             Bound(options.max_text_bytes, "--max-text-bytes"),
             reply_bound(options.max_reply_bytes),
         )
-        self._page, self._monitoring = _page(models, max(0, options.http_port)), options.monitoring
+        self._page = _page(models, max(0, options.http_port))
+        self._overview = json_answer({**_OVERVIEW, "monitoring": options.monitoring}, headers={"Vary": "Accept"})
         self._tries = threading.BoundedSemaphore(MOST_TRIES)
         self.routes: Sequence[Route] = (route("GET", "/", self._show), route("POST", "/try", self._try))
 
     def _show(self, request: HttpRequest, done: Done) -> None:
-        if "text/html" not in request.fields.get("accept", ""):
-            raise RouteError(f"no /; {self._monitoring}; a browser gets a page here; did you mean '/infer'?")
-        done(self._page)
+        done(self._page if "text/html" in request.fields.get("accept", "") else self._overview)
 
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
         """Like ``POST /infer``; besides the answer there is what happened at each node."""

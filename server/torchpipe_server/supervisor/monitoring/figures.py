@@ -112,10 +112,10 @@ class Released(Struct, tag="released"):
 
 
 class Control(Struct, tag="control"):
-    """A client wants a model loaded or unloaded; ``id`` is the worker's, for the outcome."""
+    """A client wants a model loaded or unloaded, or the list of all; ``id`` is the worker's, for the outcome."""
 
     id: Annotated[int, Meta(ge=0, lt=2**62)]
-    action: Literal["load", "unload"]
+    action: Literal["load", "unload", "index"]
     name: Annotated[str, Meta(max_length=200)]
 
 
