@@ -21,7 +21,9 @@ from kit.waits import PROGRAM_WAIT, WAIT, eventually
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
 from torchpipe_server.options import MONITORING_PATHS, Options, parse_options
+from torchpipe_server.worker.service import usual_service
 
+from torchpipe_py import pipe
 from torchpipe_py.plan.config import parse_toml
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +122,17 @@ def test_kustomize_builds_a_deployment_with_flags_that_there_are(folder: str, im
 def test_each_alert_is_raised_by_its_fault_and_not_without() -> None:
     tried = run("promtool", "test", "rules", Path(__file__).parent / "alerts.yaml")
     assert tried.returncode == 0, tried.stdout + tried.stderr
+
+
+def test_alerts_divide_by_the_requests_that_run_the_pipe() -> None:
+    text = (ROOT / "scripts/deploy/alerts.yaml").read_text()
+    (others,) = set(re.findall(r'method!~"([^"]+)"', text))
+    assert len(re.findall(r'/ sum by [^{]+{method!~"', text)) == text.count(" / sum ") == 2
+    options = parse_options(["configs/demo.toml", "--grpc-port", "0"])
+    with pipe({"backend": "Identity"}) as made:
+        served = usual_service(options, made, control=lambda *_: None)
+        named = [*served.methods, *dict(served.routes.methods()), *(rpc.name for rpc in served.rpcs)]
+        assert {name for name in named if not re.fullmatch(others, name)} == served.names_with_pipe()
 
 
 def test_the_dashboard_asks_the_data_source_that_is_chosen() -> None:
