@@ -16,7 +16,7 @@ from kit.backends import Gate
 from kit.waits import WAIT
 from opentelemetry import trace
 
-from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, pipe
+from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, parse_toml, pipe
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.service import PipeReplica, UnhealthyError
@@ -144,6 +144,19 @@ def test_makes_spans_where_the_process_exports_some(monkeypatch: pytest.MonkeyPa
     served(use)
     found = [line for line in kept.tree() if "compute" not in line]
     assert found == ["POST /infer > pipe node", "Ray's > pipe node", "remote > POST /infer", "root > Ray's"]
+    assert [span.instrumentation_scope.name for span in kept.named("POST /infer")] == ["torchpipe_py.ray"]
+
+
+@pytest.mark.parametrize(
+    ("given", "target"), [({}, None), ({"queue_target_ms": 0}, 0.0), ({"queue_target_ms": 80}, 0.08)]
+)
+def test_limits_the_queue_time_of_each_pipe(monkeypatch: pytest.MonkeyPatch, given: Any, target: float | None) -> None:
+    limits: list[float | None] = []
+    monkeypatch.setattr(pipe, "limit_delays", lambda run, seconds=None: limits.append(seconds))
+    served(
+        lambda replica: replica.reconfigure({"classifier.instance_num": 2}), parse_toml("configs/demo.toml"), **given
+    )
+    assert limits == [target, target]
 
 
 def test_gives_a_handle_the_result_the_dict_or_the_error() -> None:

@@ -120,7 +120,7 @@ def serving(provider: TracerProvider, ratio: float = 0.0, config: Any = "Identit
     with pipe({"backend": config} if isinstance(config, str) else config) as run:
         run.instrument(provider, starts_traces=False)
         served = Served({}, Routes(CustomHandler(own, run).routes)) if own else usual_service(Options("test"), run)
-        with LocalServer(run, make_served=lambda loop: tracing.traced(served, provider, ratio)) as server:
+        with LocalServer(run, make_served=lambda loop: tracing.traced(served, provider, ratio, "test")) as server:
             yield server
 
 

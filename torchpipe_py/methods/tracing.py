@@ -29,12 +29,12 @@ def keep_fields_out_of_the_log() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def traced(served: Served, provider: trace.TracerProvider, ratio: float) -> Served:
+def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_name: str) -> Served:
     """The same with a span around each method that runs the pipe.
 
     A request with a parent has one if the parent's sampled flag says so, of the others a share of ``ratio``.
     """
-    tracer = provider.get_tracer("torchpipe_server")
+    tracer = provider.get_tracer(tracer_name)
 
     def change(name: str, method: Method) -> Method:
         fields, start = method.trace_fields, method.start

@@ -99,7 +99,7 @@ def _traced(served: Served, run: pipe) -> Served:
 
     tracing.keep_fields_out_of_the_log()
     run.instrument(provider, starts_traces=False)
-    return tracing.traced(served, provider, 0.0)
+    return tracing.traced(served, provider, 0.0, "torchpipe_py.ray")
 
 
 class PipeReplica:
@@ -119,6 +119,7 @@ class PipeReplica:
 
     def _serve(self, config: str, tables: Tables) -> ServedPipe:
         run, given = pipe(plan_replica(tables)), self._arguments
+        run.limit_delays(None if given.queue_target_ms < 0 else given.queue_target_ms / 1000)
         usual = Inference(run, Path(config).stem, given.deadline_ms, given.max_batch, self._text, self._reply)
         return ServedPipe(run, usual)
 

@@ -203,7 +203,7 @@ class Worker:
 
             self._provider = tracing.set_up()
             self._run.instrument(self._provider, starts_traces=False)
-            served = traced(served, self._provider, options.trace_ratio)
+            served = traced(served, self._provider, options.trace_ratio, "torchpipe_server")
         services = services_of(served, options)
         self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
         self._rpc: RpcServer | None = None
