@@ -119,7 +119,7 @@ def test_graph_writes_files(good: str, tmp_path: Path, name: str) -> None:
 
 
 def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for out, problem in (("graph.png", "expected a name that ends in"), ("no/folder.svg", "No such file")):
+    for out, problem in (("graph.png", "expected a name that ends in"), ("no/folder.svg", "no such folder")):
         with pytest.raises(SystemExit) as caught:
             main(["graph", good, "--out", str(tmp_path / out)])
         assert caught.value.code == 2

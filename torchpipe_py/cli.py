@@ -9,6 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torchpipe_py
@@ -23,6 +24,7 @@ from torchpipe_py.plan.folder import NO_MODEL, find_models, parse_folder
 from torchpipe_py.plan.unknown import backend_instead_of
 from torchpipe_py.tools import options
 from torchpipe_py.tools.doctor import DEPENDENCIES
+from torchpipe_py.tools.report import write_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.set_defaults(run=lambda args: _check(args.config, args.streams))
     graph = commands.add_parser("graph", help="draw the graph of a configuration, without loading a model")
     _add_config(graph)
-    graph.add_argument(
-        "--out", metavar="FILE", help="a page (.html), a picture (.svg) or Mermaid text (.mmd); default: print"
-    )
+    kinds = "a page (.html), a picture (.svg) or Mermaid text (.mmd); default: print"
+    graph.add_argument("--out", type=options.output_file, metavar="FILE", help=kinds)
     graph.set_defaults(run=lambda args: _graph(graph, args.config, args.out))
     backends = commands.add_parser("backends", help="list backends and their parameters")
     backends.add_argument("name", nargs="?", help="only this one, with its documentation")
@@ -142,23 +143,19 @@ def _check_file(config: str) -> None:
 # What only one command needs is imported in its function, so that the other commands stay light.
 
 
-def _graph(parser: argparse.ArgumentParser, config: str, out: str | None) -> None:
+def _graph(parser: argparse.ArgumentParser, config: str, out: Path | None) -> None:
     from torchpipe_py.tools.draw.picture import depict
     from torchpipe_py.tools.draw.render import mermaid, page, svg
 
     kinds = {".html": page, ".svg": svg, ".mmd": mermaid}
-    kind = mermaid if out is None else kinds.get(os.path.splitext(out)[1].lower())
+    kind = mermaid if out is None else kinds.get(out.suffix.lower())
     if kind is None:
         parser.error(f"--out {out}: expected a name that ends in {', '.join(kinds)}")
     text = kind(depict(plan_pipeline(config)))
     if out is None:
         print(text, end="" if text.endswith("\n") else "\n")
         return
-    try:
-        with open(out, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        parser.error(f"--out {out}: {error.strerror}")
+    write_text(out, text)
     print(out)
 
 

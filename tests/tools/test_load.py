@@ -356,8 +356,6 @@ class OnlyHttp(socketserver.BaseRequestHandler):
         ),
         (("--img_dir", "ROOT/empty"), "no image in it"),
         (("--img_dir", "ROOT/missing"), "no such directory"),
-        (("--json", "ROOT/none/x.json"), "cannot be written"),
-        (("--html", "/nowhere/x.html"), "--html /nowhere/x.html: cannot be written"),
         (("--json", "same", "--csv", "./same"), "--json and --csv: both would write same, one over the other"),
         (("--replay", "/nowhere/times"), "--replay /nowhere/times: No such file"),
         (("--rate", 5, "--arrivals", "closed"), "--rate: a closed loop has no rate"),
@@ -410,6 +408,7 @@ def test_without_thriftpy2(images: Images, monkeypatch: pytest.MonkeyPatch, caps
     "wrong",
     [
         *[("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")],
+        *[("--json", "/nowhere/x.json"), ("--html", "/nowhere/x.html")],
         *[("--total_number", 10**20), ("--request_batch", 10**20), ("--warmup", 10**20)],
     ],
 )

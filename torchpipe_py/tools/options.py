@@ -50,7 +50,7 @@ points = number("points of accuracy, 0 to 100", 0, 100)
 def output_file(text: str) -> Path:
     """A file that can be written, so that no work is done and lost."""
     if problem := output_problem(text):
-        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {problem}")
     return Path(text)
 
 
@@ -267,7 +267,7 @@ def add_load_options(parser: argparse.ArgumentParser, clients: str) -> None:
     add("--warmup", type=at_least(0, MOST_IMAGES), metavar="N", help=warmup)
     labels = "count right answers: the label of circle/03.jpg and of circle_03.jpg is circle"
     add("--labels_from_names", action="store_true", help=labels)
-    add("--json", type=Path, metavar="FILE", help="write the whole report to FILE")
+    add("--json", type=output_file, metavar="FILE", help="write the whole report to FILE")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
 
 
@@ -291,8 +291,13 @@ def parse_load(arguments: Sequence[str], program: str) -> argparse.Namespace:
     add("--server_pid", type=at_least(1), metavar="PID", help=server)
     stats = "the service's own --http-port: its nodes, and the hand-over to its engine processes, are reported"
     add("--http-port", type=port, metavar="PORT", help=stats)
-    add("--csv", type=Path, metavar="FILE", help="write a line for each run to FILE")
-    add("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing but itself, to FILE")
+    add("--csv", type=output_file, metavar="FILE", help="write a line for each run to FILE")
+    add(
+        "--html",
+        type=output_file,
+        metavar="FILE",
+        help="write a page with plots, which needs nothing but itself, to FILE",
+    )
     add = parser.add_argument_group("when calls are sent").add_argument
     add(
         "--rate",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -15,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.errors import TorchpipeError
-from torchpipe_py.files import output_problem
 
 WIDTH = 120
 """Columns of a text report that clips its lines."""
@@ -53,13 +54,22 @@ def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int
     return shown
 
 
+@contextmanager
+def progress_bar(wanted: bool) -> Iterator[Callable[[str, float, str], None]]:
+    """Gives a function that shows a name, a share from 0 to 1 and a note on one line; silent without a terminal."""
+    is_shown = wanted and sys.stderr is not None and sys.stderr.isatty()
+
+    def show(name: str, share: float, note: str) -> None:
+        if is_shown:
+            bar = "#" * round(20 * share)
+            print(f"\r{name:<10} [{bar:<20}] {note}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    yield show
+    if is_shown:
+        print(end="\r\x1b[K", file=sys.stderr, flush=True)
+
+
 # --- files
-
-
-def check_output(path: Path | None, flag: str) -> None:
-    """Refuse a file that could not be written, before the work rather than after it."""
-    if path is not None and (problem := output_problem(path)):
-        raise ToolError(f"{flag} {path}: cannot be written: {problem}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import importlib.util
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from torchpipe_py.errors import counted
 from torchpipe_py.idl import load_idl
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.load import judge, measure
@@ -22,7 +23,7 @@ from torchpipe_py.tools.load.compare import compare_main
 from torchpipe_py.tools.load.records import CallLog, collect
 from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, make_report, page, print_report
 from torchpipe_py.tools.options import parse_load
-from torchpipe_py.tools.report import ToolError, check_output, write_json, write_text
+from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
 
 EXIT_ALL_FAILED = 1  # of bench
 OUTSIDE_LIMIT = 0.2  # of the clients' time, between their calls
@@ -40,16 +41,16 @@ Run = Callable[[argparse.Namespace], dict[str, Any]]
 
 
 @contextmanager
-def progress_bar(total: int | None, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function that takes the number of images sent so far; silent without tqdm or without a terminal."""
-    has_tqdm = importlib.util.find_spec("tqdm") is not None
-    if not (wanted and has_tqdm and sys.stderr is not None and sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    tqdm = importlib.import_module("tqdm").tqdm
-    tqdm.monitor_interval = 0  # no thread
-    with tqdm(total=total, unit="img", file=sys.stderr) as bar:
-        yield lambda sent: bar.update(sent - bar.n) and None
+def progress_of(total: int | None, wanted: bool) -> Iterator[Callable[[int], None]]:
+    """Gives a function that takes the number of images sent so far, of ``total``, where that is known."""
+    began = time.perf_counter()
+    with progress_bar(wanted) as show:
+
+        def sent(images: int) -> None:
+            rate = images / (time.perf_counter() - began)
+            show("load", images / total if total else 0.0, f"{counted(images, 'image')} sent, {rate:.0f}/s")
+
+        yield sent
 
 
 # --- torchpipe bench
@@ -71,7 +72,6 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> dict[str, Any]:
-    check_output(args.json, "--json")
     payload = load_images(args.img_dir, args.labels_from_names)
     settings = {name: value for name, value in vars(args).items() if not callable(value)}
     about = describe_run(settings, payload, ("torchpipe_py", "torch", "onnxruntime"))
@@ -84,7 +84,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
         before = run.stats()
         # Less this process: that of backends in processes of their own.
         meter = measure.CpuMeter(server=[os.getpid()], not_server=[])
-        with progress_bar(args.total_number, args.progress) as progress:
+        with progress_of(args.total_number, args.progress) as progress:
             meter.start()
             outcome = clients.run(progress)
             use = meter.stop()
@@ -141,7 +141,6 @@ def _load(options: argparse.Namespace) -> dict[str, Any]:
     flags: dict[str, str] = {}
     for flag in ("json", "csv", "html"):
         path = getattr(options, flag)
-        check_output(path, f"--{flag}")
         if path is not None and (path.is_file() or not path.exists()):  # not a device
             other = flags.setdefault(os.path.realpath(path), flag)
             if other != flag:
@@ -186,7 +185,7 @@ class LoadRunner:
             clients.wait_ready()
             gpu.start()
             self._service.start()
-            with progress_bar(load.total, options.progress) as show:
+            with progress_of(load.total, options.progress) as show:
                 cpu.start()
                 outcome = clients.run(show)
                 use, gpus, figures = cpu.stop(), gpu.stop(), self._service.stop()

@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -19,11 +18,12 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import counted, logger
+from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
-from torchpipe_py.tools.report import ToolError, check_output, write_json, write_text
+from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.profile import Profiler
@@ -342,26 +342,26 @@ def run_tune(args: argparse.Namespace) -> int:
     """0 when it is known whether something is better, 130 after Ctrl-C; ``TorchpipeError`` for what cannot be tuned."""
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
-    check_output(out, "--out")
+    if problem := output_problem(out):
+        raise ToolError(f"--out {out} cannot be written: {problem}")
     if os.path.realpath(out) == os.path.realpath(path):
         raise ToolError(f"--out {out}: would replace the file that is tuned")
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         _check_moved(path, out)
     imports = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
-    has_terminal = args.progress and sys.stderr is not None and sys.stderr.isatty()
-    report = tune(
-        args.config,
-        args.img_dir,
-        slo_p99=args.slo_p99 and args.slo_p99 / 1000,
-        rate=args.rate,
-        cores=args.cores,
-        gpu_memory=args.gpu_memory,
-        budget=args.budget,
-        times=args.replay and read_replay(args.replay, None),
-        imports=imports,
-        progress=_show_progress if has_terminal else None,
-    )
-    print(end="\r\x1b[K" if has_terminal else "", file=sys.stderr, flush=True)
+    with progress_bar(args.progress) as show:
+        report = tune(
+            args.config,
+            args.img_dir,
+            slo_p99=args.slo_p99 and args.slo_p99 / 1000,
+            rate=args.rate,
+            cores=args.cores,
+            gpu_memory=args.gpu_memory,
+            budget=args.budget,
+            times=args.replay and read_replay(args.replay, None),
+            imports=imports,
+            progress=lambda phase, share, left: show(phase, share, f"about {left:.0f} s left"),
+        )
     print("\n".join(text.lines_of(report)))
     print(text.verdict_line(report))
     if report["tuned"] is not None:
@@ -382,9 +382,3 @@ def _check_moved(path: Path, out: Path) -> None:
     moved = parse_toml(path)
     moved.source = os.fspath(out)
     plan_pipeline(moved)
-
-
-def _show_progress(phase: str, share: float, left: float) -> None:
-    """On one line of the terminal."""
-    bar = "#" * round(20 * share)
-    print(f"\r{phase:<10} [{bar:<20}] about {left:.0f} s left  ", end="", file=sys.stderr, flush=True)
