@@ -1,4 +1,4 @@
-"""One bad item fails alone, every request is completed exactly once, and no more are in flight than allowed."""
+"""One bad item fails alone, each request has its own answer once, and no more are in flight than allowed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from conftest import Register
+from conftest import Register, encode, picture
 from kit.backends import EchoFour, Gate
 from kit.waits import WAIT, error_of, in_threads, outcome
 
-from torchpipe_py import Backend, BackendError, ItemBackend, Overloaded, pipe
+from torchpipe_py import Backend, BackendError, DecodeError, ItemBackend, Overloaded, pipe
+
+# -- one pipe ---------------------------------------------------------------------------------------------------------
+
 
 Data = dict[str, Any]
 
@@ -153,3 +156,48 @@ def test_a_list_is_admitted_whole_or_not_at_all(register: Register) -> None:
         outcome(first)
         outcome(second)
     assert sorted(data for batch in gate.batches for data in batch) == [1, 2, 5]
+
+
+# -- many threads, good and bad images, answers known beforehand ------------------------------------------------------
+
+
+THREADS, CALLS = 32, 60
+
+
+def test_no_answer_is_ever_lost_or_mistaken(classifier: str) -> None:
+    config: dict[str, Any] = {
+        "decode": {"backend": "DecodeMat", "instance_num": 2, "next": "prepare"},
+        "prepare": {"backend": "S[ResizeMat,cvtColorMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "color": "rgb"},
+        "model": {"backend": "OnnxTensor", "model": classifier, "max": 8, "postprocessor": "SoftmaxMax"},
+    }
+    config["prepare"]["next"] = "model"
+    config["model"] |= {"mean": 127, "std": 64, "instance_num": 2, "batching_timeout": 50}
+    good = [encode(picture(20, 16 + seed, seed)) for seed in range(24)]
+    bad = [b"", b"no image", b"\xff\xd8\xff\xe0 no jpeg", good[0][:40]]
+    answers: dict[bytes, Any] = {}
+
+    def work(index: int) -> None:
+        random_ = random.Random(index)
+        for _ in range(CALLS):
+            image = random_.choice(bad if random_.random() < 0.1 else good)
+            data: dict[str, Any] = {"data": image}
+            p(data)
+            if image in bad:
+                assert "result" not in data
+                assert type(data["error"]) is answers[image]
+            else:
+                label, score = data["result"]
+                assert label == answers[image][0]
+                assert abs(score - answers[image][1]) < 1e-5
+
+    with pipe(config) as p:
+        for image in good + bad:
+            data: dict[str, Any] = {"data": image}
+            p(data)
+            answers[image] = data["result"] if "result" in data else type(data["error"])
+        in_threads(THREADS, work)
+        stats = p.stats()
+    assert {answers[image] for image in bad} == {DecodeError}
+    assert len({answers[image] for image in good}) == len(good)
+    assert (stats["inflight"], stats["admitted"]) == (0, THREADS * CALLS + len(good) + len(bad))
+    assert max(stats["nodes"]["model"]["batch_sizes"]) == 8

@@ -1,16 +1,37 @@
-"""``pipe.map``: in order, bounded, errors raised or as values, the newest only."""
+"""``pipe.map`` and ``ordered_by``: in order, bounded, errors raised or as values, one request of a key at a time."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from time import perf_counter
+from typing import Any, ClassVar
 
 import pytest
 from conftest import Register
+from engines import workers_of
+from kit.backends import Gate
 from kit.waits import WAIT
 
-from torchpipe_py import BackendError, DecodeError, InvalidRequest, ItemBackend, pipe
+from torchpipe_py import (
+    Backend,
+    BackendError,
+    ConfigError,
+    DeadlineExceeded,
+    DecodeError,
+    InvalidRequest,
+    ItemBackend,
+    Overloaded,
+    PipeClosed,
+    pipe,
+)
+from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.proc.engine import EngineServer
+from torchpipe_py.runtime.ordering import Order
+from torchpipe_py.runtime.request import Request, nobody_waits
+
+# -- map --------------------------------------------------------------------------------------------------------------
 
 
 class Double(ItemBackend):
@@ -127,3 +148,198 @@ def test_nothing_is_read_before_a_result_is_asked_for(run: pipe) -> None:
 def test_refuses_to_be_nothing_ahead(run: pipe) -> None:
     with pytest.raises(ValueError, match="ahead must be at least 1, not 0"):
         run.map(items(1), ahead=0)
+
+
+# -- ordered_by -------------------------------------------------------------------------------------------------------
+
+
+class Count(Backend):
+    """The result is how many requests of the camera came before, and their data; 3 of each 10 fail."""
+
+    at_once: ClassVar[Counter[str]] = Counter()
+    most = 0
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            self.at_once[item["camera"]] += 1
+            type(self).most = max(self.most, self.at_once[item["camera"]])
+        try:
+            for item in items:
+                state = item["state"]
+                state["before"] = state.get("before", 0) + 1
+                state["last"] = (*state.get("last", ()), item["data"])
+                if item["data"] % 10 in (2, 3, 7):
+                    raise ValueError("bad")
+                item["result"] = state["last"]
+        finally:
+            for item in items:
+                self.at_once[item["camera"]] -= 1
+
+    def max(self) -> int:
+        return 4
+
+
+NODES = {
+    "batches": {"instance_num": 3},
+    "single": {"max": 1, "instance_num": 3},
+    "with a timeout": {"batching_timeout": 5, "instance_num": 2},
+}
+
+
+def check_order(ask: Any, keys: list[str]) -> None:
+    """Each answer has what came before it, without what failed."""
+    futures = [(key, number, ask({"data": number, "camera": key})) for number in range(40) for key in keys]
+    for key, number, future in futures:
+        if number % 10 in (2, 3, 7):
+            assert future.exception(WAIT) is not None
+        else:
+            data = future.result(WAIT)
+            good = tuple(before for before in range(number + 1) if before % 10 not in (2, 3, 7))
+            assert (data["camera"], data["result"]) == (key, good)
+            assert "state" not in data
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_requests_of_a_key_run_in_order_with_its_state_also_where_some_fail(name: str, register: Register) -> None:
+    keys = dict(NODES[name])
+
+    class Counted(Count):
+        most = 0
+
+        def max(self) -> int:
+            return int(keys.get("max", 4))
+
+    config = {"backend": register(Counted), "ordered_by": "camera", **keys}
+    config.pop("max", None)
+    with pipe({"first": {"next": "count"}, "count": {**config, "map": "first[result:data,camera:camera]"}}) as run:
+        check_order(run.submit, ["a", "b", "c"])
+        assert run.stats()["nodes"]["count"]["queued"] == 0
+    assert Counted.most == 1
+
+
+def test_an_engine_process_keeps_the_order_of_all_workers(register: Register) -> None:
+    config = {"count": {"backend": register(Count), "ordered_by": "camera", "shared": True}}
+    with workers_of(config, 2) as workers:
+        check_order(workers[0].pipe.submit, ["a", "b"])
+        data = workers[1].pipe({"data": 90, "camera": "a"})
+        assert len(data["result"]) == 29
+
+
+def test_a_request_given_up_while_it_waits_or_runs_keeps_no_other_back(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend), "ordered_by": "camera", "instance_num": 2}) as run, gate:
+        first = run.submit({"data": 0, "camera": 1}, timeout=30)
+        gate.wait_entered()
+        waiting = [run.submit({"data": number, "camera": 1}) for number in range(1, 4)]
+        waiting[0].cancel()
+        with pytest.raises(DeadlineExceeded):
+            run({"data": 9, "camera": 1}, timeout=0.01)
+        assert gate.batches == [[0]], "an instance is idle, but it is not their turn"
+        gate.open()
+        assert [future.result(WAIT)["result"] for future in (first, *waiting[1:])] == [0, 2, 3]
+        assert run({"data": 7, "camera": 1})["result"] == 7, "on the thread of its caller as well"
+
+
+def test_a_flood_of_one_key_keeps_no_other_key_out(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend), "ordered_by": "camera", "instance_num": 2}) as run, gate:
+        run.limit_delays(None)
+        flood = [run.submit({"data": number, "camera": 1}) for number in range(50)]
+        gate.wait_entered()
+        run._runtime.nodes["node"].times.add(1, 10.0, perf_counter())
+        assert run.stats()["nodes"]["node"]["queued"] == 49
+        run.check_delay(1.0)  # of a request of another camera, say, for which an instance is idle
+        gate.open()
+        for future in flood:
+            assert future.exception(WAIT) is None or isinstance(future.exception(), Overloaded)
+
+
+def test_what_waits_for_its_turn_fails_when_the_pipe_is_closed(register: Register) -> None:
+    gate = Gate()
+    run = pipe({"backend": register(gate.backend), "ordered_by": "camera"})
+    with gate:
+        first = gate.hold(run, {"data": 0, "camera": 1})
+        waiting = [run.submit({"data": number, "camera": 1}) for number in range(2000)]
+        closing = threading.Thread(target=run.close)
+        closing.start()
+        assert {type(future.exception(WAIT)) for future in waiting} == {PipeClosed}
+        gate.open()
+        assert first.result(WAIT)["result"] == 0
+    closing.join(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "node 'node' is ordered by 'camera': .* the request has none"),
+        ({"camera": [1]}, r"expected a text of at most 256 characters or an integer, got \[1\]"),
+        ({"camera": "x" * 257}, "expected a text of at most 256 characters"),
+        ({"camera": True}, "got True"),
+        ({"camera": 2**64}, "or an integer"),
+    ],
+)
+def test_a_request_without_a_key_of_use_is_refused(given: dict[str, Any], message: str, register: Register) -> None:
+    with pipe({"backend": "Identity", "ordered_by": "camera"}) as run, pytest.raises(InvalidRequest, match=message):
+        run({"data": 1, **given})
+
+
+def test_states_are_bounded_and_forgotten() -> None:
+    entered: list[Request] = []
+    errors: list[BaseException] = []
+
+    def order(seconds: float) -> Order:
+        return Order("track", "camera", seconds, entered.append, lambda request, error: errors.append(error), most=2)
+
+    def visit(kept: Order, camera: str) -> Any:
+        kept.put(request := Request({"data": 1, "camera": camera}, nobody_waits))
+        state = request.data["state"].setdefault("visits", 0)
+        request.data["state"]["visits"] += 1
+        kept.delivering(lambda request: None)(request)
+        return state
+
+    lasting, short = order(60.0), order(0.0)
+    assert [visit(lasting, camera) for camera in "abab"] == [0, 0, 1, 1]
+    lasting.put(Request({"data": 1, "camera": "c"}, nobody_waits))
+    assert [type(error) for error in errors] == [Overloaded]
+    assert "keeps the states of 2 different 'camera' (ordered_by)" in str(errors[0])
+    assert [visit(short, camera) for camera in "abcaab"] == [0] * 6
+
+
+def test_a_signal_while_the_next_request_enters_does_not_hold_its_key() -> None:
+    entered: list[int] = []
+    failed: list[tuple[int, BaseException]] = []
+
+    def put(request: Request) -> None:
+        if request.data["data"] == 1:
+            raise KeyboardInterrupt
+        entered.append(request.data["data"])
+
+    order = Order("track", "camera", 60.0, put, lambda request, error: failed.append((request.data["data"], error)))
+    requests = [Request({"data": number, "camera": "a"}, nobody_waits) for number in range(3)]
+    for request in requests:
+        order.put(request)
+    with pytest.raises(KeyboardInterrupt):
+        order.delivering(lambda request: None)(requests[0])
+    assert entered == [0, 2]
+    assert [(number, type(error)) for number, error in failed] == [(1, BackendError)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "processes", "message"),
+    [
+        ({"ordered_by": "camera"}, 2, "key 'ordered_by': each of 2 processes would have states of its own: shared = "),
+        ({"state_seconds": 3}, 1, "key 'state_seconds': needs ordered_by"),
+        ({"ordered_by": "camera", "state_seconds": -1}, 1, "key 'state_seconds': expected at least 0"),
+        ({"ordered_by": "camera", "decode_isolation": "process"}, 1, "runs in a process of its own"),
+        ({"orderd_by": "camera"}, 1, "'ordered_by'"),
+    ],
+)
+def test_what_cannot_be_ordered_is_refused_when_it_is_built(keys: dict[str, Any], processes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_pipeline({"track": {"backend": "DecodeMat", **keys}}, processes=processes)
+
+
+def test_several_engine_processes_are_refused() -> None:
+    plan = plan_pipeline({"track": {"ordered_by": "camera", "shared": True}}, processes=2)
+    with pytest.raises(ConfigError, match="each of 2 engine processes"):
+        EngineServer(plan)
