@@ -613,7 +613,7 @@ def map_reduce_rules(backend: str) -> list[Rule]:
     plain, said = jump(backend), f"§4 {backend}: "
     unlike = "the keys to split hold lists of different lengths: 'data' has 2, 'k' has 1"
     no_list = "expected a list or an array under 'data' to split, found str"
-    of_one = {"result": GONE, "error": "element 1 of 3: node 'r': Mark gave no result"}
+    of_one = {"result": GONE, "error": "element [1] of 3: node 'r': Mark gave no result"}
     sums = {"a": {"backend": backend, "jump": "r", "split": "data,k"}, "r": {"backend": "Sum"}}
     along = {**sums, "a": {**sums["a"], "split": ["data"]}}
     return [
@@ -688,21 +688,21 @@ JUMPS_REFUSED = [
 BAD = "'r': node 'r': Mark: ValueError: bad item"
 JUMPS_RAISES = [
     (jump("Jump"), at_a("x!"), BackendError, f"node 'a': Jump: BackendError: {BAD} x!"),
-    (jump("Words"), at_a("x y! z"), BackendError, f"node 'a': Words: BackendError: element 1 of 3: {BAD} y!"),
+    (jump("Words"), at_a("x y! z"), BackendError, f"node 'a': Words: BackendError: element [1] of 3: {BAD} y!"),
     *(
         (jump(backend), at_a(data), BackendError, f"node 'a': {backend}: BackendError: {told}")
         for backend in MAP_REDUCES
         for data, told in (
             (["x!"], f"{BAD} x!"),
-            (["x", "y!", "z"], f"element 1 of 3: {BAD} y!"),
-            (["-", "x!"], f"element 1 of 2: {BAD} x!"),
+            (["x", "y!", "z"], f"element [1] of 3: {BAD} y!"),
+            (["-", "x!"], f"element [1] of 2: {BAD} x!"),
         )
     ),
     (
         jump("MapReduce", merge="result,k"),
         at_a(["x"]),
         BackendError,
-        "node 'a': MapReduce: ValueError: element 0 of 1:",
+        "node 'a': MapReduce: ValueError: element [0] of 1:",
     ),
 ]
 

@@ -78,7 +78,7 @@ def test_the_error_of_an_element_is_that_of_the_request(
     data, figures = ask(graph(backend, register), [1, error, InvalidRequest("a later one")])
     found = data["error"]
     assert type(found) is type(error)
-    assert str(found) == f"element 1 of 3: {error}"
+    assert str(found) == f"element [1] of 3: {error}"
     assert (found.code, found.retry_after_ms, found.__cause__) == (error.code, error.retry_after_ms, error)
     assert "result" not in data
     assert failure(found).status == status

@@ -538,7 +538,7 @@ def _checked_list(data: Any) -> list[Data]:
         raise InvalidRequest(f"expected a dict or a list of dicts, got {type(data).__name__}")
     for index, item in enumerate(data):
         if not isinstance(item, dict):
-            raise InvalidRequest(f"item {index}: expected a dict, got {type(item).__name__}")
+            raise InvalidRequest(f"item [{index}]: expected a dict, got {type(item).__name__}")
     if len({id(item) for item in data}) < len(data):
         raise InvalidRequest("the same dict stands in the list twice; each request needs its own")
     return list(data)

@@ -75,8 +75,9 @@ def test_metadata(demo: LocalServer):
     assert ask(demo.port, b"{}", "/v2/repository/index") == (200, index)
 
 
-def test_metadata_of_roots(classifier: str, register: Register):
-    model = {"backend": "OnnxTensor", "model": classifier}
+@pytest.mark.parametrize("backend", ["OnnxTensor", "S[OnnxTensor,Identity]"])
+def test_metadata_of_roots(classifier: str, backend: str):
+    model = {"backend": backend, "model": classifier}
     config = {"model": model, "other": {"backend": "Identity"}}
     with pipe(config) as run, LocalServer(run, config="folder/a b.toml") as server:
         path = "/v2/models/a%20b"
@@ -147,7 +148,7 @@ def test_tensors(classifier: str):
         assert (status, answer["error"]) == (400, "unknown input 'y'; valid: x")
         status, answer = ask(server.port, {"inputs": [{**given, "shape": [9, 16]}]}, TEST)
         assert (status, answer["code"]) == (400, "invalid_request")
-        assert answer["error"].startswith("item 0 of 9: input 'x' takes 1x3x?x?")
+        assert answer["error"].startswith("item [0] of 9: input 'x' takes 1x3x?x?")
 
 
 def test_errors_of_items_and_figures():
@@ -156,9 +157,9 @@ def test_errors_of_items_and_figures():
         Steered.values = {"later": Overloaded("later", 70)}
         status, answer = ask(server.port, texts("a", "raise"), TEST)
         assert (status, answer["code"]) == (500, "backend_error")
-        assert answer["error"].startswith("item 1 of 2: ")
+        assert answer["error"].startswith("item [1] of 2: ")
         status, answer = ask(server.port, texts("a", "error later", "none"), TEST)
-        expected = {"error": "item 1 of 3: later", "code": "overloaded", "retry_after_ms": 70}
+        expected = {"error": "item [1] of 3: later", "code": "overloaded", "retry_after_ms": 70}
         assert (status, answer) == (429, expected)
         status, answer = ask(server.port, texts(*"abcdefghi"), TEST)
         assert (status, answer["error"]) == (400, "input 'data': a batch of 9; the limit is 8 (max_batch)")

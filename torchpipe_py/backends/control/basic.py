@@ -67,8 +67,9 @@ class Several(Backend):
         return all(child.any_thread() for child in self.config.children)
 
     def signature(self) -> Signature:
-        first, last = self.config.children[0].signature(), self.config.children[-1].signature()
-        return Signature(first.inputs, last.outputs)
+        children = self.config.children
+        last = next((child for child in reversed(children) if not child.passes_on), children[-1])
+        return Signature(children[0].signature().inputs, last.signature().outputs)
 
     def batch_key(self, item: Data) -> Hashable:
         return self.config.children[0].batch_key(item)

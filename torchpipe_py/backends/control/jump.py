@@ -113,7 +113,7 @@ class Jump(DeferredBackend):
         return None
 
     def _failure(self, index: int, count: int, error: BaseException) -> TorchpipeError:
-        which = f"element {index} of {count}: " if count > 1 else ""
+        which = f"element [{index}] of {count}: " if count > 1 else ""
         kind = next((kind for kind in (WorkerDied, EngineUnavailable) if isinstance(error, kind)), BackendError)
         failure = kind(f"{which}{self.jump!r}: {first_line(error)}")
         failure.__cause__ = error
@@ -171,7 +171,7 @@ class MapReduce(Jump):
             missing = next((key for key in self.merge_keys if key not in part), None)
             if missing is None:
                 continue
-            which = f"element {index} of {len(parts)}: "
+            which = f"element [{index}] of {len(parts)}: "
             if TASK_ERROR_KEY not in part:
                 raise ValueError(f"{which}{self.jump!r} gave no {missing!r}")
             error = part[TASK_ERROR_KEY]

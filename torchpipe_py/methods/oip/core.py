@@ -293,7 +293,7 @@ def _of_item(error: BaseException, index: int, count: int) -> BaseException:
     """The error, and of several items which one it is."""
     if count == 1 or not isinstance(error, TorchpipeError):
         return error
-    failure = TorchpipeError(f"item {index} of {count}: {describe_error(error)}")
+    failure = TorchpipeError(f"item [{index}] of {count}: {describe_error(error)}")
     failure.code, failure.__cause__ = error.code, error
     failure.retry_after_ms = getattr(error, "retry_after_ms", None)  # type: ignore[attr-defined]
     return failure

@@ -107,9 +107,9 @@ def _joined(name: str, values: Sequence[Any]) -> Output:
         first, others = first[None], [(other, array[None]) for other, array in others]
     for index, (other, array) in enumerate(others, 1):
         if other != datatype or array.shape != first.shape or array.shape[:1] != (1,):
-            shapes = f"{datatype} of shape {list(first.shape)}, of item {index} {other} of shape {list(array.shape)}"
+            shapes = f"{datatype} of shape {list(first.shape)}, of item [{index}] {other} of shape {list(array.shape)}"
             raise NoResult(
-                f"{name!r} of item 0 is {shapes}: only arrays 1x… of one shape make a batch; send such items one by one"
+                f"{name!r} of item [0] is {shapes}: only arrays 1x… of one shape make a batch; send such items singly"
             )
     array = np.concatenate([first, *[array for _, array in others]]) if others else first
     return Output(name, datatype, list(array.shape), array)

@@ -95,7 +95,7 @@ def _binary_elements(form: Form, data: memoryview) -> Iterator[bytes]:
         if end <= len(data):
             start, end = end, end + _LENGTH.unpack_from(data, start)[0]
         if end > len(data):
-            where = f"{form.where}element {index} of {count}"
+            where = f"{form.where}element [{index}] of {count}"
             raise InvalidRequest(f"{where} ends at byte {end}, binary_data_size is {len(data)}")
         yield bytes(data[start:end])
         start = end
