@@ -45,7 +45,7 @@ class _Call:
         self.began = monotonic()
         self.reading: asyncio.Task[Any] | None = None  # what waits for its message
         self.answered = 0.0  # since when the client has an answer to take
-        self.peer: Callable[[], str] = str
+        self.peer: Callable[[], str] = str  # once it has entered, until it leaves
         self.size = 0
         self.request_id = ""
         self.message = b""  # of a watch
@@ -129,6 +129,7 @@ class RpcServer:
     def listen(self, done: Callable[[], object]) -> None:
         """Take connections from now on, with the other processes that do; ``done`` is called when it does."""
         if self._listening is None and self._ending is None:
+            logging.getLogger("grpc._cython.cygrpc").addFilter(_is_defect)
             self._stop_ticks = every(self.loop, TICK_SECONDS, self._tick)
             self._listening = self.loop.create_task(self._listen(done))
 
@@ -188,9 +189,15 @@ class RpcServer:
             if call.reading is not None and call.began < late:
                 task, call.reading = call.reading, None
                 task.cancel()
+        stalled: set[str] = set()
+        # NOTE: grpc cannot end one of them alone: all that is sent to the client waits for it, the end too.
         if 2 * len(self._calls) >= options.max_connections or 2 * self.held_bytes > options.max_held_bytes:
-            # NOTE: grpc cannot end one of them alone: all that is sent to the client waits for it, the end too.
-            _disconnect({call.peer() for call in self._calls if 0 < call.answered < late}, options.grpc_port)
+            stalled = {call.peer() for call in self._calls if 0 < call.answered < late}
+        if self.is_ending:  # which a watch would delay that waits for its client
+            recent = monotonic() - TICK_SECONDS
+            watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered < recent}
+            stalled |= {call.peer() for call in watches} - {call.peer() for call in self._calls - watches}
+        _disconnect(stalled, options.grpc_port)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -225,9 +232,12 @@ class RpcServer:
 
         def leave(_: Any) -> None:
             self._calls.discard(call)
+            call.peer = str
             call.over()
 
-        context.add_done_callback(leave)
+        # NOTE: not by the context's own callbacks: it refers to itself then, and is kept until garbage is collected.
+        task: Any = asyncio.current_task()
+        task.add_done_callback(leave)
         return True
 
     async def _serve_one(self, call: _Call, context: Any) -> bytes:
@@ -338,11 +348,16 @@ def _settle(call: _Call, answer: WireAnswer) -> None:
         call.future.set_result(answer)
 
 
+def _is_defect(record: logging.LogRecord) -> bool:
+    """Not what grpc logs of a client that is gone before it took its answer."""
+    return not record.exc_info or not isinstance(record.exc_info[1], grpc.aio.InternalError)
+
+
 def _disconnect(peers: AbstractSet[str], port: int) -> None:
     """End the connections at this port from peers, as grpc names them. Their calls are cancelled then."""
     if not peers:
         return
-    logger.warning("gRPC: room is scarce, and %s took no answers: disconnected", counted(len(peers), "client"))
+    logger.warning("gRPC: %s took no answers: disconnected", counted(len(peers), "client"))
     # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000"
     addresses = {unquote(peer).partition(":")[2].replace("[", "").replace("]", "") for peer in peers}
     for name in os.listdir("/proc/self/fd"):

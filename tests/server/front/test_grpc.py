@@ -323,29 +323,82 @@ def test_a_port_of_another_service_is_not_shared() -> None:
             assert f"cannot listen on 127.0.0.1:{port} (--grpc-port): Address already in use" in service.stderr
 
 
+WATCH = "/grpc.health.v1.Health/Watch"
+
+
+def without_room(path: str, data: bytes, *streams: int) -> bytes:
+    """What a client sends that makes calls of one message, and has no room for bytes of answers."""
+
+    def frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
+        return struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + data
+
+    fields = f":method POST :scheme http :path {path} :authority a content-type application/grpc te trailers"
+    texts = [bytes([len(text)]) + text.encode() for text in fields.split()]
+    head = b"".join(b"\0" + key + value for key, value in zip(texts[::2], texts[1::2], strict=True))
+    call = [frame(1, 4, at, head) + frame(0, 1, at, b"\0" + struct.pack(">I", len(data)) + data) for at in streams]
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)) + b"".join(call)
+
+
 @pytest.mark.parametrize("name", ["ModelInfer", "ModelStreamInfer"])
 def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarce(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def frame(kind: int, flags: int, stream: int, data: bytes = b"") -> bytes:
-        return struct.pack(">I", len(data))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + data
-
-    path = f"{SERVICE}/{name}"
-    fields = f":method POST :scheme http :path {path} :authority a content-type application/grpc te trailers"
-    texts = [bytes([len(text)]) + text.encode() for text in fields.split()]
-    head = b"".join(b"\0" + key + value for key, value in zip(texts[::2], texts[1::2], strict=True))
     data = as_rpc(Asked(b"large")).SerializeToString()
-    call = [frame(1, 4, at, head) + frame(0, 1, at, b"\0" + struct.pack(">I", len(data)) + data) for at in (1, 3)]
-    no_room = struct.pack(">HI", 4, 0)  # for bytes of answers
     with steered(grpc_port=0, message_seconds=0.2, max_connections=4) as server:
         with socket.create_connection(("127.0.0.1", server.grpc_port), WAIT) as sock:
-            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, no_room) + b"".join(call))
+            sock.sendall(without_room(f"{SERVICE}/{name}", data, 1, 3))
             while sock.recv(2**16):
                 pass
         assert "1 client took no answers: disconnected" in caplog.text
         eventually(lambda: not server.rpc.held_bytes)
         with channel(server.grpc_port) as on:
             assert method(on)(GOOD, timeout=WAIT)
+
+
+@pytest.mark.parametrize(("path", "data"), [(WATCH, b""), (f"{SERVICE}/ModelInfer", GOOD)])
+def test_a_client_that_leaves_before_it_takes_its_answer_is_not_logged(
+    path: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving("Identity", grpc_port=0) as server:
+        with socket.create_connection(("127.0.0.1", server.grpc_port), WAIT) as sock:
+            sock.sendall(without_room(path, data, 1))
+            eventually(lambda: any(call.answered for call in list(server.rpc._calls)), "no answer")
+        eventually(lambda: not server.rpc._calls, "the call of a client that is gone takes room")
+    assert caplog.text == ""
+
+
+def test_a_watch_whose_client_takes_no_answer_does_not_delay_the_end() -> None:
+    with serving("Identity", grpc_port=0, drain_seconds=2 * WAIT) as server:
+        with socket.create_connection(("127.0.0.1", server.grpc_port), WAIT) as sock:
+            sock.sendall(without_room(WATCH, b"", 1))
+            eventually(lambda: any(call.answered for call in list(server.rpc._calls)), "no answer")
+            server.call(server.rpc.drain)
+            while sock.recv(2**16):
+                pass
+        eventually(lambda: server.rpc.is_finished, "the service does not end")
+
+
+def test_many_watches_ask_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    stats = pipe.stats
+    monkeypatch.setattr(pipe, "stats", lambda self: asked.append(0.0) or stats(self))
+    with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
+        held = [on.unary_stream(WATCH)(b"", timeout=WAIT) for _ in range(50)]
+        assert {next(each) for each in held} == {b"\x08\x01"}
+        assert len(asked) < len(held)
+
+
+def test_a_call_leaves_nothing_to_the_garbage_collector() -> None:
+    with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
+        gc.disable()
+        try:
+            for _ in range(20):
+                method(on)(GOOD, timeout=WAIT)
+            eventually(lambda: not server.rpc._calls)
+            kept = [each for each in gc.get_objects() if type(each).__name__ == "_ServicerContext"]
+            assert len(kept) < 20
+        finally:
+            gc.enable()
 
 
 def test_a_stream_that_ends_with_an_error_leaves_nothing() -> None:

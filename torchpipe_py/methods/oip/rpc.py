@@ -33,6 +33,7 @@ from torchpipe_py.wire.infer import priority_of
 from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
 
 _HEALTH = "grpc.health.v1.Health"
+_WATCH_SECONDS = 0.4  # the oldest state that a watch is answered with: there may be many, and each asks twice a second
 _FINAL = "triton_enable_empty_final_response"  # a wish of Triton's clients for streams
 _OPTIONS = Options.__struct_fields__
 _CONTENTS = {
@@ -65,6 +66,7 @@ class OipRpcs:
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
         self._templates: dict[Root, _Templates] = {}
+        self._was_ready, self._asked_at = False, -_WATCH_SECONDS
         known: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda asked: {"live": True},
             "ServerReady": lambda asked: {"ready": core.is_ready()},
@@ -127,15 +129,19 @@ class OipRpcs:
     def _index(self, made: Any, request: RpcRequest, done: Done) -> None:
         self._core.index(request.message.ready, lambda models: done(RpcAnswer(made(models=models))))
 
-    def _check(self, asked: Any) -> dict[str, Any]:
+    def _check(self, asked: Any, age: float = 0.0) -> dict[str, Any]:
+        """The models' state is at most ``age`` seconds old."""
         if asked.service not in ("", OIP, _HEALTH):
             raise RouteError(f"no service {asked.service[:80]!r}; valid: {OIP}")
-        return {"status": "SERVING" if self._core.is_ready() else "NOT_SERVING"}
+        now = perf_counter()
+        if now >= self._asked_at + age:
+            self._was_ready, self._asked_at = self._core.is_ready(), now
+        return {"status": "SERVING" if self._was_ready else "NOT_SERVING"}
 
     def _watch(self, request: RpcRequest, done: Done) -> None:
         """As ``_check``; a name that is not served has a state here."""
         try:
-            found = self._check(request.message)
+            found = self._check(request.message, _WATCH_SECONDS)
         except RouteError:
             found = {"status": "SERVICE_UNKNOWN"}
         done(RpcAnswer(_HealthResponse(**({"status": "NOT_SERVING"} if request.is_ending else found))))
