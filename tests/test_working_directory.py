@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.services import LIGHT
 from kit.waits import PROGRAM_WAIT, WAIT
 
 from torchpipe_py import ConfigError, import_code
@@ -92,7 +93,7 @@ def test_the_service(folder: Path) -> None:
     assert ran(folder) == ""
 
 
-def test_the_service_as_a_module_with_code_of_the_operator(tmp_path: Path) -> None:
+def test_the_service_as_a_module_with_code_of_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m` imports the package itself with this folder in front; no library comes from here, though."""
     for name in ("argparse", "thriftpy2", "torch", "cv2", "onnxruntime", "multiprocessing"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('from the working directory')")
@@ -110,6 +111,7 @@ class Own(ItemBackend):
     def forward_item(self, item):
         item["result"] = item["data"]
 """)
+    monkeypatch.setenv("PYTHONPATH", LIGHT)  # which comes after this folder
     command = ("-m", "torchpipe_server", "my.toml", "--port", "0", "--import", "my_own_code")
     assert ends_well(start(tmp_path, *command)).startswith("serving")
 

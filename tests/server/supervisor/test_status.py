@@ -264,14 +264,16 @@ def assert_no_fall(old: Series, new: Series) -> None:
     assert fallen == {}
 
 
-def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all():
+class Light(Served, SteeredProcess):
+    """Without a model."""
+
+
+def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all(tmp_path: Path):
     """What a killed worker did since it was last asked, a second ago at most, is in no figure; nothing that was told is
     taken back."""
-    with Served("--workers", "2") as served:
+    with Light(tmp_path, "--workers", "2") as served:
         served.wait_started()
-        with Client(served.port) as client:
-            answer = client.infer_batch(JPEG)[:2]
-        with Load(served.port, 4, lambda client, number: (JPEG, answer)) as load:
+        with Load(served.port, 4, lambda client, number: (b"abc", ("abc", 3.0))) as load:
             last = counters_of(served)
 
             def look() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kit.clients import IDL, Client
 from kit.monitored import Monitored
-from kit.services import serving
+from kit.services import LIGHT, serving
 from kit.steered import FILE
 from test_service_http import ask
 from test_service_oip import get, texts
@@ -79,7 +79,7 @@ def index(service: Monitored, body: bytes = b"") -> list[dict[str, str]]:
 def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> None:
     folder = written(tmp_path, a=IDENTITY, b=IDENTITY)
     unloaded = {"name": "b", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
-    with Monitored("--import", FILE, "--repository-control", config=str(folder)) as service:
+    with Monitored("--import", FILE, "--repository-control", config=str(folder), env={"PYTHONPATH": LIGHT}) as service:
         service.wait_started()
         assert index(service) == [served("a"), served("b")]
         path = "/v2/repository/models/b"
