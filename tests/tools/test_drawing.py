@@ -92,7 +92,7 @@ def test_nothing_hides_a_box_and_arrows_lead_to_later_columns(picture: Picture) 
     shapes = [*(placed.rect for placed in layout.boxes), *layout.ends]
     assert not any(overlap(a, b) for a, b in combinations(shapes, 2))
     assert not any(overlap(box, span) for box in shapes for span in spans(layout))
-    labels = [route.label.rect for route in layout.routes if route.label]
+    labels = [route.label for route in layout.routes if route.label]
     assert not any(overlap(box, label) for box in shapes for label in labels)
     assert not any(overlap(a, b) for a, b in combinations(labels, 2))
     assert not any(overlap(a, b) for (_, a), (_, b) in combinations(layout.frames, 2))

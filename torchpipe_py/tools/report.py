@@ -115,6 +115,11 @@ def page(title: str, parts: Iterable[str]) -> str:
     )
 
 
+def verdict(text: str, is_good: bool) -> str:
+    """A paragraph that is green or red."""
+    return f'<p class="{"ok" if is_good else "missed"}">{escape(text)}</p>'
+
+
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", numbers: Sequence[int] = ()) -> str:
     """A table of escaped texts below ``title``; ``numbers`` are the columns that are aligned to the right.
 

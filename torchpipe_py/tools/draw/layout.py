@@ -56,24 +56,18 @@ class PlacedBox:
     column: int
 
 
-@dataclass(frozen=True)
-class Label:
-    """Lines of text, all ending at the right of ``rect``."""
-
-    lines: tuple[str, ...]
-    rect: Rect
-
-
 @dataclass(eq=False)
 class Route:
-    """An arrow and its ``points``, from the start's right side to the end's left side.
+    """An arrow, its ``points``, from the start's right side to the end's left side, and the place of its ``lines``.
+
+    The lines of text all end at the right of ``label``.
 
     A step to another height is an S-curve between its two points, but for a jump, whose steps are all straight.
     """
 
     arrow: Arrow
     points: Sequence[Point] = ()
-    label: Label | None = None
+    label: Rect | None = None
     leaves: float = 0.0
     enters: float = 0.0
 
@@ -92,8 +86,7 @@ class Route:
         """Above a line at ``line_y``."""
         height = len(self.lines) * SMALL_LINE
         if self.lines:
-            rect = Rect(right - self.width, line_y - ABOVE_LINE - height, self.width, height)
-            self.label = Label(self.lines, rect)
+            self.label = Rect(right - self.width, line_y - ABOVE_LINE - height, self.width, height)
 
 
 @dataclass(frozen=True)
@@ -201,7 +194,7 @@ class _Placed:
             self.bottom += LANE + len(jump.lines) * SMALL_LINE
             jump.points = [(start.right, jump.leaves), (x, jump.leaves), (x, self.bottom)]
             jump.put_label(max(x - LANE, left + jump.width), self.bottom)
-            self.right = max(self.right, jump.label.rect.right if jump.label else 0.0)
+            self.right = max(self.right, jump.label.right if jump.label else 0.0)
         self.boxes = [PlacedBox(b, faces[b.name], self.rects[b.name], index, column[b.name]) for b in graph.boxes]
 
     def _middles(self, column: dict[str | None, int]) -> dict[str | None, float]:

@@ -9,7 +9,7 @@ from html import escape
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.tools import report
 from torchpipe_py.tools.draw import picture as drawn
-from torchpipe_py.tools.draw.layout import Label, Layout, PlacedBox, Point, Rect, Route, lay_out
+from torchpipe_py.tools.draw.layout import Layout, PlacedBox, Point, Rect, Route, lay_out
 from torchpipe_py.tools.draw.picture import Arrow, Box, Kind, Picture, clean, depict, markup, split
 
 KINDS: dict[Kind, str] = {
@@ -50,7 +50,7 @@ def svg(picture: Picture) -> str:
         *map(_arrow, layout.routes),
         *map(_box, layout.boxes),
         *map(_end, layout.ends),
-        *(_label(route.label, route.arrow.kind) for route in layout.routes if route.label),
+        *(_label(route, route.label) for route in layout.routes if route.label),
         *legend,
         "</svg>",
     ]
@@ -120,10 +120,11 @@ def _end(rect: Rect) -> str:
     return f"<g><title>end</title>{ring}{dot}</g>"
 
 
-def _label(label: Label, kind: Kind) -> str:
-    lines, right, y = enumerate(label.lines, start=1), label.rect.right, label.rect.y - 3.0
+def _label(route: Route, place: Rect) -> str:
+    kind, y = f"label {route.arrow.kind}", place.y - 3.0
     return "".join(
-        _text(f"label {kind}", right, y + drawn.SMALL_LINE * row, line, ' text-anchor="end"') for row, line in lines
+        _text(kind, place.right, y + drawn.SMALL_LINE * row, line, ' text-anchor="end"')
+        for row, line in enumerate(route.lines, start=1)
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,12 +99,10 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[f
     """A percentile bootstrap of mean(b) / mean(a); None for too few values, or where ``a`` is nothing."""
     if min(len(a), len(b)) < LEAST_SECONDS or not any(a):
         return None
-    draw = random.Random(seed).choices
-    ratios = []
-    for _ in range(RESAMPLES):
-        mean_a, mean_b = (sum(draw(values, k=len(values))) / len(values) for values in (a, b))
-        ratios.append(mean_b / mean_a if mean_a else float("inf"))
-    tail = (100 - CONFIDENCE) / 2
+    draw, tail = np.random.default_rng(seed).choice, (100 - CONFIDENCE) / 2
+    runs, ratios = (np.asarray(a), np.asarray(b)), np.full(RESAMPLES, np.inf)
+    means_a, means_b = (np.array([draw(run, len(run)).mean() for _ in range(RESAMPLES)]) for run in runs)
+    np.divide(means_b, means_a, out=ratios, where=means_a > 0)
     low, high = np.percentile(ratios, (tail, 100 - tail)).tolist()
     return low, high
 

@@ -328,9 +328,9 @@ def page(report: dict[str, Any]) -> str:
         parts += _run_parts(report)
     else:
         if "search" in report:
-            parts.append(_verdict_line(search_line(report), report["search"]["best_rate"] is not None))
+            parts.append(shared.verdict(search_line(report), report["search"]["best_rate"] is not None))
         elif report["stopped"] is not None:
-            parts.append(_verdict_line(report["stopped"], False))
+            parts.append(shared.verdict(report["stopped"], False))
         parts.append(shared.table(HEADS, map(run_cells, runs), f"Runs ({len(runs)})", range(1, len(HEADS) - 1)))
         parts.append(shared.charts(_runs_charts([run for run in runs if run["latency_ms"] is not None])))
         for run in runs:
@@ -345,15 +345,11 @@ def page(report: dict[str, Any]) -> str:
     return shared.page(f"Load test of {last['settings']['host']}:{last['settings']['port']}", parts)
 
 
-def _verdict_line(text: str, is_good: bool) -> str:
-    return f'<p class="{"ok" if is_good else "missed"}">{escape(text)}</p>'
-
-
 def _run_parts(report: dict[str, Any]) -> list[str]:
     is_good = not report["exit_status"] and report["valid"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report.get("unstable_because", ()))
     return [
-        _verdict_line(judge.verdict(report), is_good),
+        shared.verdict(judge.verdict(report), is_good),
         f"<ul>{notes}</ul>" if notes else "",
         shared.charts(_run_charts(report)),
         shared.table((), run_rows(report)),

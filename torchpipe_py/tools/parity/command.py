@@ -111,7 +111,7 @@ def _class_rows(parity: Parity) -> list[tuple[str, str]]:
         interval = f"95 % interval {share.low:.4f} to {share.high:.4f}"
         return f"{share.share:.4f} ({share.hits} of {share.total}; {interval})"
 
-    rows = [("top-1 agreement", text(Share(agreed.same, agreed.total, agreed.share, agreed.low, agreed.high)))]
+    rows = [("top-1 agreement", text(agreed))]
     if agreed.score_mean is not None and agreed.score_max is not None:
         scores = f"mean {agreed.score_mean:.5f}, largest {agreed.score_max:.5f} (images with the same class)"
         rows.append(("score difference", scores))
@@ -164,7 +164,7 @@ def text_report(parity: Parity) -> Iterator[str]:
 def html_report(parity: Parity) -> str:
     """The whole file; names, labels and reasons are escaped, pictures are inlined."""
     parts = [report.table((), [*_facts(parity), *_class_rows(parity)])]
-    parts += [f'<p class="{"ok" if bar.ok else "missed"}">{escape(_bar(bar))}</p>' for bar in parity.bars]
+    parts += [report.verdict(_bar(bar), bar.ok) for bar in parity.bars]
     if rows := _figure_rows(parity):
         heads = ("", "median", "mean", "worst", "worst image")
         parts.append(report.table(heads, rows, "Differences per image, on the 0..255 scale", numbers=(1, 2, 3)))
@@ -242,7 +242,7 @@ def to_json(parity: Parity) -> dict[str, Any]:
             **{name: len(getattr(parity, name)) for name in ("compared", "refused", "shapes_differ", "unclassified")},
         },
         "summary": {key: asdict(figure) for key, figure in spreads(parity.compared).items()},
-        "agreement": {**asdict(agreed), "disagreeing": differing} if agreed else None,
+        "agreement": {"same": agreed.hits, **asdict(agreed), "disagreeing": differing} if agreed else None,
         "accuracy": asdict(right) if right else None,
         "bars": [asdict(bar) for bar in parity.bars],
         "worst": [image.name for image in parity.worst],

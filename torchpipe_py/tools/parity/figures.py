@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -86,17 +86,12 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """How often two sides name the same class, with Wilson's 95 % interval.
+class Agreement(Share):
+    """How often two sides name the same class.
 
     Score differences are absolute, over images with the same label on both sides; ``None`` without scores.
     """
 
-    same: int
-    total: int
-    share: float
-    low: float
-    high: float
     score_mean: float | None
     score_max: float | None
 
@@ -164,8 +159,7 @@ def agreement(compared: Sequence[Compared]) -> Agreement | None:
     same = [(a, b) for _, a, b in pairs if a.label == b.label]
     gaps = [abs(a.score - b.score) for a, b in same if a.score is not None and b.score is not None]
     mean = sum(gaps) / len(gaps) if gaps else None
-    share = _share(len(same), len(pairs))
-    return Agreement(share.hits, share.total, share.share, share.low, share.high, mean, max(gaps, default=None))
+    return Agreement(**asdict(_share(len(same), len(pairs))), score_mean=mean, score_max=max(gaps, default=None))
 
 
 def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:

@@ -155,7 +155,7 @@ def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
 def page(report: Mapping[str, Any]) -> str:
     """The HTML file: verdict, latency against rate of yours and the best, the table, every cell of the profile."""
     is_good = report["verdict"] in ("better", "as good")
-    parts = [f'<p class="{"ok" if is_good else "missed"}">{escape(verdict_line(report))}</p>']
+    parts = [shared.verdict(verdict_line(report), is_good)]
     lines, best = [], report["best"] if report["best"] != report["yours"] else None
     for name, trial, color in (("yours", report["yours"], "blue"), ("best", best, "orange")):
         for key in ("p99", "p50"):
