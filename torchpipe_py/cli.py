@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
-        # Whoever reads has had enough, as head does, or the disk is full; Python would complain once more as it exits.
+        # The reader is gone, as with head, or the disk is full; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.ENOSPC:
             print(f"torchpipe: {error.strerror}", file=sys.stderr)

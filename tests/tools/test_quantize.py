@@ -145,7 +145,7 @@ def test_without_labels_classes_must_stay(folder: Path, write: Write, refused: R
     assert "no accuracy: the images are not labelled; 'IMG' of IMG_01.jpg is no class" in printed
     assert "bar               --min-agreement 0.99: 1.0000 over 12 images, ok" in printed
     assert refused(config, "--img_dir", "photos") == (
-        "torchpipe: --out model.int8.onnx: there already; --force replaces it"
+        "torchpipe: model.int8.onnx: there already; --force replaces, --out FILE.onnx gives another name"
     )
 
 
@@ -245,7 +245,7 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
         (OTHER.format("secret.onnx") + 'key_env = "KEY"\n', [], "node 'model' has key_env: its model is encrypted; "),
         (DEMO, ["--out", "folder.onnx"], "--out folder.onnx: is a directory; folder.onnx/model.int8.onnx, say"),
         (DEMO, ["--out", "no/such.onnx"], "--out no/such.onnx: no such folder: no"),
-        (DEMO, ["--out", "model.onnx"], "--out model.onnx: there already; --force replaces it"),
+        (DEMO, ["--out", "model.onnx"], "model.onnx: there already; --force replaces, --out"),
         (OTHER.format("model.onnx"), ["--out", "model.onnx", "--force"], "this is the model to quantise"),
         (DEMO, ["--img_dir", "none"], "--img_dir none: no such directory"),
         (DEMO, ["--img_dir", "few"], "3 images to calibrate with and 4 to check with are too few: at least 8 of each"),

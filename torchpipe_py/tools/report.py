@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,12 @@ def progress_bar(wanted: bool) -> Iterator[Callable[[str, float, str], None]]:
 
 
 # --- files
+
+
+def refuse_existing(paths: Iterable[Path], force: bool, other: str) -> None:
+    """``ToolError`` where a file is there that may not be replaced; ``other`` says how to give another name."""
+    if not force and (there := [str(path) for path in paths if os.path.exists(path)]):
+        raise ToolError(f"{', '.join(there)}: there already; --force replaces, {other}")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.plan.config import GLOBAL, parse_toml
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.report import ToolError, refuse_existing
 
 Sides = tuple[int, int]
 """Height and width in pixels."""
@@ -110,9 +110,7 @@ class Files:
         folder = next(parent for parent in self.model.parents if os.path.lexists(parent))
         if problem := output_problem(folder / self.model.name, replaces=True):
             raise ToolError(f"--out {self.name}: {problem}")
-        there = [str(path) for path in (self.model, self.toml, self.labels) if os.path.exists(path)]
-        if there and not force:
-            raise ToolError(f"{', '.join(there)}: there already; --force replaces, --out NAME gives another name")
+        refuse_existing((self.model, self.toml, self.labels), force, "--out NAME gives another name")
 
     def take(self, made: Files) -> None:
         """Put what was made elsewhere in its place: each file whole, the TOML last; ``ToolError`` if that fails."""

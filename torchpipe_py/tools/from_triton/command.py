@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchpipe_py.backends.signature import TensorSpec
@@ -17,7 +18,7 @@ from torchpipe_py.registry import import_code
 from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.from_triton.pbtxt import Message
 from torchpipe_py.tools.from_triton.repository import FILES, Model, checked, read_repository
-from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.report import ToolError, refuse_existing
 
 KINDS = ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL")
 TYPES = {"TYPE_BOOL": "bool", "TYPE_BF16": "bfloat16", "TYPE_STRING": "bytes"}
@@ -92,8 +93,7 @@ def run_from_triton(args: argparse.Namespace) -> int:
                     texts[path] = text
                 files.append(file)
     problems.raise_all()
-    if there := [path for path in texts if os.path.exists(path) and not args.force]:
-        raise ToolError(f"{', '.join(there)}: there already; --force replaces, --out FOLDER takes another")
+    refuse_existing(map(Path, texts), args.force, "--out FOLDER takes another")
     codes, kept = [path for path in texts if path.endswith(".py")], list[str]()
     try:
         for path, text in texts.items():

@@ -21,7 +21,7 @@ from torchpipe_py.tools.parity.results import is_tensor, refusal
 from torchpipe_py.tools.parity.run import PipeRunner, Settings, compare_configs, images_of, read_images
 from torchpipe_py.tools.quantize.quantiser import Arrays, Quantiser, search
 from torchpipe_py.tools.quantize.target import Target, find_target
-from torchpipe_py.tools.report import ToolError, aligned, clip
+from torchpipe_py.tools.report import ToolError, aligned, clip, refuse_existing
 
 FEWEST = 8
 """Images to calibrate with, and to check with, below which neither means anything."""
@@ -92,8 +92,7 @@ def _check_out(out: Path, force: bool) -> None:
     """Before minutes of work."""
     if problem := output_problem(out, replaces=True):
         raise ToolError(f"--out {out}: {problem}{f'; {out}/model.int8.onnx, say' if os.path.isdir(out) else ''}")
-    if out.exists() and not force:
-        raise ToolError(f"--out {out}: there already; --force replaces it")
+    refuse_existing([out], force, "--out FILE.onnx gives another name")
 
 
 def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:

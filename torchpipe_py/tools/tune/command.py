@@ -34,10 +34,10 @@ from torchpipe_py.tools.tune.worker import Team
 
 DEFAULT_BUDGET_S = 120.0
 SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
-"""Without an SLO: so many times what a lone request takes, and so many seconds at least."""
+"""The SLO by default: a multiple of a lone request's time, and its least value in seconds."""
 
 MOST_IMAGES = 48
-"""That are used, evenly spaced over all."""
+"""Images that are used, evenly spaced over all of them."""
 
 EXIT_INTERRUPTED = 130
 
@@ -116,7 +116,7 @@ def tune(
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Hundreds of plans would repeat what the first one warned of."""
+    """Drop warnings: hundreds of plans would repeat those of the first one."""
     return record.levelno >= logging.ERROR
 
 
@@ -202,7 +202,7 @@ class _Tuning:
         self.report["notes"].append(f"{counted(len(failed), 'image')} without a result left out: {why}")
 
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
-        """What is looked for, and the arrivals of all that is simulated and measured."""
+        """Set the goal, and the arrivals of every simulated and measured open loop."""
         self.report["slo_p99"] = slo_of(slo, self.report["lone"])
         loops = verify.TURNS * (1 + _TRIALS) * _LOOPS
         seconds = min(_MOST_S, max(_LEAST_S, self._seconds("verify") / loops - _EXTRA_S))
@@ -250,7 +250,7 @@ class _Tuning:
         return Trial(candidate, found, found.limit or self._closed)
 
     def is_disturbed(self) -> bool:
-        """Whether other programs take too much of the cores: then it is said that nothing can be."""
+        """Whether other programs use too much of the cores; the verdict is then ``cannot tell``."""
         use = self._meter.stop()
         percent = use.fields(use.parent + (use.server or 0.0))["other_cpu_percent"]
         self.report["other_programs"] = percent and percent / 100 / len(os.sched_getaffinity(0))
@@ -308,7 +308,7 @@ class _Tuning:
         return not problem
 
     def _write_trials(self) -> None:
-        """What is known of them, so that Ctrl-C finds it."""
+        """Put the trials into the report, where Ctrl-C finds them."""
         self.report["yours"] = text.trial_fields(self._yours, self._goal, self._yours)
         self.report["others"] = [text.trial_fields(trial, self._goal, self._yours) for trial in self._trials]
 

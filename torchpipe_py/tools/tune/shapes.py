@@ -76,8 +76,7 @@ class Candidate:
 
     def config(self) -> Tables:
         """The tables with all settings."""
-        tables = Tables({name: dict(table) for name, table in self.shape.config.items()})
-        tables.source = self.shape.config.source
+        tables = copied(self.shape.config, self.shape.config.source)
         for node, key, value in self.knobs:
             tables[node][key] = int(value) if value == int(value) else value
         return tables
@@ -149,7 +148,7 @@ def _computes(shape: Shape) -> list[tuple[type, str]]:
 
 def _joined(shape: Shape) -> Tables | None:
     """Each pair of neighbours that only have each other, as one node."""
-    tables, graph = _copy(shape.config), shape.pipeline.graph
+    tables, graph = copied(shape.config, shape.config.source), shape.pipeline.graph
     read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
     is_changed = False
     for name in reversed(graph.order):
@@ -188,8 +187,7 @@ def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
 
 def _apart(shape: Shape) -> Tables | None:
     """Each node that prepares images and runs a model as two nodes."""
-    tables = _copy({})
-    tables.source = shape.config.source
+    tables = copied({}, shape.config.source)
     is_changed = False
     read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
     for name, table in shape.config.items():
@@ -232,7 +230,8 @@ def _bare(key: str, calls: Iterable[Call]) -> str:
     return rest if scope in names else key
 
 
-def _copy(config: Mapping[str, Mapping[str, Any]]) -> Tables:
+def copied(config: Mapping[str, Mapping[str, Any]], source: str) -> Tables:
+    """The tables, to be changed; messages call them ``source``."""
     tables = Tables({name: dict(table) for name, table in config.items()})
-    tables.source = getattr(config, "source", tables.source)
+    tables.source = source
     return tables

@@ -20,7 +20,6 @@ from torchpipe_py.backends.base import Data, run_padded
 from torchpipe_py.errors import NoResult, TorchpipeError, describe, logger
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.plan.config import Tables
 from torchpipe_py.proc.child import start_interpreter
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.instance import Instance, creator
@@ -28,6 +27,7 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.tune.shapes import copied
 from torchpipe_py.wire.json_values import to_json
 
 Config = Mapping[str, Mapping[str, Any]]
@@ -140,16 +140,11 @@ class _Room:
         self.images = [self.images[number] for number in images]
         self.items.clear()
 
-    def _tables(self, config: Config) -> Tables:
-        tables = Tables({name: dict(table) for name, table in config.items()})
-        tables.source = self.source
-        return tables
-
     # -- nodes alone ----------------------------------------------------------------------------------------------
 
     def capture(self, config: Config, units: dict[str, str]) -> Captured:
         """Run each image through the pipe, one at a time, and keep what reaches each node as items of its unit."""
-        free, runtime = _gpu_free(), Runtime(plan_pipeline(self._tables(config)))
+        free, runtime = _gpu_free(), Runtime(plan_pipeline(copied(config, self.source)))
         runtime.start()
         watches = {name: _Watch(len(self.images)) for name in runtime.nodes}
         for name, node in runtime.nodes.items():
@@ -181,7 +176,7 @@ class _Room:
 
     def prepare(self, unit: str, config: Config, threads: int, instances: int) -> tuple[int, int]:
         """Set up so many instances of a node alone, with so many threads of its model; the batches they take."""
-        (plan,) = plan_pipeline(self._tables(config)).plans.values()
+        (plan,) = plan_pipeline(copied(config, self.source)).plans.values()
         create = creator(plan)
         stands = self.nodes[unit, threads] = [_Stand(Instance("node", index, create)) for index in range(instances)]
         for stand in stands:
@@ -221,7 +216,7 @@ class _Room:
         """Build the pipe, one of so many, and run the first images; their results, as JSON has them."""
         if hasattr(self, "pipe"):
             self.pipe.close(_WAIT_S)
-        self.pipe = pipe(plan_pipeline(self._tables(config), processes=processes))
+        self.pipe = pipe(plan_pipeline(copied(config, self.source), processes=processes))
         self.pipe(items := [{TASK_DATA_KEY: body} for body in self.images[:_COMPARED]])
         return [_comparable(data[TASK_RESULT_KEY]) for data in items if TASK_RESULT_KEY in data]
 
