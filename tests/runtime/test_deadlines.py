@@ -162,17 +162,19 @@ def test_a_flood_of_normal_requests_lets_one_in_that_has_waited_long() -> None:
     assert taken == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
-def test_batches_stay_short_for_the_next_normal_request() -> None:
+@pytest.mark.parametrize(("more", "waited", "filled"), [(1.0, 0.0, 1), (1.0, 1.5, 2), (0.01, 0.0, 8)])
+def test_batches_stay_short_for_normal_requests(more: float, waited: float, filled: int) -> None:
+    """Each further request takes ``more`` times as long as the first one, 2 ms."""
     times = ComputeTimes()
     for size in (1, 2, 4, 8):
-        times.add(size, 0.002 * size, 2.0)
+        times.add(size, 0.002 * (1 + more * (size - 1)), 2.0)
     queue = BatchQueue(0.0, lambda data: None)
-    for _ in range(24):
-        queue.add(waiting("low", 1, 2.0))
+    for _ in range(32):
+        queue.add(waiting("low", 1, 2.0 - waited))
     assert len(queue.take(8, 2.0, True, times=times) or ()) == 8, "no normal request came lately"
     queue.add(waiting("normal", 0, 2.0))
-    assert len(queue.take(8, 2.0, True, times=times) or ()) == 2, "twice as long as it takes alone"
-    assert len(queue.take(8, 2.0, True, times=times) or ()) == 4, "10 ms, which the next one may have to wait"
+    assert len(queue.take(8, 2.0, True, times=times) or ()) == filled, "little longer than alone, until they age"
+    assert len(queue.take(8, 2.0, True, times=times) or ()) == (4 if more == 1 else 8), "10 ms, for the next one"
 
 
 def test_batches_do_not_stay_long_as_only_long_ones_ran() -> None:

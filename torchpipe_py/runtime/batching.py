@@ -27,6 +27,9 @@ Due = Callable[[float, float], bool]
 LOW_SECONDS = 0.01
 """As long as batches of low priority may take, or twice as long as one request alone, while normal requests come."""
 
+FILLED = 1.25
+"""How many times as long a batch of normal requests may take if requests of low priority fill it up, until they age."""
+
 _DEADLINE_MARGIN = 0.002  # seconds for waking up, routing and the way back
 
 
@@ -82,8 +85,8 @@ class BatchQueue:
         """The batch that closes now, at most ``limit`` long, or ``None``.
 
         ``times`` limits the batch to what its tightest deadline allows. While normal requests come, low-priority
-        requests may at most double the batch's time; a batch of low priority only takes no longer than
-        ``LOW_SECONDS``, since the next normal request has to wait for it.
+        requests may make the batch's time ``FILLED`` times as long, aged ones twice; a batch of low priority only takes
+        no longer than ``LOW_SECONDS``, since the next normal request has to wait for it.
 
         A bucket closes when it holds ``limit`` requests, when its oldest has waited ``timeout``, when a deadline is
         at most ``lead_time`` (the expected compute time) away, or when it is ``quiet``: no request that could join
@@ -109,7 +112,9 @@ class BatchQueue:
                 normal = _normal(bucket, size)
                 if now - self._normal_at < RequestQueue.AGING:
                     # NOTE: unknown is not filled up: by larger batches alone each would be as large for ever.
-                    seconds = 2 * (times.known(max(1, normal), now) or 0.0)
+                    is_aged = bucket[normal].arrived + RequestQueue.AGING <= now
+                    factor = 2 if is_aged or not normal else FILLED
+                    seconds = factor * (times.known(max(1, normal), now) or 0.0)
                     if not normal:
                         seconds = max(LOW_SECONDS, seconds)
                     size = max(1, normal, times.fitting(size, seconds, now))
