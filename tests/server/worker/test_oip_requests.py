@@ -68,6 +68,14 @@ def test_bytes_as_json_and_as_binary():
     assert value_of({**TEXT, "data": ["größe"]}) == "größe".encode()
     assert value_of({**TEXT, "data": [{"b64": "AP8="}]}) == b"\x00\xff"
     assert value_of({**TEXT, "shape": [1, 1], "data": [["x"]]}) == b"x"
+    pair: dict[str, Any] = {"name": "data", "datatype": "BYTES", "shape": [1, 2, 1]}
+    for array in (
+        value_of({**pair, "data": ["x", {"b64": "AP8="}]}),
+        value_of({**pair, "data": [[["x"], [{"b64": "AP8="}]]]}),
+        value_of({**pair, "parameters": {"binary_data_size": 11}}, elements(b"x", b"\x00\xff")),
+    ):
+        assert (array.dtype, array.tolist()) == (object, [[[b"x"], [b"\x00\xff"]]])
+    assert value_of({**TEXT, "shape": [1, 0], "data": []}).shape == (1, 0)
     binary = elements(b"\xff\xd8", b"")
     form = {**TEXT, "shape": [2], "parameters": {"binary_data_size": len(binary)}}
     del form["data"]
@@ -169,7 +177,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a large batch": (of(shape=[33], data=[0] * 33), "a batch of 33; the limit is 32 (max_batch)"),
     "many values": (
         {"inputs": [{"name": str(index), "datatype": "INT8", "shape": [32, 0], "data": []} for index in range(200)]},
-        "200 inputs of 32 items; the limit is 4096 values",
+        "input '128': 4128 values so far; the limit is 4096",
     ),
     "other batches": ({"inputs": [ARRAY, TEXT]}, "input 'data': a batch of 1, and of 2 in another input"),
     "no data": (of(data=None), "the data is no list"),
@@ -177,7 +185,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "half a character": ({"inputs": [{**TEXT, "data": ["\ud800"]}]}, "an element of BYTES is a text"),
     "no base64": ({"inputs": [{**TEXT, "data": [{"b64": "%"}]}]}, "b64 is not base64"),
     "too few texts": ({"inputs": [{**TEXT, "data": []}]}, "shape [1] does not fit 0 elements"),
-    "several texts an item": ({"inputs": [{**TEXT, "shape": [1, 2], "data": ["a", "b"]}]}, "[n] or [n, 1]"),
+    "many texts": ({"inputs": [{**TEXT, "shape": [1, 2**40, 2**40]}]}, "values so far; the limit is 4096"),
+    "texts of another nesting": ({"inputs": [{**TEXT, "shape": [1, 2], "data": ["a", ["b"]]}]}, "is a text, or"),
+    "texts nested too deeply": ({"inputs": [{**TEXT, "data": [["a"]]}]}, "is a text, or"),
     "no id": ({"id": 3, "inputs": [TEXT]}, "got `int` - at `$.id`"),
     "a long id": ({"id": "x" * 2000, "inputs": [TEXT]}, "id: a name of 2000 characters"),
     "no node_name": ({"parameters": {"node_name": 3}, "inputs": [TEXT]}, "at `$.parameters.node_name`"),

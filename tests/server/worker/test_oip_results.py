@@ -62,6 +62,8 @@ def test_rankings_are_filled_up():
         ([torch.tensor([0.5], dtype=torch.float16)], ("FP16", [1], [0.5])),
         ([torch.tensor(True), np.array(False)], ("BOOL", [2], [True, False])),
         (["größe", b"x"], ("BYTES", [2], ["größe", "x"])),
+        ([np.array([["größe", b"x"]], object)], ("BYTES", [1, 2], ["größe", "x"])),
+        ([np.array([["a", "b"]]), np.array([[b"c", b"d"]])], ("BYTES", [2, 2], ["a", "b", "c", "d"])),
         ([True, False], ("BOOL", [2], [True, False])),
         ([1, np.int8(2)], ("INT64", [2], [1, 2])),
         ([2**63], ("BYTES", [1], ["9223372036854775808"])),

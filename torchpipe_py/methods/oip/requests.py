@@ -17,7 +17,7 @@ from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
 _DATA = "data"
 MOST_ITEM_VALUES = 2**12
-"""Of one request: items times inputs. Each costs the same, however small."""
+"""Of one request: items of each input, and of ``BYTES`` elements. Each costs the same, however small."""
 
 Row = dict[str, Any]
 """The inputs of one item, by name."""
@@ -148,14 +148,15 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
         return [{name: element}]
     _check_names("inputs", [given.name for given in inputs])
     rows: list[Row] = []
+    values = 0
     for given in inputs:
         form = form_of(given.name, given.datatype, given.shape)
         items = form.shape[0]
         if items > most:
             raise InvalidRequest(f"{form.where}a batch of {items}; the limit is {most} (max_batch)")
-        if items * len(inputs) > MOST_ITEM_VALUES:
-            count = counted(len(inputs), "input")
-            raise InvalidRequest(f"{count} of {items} items; the limit is {MOST_ITEM_VALUES} values")
+        values += max(items, form.values)
+        if values > MOST_ITEM_VALUES:
+            raise InvalidRequest(f"{form.where}{values} values so far; the limit is {MOST_ITEM_VALUES}")
         rows = rows or [{} for _ in range(items)]
         if items != len(rows):
             raise InvalidRequest(f"{form.where}a batch of {items}, and of {len(rows)} in another input")

@@ -10,7 +10,7 @@ import numpy as np
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, NoResult, nearest
 from torchpipe_py.methods.oip.requests import InferRequest
-from torchpipe_py.methods.oip.tensors import Output, numbers, texts
+from torchpipe_py.methods.oip.tensors import BYTES, Output, numbers, texts
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, is_ranking, output_of
@@ -83,7 +83,7 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
     if all(map(is_array, values)):
         return _joined(name, values)
     if all(isinstance(value, (str, bytes, bytearray)) for value in values):
-        return texts(name, [answers.utf8_text(value) if isinstance(value, str) else bytes(value) for value in values])
+        return texts(name, map(_encoded, values))
     for datatype, kinds, dtype in _SCALARS:
         if all(isinstance(value, kinds) for value in values):
             try:
@@ -91,6 +91,10 @@ def to_output(name: str, values: Sequence[Any]) -> Output:
             except OverflowError:
                 break
     return texts(name, [answers.utf8_json(to_text(name, value)) for value in values])
+
+
+def _encoded(value: str | bytes | bytearray) -> bytes:
+    return answers.utf8_text(value) if isinstance(value, str) else bytes(value)
 
 
 _SCALARS: Sequence[tuple[str, Any, Any]] = (
@@ -112,4 +116,9 @@ def _joined(name: str, values: Sequence[Any]) -> Output:
                 f"{name!r} of item [0] is {shapes}: only arrays 1x… of one shape make a batch; send such items singly"
             )
     array = np.concatenate([first, *[array for _, array in others]]) if others else first
+    if datatype == BYTES:
+        elements = array.ravel().tolist()
+        if not all(isinstance(element, (str, bytes)) for element in elements):
+            raise NoResult(f"{name!r} is an array of objects other than text and bytes, which has no form on the wire")
+        return texts(name, map(_encoded, elements), array.shape)
     return Output(name, datatype, list(array.shape), array)

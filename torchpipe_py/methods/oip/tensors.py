@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,11 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def values(self) -> int:
+        """How many objects it becomes: each element of ``BYTES`` is one, and so is an item of numbers."""
+        return math.prod(self.shape) if self.datatype == BYTES else self.shape[0]
+
+    @property
     def where(self) -> str:
         """For messages."""
         return f"input {self.name[:40]!r}: "
@@ -46,20 +52,25 @@ def form_of(name: str, datatype: str, shape: Sequence[int]) -> Form:
     check_form(form.where, datatype, shape, DATATYPES)
     if not shape or not shape[0]:
         raise InvalidRequest(f"{form.where}the shape {shape} has no batch: its first size is the number of items")
-    if datatype == BYTES and math.prod(shape) != shape[0]:
-        raise InvalidRequest(f"{form.where}the shape {shape} of BYTES: each item is one element, [n] or [n, 1]")
     return form
 
 
 def rows_of(form: Form, data: Any) -> list[Any]:
-    """Each item's part: a Tensor 1×…, of ``BYTES`` its bytes. ``InvalidRequest`` for data that is not of the form.
+    """Each item's part: a Tensor 1×…, of ``BYTES`` its bytes, or of several elements an array 1×… of bytes.
+
+    ``InvalidRequest`` for data that is not of the form.
 
     ``data``: JSON, or a memoryview of little-endian numbers in C order, of ``BYTES`` each element after its length of
     four bytes.
     """
     is_binary, where, shape = isinstance(data, memoryview), form.where, form.shape
     if form.datatype == BYTES:
-        return list(_binary_elements(form, data) if is_binary else _elements(form, data))
+        elements = list(_binary_elements(form, data) if is_binary else _elements(form, data))
+        if len(elements) == shape[0]:
+            return elements
+        texts = np.empty(len(elements), object)
+        texts[:] = elements
+        return np.split(texts.reshape(shape), shape[0])
     import torch
 
     if is_binary:
@@ -75,11 +86,12 @@ def rows_of(form: Form, data: Any) -> list[Any]:
 def _elements(form: Form, data: Any) -> Iterator[bytes]:
     if not isinstance(data, list):
         raise InvalidRequest(f"{form.where}the data is no list")
-    if len(data) != form.shape[0]:
+    for _ in form.shape[1:]:
+        if all(isinstance(part, list) for part in data):
+            data = list(chain.from_iterable(data))
+    if len(data) != form.values:
         raise InvalidRequest(f"{form.where}shape {list(form.shape)} does not fit {counted(len(data), 'element')}")
     for element in data:
-        if isinstance(element, list) and len(element) == 1:
-            element = element[0]
         if isinstance(element, dict):
             element = from_json(form.where, element)
         try:
@@ -89,7 +101,7 @@ def _elements(form: Form, data: Any) -> Iterator[bytes]:
 
 
 def _binary_elements(form: Form, data: memoryview) -> Iterator[bytes]:
-    start, count = 0, form.shape[0]
+    start, count = 0, form.values
     for index in range(count):
         end = start + _LENGTH.size
         if end <= len(data):
@@ -147,6 +159,8 @@ class Output(NamedTuple):
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
     """A Tensor or an array as its datatype and its elements; ``NoResult`` for a type that the protocol lacks."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
+        return BYTES, value.astype(object)
     import torch
 
     if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
