@@ -78,7 +78,7 @@ def test_tritons_client_over_http(demo: Ports) -> None:
         assert [tensor["name"] for tensor in client.get_model_metadata("demo")["outputs"]] == ["label", "score"]
         assert client.get_model_config("demo")["max_batch_size"] == 256
         assert labels(client.infer("demo", [given(triton)], request_id="7")) == NAMES
-        with pytest.raises(triton.InferenceServerException, match="no model 'dem'; did you mean 'demo'"):
+        with pytest.raises(triton.InferenceServerException, match="'dem' is not found; did you mean 'demo'"):
             client.infer("dem", [given(triton)])
         (stats,) = client.get_inference_statistics("demo")["model_stats"]
         assert stats["inference_stats"]["success"]["count"] == 1
@@ -99,7 +99,7 @@ def test_tritons_client_over_grpc(demo: Ports) -> None:
         assert client.is_model_ready("demo")
         assert [tensor.name for tensor in client.get_model_metadata("demo").outputs] == ["label", "score"]
         assert labels(client.infer("demo", [given(triton)])) == NAMES
-        with pytest.raises(triton.InferenceServerException, match="no model 'dem'; did you mean 'demo'") as failed:
+        with pytest.raises(triton.InferenceServerException, match="'dem' is not found; did you mean 'demo'") as failed:
             client.infer("dem", [given(triton)])
         assert failed.value.status() == "StatusCode.NOT_FOUND"
 

@@ -17,6 +17,7 @@ from kit.waits import WAIT
 from opentelemetry import trace
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, parse_toml, pipe
+from torchpipe_py.methods.oip.core import UNKNOWN_MODEL
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.service import PipeReplica, UnhealthyError
@@ -93,7 +94,7 @@ TENSOR = b'{"inputs": [{"name": "data", "datatype": "BYTES", "shape": [3], "data
             "invalid_request",
             "input 'data': a batch of 3; the limit is 2 (max_batch)",
         ),
-        ("GET /v2/models/dem", b"", 404, "not_found", "no model 'dem'; did you mean 'demo'?"),
+        ("GET /v2/models/dem", b"", 404, "not_found", f"{UNKNOWN_MODEL}: 'dem' is not found; did you mean 'demo'?"),
         ("GET /v2/modls", b"", 404, "not_found", "no /v2/modls; did you mean '/v2/models/…'?"),
         ("GET /infer", b"", 405, "method_not_allowed", "/infer takes POST, not GET"),
     ],

@@ -51,7 +51,7 @@ class Repository:
             if problem:
                 if action == "load" and name in self._files() and not served.versions(name):
                     self._problems[name] = describe_error(ConfigError(problem))  # clients read it: no folders
-                done(400, {"error": f"{action} {name[:80]!r}: {problem}", "code": "config"})
+                done(400, {"error": f"failed to {action} {name[:80]!r}: {problem}", "code": "config"})
                 return
             self._problems.pop(name, None)
             seconds = round(monotonic() - began, 3)

@@ -68,7 +68,7 @@ GOOD = as_rpc(Asked()).SerializeToString()
     ("data", "status", "said"),
     [
         (b"\xff\xff no message", "INVALID_ARGUMENT", "not a inference.ModelInferRequest"),
-        (b"", "NOT_FOUND", "no model ''; valid: test"),
+        (b"", "NOT_FOUND", "Request for unknown model: '' is not found; valid: test"),
         (tensor("BYTES", (1,), [bytes(2**20)]), "RESOURCE_EXHAUSTED", "larger than max"),
         (GOOD + b"\x2a\0" * 300, "INVALID_ARGUMENT", "301 inputs; the limit is 256"),
         (b"\x2a\0" * 5000, "INVALID_ARGUMENT", "more than 4096 fields (--max-items)"),
@@ -81,6 +81,10 @@ GOOD = as_rpc(Asked()).SerializeToString()
         (b"\x0b" * 5000, "INVALID_ARGUMENT", "not a inference.ModelInferRequest"),
         (b"\x08" + b"\xff" * 5000, "INVALID_ARGUMENT", "cut short"),
         (tensor("FP32", (1, 1), [b"1234", b"1"]), "INVALID_ARGUMENT", "2 raw_input_contents for 1 inputs"),
+        (
+            tensor("INT8", (1, 1), [b"1", b"1"], contents={"int_contents": [1]}),
+            *("INVALID_ARGUMENT", "contents field must not be specified when using raw_input_contents for"),
+        ),
         (tensor("FP32", (1, -1), [b"1234"]), "INVALID_ARGUMENT", "the shape is no list of sizes"),
         (tensor("FP32", [1] * 10_000, [b"1234"]), "INVALID_ARGUMENT", "10000 dimensions"),
         (tensor("FP16", (1, 1), contents={"fp32_contents": [1]}), "INVALID_ARGUMENT", "sent as raw_input_contents"),
@@ -166,15 +170,18 @@ def test_a_client_finds_out_what_there_is(server: LocalServer, version: str) -> 
     asked = [
         ask_of(list_services="*"),
         ask_of(file_containing_symbol="inference.ModelInferRequest"),
+        ask_of(file_containing_symbol="inference.GRPCInferenceService.ModelInfer"),
+        ask_of(file_containing_symbol="inference.GRPCInferenceService.Infer"),
         ask_of(file_by_filename="passwd"),
     ]
     with channel(server.grpc_port) as on:
         ask = on.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
         raw = list(ask((one.SerializeToString() for one in asked), timeout=WAIT))
-    services, file, missing = map(told_of.FromString, raw)
+    services, file, of_method, *missing = map(told_of.FromString, raw)
     assert "inference.GRPCInferenceService" in [one.name for one in services.list_services_response.service]
     assert b"ModelInferRequest" in file.file_descriptor_response.file_descriptor_proto[0]
-    assert missing.error_response.error_code == 5
+    assert of_method.file_descriptor_response == file.file_descriptor_response
+    assert [one.error_response.error_code for one in missing] == [5, 5]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_service_http import ask
 from test_service_oip import get, texts
 
 from torchpipe_py import parse_folder
+from torchpipe_py.methods.oip.core import UNKNOWN_MODEL
 
 IDENTITY = '[node]\nbackend = "Identity"\n'
 INDEX = "/v2/repository/index"
@@ -54,8 +56,8 @@ def test_versions_of_a_folder(tmp_path: Path) -> None:
     with serving(folder) as server:
         assert infer(server, "b") == ("b", "10", ["a"]), "the largest is the default"
         assert infer(server, "b/versions/2") == ("b", "2", ["a"])
-        assert infer(server, "b/versions/3") == "no version '3' of model 'b'; valid: 10, 2"
-        assert infer(server, "b%2F2") == "no model 'b/2'; did you mean 'b'?"
+        assert infer(server, "b/versions/3") == f"{UNKNOWN_MODEL}: 'b' version '3' is not found; valid: 10, 2"
+        assert infer(server, "b%2F2") == f"{UNKNOWN_MODEL}: 'b/2' is not found; did you mean 'b'?"
         assert get(server, "/v2/models/b/ready") == (200, {"name": "b", "ready": True})
         request = IDL.InferRequest(uuid="", inputs={"data": IDL.Value(text="c")}, node_name="b/2")
         with Client(server.port) as client:
@@ -84,11 +86,18 @@ def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> 
         assert index(service) == [served("a"), served("b")]
         path = "/v2/repository/models/b"
         assert ask(service.port, b"{}", f"{path}/unload")[0] == 200
-        assert infer(service, "b") == "no model 'b'; valid: a"
+        assert infer(service, "b") == f"{UNKNOWN_MODEL}: 'b' is not found; valid: a"
         assert index(service) == [served("a"), unloaded]
         written(tmp_path, b="[node")
         status, said = ask(service.port, b"{}", f"{path}/load")
-        assert (status, "b.toml: not valid TOML" in said["error"]) == (400, True)
+        assert (status, said["error"].startswith("failed to load 'b': ")) == (400, True)
+        assert "b.toml: not valid TOML" in said["error"]
+        for parameters, problem in (
+            ({"config": "{}"}, "failed to load 'b': no parameter 'config'; change its TOML file"),
+            ([], "the request: Expected `object`, got `array` - at `$.parameters`"),
+        ):
+            status, said = ask(service.port, json.dumps({"parameters": parameters}).encode(), f"{path}/load")
+            assert (status, said["error"]) == (400, problem)
         assert infer(service, "a") == ("a", "1", ["a"]), "everything stays as it is"
         (_, failed) = index(service)
         assert (failed["state"], failed["reason"].startswith("b.toml: not valid TOML")) == ("UNAVAILABLE", True)

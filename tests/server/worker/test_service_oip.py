@@ -17,6 +17,7 @@ from test_service_http import ask
 
 from torchpipe_py import Overloaded, pipe
 from torchpipe_py.errors import UnknownNode
+from torchpipe_py.methods.oip.core import UNKNOWN_MODEL
 
 IMAGES = [(ROOT / f"configs/demo/images/{name}_00.jpg").read_bytes() for name in ("ring", "checker", "circle")]
 DEMO = "/v2/models/demo"
@@ -92,10 +93,10 @@ def test_metadata_of_roots(classifier: str, backend: str):
 @pytest.mark.parametrize(
     ("verb", "path", "said"),
     [
-        ("GET", "/v2/models/dem", "no model 'dem'; did you mean 'demo'?"),
-        ("POST", "/v2/models/x/infer", "no model 'x'; valid: demo"),
-        ("GET", f"{DEMO}/versions/2", "no version '2' of model 'demo'; valid: 1"),
-        ("POST", f"{DEMO}/versions/latest/infer", "no version 'latest' of model 'demo'; valid: 1"),
+        ("GET", "/v2/models/dem", f"{UNKNOWN_MODEL}: 'dem' is not found; did you mean 'demo'?"),
+        ("POST", "/v2/models/x/infer", f"{UNKNOWN_MODEL}: 'x' is not found; valid: demo"),
+        ("GET", f"{DEMO}/versions/2", f"{UNKNOWN_MODEL}: 'demo' version '2' is not found; valid: 1"),
+        ("POST", f"{DEMO}/versions/latest/infer", f"{UNKNOWN_MODEL}: 'demo' version 'latest' is not found; valid: 1"),
         ("GET", "/v2/health/liv", "no /v2/health/liv; did you mean '/v2/health/live'?"),
         ("GET", f"{DEMO}/redy", f"no {DEMO}/redy; did you mean '/v2/models/{{model}}/ready'?"),
         ("GET", "/v2/model/demo", "no /v2/model/demo; did you mean '/v2/models/…'?"),

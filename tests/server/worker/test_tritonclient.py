@@ -68,6 +68,7 @@ def test_its_grpc_client(demo: LocalServer) -> None:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("demo")
+        assert not client.is_model_ready("dem")
         assert "statistics" in client.get_server_metadata().extensions
         assert [tensor.name for tensor in client.get_model_metadata("demo").outputs] == ["label", "score"]
         config = client.get_model_config("demo", as_json=True)["config"]
@@ -88,10 +89,10 @@ def test_its_grpc_client(demo: LocalServer) -> None:
         (first, none), (nothing, error) = answers.get(timeout=WAIT), answers.get(timeout=WAIT)
         client.stop_stream()
         assert (labels(first), none, nothing) == (NAMES, None, None)
-        assert error.message() == "no model 'dem'; did you mean 'demo'?"
+        assert error.message() == "Request for unknown model: 'dem' is not found; did you mean 'demo'?"
         for options, status, said in (
-            ({"model_name": "dem"}, "NOT_FOUND", "no model 'dem'; did you mean 'demo'?"),
-            ({"model_version": "2"}, "NOT_FOUND", "no version '2' of model 'demo'; valid: 1"),
+            ({"model_name": "dem"}, "NOT_FOUND", "Request for unknown model: 'dem' is not found; did you mean"),
+            ({"model_version": "2"}, "NOT_FOUND", "unknown model: 'demo' version '2' is not found; valid: 1"),
             ({"sequence_id": 3}, "INVALID_ARGUMENT", "a pipe keeps no state between requests"),
             ({"client_timeout": 1e-6}, "DEADLINE_EXCEEDED", ""),
             ({"compression_algorithm": "gzip"}, "UNIMPLEMENTED", "'gzip' is disabled"),

@@ -19,6 +19,7 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, log_defect
 
 VERSION = "1"  # of a file's model: it is there once
+UNKNOWN_MODEL = "Request for unknown model"  # Triton's words, which its clients look for
 
 
 class NotServedError(TorchpipeError):
@@ -116,9 +117,10 @@ class Models:
         if model is not None:
             return model
         if name not in self._latest:
-            raise RouteError(f"no model {name[:80]!r}; {nearest(name[:80], {model.name for model in self._listed})}")
-        versions = nearest("", self.versions(name))
-        raise RouteError(f"no version {version[:40]!r} of model {name[:80]!r}; {versions}")
+            valid = nearest(name[:80], {model.name for model in self._listed})
+            raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} is not found; {valid}")
+        valid = nearest("", self.versions(name))
+        raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} version {version[:40]!r} is not found; {valid}")
 
 
 def models_of(run: pipe, stem: str, deadlines: Deadlines, turns: Turns) -> Models:

@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, OpenInference, Root
-from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_index, read_infer
-from torchpipe_py.methods.oip.requests import InferLimits, InferRequest
+from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_index, read_infer, read_parameters
+from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
 from torchpipe_py.wire.errors import RouteError
@@ -63,6 +63,8 @@ class OipHandler:
         if request.is_of_other_page:
             raise RouteError("pages of other origins load and unload nothing")
         name = unquote(request.parameters["model"])
+        if action == "load" and request.body:
+            check_load(name, read_parameters(request.body, self._limits.text))
         self._core.control(action, name, lambda status, body: done(json_answer(body, status)))
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:

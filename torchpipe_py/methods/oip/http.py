@@ -82,6 +82,10 @@ class _IndexAsked(msgspec.Struct, gc=False):
     ready: bool = False
 
 
+class _LoadAsked(msgspec.Struct, gc=False):
+    parameters: dict[str, Any] = {}
+
+
 _read_wishes = msgspec.json.Decoder(_Wishes).decode
 _decode = msgspec.json.Decoder(_Asked).decode
 _OPTIONS = [name for struct in (Options, _InputOptions, _OutputOptions) for name in struct.__struct_fields__]
@@ -140,6 +144,14 @@ def read_index(body: bytes) -> bool:
         return bool(body) and msgspec.json.decode(body, type=_IndexAsked).ready
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidRequest('expected no body, {} or {"ready": true}') from None
+
+
+def read_parameters(body: bytes, most: Bound) -> dict[str, Any]:
+    """Those of a request to load a model; raises what is wrong with it."""
+    try:
+        return msgspec.convert(parse_json(body, most), _LoadAsked).parameters
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request: {error}") from None
 
 
 def _inputs(inputs: Sequence[_Input], binary: memoryview) -> list[Given]:

@@ -29,6 +29,14 @@ def methods() -> list[Any]:
     return [method for name in SERVICES for method in POOL.FindServiceByName(name).methods]
 
 
+def _file_of(symbol: str) -> Any:
+    """The file that declares it; ``KeyError`` for a name of nothing. The pool itself finds no methods."""
+    service, _, name = symbol.rpartition(".")
+    if service in SERVICES and name in POOL.FindServiceByName(service).methods_by_name:
+        symbol = service
+    return POOL.FindFileContainingSymbol(symbol)
+
+
 def reflected(asked: Any) -> dict[str, Any]:
     """What a ``ServerReflectionRequest`` is answered with."""
     kind = asked.WhichOneof("message_request")
@@ -38,7 +46,7 @@ def reflected(asked: Any) -> dict[str, Any]:
         if kind == "file_by_filename":
             file = POOL.FindFileByName(asked.file_by_filename)
         elif kind == "file_containing_symbol":
-            file = POOL.FindFileContainingSymbol(asked.file_containing_symbol)
+            file = _file_of(asked.file_containing_symbol)
         else:
             return {"error_response": {"error_code": 12, "error_message": "there are no extensions"}}
     except KeyError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 
 from torchpipe_py.backends.signature import TensorSpec
-from torchpipe_py.errors import InvalidRequest, counted, nearest
+from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import milliseconds
@@ -129,6 +129,12 @@ def refuse(error: msgspec.ValidationError, known: Sequence[str]) -> NoReturn:
             hint = "a postprocessor in the configuration labels classes (TopK)"
         text = f"{text[:240]}; {hint or nearest(name, known)}"
     raise InvalidRequest(f"the request: {text[:360]}") from None
+
+
+def check_load(name: str, parameters: Mapping[str, Any] | None) -> None:
+    """``InvalidRequest`` for Triton's parameters of a load, which change the model: it is what its file says."""
+    for parameter in parameters or ():
+        raise InvalidRequest(f"failed to load {name[:80]!r}: no parameter {parameter[:40]!r}; change its TOML file")
 
 
 def _check_names(what: str, names: Sequence[str]) -> None:

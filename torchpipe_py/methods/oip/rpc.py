@@ -21,6 +21,7 @@ from torchpipe_py.methods.oip.requests import (
     InferRequest,
     Options,
     Wanted,
+    check_load,
     infer_request,
     refuse,
 )
@@ -71,7 +72,7 @@ class OipRpcs:
             "ServerLive": lambda asked: {"live": True},
             "ServerReady": lambda asked: {"ready": core.is_ready()},
             "ServerMetadata": lambda asked: metadata.SERVER,
-            "ModelReady": lambda asked: {"ready": core.is_ready(asked.name, asked.version)},
+            "ModelReady": self._model_ready,
             "ModelMetadata": lambda asked: core.metadata(asked.name, asked.version),
             "ModelConfig": lambda asked: {"config": core.config(asked.name, asked.version)},
             "ModelStatistics": lambda asked: core.statistics(asked.name, asked.version),
@@ -111,11 +112,20 @@ class OipRpcs:
 
         return Rpc(path, Method(args, start_known, request_id=_request_id))
 
+    def _model_ready(self, asked: Any) -> dict[str, Any]:
+        """A model that is not served is not ready, as Triton's clients expect; it is no error."""
+        try:
+            return {"ready": self._core.is_ready(asked.name, asked.version)}
+        except RouteError:
+            return {"ready": False}
+
     def _control(self, action: str, made: Any, request: RpcRequest, done: Done) -> None:
         name = request.message.model_name
         if self._core.control is None:
             (self._core.load if action == "load" else self._core.unload)(name)
             return
+        if action == "load":
+            check_load(name, request.message.parameters)
 
         def answer(status: int, body: Mapping[str, Any]) -> None:
             if status < 300:
@@ -184,16 +194,21 @@ class OipRpcs:
                 raise InvalidRequest(f"{len(given)} {what}; the limit is {MOST_VALUES}")
         options = _options(parameters) if parameters else None
         wanted = [_wanted(output) for output in outputs]
+        tensors = self._inputs(inputs, asked.raw_input_contents, asked.model_name)
         priority, deadline_ms = request.fields.get("x-priority"), request.deadline_ms
         read = infer_request(
-            asked.id or None, options, self._inputs(inputs, asked.raw_input_contents), wanted, self._limits.items, True,
-            deadline_ms, 0 if priority is None else priority_of(priority),
+            asked.id or None, options, tensors, wanted, self._limits.items, True, deadline_ms,
+            0 if priority is None else priority_of(priority),
         )  # fmt: skip
         if options is None or deadline_ms is None or read.deadline_ms is None:
             return read
         return read._replace(deadline_ms=min(read.deadline_ms, deadline_ms))
 
-    def _inputs(self, inputs: Sequence[Any], raw: Sequence[bytes]) -> list[Given]:
+    def _inputs(self, inputs: Sequence[Any], raw: Sequence[bytes], model: str) -> list[Given]:
+        for given in inputs if raw else ():
+            if given.HasField("contents"):
+                text = "contents field must not be specified when using raw_input_contents"  # Triton's words
+                raise InvalidRequest(f"{text} for {given.name[:40]!r} for model {model[:80]!r}")
         if raw and len(raw) != len(inputs):
             raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(inputs)} inputs")
         found: list[Given] = []
@@ -202,8 +217,6 @@ class OipRpcs:
             if parameters:
                 text = "shared memory is not served" if "shared_memory_region" in parameters else "unknown"
                 wrong = f"parameter {next(iter(parameters))[:40]!r}: {text}"
-            elif raw and given.HasField("contents"):
-                wrong = "both contents and raw_input_contents"
             elif len(shape) > MOST_DIMENSIONS:
                 wrong = f"{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}"
             if wrong:
