@@ -165,18 +165,16 @@ def _connect(address: Address, tls: ssl.SSLContext | None, attempts: Attempts) -
     except OSError as error:
         raise not_connected(address, error) from error
     for family, kind, protocol, _, place in found:
+        sock = None
         try:
             sock = socket.socket(family, kind, protocol)
-        except OSError as error:  # a family that this host lacks, or no descriptor
-            failure = error
-            continue
-        try:
             sock.settimeout(max(0.001, until - time.monotonic()))
             sock.connect(place)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
         except BaseException as error:
-            sock.close()
+            if sock is not None:
+                sock.close()
             if not isinstance(error, OSError):
                 raise
             failure = error

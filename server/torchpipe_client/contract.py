@@ -18,11 +18,10 @@ except ImportError as error:
     raise ImportError(f"torchpipe_client needs thriftpy2 (pip install thriftpy2): {error}") from error
 
 MAX_REPLY_BYTES = 256 * 2**20
-"""The largest reply by default is smaller; another protocol's bytes look like a larger one."""
+"""Larger than any reply by default. The first bytes of another protocol, read as a length, exceed it."""
 
 _MAX_VALUES = 2**18
 """Fields and elements of an answer. A list may announce two billion that take no bytes, and minutes to be read."""
-_MAX_DEPTH = 64
 
 _FRAME = _INT = struct.Struct(">i")
 _STRING, _STRUCT, _MAP, _SET, _LIST = 11, 12, 13, 14, 15
@@ -55,13 +54,12 @@ _UNDECLARED_CODES = {
 
 
 def encode_call(method: str, sequence: int, arguments: dict[str, Any]) -> bytes:
-    """A call with its frame. Raises ``InvalidRequest`` for values that the contract has no place for."""
+    """A call with its frame. Raises ``InvalidRequest`` for values that do not fit the contract."""
     buffer = TMemoryBuffer()
     protocol = TBinaryProtocol(buffer)
     try:
         protocol.write_message_begin(method, TMessageType.CALL, sequence)
         protocol.write_struct(getattr(_SERVICE, f"{method}_args")(**arguments))
-        protocol.write_message_end()
     except Exception as error:
         raise InvalidRequest(f"{method}: {error}") from error
     message: bytes = buffer.getvalue()
@@ -75,14 +73,12 @@ def decode_reply(method: str, sequence: int, message: bytes) -> Any:
     try:
         protocol = TBinaryProtocol(TMemoryBuffer(message))
         name, kind, answered = protocol.read_message_begin()
-        if message[0] < 0x80:
-            raise ValueError("it has no version")  # as only old services answer, to calls without one
         _Bounds(message).value(_STRUCT, 12 + _INT.unpack_from(message, 4)[0])
         is_error = kind == TMessageType.EXCEPTION
         result = TApplicationException() if is_error else getattr(_SERVICE, f"{method}_result")()
         protocol.read_struct(result)
     except Exception as error:
-        raise BadReply(f"an answer to {method} that is no message of the contract: {error}") from error
+        raise BadReply(f"an answer to {method} that is not a message of the contract: {error}") from error
     if answered != sequence or not (is_error or (kind == TMessageType.REPLY and name == method)):
         raise BadReply(f"an answer to {name} number {answered} in place of {method} number {sequence}")
     if is_error:
@@ -96,27 +92,25 @@ def decode_reply(method: str, sequence: int, message: bytes) -> Any:
 
 
 class _Bounds:
-    """Finds the ends of an answer's values before they are decoded: the decoder goes on for as long as they say.
+    """Finds the ends of an answer's values before they are decoded: thriftpy2's decoder, in C, reads past the end.
 
-    Raises ``ValueError``, ``IndexError`` or ``struct.error`` for too many values, and for what is not Thrift.
+    Raises ``ValueError``, ``IndexError``, ``struct.error`` or, of deep ones, ``RecursionError``.
     """
 
     def __init__(self, message: bytes) -> None:
         self._message, self._left = message, _MAX_VALUES
 
-    def value(self, kind: int, at: int, depth: int = 0) -> int:
+    def value(self, kind: int, at: int) -> int:
         """Where a value of the type ends that begins at ``at``."""
         message = self._message
         if kind in _SIZES:
             return at + _SIZES[kind]
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"nested more than {_MAX_DEPTH} deep")
         if kind == _STRING:
             return at + _INT.size + self._size(at)
         if kind == _STRUCT:
             while field := message[at]:
                 self._count(1)
-                at = self.value(field, at + 3, depth + 1)
+                at = self.value(field, at + 3)
             return at + 1
         if kind in (_LIST, _SET):
             types, at = message[at : at + 1], at + 1
@@ -128,7 +122,7 @@ class _Bounds:
         self._count(size * len(types))
         for _ in range(size):
             for one in types:
-                at = self.value(one, at, depth + 1)
+                at = self.value(one, at)
         return at
 
     def _size(self, at: int) -> int:
@@ -150,7 +144,7 @@ class FrameReader:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> bytes | None:
-        """The message, without its frame, once it is whole. Raises ``BadReply`` for what can be no frame."""
+        """The message, without its frame, once it is whole. Raises ``BadReply`` for bytes that are not a frame."""
         self._received += data
         if len(self._received) < _FRAME.size:
             return None
@@ -158,7 +152,7 @@ class FrameReader:
         if not 0 <= length <= MAX_REPLY_BYTES or len(self._received) > _FRAME.size + length:
             begin = bytes(self._received[:40])
             raise BadReply(
-                f"an answer that begins with {begin!r} is no frame of Thrift; is this torchpipe-serve's --port?"
+                f"an answer that begins with {begin!r} is not a Thrift frame; is this torchpipe-serve's --port?"
             )
         if len(self._received) < _FRAME.size + length:
             return None

@@ -9,27 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from torchpipe_client import errors
 from torchpipe_client.contract import IDL
-from torchpipe_client.errors import (
-    BadReply,
-    ClientError,
-    ConnectionLost,
-    InferenceError,
-    InvalidRequest,
-    NotConnected,
-    Overloaded,
-    TimedOut,
-    Unavailable,
-    WorkerDied,
-    inference_error,
-)
 from torchpipe_client.values import Result, from_value, to_bytes, to_value
 
 T = TypeVar("T")
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
-_NOT_BEGUN = (NotConnected, Overloaded, Unavailable)
-_PERHAPS_BEGUN = (ConnectionLost, WorkerDied)
+_NOT_BEGUN = (errors.NotConnected, errors.Overloaded, errors.Unavailable)
+_PERHAPS_BEGUN = (errors.ConnectionLost, errors.WorkerDied)
 
 
 class Address(NamedTuple):
@@ -116,29 +104,29 @@ class Attempts:
             raise self.timed_out()
         return left
 
-    def timed_out(self) -> TimedOut:
-        return TimedOut(f"no answer within {self.timeout:g} s")
+    def timed_out(self) -> errors.TimedOut:
+        return errors.TimedOut(f"no answer within {self.timeout:g} s")
 
-    def no_connection(self) -> TimedOut:
+    def no_connection(self) -> errors.TimedOut:
         most = self.limits.max_connections
-        return TimedOut(f"all {most} connections were in use for {self.timeout:g} s (max_connections)")
+        return errors.TimedOut(f"all {most} connections were in use for {self.timeout:g} s (max_connections)")
 
     def deadline_ms(self) -> int:
         """For the service; at least 1, since 0 means no deadline."""
         return max(1, min(2**31 - 1, round(1000 * (self._deadline - time.monotonic()))))
 
-    def may_repeat(self, error: ClientError) -> bool:
+    def may_repeat(self, outcome: object) -> bool:
         """Whether a call that ended so can be sent again without harm."""
-        return isinstance(error, _NOT_BEGUN) or (self.limits.idempotent and isinstance(error, _PERHAPS_BEGUN))
+        return isinstance(outcome, _NOT_BEGUN) or (self.limits.idempotent and isinstance(outcome, _PERHAPS_BEGUN))
 
-    def delay_after(self, error: ClientError) -> float | None:
+    def delay_after(self, error: errors.ClientError) -> float | None:
         """Seconds to wait before the next attempt, at least as long as the service asks for; ``None``: give up.
 
         A part of the delay is random: clients that fail together do not come back together.
         """
         if not self._retries or not self.may_repeat(error):
             return None
-        if isinstance(error, WorkerDied):
+        if isinstance(error, errors.WorkerDied):
             if self._has_lost_worker:
                 return None  # the call may be what kills them
             self._has_lost_worker = True
@@ -164,7 +152,7 @@ class Call(Generic[T]):
         """Of the next attempt."""
         return {}
 
-    def take(self, success: Any) -> ClientError | None:
+    def take(self, success: Any) -> errors.ClientError | None:
         """Take an answer. Returns an error in it for which the call should be repeated, if there is one.
 
         Raises ``BadReply`` for an answer that is not as the contract has it.
@@ -172,15 +160,15 @@ class Call(Generic[T]):
         try:
             return self._accept(success)
         except (AttributeError, TypeError, ValueError) as error:
-            raise BadReply(f"an answer to {self.method} that the contract does not allow: {error}") from error
+            raise errors.BadReply(f"an answer to {self.method} that the contract does not allow: {error}") from error
 
-    def result(self, error: ClientError | None) -> T:
+    def result(self, error: errors.ClientError | None) -> T:
         """The outcome; ``error`` is how the last attempt ended, and is raised if nothing else is known."""
         if error is not None:
             raise error
         return self._result  # type: ignore[no-any-return]
 
-    def _accept(self, success: Any) -> ClientError | None:
+    def _accept(self, success: Any) -> errors.ClientError | None:
         """Of ``ping``."""
 
 
@@ -215,7 +203,7 @@ class InferMany(Call[T]):
     ) -> None:
         super().__init__("infer_many", attempts)
         if isinstance(images, (bytes, str)):
-            raise InvalidRequest(f"images: expected a list of bytes, got {type(images).__name__}")
+            raise errors.InvalidRequest(f"images: expected a list of bytes, got {type(images).__name__}")
         self._params = [
             IDL.InferenceParams(uuid=uuid, data=to_bytes(f"images[{index}]", image))
             for index, image in enumerate(images)
@@ -230,24 +218,22 @@ class InferMany(Call[T]):
             "params": params, "deadline_ms": self.attempts.deadline_ms(), "priority": self._priority, **self._trace
         }  # fmt: skip
 
-    def _accept(self, success: Any) -> ClientError | None:
+    def _accept(self, success: Any) -> errors.ClientError | None:
         if len(success) != len(self._pending):
-            raise BadReply(f"{len(success)} outcomes for {len(self._pending)} images")
+            raise errors.BadReply(f"{len(success)} outcomes for {len(self._pending)} images")
         for index, outcome in zip(self._pending, success, strict=True):
             self._outcomes[index] = _outcome(outcome)
         outcomes, may_repeat = self._outcomes, self.attempts.may_repeat
-        self._pending = [
-            index for index in self._pending if isinstance(outcomes[index], ClientError) and may_repeat(outcomes[index])
-        ]
-        errors: list[ClientError] = [outcomes[index] for index in self._pending]
-        return max(errors, key=lambda error: error.retry_after_ms or 0, default=None)
+        self._pending = [index for index in self._pending if may_repeat(outcomes[index])]
+        again: list[errors.ClientError] = [outcomes[index] for index in self._pending]
+        return max(again, key=lambda error: error.retry_after_ms or 0, default=None)
 
-    def result(self, error: ClientError | None) -> T:
+    def result(self, error: errors.ClientError | None) -> T:
         """An attempt that failed as a whole takes nothing from the outcomes of those before it."""
         outcomes: Any = self._outcomes
         if error is not None and None in outcomes:
             raise error
-        if self._is_single and isinstance(outcomes[0], ClientError):
+        if self._is_single and isinstance(outcomes[0], errors.ClientError):
             raise outcomes[0]
         return outcomes[0] if self._is_single else outcomes  # type: ignore[no-any-return]
 
@@ -261,9 +247,9 @@ class Infer(Call["dict[str, Any]"]):
     ) -> None:  # fmt: skip
         super().__init__("infer", attempts)
         if not isinstance(inputs, Mapping):
-            raise InvalidRequest(f"inputs: expected a dict, as {{'data': …}}, got {type(inputs).__name__}")
+            raise errors.InvalidRequest(f"inputs: expected a dict, as {{'data': …}}, got {type(inputs).__name__}")
         if isinstance(outputs, str):
-            raise InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
+            raise errors.InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
         values = {key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()}
         keys = None if outputs is None else list(outputs)
         self._request = IDL.InferRequest(
@@ -280,13 +266,13 @@ class Infer(Call["dict[str, Any]"]):
 
 def _result(struct: Any) -> Result:
     if struct.label is None or struct.score is None:
-        raise BadReply("a result without label and score")
+        raise errors.BadReply("a result without label and score")
     return Result(struct.label, struct.score)
 
 
-def _outcome(outcome: Any) -> Result | InferenceError:
+def _outcome(outcome: Any) -> Result | errors.InferenceError:
     if outcome.result is not None:
         return _result(outcome.result)
     if outcome.error is None:
-        raise BadReply("an outcome with neither a result nor an error")
-    return inference_error(outcome.error.code, outcome.error.message, outcome.error.retry_after_ms)
+        raise errors.BadReply("an outcome with neither a result nor an error")
+    return errors.inference_error(outcome.error.code, outcome.error.message, outcome.error.retry_after_ms)

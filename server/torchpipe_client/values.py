@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchpipe_client.contract import IDL
@@ -93,13 +94,7 @@ def _begins_with_a_number(items: Any) -> bool:
 
 def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
     """A list of numbers as an array of bool, int64 or float64; of NumPy's numbers, of their type."""
-    _need_numpy(name)
-    import numpy as np
-
-    try:
-        array = np.asarray(items)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(f"{name}: a list that NumPy makes no array of: {error}") from error
+    np, array = _numpy(name), _as_array(name, items)
     if array.dtype.name not in _DTYPES:
         raise InvalidRequest(f"{name}: a list of numbers, in which not all are numbers of at most 64 bits")
     if array.dtype.kind == "f":  # NOTE: NumPy makes float64 of integers beyond int64.
@@ -109,21 +104,25 @@ def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _need_numpy(name: str) -> None:
-    """Raises ``ImportError`` without NumPy, naming the array."""
+def _numpy(name: str) -> ModuleType:
+    """NumPy; ``ImportError`` without it, naming the array."""
     try:
-        import numpy  # noqa: F401
+        import numpy
     except ImportError as error:
-        raise ImportError(f"{name} is an array, for which numpy is needed (pip install numpy)") from error
+        raise ImportError(f"{name} is an array, which needs numpy (pip install numpy)") from error
+    return numpy
+
+
+def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    try:
+        array: np.ndarray[Any, Any] = _numpy(name).asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, say
+        raise InvalidRequest(f"{name}: NumPy cannot make an array of this {type(value).__name__}: {error}") from error
+    return array
 
 
 def _to_tensor(name: str, value: Any) -> Any:
-    import numpy as np
-
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, say
-        raise InvalidRequest(f"{name}: a {type(value).__name__} that NumPy makes no array of: {error}") from error
+    array = _as_array(name, value)
     if array.dtype.name not in _DTYPES:
         raise InvalidRequest(f"{name}: an array of {array.dtype}; the wire has {', '.join(sorted(_DTYPES))}")
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -132,13 +131,11 @@ def _to_tensor(name: str, value: Any) -> Any:
 
 def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     """An array of its own, which may be written to."""
-    _need_numpy(name)
-    import numpy as np
-
+    np = _numpy(name)
     shape = tuple(tensor.shape)
     if tensor.dtype not in _DTYPES or min(shape, default=0) < 0:
         raise BadReply(f"{name}: an array of dtype {tensor.dtype[:40]!r} and shape {shape}")
     dtype = np.dtype(tensor.dtype)
     if math.prod(shape) * dtype.itemsize != len(tensor.data):
         raise BadReply(f"{name}: {len(tensor.data)} bytes do not fit an array of {dtype} and shape {shape}")
-    return np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)
+    return np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)  # type: ignore[no-any-return]

@@ -59,9 +59,9 @@ def a_round_of_its_loop(client: Any) -> None:
     [
         (other, "number 2 in place of infer_batch number 1"),
         (sends(b"HTTP/1.1 400 Bad Request\r\n"), r"b'HTTP/1.1 400 .* --port\?"),
-        (sends(b"\0\0\0\4what"), "no message of the contract"),
-        (sends(b"\xff\xff\xff\xff"), "no frame of Thrift"),
-        (sends(b"\0\0\0\0\0"), "no frame of Thrift"),
+        (sends(b"\0\0\0\4what"), "not a message of the contract"),
+        (sends(b"\xff\xff\xff\xff"), "not a Thrift frame"),
+        (sends(b"\0\0\0\0\0"), "not a Thrift frame"),
         (lambda server, sock, call: sock.sendall(reply(call)), "neither a result nor an error"),
     ],
 )
