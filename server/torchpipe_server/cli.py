@@ -61,7 +61,11 @@ def _serve(options: Options) -> int:
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
 
-    files = _raise_file_limit()
+    # As many files as the system allows: a connection is one.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if files == resource.RLIM_INFINITY:
+        files = sys.maxsize
     read = parse_folder if os.path.isdir(options.config) else parse_toml
     tables = read(options.config)
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
@@ -113,20 +117,14 @@ def _require_libraries(options: Options) -> None:
         (True, "", "multipart", "server"),
         (options.http_port >= 0, "--http-port: ", "prometheus_client", "server"),
         (options.grpc_port >= 0, "--grpc-port: ", "grpc", "grpc"),
+        (options.grpc_port >= 0, "--grpc-port: ", "google", "grpc"),  # NOTE: a package comes before its parts
         (options.grpc_port >= 0, "--grpc-port: ", "google.protobuf", "grpc"),
         (options.trace_ratio >= 0, "--trace-ratio: ", "opentelemetry", "otel"),
         (options.trace_ratio >= 0, "--trace-ratio: ", "opentelemetry.sdk", "otel"),
     ):
-        if is_needed and not _is_installed(library):
+        if is_needed and find_spec(library) is None:
             name = {"otel": "opentelemetry-sdk", "grpc": "grpcio"}.get(extra, library)
             raise ConfigError(f"{flag}{name} is not installed (pip install 'torchpipe_py[{extra}]')")
-
-
-def _is_installed(library: str) -> bool:
-    try:
-        return find_spec(library) is not None
-    except ModuleNotFoundError:  # the package that it is part of
-        return False
 
 
 def _start_lines(options: Options, listener: socket.socket, http: socket.socket | None) -> list[str]:
@@ -182,14 +180,6 @@ def reserve(listener: socket.socket, port: int) -> socket.socket:
             f"cannot listen on {address[0]}:{port} (--grpc-port): {os.strerror(error.errno or 0)}"
         ) from None
     return sock
-
-
-def _raise_file_limit() -> int:
-    """How many files may be open, as many as the system allows: a connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
 def _fit(options: Options, files: int) -> Options:

@@ -25,20 +25,17 @@ def _option(
 
 @dataclass(frozen=True)
 class Options:
-    """What ``torchpipe-serve`` was told; ``config``, a file or a folder, is the one positional argument."""
+    """The settings of ``torchpipe-serve``; ``config``, a file or a folder, is the one positional argument."""
 
     config: str
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: is every interface")
-    port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line tells which", 0, 65535)
+    port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line shows it", 0, 65535)
     http_port: int = _option(
         -1, f"monitoring: a port of its own for {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
     )
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
     grpc_port: int = _option(
-        -1,
-        "port of the Open Inference Protocol over gRPC, at the address of --host; 0: any free one; -1: none",
-        -1,
-        65535,
+        -1, "port of the Open Inference Protocol over gRPC, at --host; 0: any free one; -1: none", -1, 65535
     )
     workers: int = _option(
         0,
@@ -72,7 +69,7 @@ class Options:
     )
     max_items: int = _option(2**12, "fields, list elements and map entries of one message, all together", 16)
     max_batch: int = _option(256, "images of one infer_many", 1)
-    max_depth: int = _option(64, "nested structs and containers of one message", 2)
+    max_depth: int = _option(64, "nested structs and containers of one message", 2, 128)
     message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be taken", 0.01)
     idle_seconds: float = _option(300.0, "seconds after which a silent connection is closed; 0 keeps it")
     max_inflight: int = _option(
@@ -170,17 +167,13 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     parser.add_argument("config", help="TOML file of the pipeline, or a folder of them: NAME.toml, NAME/2.toml")
     for option in _SETTINGS:
-        flag, kind, default = _flag(option), type(option.default), option.default
-        if flag == "--import":
-            parser.add_argument(flag, dest=option.name, action=_Join, default=default, metavar="X", help=_help(option))
-            continue
+        kind = type(option.default)
+        how: dict[str, Any] = {"default": option.default, "metavar": "X", "type": kind}
         if kind is bool:
-            parser.add_argument(flag, dest=option.name, action="store_true", help=_meaning(option.metadata))
-            continue
-        parser.add_argument(flag, type=kind, default=default, metavar="X", help=_help(option))
-    # What --import was called before.
-    hidden: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--import-code", dest="import_code", action=_Join, **hidden)
+            how = {"action": "store_true"}
+        elif option.name == "import_code":
+            how["action"] = _Join
+        parser.add_argument(_flag(option), dest=option.name, help=_help(option), **how)
     options = Options(**vars(parser.parse_args(argv)))
     for option in _SETTINGS:
         problem = _problem(option.metadata, getattr(options, option.name))
@@ -201,13 +194,12 @@ def markdown_table() -> list[str]:
 
 
 def _meaning(metadata: Any) -> str:
-    choices = ", ".join(metadata["choices"])
-    return " ".join(part for part in (metadata["doc"], choices) if part)
+    return " ".join(part for part in (metadata["doc"], ", ".join(metadata["choices"])) if part)
 
 
 def _help(option: Any) -> str:
     meaning = _meaning(option.metadata)
-    return meaning if option.default == "" else f"{meaning} (default: {option.default})"
+    return meaning if option.default == "" or option.default is False else f"{meaning} (default: {option.default})"
 
 
 def _flag(option: Any) -> str:

@@ -1,4 +1,4 @@
-"""Log lines are written by a thread of their own, so that a reader who stops keeps nothing else waiting."""
+"""A thread writes the log lines, so that a reader who stops holds up nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class QueuedHandler(logging.Handler):
         self._owner = os.getpid()
         self._put_bytes = self._refused = 0  # counted by those who log
         self._taken_bytes = self._unwritten = 0  # counted by the thread that writes
-        self._is_torn = False
         self._reported, self._report_at = 0, 0.0
         # Lines, and what to call once the lines before it are written; None ends the thread.
         # NOTE: it takes no lock. The garbage collector may run anywhere in it, and what it ends may log.
@@ -128,16 +127,14 @@ class QueuedHandler(logging.Handler):
 
     def _is_written(self, data: bytes) -> bool:
         """Write it, for however long that takes; whether it was taken."""
-        rest = memoryview(b"\n" + data if self._is_torn else data)
+        rest = memoryview(data)
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
-                self._is_torn = True  # until all of it is written
             except BlockingIOError:  # the process that started the service made it non-blocking
                 poller = select.poll()
                 poller.register(self._fd, select.POLLOUT)
                 poller.poll()
             except OSError:
                 return False
-        self._is_torn = False
         return True

@@ -9,18 +9,8 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult
 from torchpipe_py.wire import answers
+from torchpipe_py.wire import values as wire
 from torchpipe_py.wire.json_values import to_text
-from torchpipe_py.wire.values import (
-    MOST_TENSORS,
-    are_arrays,
-    array_of_bytes,
-    check_form,
-    finite,
-    is_array,
-    is_label_and_score,
-    is_ranking,
-    to_array,
-)
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
@@ -34,15 +24,15 @@ def to_python(value: Any) -> Any:
     if names[0] == "tensor":
         return _to_tensor(held)
     if names[0] == "tensors":
-        if len(held) > MOST_TENSORS:
-            raise InvalidRequest(f"a list of {len(held)} tensors; the limit is {MOST_TENSORS}")
+        if len(held) > wire.MOST_TENSORS:
+            raise InvalidRequest(f"a list of {len(held)} tensors; the limit is {wire.MOST_TENSORS}")
         return [_to_tensor(tensor) for tensor in held]
     return held
 
 
 def _to_tensor(tensor: Any) -> torch.Tensor:
-    check_form("tensor: ", tensor.dtype, tensor.shape)
-    return torch.from_numpy(array_of_bytes("tensor: ", tensor.dtype, tensor.shape, tensor.data))
+    wire.check_form("tensor: ", tensor.dtype, tensor.shape)
+    return torch.from_numpy(wire.array_of_bytes("tensor: ", tensor.dtype, tensor.shape, tensor.data))
 
 
 def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
@@ -51,10 +41,10 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
     Dicts and lists of texts, numbers and the like, boxes for instance, become a text: JSON. So do ``(label, score)``
     and a list of such pairs, best first; beside them stand ``label`` and ``score``, those of the first.
     """
-    is_pair = is_label_and_score(value)
-    if is_pair or is_ranking(value):
+    is_pair = wire.is_label_and_score(value)
+    if is_pair or wire.is_ranking(value):
         pairs = [
-            (label if isinstance(label, str) else int(label), finite(key, score))
+            (label if isinstance(label, str) else int(label), wire.finite(key, score))
             for label, score in ([value] if is_pair else value)
         ]
         (label, score), text = pairs[0], _json(key, pairs[0] if is_pair else pairs)
@@ -63,9 +53,9 @@ def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
 
 
 def _field(idl: Any, key: str, value: Any) -> dict[str, Any]:
-    if is_array(value):
+    if wire.is_array(value):
         return {"tensor": _from_array(idl, key, value)}
-    if are_arrays(value):
+    if wire.are_arrays(value):
         return {"tensors": [_from_array(idl, key, array) for array in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value)}
@@ -74,7 +64,7 @@ def _field(idl: Any, key: str, value: Any) -> dict[str, Any]:
     if isinstance(value, (bool, int, np.integer)):
         return {"integer": int(value)}
     if isinstance(value, (float, np.floating)):
-        return {"number": finite(key, value)}
+        return {"number": wire.finite(key, value)}
     if isinstance(value, (dict, list, tuple)):
         return {"text": _json(key, value)}
     raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
@@ -85,7 +75,7 @@ def _json(key: str, value: Any) -> str:
 
 
 def _from_array(idl: Any, key: str, value: Any) -> Any:
-    array = to_array(key, value)
+    array = wire.to_array(key, value)
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
 
@@ -95,10 +85,10 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
 
     Of a tensor of logits, 1×C, the most probable class and its softmax probability.
     """
-    if is_ranking(result):
+    if wire.is_ranking(result):
         result = result[0]
-    elif not is_label_and_score(result):
-        if is_label_and_score((result, score)):
+    elif not wire.is_label_and_score(result):
+        if wire.is_label_and_score((result, score)):
             result = result, score
         elif isinstance(result, list) and not result:
             raise NoResult("the result is an empty list: no class has the score that is asked for")
@@ -110,4 +100,4 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
             raise NoResult(
                 f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer instead"
             )
-    return str(result[0]), finite("score", result[1])
+    return str(result[0]), wire.finite("score", result[1])

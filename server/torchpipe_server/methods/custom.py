@@ -1,4 +1,4 @@
-"""A custom service: any Thrift IDL, a class whose methods are coroutines, the pipe behind them."""
+"""A custom service: any Thrift IDL, and a class whose methods are coroutines and use the pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextvars import ContextVar, copy_context
 from functools import partial
 from time import perf_counter
 from typing import Any, ClassVar
@@ -58,13 +57,7 @@ class Run:
 
     async def __call__(self, data: Data, timeout: float | None = None) -> Data:
         """The finished dict, the one that was given. Raises what ends the request, and why it has no ``result``."""
-        try:
-            await self._pipe.acall(data, timeout)
-        except asyncio.CancelledError:
-            running = _RUNNING.get()
-            if running is None or running.ended is None:
-                raise
-            raise running.ended from None
+        await self._pipe.acall(data, timeout)
         if "result" not in data:
             raise reason(data, "result")
         return data
@@ -77,13 +70,11 @@ class RunningMethod:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
         self.ended: BaseException | None = None  # why it is to end
         self._coroutine, self._finish = coroutine, finish
-        context = copy_context()  # what is current where the method is called, for instance a span
-        context.run(_RUNNING.set, self)
-        self._task = context.run(asyncio.get_running_loop().create_task, self._run())
+        self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(self._end)
 
     def cancel(self, error: BaseException | None = None) -> None:
-        """End what it waits for, and so the coroutine, with ``error``."""
+        """Cancel the coroutine; ``error`` is its outcome."""
         self.ended = self.ended or error or CancelledError()
         self._task.cancel()
 
@@ -99,9 +90,6 @@ class RunningMethod:
         if task.cancelled():  # before it began: later `_run` takes that for the method's end
             self._coroutine.close()
             self._finish(None, self.ended or CancelledError())
-
-
-_RUNNING: ContextVar[RunningMethod | None] = ContextVar("torchpipe_running_method", default=None)
 
 
 class CustomHandler:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import sys
 from collections.abc import Callable
 from errno import EAGAIN, EMFILE, ENFILE, ENOBUFS, ENOMEM
-from ipaddress import ip_address
 
 from torchpipe_py.errors import nearest
 from torchpipe_server.front.loop import Loop
@@ -19,9 +19,11 @@ EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM, EAGAIN))  # no descripto
 LISTEN_BACKLOG = 1024
 ACCEPTS_AT_ONCE = 64
 RETRY_SECONDS = 0.5
+# The system completes a short address: of 0 it makes 0.0.0.0, which is every interface.
+_NUMERIC = re.compile(r"(?:.*\.)?(?:[0-9]+|0[xX][0-9a-fA-F]*)")
 _USUAL = ("127.0.0.1", "0.0.0.0", "localhost", "::1", "::")
 
-# A peer that is gone without a word is noticed, while nothing is sent and while it does not take what is.
+# A peer that is gone without a word is noticed, both while nothing is sent and while it takes nothing.
 PROBE_AFTER_SECONDS, PROBE_EVERY_SECONDS, PROBES = 60, 10, 6
 UNANSWERED_SECONDS = 120
 
@@ -39,24 +41,12 @@ def listen(host: str, port: int) -> socket.socket:
     except (UnicodeError, socket.gaierror):
         addresses = []
     if not addresses:
-        raise OSError(f"no address, nor a name that has one; {nearest(host, _USUAL)}")
+        raise OSError(f"neither an address nor a name that has one; {nearest(host, _USUAL)}")
     family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
-    if _is_short(host):
-        raise OSError(f"no full address; did you mean {address[0]!r}?")
+    if _NUMERIC.fullmatch(host) and host != address[0]:
+        raise OSError(f"not a full address; did you mean {address[0]!r}?")
     is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
     return socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
-
-
-def _is_short(host: str) -> bool:
-    """Whether the system makes an address of what is none: of 0 it makes 0.0.0.0, which is every interface."""
-    try:
-        socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
-        ip_address(host)
-    except socket.gaierror:
-        return False  # it is a name
-    except ValueError:
-        return True
-    return False
 
 
 class Acceptor:
@@ -67,7 +57,16 @@ class Acceptor:
         self._is_open = False
         self._resumes: asyncio.TimerHandle | None = None  # while it is paused
         listener.setblocking(False)
-        _set_up(listener)
+        # What is set of a listener holds for each connection that it accepts.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, PROBE_AFTER_SECONDS),
+            (socket.TCP_KEEPINTVL, PROBE_EVERY_SECONDS),
+            (socket.TCP_KEEPCNT, PROBES),
+            (socket.TCP_USER_TIMEOUT, UNANSWERED_SECONDS * 1000),
+        ):
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def start(self) -> None:
         """Accept from now on."""
@@ -118,16 +117,3 @@ class Acceptor:
                 return
             sock.setblocking(False)
             self._take(sock, peer)
-
-
-def _set_up(listener: socket.socket) -> None:
-    """What is set of a listener holds for each connection that it accepts."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, PROBE_AFTER_SECONDS),
-        (socket.TCP_KEEPINTVL, PROBE_EVERY_SECONDS),
-        (socket.TCP_KEEPCNT, PROBES),
-        (socket.TCP_USER_TIMEOUT, UNANSWERED_SECONDS * 1000),
-    ):
-        listener.setsockopt(socket.IPPROTO_TCP, option, value)

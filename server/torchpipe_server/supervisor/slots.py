@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from ipaddress import IPv6Address, ip_address, ip_network
 
-REFUSED_AT_ONCE = 128  # connections over the limit that are still told so
+REFUSED_AT_ONCE = 128  # connections over the limit that still get an answer
 RESERVED_FILES, FILES_OF_A_WORKER = 32, 12  # that the supervisor opens beside its connections; a reload included
 HTTP_CONNECTIONS = 64
 
@@ -14,7 +14,7 @@ Evict = Callable[[Collection[int]], "int | None"]
 
 
 class Slots:
-    """Gives each connection a slot until ``release``. ``max_connections`` are served, some more are told 'overloaded'.
+    """Gives each connection a slot until ``release``. ``max_connections`` are served, some more get 'overloaded'.
 
     A newcomer takes the place of an idle connection: of its own address where that has its share already.
     ``per_address`` 0 is half of the connections, and no bound for this machine.
@@ -41,7 +41,7 @@ class Slots:
         return not self._free and bool(self._evicted)
 
     def is_refused(self, slot: int) -> bool:
-        """Whether the connection is over the limit, and is only told so."""
+        """Whether the connection is over the limit, and is only answered so."""
         return slot in self._refused
 
     def take(self, peer: str) -> tuple[int, bool] | None:
@@ -49,8 +49,11 @@ class Slots:
         if not self._free:
             self.refused += 1
             return None
-        owner, most = self._share(peer)
-        is_served = self._has_place(owner, most)
+        owner, is_local = _owner(peer)
+        most = self._per_address or (self._max if is_local else max(1, self._max // 2))
+        own = self._shares.get(owner, ())
+        is_full = len(own) >= most or len(self._served) >= self._max
+        is_served = not is_full or self._evict_one_of(own if len(own) >= most else self._served)
         slot = self._free.pop()
         self.accepted += 1
         if is_served:
@@ -73,12 +76,6 @@ class Slots:
         """Have one connection closed, if one is idle."""
         self._evict_one_of(self._served)
 
-    def _has_place(self, owner: str, most: int) -> bool:
-        own = self._shares.get(owner, ())
-        if len(own) >= most:
-            return self._evict_one_of(own)
-        return len(self._served) < self._max or self._evict_one_of(self._served)
-
     def _evict_one_of(self, slots: Collection[int]) -> bool:
         slot = self._evict(slots)
         if slot is None:
@@ -95,13 +92,6 @@ class Slots:
             self._shares[owner].discard(slot)
             if not self._shares[owner]:
                 del self._shares[owner]
-
-    def _share(self, peer: str) -> tuple[str, int]:
-        """Whom a connection from there counts for, and how many such there may be."""
-        owner, is_local = _owner(peer)
-        if self._per_address:
-            return owner, self._per_address
-        return owner, self._max if is_local else max(1, self._max // 2)
 
 
 def _owner(peer: str) -> tuple[str, bool]:

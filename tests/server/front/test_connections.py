@@ -192,11 +192,13 @@ def test_the_start_line_says_where_it_listens_and_how_it_is_opened(host, shown, 
 
 
 NO_HOSTS = {
-    **dict.fromkeys(["", "x" * 70, "no.such.host.invalid"], "no address, nor a name that has one; valid: 0.0.0.0, 127"),
+    **dict.fromkeys(
+        ["", "x" * 70, "no.such.host.invalid"], "neither an address nor a name that has one; valid: 0.0.0.0, 127"
+    ),
     **dict.fromkeys(["127.0.0.l", "127.0.0.1 ", "127.0.0.1:80"], "one; did you mean '127.0.0.1'?"),
     **{"256.0.0.1": "did you mean", "[::1]": "did you mean '::1'?", "locahost": "did you mean 'localhost'?"},
-    **{"0": "no full address; did you mean '0.0.0.0'?", "0x0": "'0.0.0.0'?", "127.1": "'127.0.0.1'?"},
-    "010.0.0.1": "no full address; did you mean '8.0.0.1'?",
+    **{"0": "not a full address; did you mean '0.0.0.0'?", "0x0": "'0.0.0.0'?", "127.1": "'127.0.0.1'?"},
+    "010.0.0.1": "not a full address; did you mean '8.0.0.1'?",
 }
 
 

@@ -139,7 +139,7 @@ WRONG = {
     "--max-held-bytes": ["63", "1e9"],
     "--max-items": ["15"],
     "--max-batch": ["0"],
-    "--max-depth": ["1"],
+    "--max-depth": ["1", "129"],
     "--message-seconds": ["0", "-1", "nan", "inf"],
     "--idle-seconds": ["-1", "nan", "inf"],
     "--max-inflight": ["-1", "1.5"],
@@ -178,7 +178,7 @@ def test_every_flag_has_a_default_a_check_and_a_help_text(capsys):
 
 
 def test_flags_with_underscores_work_as_well_and_wrong_ones_name_the_nearest(capsys):
-    made = parse_options(["x.toml", "--max_connections", "3", "--log_format", "json", "--import_code=a"])
+    made = parse_options(["x.toml", "--max_connections", "3", "--log_format", "json", "--import=a"])
     assert (made.max_connections, made.log_format, made.import_code) == (3, "json", "a")
     for flag, said in (
         ("--batch-size", r"; the nearest of \d+: --max-batch\n$"),

@@ -6,8 +6,7 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +26,7 @@ from torchpipe_server.front.services import error_answer, reply_bound
 from torchpipe_server.options import Options
 
 MOST_TRIES = 4
-"""Of a worker, at a time: what they show costs more than an answer."""
+"""Of a worker, at a time: a try costs more than an answer."""
 
 _OVERVIEW = {
     "torchpipe_py": torchpipe_py.__version__,
@@ -42,14 +41,12 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class PageHandler:
-    """Routes on a pipe. ``models`` are what the page lets choose."""
+    """Routes on a pipe. The page offers the choice of ``models``."""
 
     def __init__(self, run: pipe, models: Sequence[Model], deadlines: Deadlines, options: Options) -> None:
         self._pipe, self._deadlines = run, deadlines
-        self._text, self._reply = (
-            Bound(options.max_text_bytes, "--max-text-bytes"),
-            reply_bound(options.max_reply_bytes),
-        )
+        self._text = Bound(options.max_text_bytes, "--max-text-bytes")
+        self._reply = reply_bound(options.max_reply_bytes)
         self._page = _page(models, max(0, options.http_port))
         self._overview = json_answer({**_OVERVIEW, "monitoring": options.monitoring}, headers={"Vary": "Accept"})
         self._tries = threading.BoundedSemaphore(MOST_TRIES)
@@ -69,16 +66,21 @@ class PageHandler:
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             ended = perf_counter()
 
-            def answer() -> HttpAnswer:
+            def give() -> None:
+                result: HttpAnswer | BaseException
                 try:
                     made = error_answer(error) if error else HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
                 except BaseException as failure:
                     made = error_answer(failure)
-                told = {"status": made.status, "ms": 1000 * (ended - began), "nodes": _nodes(timelines[0], began)}
-                return json_answer({**told, "answer": json.loads(made.body)})
+                try:
+                    shown = {"status": made.status, "ms": 1000 * (ended - began), "nodes": _nodes(timelines[0], began)}
+                    result = json_answer({**shown, "answer": json.loads(made.body)})
+                except BaseException as failure:
+                    result = failure
+                self._tries.release()
+                done(result)
 
             # NOTE: an instance's thread is here, and images take milliseconds to be written.
-            give = partial(self._give, answer, done)
             try:
                 threading.Thread(target=give, name="torchpipe-try", daemon=True).start()
             except RuntimeError:  # there can be no more threads
@@ -90,16 +92,6 @@ class PageHandler:
         except BaseException:
             self._tries.release()
             raise
-
-    def _give(self, answer: Callable[[], HttpAnswer], done: Done) -> None:
-        """The answer to a try, which is over now."""
-        result: HttpAnswer | BaseException
-        try:
-            result = answer()
-        except BaseException as failure:
-            result = failure
-        self._tries.release()
-        done(result)
 
 
 def _nodes(timeline: Timeline, began: float) -> list[dict[str, Any]]:
@@ -128,7 +120,7 @@ def _image(picture: Picture) -> dict[str, Any]:
 
 
 def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
-    """One document; no browser runs any other script than the one that lies here, or asks any other host."""
+    """One document; browsers run no other script for it than the one beside this file, and ask no other host."""
     script, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("try.js", "try.css"))
     text = (_FOLDER / "try.html").read_text(encoding="utf-8")
     named = [{"name": each.name, "version": each.version, "node_name": each.node_name or ""} for each in models]

@@ -6,16 +6,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from torchpipe_py.runtime.record.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
 from torchpipe_py.wire import answers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_COUNTER, _GAUGE, _HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 _Row = tuple[Any, str, str, str, dict[Any, Any]]
 """A metric: its kind, its name, what it says, its label, and its values by label; a histogram's are its arguments."""
@@ -23,27 +25,21 @@ _Row = tuple[Any, str, str, str, dict[Any, Any]]
 
 def render(figures: dict[str, Any]) -> bytes:
     """What ``/metrics`` answers, of what ``/stats`` does."""
-    return generate_latest(_FiguresCollector(figures))
+    collector: Any = SimpleNamespace(collect=lambda: _families(figures))
+    return generate_latest(collector)
 
 
-class _FiguresCollector(Collector):
-    def __init__(self, figures: dict[str, Any]) -> None:
-        self._figures = figures
-
-    def collect(self) -> Iterator[Metric]:
-        """Every family, once."""
-        figures = self._figures
-        rows = [*_service(figures), *_nodes(figures), *_streams(figures["streams"], figures["bounds_ms"])]
-        for kind, name, text, label, values in rows:
-            family = kind(name, text, labels=label.split())
-            for key, value in values.items():
-                labels = key if isinstance(key, tuple) else (str(key),)
-                family.add_metric(labels, *(value if kind is HistogramMetricFamily else (value,)))
-            yield family
+def _families(figures: dict[str, Any]) -> Iterator[Metric]:
+    rows = [*_service(figures), *_nodes(figures), *_streams(figures["streams"], figures["bounds_ms"])]
+    for kind, name, text, label, values in rows:
+        family = kind(name, text, labels=label.split())
+        for key, value in values.items():
+            labels = key if isinstance(key, tuple) else (str(key),)
+            family.add_metric(labels, *(value if kind is _HISTOGRAM else (value,)))
+        yield family
 
 
 def _service(figures: dict[str, Any]) -> Iterable[_Row]:
-    counter, gauge, histogram = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     requests, connections, hand_over = figures["requests"], figures["connections"], figures["hand_over"]
     workers = {worker["index"]: worker for worker in figures["workers"]}
     gpus = {gpu["index"]: gpu for gpu in figures["gpus"]}
@@ -55,62 +51,62 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
     latency = _times(requests["histograms"]["latency"], requests["latency_ms"], figures["bounds_ms"])
     parts = {part: hand_over[f"{part}_ms"] / 1000 for part in ("slot_wait", "there", "in_engine", "back")}
     return [
-        (counter, "torchpipe_requests", "Calls answered, by method and outcome: ok or the error's code",
+        (_COUNTER, "torchpipe_requests", "Calls answered, by method and outcome: ok or the error's code",
             "method outcome", answered),
-        (histogram, "torchpipe_request_seconds", "Time of a call that runs the pipe, in a worker", "", {(): latency}),
-        (gauge, "torchpipe_requests_pending", "Requests in flight in the pipelines", "", {(): requests["inflight"]}),
-        (gauge, "torchpipe_connections", "Connections that are open", "", {(): connections["open"]}),
-        (counter, "torchpipe_connections_accepted", "Since the start", "", {(): connections["accepted"]}),
-        (counter, "torchpipe_connections_refused", "At the limit", "", {(): connections["refused"]}),
-        (counter, "torchpipe_connections_evicted", "Idle ones, for a newcomer", "", {(): connections["evicted"]}),
-        (counter, "torchpipe_worker_restarts", "Workers and engine processes started again, by why they ended",
+        (_HISTOGRAM, "torchpipe_request_seconds", "Time of a call that runs the pipe, in a worker", "", {(): latency}),
+        (_GAUGE, "torchpipe_requests_pending", "Requests in flight in the pipelines", "", {(): requests["inflight"]}),
+        (_GAUGE, "torchpipe_connections", "Connections that are open", "", {(): connections["open"]}),
+        (_COUNTER, "torchpipe_connections_accepted", "Since the start", "", {(): connections["accepted"]}),
+        (_COUNTER, "torchpipe_connections_refused", "At the limit", "", {(): connections["refused"]}),
+        (_COUNTER, "torchpipe_connections_evicted", "Idle ones, for a newcomer", "", {(): connections["evicted"]}),
+        (_COUNTER, "torchpipe_worker_restarts", "Workers and engine processes started again, by why they ended",
             "reason", {"died": 0, **figures["restarts_by_reason"]}),
-        (counter, "torchpipe_log_lines_dropped", "Log lines that the reader was too slow for", "",
+        (_COUNTER, "torchpipe_log_lines_dropped", "Log lines that the reader was too slow for", "",
             {(): figures["log_lines_dropped"]}),
-        (gauge, "torchpipe_workers", "Worker processes, by state", "state", _states(figures["workers"])),
-        (gauge, "torchpipe_worker_resident_bytes", "Memory of a worker", "worker", _column(workers, "rss_bytes")),
-        (gauge, "torchpipe_worker_responding", "1 where a worker makes progress", "worker",
+        (_GAUGE, "torchpipe_workers", "Worker processes, by state", "state", _states(figures["workers"])),
+        (_GAUGE, "torchpipe_worker_resident_bytes", "Memory of a worker", "worker", _column(workers, "rss_bytes")),
+        (_GAUGE, "torchpipe_worker_responding", "1 where a worker makes progress", "worker",
             _column(workers, "responding")),
-        (gauge, "torchpipe_ready", "1 where requests are taken", "", {(): figures["ready"]}),
-        (gauge, "torchpipe_uptime_seconds", "Since the start", "", {(): figures["uptime_s"]}),
-        (gauge, "torchpipe_engine_processes", "Processes that run shared nodes, by state", "state",
+        (_GAUGE, "torchpipe_ready", "1 where requests are taken", "", {(): figures["ready"]}),
+        (_GAUGE, "torchpipe_uptime_seconds", "Since the start", "", {(): figures["uptime_s"]}),
+        (_GAUGE, "torchpipe_engine_processes", "Processes that run shared nodes, by state", "state",
             _states(figures["engines"])),
-        (counter, "torchpipe_hand_over_requests", "Answers of engine processes", "", {(): hand_over["requests"]}),
-        (counter, "torchpipe_hand_over_seconds",
+        (_COUNTER, "torchpipe_hand_over_requests", "Answers of engine processes", "", {(): hand_over["requests"]}),
+        (_COUNTER, "torchpipe_hand_over_seconds",
             "Time of these: waiting for a slot, on their way there, in there, on their way back", "part", parts),
-        (gauge, "torchpipe_gpu_memory_used_bytes", "Memory of a GPU in use, by all processes", "gpu",
+        (_GAUGE, "torchpipe_gpu_memory_used_bytes", "Memory of a GPU in use, by all processes", "gpu",
             _column(gpus, "used_bytes")),
-        (gauge, "torchpipe_gpu_memory_bytes", "Memory of a GPU", "gpu", _column(gpus, "total_bytes")),
+        (_GAUGE, "torchpipe_gpu_memory_bytes", "Memory of a GPU", "gpu", _column(gpus, "total_bytes")),
     ]  # fmt: skip
 
 
 def _nodes(figures: dict[str, Any]) -> Iterator[_Row]:
     nodes = figures["nodes"]
-    for key, name, text in NODE_COUNTERS:
-        yield CounterMetricFamily, name, text, "node", _column(nodes, key)
-    for key, name, text in NODE_GAUGES:
-        yield GaugeMetricFamily, name, text, "node", _column(nodes, key)
+    for kind, rows in ((_COUNTER, NODE_COUNTERS), (_GAUGE, NODE_GAUGES)):
+        for key, name, text in rows:
+            yield kind, name, text, "node", _column(nodes, key)
     for key, name, text in NODE_TIMES:
         times = {
             node: _times(each["histograms"][key], each[f"{key}_ms"], figures["bounds_ms"])
             for node, each in nodes.items()
         }
-        yield HistogramMetricFamily, name, text, "node", times
+        yield _HISTOGRAM, name, text, "node", times
     sizes = {node: _sizes(each["batch_sizes"], each["max"]) for node, each in nodes.items()}
-    yield HistogramMetricFamily, "torchpipe_node_batch_size", "Requests in a batch", "node", sizes
+    yield _HISTOGRAM, "torchpipe_node_batch_size", "Requests in a batch", "node", sizes
 
 
-def _streams(streams: dict[str, Any], bounds_ms: list[float]) -> Iterator[_Row]:
+def _streams(streams: dict[str, Any], bounds_ms: list[float]) -> Iterable[_Row]:
     frames = {(name, outcome): count for name, one in streams.items() for outcome, count in one["frames"].items()}
     playing = {name: one["state"] == "playing" for name, one in streams.items()}
     read = {name: one for name, one in streams.items() if one["age"] is not None}
     ages = {name: _times(one["age"]["counts"], one["age"]["sum_ms"], bounds_ms) for name, one in read.items()}
-    yield CounterMetricFamily, "torchpipe_stream_frames", "Frames of a stream, by outcome", "stream outcome", frames
-    yield (CounterMetricFamily, "torchpipe_stream_reconnects", "Times that a stream was opened again", "stream",
-        _column(streams, "reconnects"))  # fmt: skip
-    yield GaugeMetricFamily, "torchpipe_stream_playing", "1 where frames of a stream come", "stream", playing
-    yield (HistogramMetricFamily, "torchpipe_stream_age_seconds", "Time of a frame from when it came to its result",
-        "stream", ages)  # fmt: skip
+    reconnects = _column(streams, "reconnects")
+    return [
+        (_COUNTER, "torchpipe_stream_frames", "Frames of a stream, by outcome", "stream outcome", frames),
+        (_COUNTER, "torchpipe_stream_reconnects", "Times that a stream was opened again", "stream", reconnects),
+        (_GAUGE, "torchpipe_stream_playing", "1 where frames of a stream come", "stream", playing),
+        (_HISTOGRAM, "torchpipe_stream_age_seconds", "Time of a frame from when it came to its result", "stream", ages),
+    ]
 
 
 def _column(rows: dict[Any, Any], key: str) -> dict[Any, Any]:
