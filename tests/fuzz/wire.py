@@ -26,7 +26,7 @@ from thrift_maker import ThriftMaker
 from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.thrift import Limits, Message
+from torchpipe_server.wire.thrift import Message
 from torchpipe_server.worker.service import usual_service
 
 from torchpipe_py import Signature
@@ -35,7 +35,7 @@ from torchpipe_py.errors import DecodeError, UnknownNode
 from torchpipe_py.wire.http import HttpRequest
 
 SEEDS = Path(__file__).parent / "seeds"
-LIMITS = Limits(message_bytes=2**20, string_bytes=2**20, text_bytes=2**12, items=2**12)
+LIMITS = Options("test", max_message_bytes=2**20, max_text_bytes=2**12, max_items=2**12)
 BODY_BYTES, JSON_BYTES = 2**15, 2**14
 MOST_SECONDS = 0.05
 MOST_GROWTH = 8 * 2**20

@@ -7,14 +7,12 @@ import logging
 import socket
 from enum import Enum, auto
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
 from torchpipe_py.methods.routes import OK, Cancellable
-from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
-from torchpipe_server.front.services import Service, Services
-from torchpipe_server.options import Options
+from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION
 
@@ -40,30 +38,6 @@ class State(Enum):
 
 
 OPEN, LEAVING, CLOSING, LINGERING, CLOSED = State
-
-
-class Owner(Protocol):
-    """What a connection needs of the `Server` that it belongs to."""
-
-    loop: asyncio.AbstractEventLoop
-    services: Services
-    options: Options
-    counters: RequestCounters
-    received: memoryview
-    held_bytes: int
-
-    @property
-    def is_ending(self) -> bool: ...
-
-    def bound_memory(self) -> None: ...
-
-    def answer(self, call: Call, data: bytes, method: str, outcome: str) -> None: ...
-
-    def send(self, call: Call, data: bytes, method: str, outcome: str) -> None: ...
-
-    def let_leave(self, connection: Connection) -> None: ...
-
-    def forget(self, connection: Connection, is_closed: bool) -> None: ...
 
 
 class Call:
@@ -132,8 +106,9 @@ class Connection(asyncio.BufferedProtocol):
                  └─ last request, broken stream, end ──► CLOSING ── answered ──► LINGERING ┘
 
     In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
-    neither; only then the next one begins. ``entry`` is the connection's slot in the journal, for the process that goes
-    on if this one dies. The buffer is asked for before any bytes come, which is when the journal has to know.
+    neither; only then the next one begins. ``owner`` is the `Server`. ``entry`` is the connection's slot in the
+    journal, for the process that goes on if this one dies. The buffer is asked for before any bytes come, which is when
+    the journal has to know.
     """
 
     __slots__ = (
@@ -141,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
         "last_active", "message_since", "owner", "reader", "service", "slot", "sock", "state", "transport",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
+    def __init__(self, owner: Any, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
         self.owner, self.sock, self.slot, self.entry = owner, sock, slot, entry
         self._marks, self._base = entry.view, entry.base
         self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
@@ -172,7 +147,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         self._marks[self._base] = TOUCHED
-        return self.owner.received
+        return self.owner.received  # type: ignore[no-any-return]
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.state is not OPEN and self.state is not LEAVING:
@@ -420,7 +395,7 @@ class Connection(asyncio.BufferedProtocol):
     def check_time(self, now: float) -> None:
         """Enforce the limits that are a matter of time."""
         self.entry.remember(self.message_since or self.last_active)
-        seconds, silent = self.owner.options.message_seconds, now - self.last_active
+        seconds, silent, is_over = self.owner.options.message_seconds, now - self.last_active, False
         if self.state is LINGERING:
             is_over = silent >= LINGER_SECONDS
         elif self.is_full:
@@ -429,9 +404,8 @@ class Connection(asyncio.BufferedProtocol):
         elif self.ended_at:
             is_over = now - self.ended_at >= ENDED_SECONDS
         elif self.call is not None:
-            is_over = False
+            pass
         elif self.message_since:
-            is_over = False
             if self.is_reading and now - self.message_since > seconds:
                 self.refuse(ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
         else:

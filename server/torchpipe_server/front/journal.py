@@ -12,10 +12,9 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop
 from multiprocessing import reduction
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchpipe_py.wire.http import HttpRequest
 from torchpipe_server.wire.thrift import Framing, Message
@@ -67,16 +66,6 @@ def _attach(name: str, size: int, fd: Any) -> SharedMemory:
     return SharedMemory(name, size, fd.detach())
 
 
-class LastState(NamedTuple):
-    """A connection as its dead owner left it.
-
-    request: to be answered, without a body. is_lost: it is unknown what the client has received, or has yet to send.
-    """
-
-    request: Request | None
-    is_lost: bool
-
-
 class Journal:
     """``count`` slots in shared memory; a child process that is started with the journal shares it."""
 
@@ -115,9 +104,7 @@ class Journal:
             for index in indexes
             if streams[index] == CLEAN and works[index] == IDLE and (requests[index] != _NO_REQUEST) is has_asked
         ]
-        heapify(idle)
-        while idle:
-            time, index = heappop(idle)
+        for time, index in sorted(idle):
             now = self.is_idle(index), view[index * SLOT_BYTES + 2] != _NO_REQUEST, self._times[index]
             if now == (True, has_asked, time):
                 yield index
@@ -128,24 +115,27 @@ class Journal:
         # NOTE: in this order, since a request that has begun is in work before its bytes count as taken.
         return self._view[base] == CLEAN and self._view[base + 1] == IDLE
 
-    def read(self, index: int) -> LastState:
-        """What a dead process was doing there."""
+    def read(self, index: int) -> tuple[Request | None, bool]:
+        """A connection as its dead owner left it: the request that is to be answered, without a body.
+
+        And whether it is unknown what the client has received, or has yet to send.
+        """
         base = index * SLOT_BYTES
         stream, work = self._view[base], self._view[base + 1]
         if work == IDLE:
-            return LastState(None, stream != CLEAN)
+            return None, stream != CLEAN
         code, size, seqid, name = _head.unpack_from(self._view, base + 2)
         protocol, is_oneway = divmod(code, 2)
         # NOTE: whatever is there: the process may have died of bytes that had it write anywhere.
         if work != BUSY or not 0 < size <= _NAME_BYTES or protocol >= len(_PROTOCOLS):
-            return LastState(None, True)
+            return None, True
         called = name[:size].decode(errors="replace")
         message: Request
         if _PROTOCOLS[protocol] == HttpRequest.protocol:
             message = HttpRequest.named(called)
         else:
             message = Message(called, bool(is_oneway), seqid, _PROTOCOLS[protocol])
-        return LastState(None if is_oneway else message, stream != CLEAN)
+        return None if is_oneway else message, stream != CLEAN
 
 
 class Entry:

@@ -51,17 +51,16 @@ class Server:
 
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def adopt(self, sock: socket.socket, slot: int, entry: Entry, is_refused: bool = False) -> None:
-        """Serve the connection, a socket that does not block, from now on."""
-        self._add(Connection(self, sock, slot, entry, is_refused))
+    def adopt(
+        self, sock: socket.socket, slot: int, entry: Entry, is_refused: bool = False, is_answered: bool = False
+    ) -> None:
+        """Serve the connection, a socket that does not block, from now on.
 
-    def see_off(self, sock: socket.socket, slot: int, entry: Entry) -> None:
-        """Close the connection, whose last answer is written, once its client has had the time to read it."""
-        connection = Connection(self, sock, slot, entry, is_refused=False)
-        connection.close_when_answered()
-        self._add(connection)
-
-    def _add(self, connection: Connection) -> None:
+        One that ``is_answered`` is closed once its client has had the time to read the last answer.
+        """
+        connection = Connection(self, sock, slot, entry, is_refused)
+        if is_answered:
+            connection.close_when_answered()
         self._connections.add(connection)
         task = self.loop.create_task(self._connect(connection))
         self._adopting.add(task)  # the loop keeps no reference
@@ -82,8 +81,8 @@ class Server:
     def let_leave(self, connection: Connection) -> None:
         """An idle connection leaves: it is closed, or goes on in another process."""
         if self._is_draining:
-            # NOTE: what the client has sent already is answered. It is read in a moment, if it is there.
-            if not _has_unread(connection.sock):
+            # NOTE: what the client has sent already is read in a moment, and answered.
+            if not has_unread(connection.sock):
                 connection.drop()
         else:
             connection.abandon()
@@ -137,9 +136,8 @@ class Server:
     @property
     def is_finished(self) -> bool:
         """Whether it has ended as it was asked to, or its time for that is over."""
-        if self._ending_until is None:
-            return False
-        return not self._connections or monotonic() >= self._ending_until
+        until = self._ending_until
+        return until is not None and (not self._connections or monotonic() >= until)
 
     def close(self) -> bool:
         """End every connection there is; whether none of them still had a request to be answered.
@@ -192,7 +190,7 @@ class Server:
             self.held_bytes -= held[connection] - (0 if connection.state is CLOSED else connection.held_bytes)
 
 
-def _has_unread(sock: socket.socket) -> bool:
+def has_unread(sock: socket.socket) -> bool:
     """Whether the client has sent bytes that are unread."""
     try:
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))

@@ -16,8 +16,8 @@ from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpError, HttpReader
-from torchpipe_server.wire.thrift import BadArgumentsError, Limits, Message
-from torchpipe_server.wire.thrift_reader import ThriftReader
+from torchpipe_server.wire.thrift import Message
+from torchpipe_server.wire.thrift_reader import BadArgumentsError, ThriftReader
 
 logger = logging.getLogger("torchpipe_server")
 
@@ -44,15 +44,19 @@ _UNDECLARED: Mapping[type, tuple[int, str]] = {
 
 
 class ThriftService:
-    """Methods, called by messages of Thrift. One for all connections; ``reply`` is for any thread, the rest for one."""
+    """Methods, called by messages of Thrift. One for all connections; ``reply`` is for any thread, the rest for one.
 
-    def __init__(self, methods: Mapping[str, Method], limits: Limits, reply_bytes: int = 64 * 2**20) -> None:
-        self._methods, self._limits, self._reply = methods, limits, reply_bound(reply_bytes)
+    ``other`` is called by a message for a method that is not there; it has no result.
+    """
+
+    def __init__(self, methods: Mapping[str, Method], options: Options, other: Method | None = None) -> None:
+        self._methods, self._options, self._other = methods, options, other
+        self._reply = reply_bound(options.max_reply_bytes)
         self._args = {name: method.args for name, method in methods.items()}
 
     def reader(self) -> ThriftReader:
         """What cuts the bytes of a new connection into messages."""
-        return ThriftReader(self._limits, self._args.get)
+        return ThriftReader(self._options, self._args.get)
 
     def decode(self, message: Message) -> tuple[Method, Any]:
         """What the message calls, and the arguments. Raises what is wrong with either."""
@@ -63,7 +67,7 @@ class ThriftService:
                 failure = Overloaded(error.detail, retry_after_ms=1000)
             failure.code = error.kind
             raise failure
-        method = self._methods.get(message.name)
+        method = self._methods.get(message.name, self._other)
         if method is None:
             raise UnknownMethodError(f"no method {message.name!r}")
         if error is not None:
@@ -106,16 +110,17 @@ class ThriftService:
 class HttpService:
     """Routes, called by HTTP requests. One for all connections; ``reply`` is for any thread, the rest for one.
 
-    ``headers`` are those of each answer besides its own; ``failure`` makes an answer of an error.
+    ``headers`` are those of each answer besides its own; ``failure`` makes an answer of an error. ``other`` is called
+    by a request that no route takes.
     """
 
     def __init__(
         self, routes: Routes, body_bytes: int, reply_bytes: int, methods: frozenset[str] = METHODS,
         headers: Mapping[str, str] | None = None,
-        failure: Callable[[HttpRequest, BaseException], HttpAnswer] | None = None,
+        failure: Callable[[HttpRequest, BaseException], HttpAnswer] | None = None, other: Method | None = None,
     ) -> None:  # fmt: skip
         self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
-        self._methods, self._headers, self._failure = methods, headers, failure
+        self._methods, self._headers, self._failure, self._other = methods, headers, failure, other
 
     def reader(self) -> HttpReader:
         """What cuts the bytes of a new connection into requests."""
@@ -128,7 +133,9 @@ class HttpService:
             try:
                 found = self._routes.find(request)
             except RouteError as error:
-                raise request.error or error from None
+                if self._other is None or request.error is not None:
+                    raise request.error or error from None
+                return self._other, request
             request.known[_ROUTE] = found = (*found, found[0].name)
         route, request.parameters, _ = found
         if request.error is not None:
@@ -157,10 +164,9 @@ def code_of(error: BaseException) -> str:
 
 def error_answer(error: BaseException) -> HttpAnswer:
     """``{"error": …, "code": …, "retry_after_ms": …}`` under the status that belongs to the code."""
-    if isinstance(error, HttpError):
-        failure = answers.failure_of(error.status, error.kind, error.detail)
-    elif isinstance(error, ProtocolError):
-        failure = answers.failure_of(answers.STATUSES.get(error.kind, 400), error.kind, error.detail)
+    if isinstance(error, ProtocolError):
+        status = error.status if isinstance(error, HttpError) else answers.STATUSES.get(error.kind, 400)
+        failure = answers.failure_of(status, error.kind, error.detail)
     else:
         failure = answers.failure(error)
     return json_answer(failure.body, failure.status, failure.headers)
@@ -189,20 +195,9 @@ class Services(NamedTuple):
         return self.http if len(start) == TELLING_BYTES else None
 
 
-def limits_of(options: Options) -> Limits:
-    """What a Thrift message may hold."""
-    return Limits(
-        message_bytes=options.max_message_bytes,
-        string_bytes=options.max_message_bytes,
-        text_bytes=options.max_text_bytes,
-        items=options.max_items,
-        depth=options.max_depth,
-    )
-
-
 def services_of(served: Served, options: Options) -> Services:
     """What answers, within the limits of the options."""
     return Services(
-        ThriftService(served.methods, limits_of(options), options.max_reply_bytes),
+        ThriftService(served.methods, options),
         HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
     )

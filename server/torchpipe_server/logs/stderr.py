@@ -1,4 +1,4 @@
-"""What others write on stderr, as log records: libraries, tracebacks, programs that a backend starts."""
+"""Lines of stderr as log records: of libraries, tracebacks, programs that a backend starts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StderrPipe:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pipe: Connection, process: int) -> None:
-        self._loop, self._pipe, self._lines = loop, pipe, StderrLines(process)
+        self._loop, self._pipe, self.lines = loop, pipe, StderrLines(process)
         os.set_blocking(pipe.fileno(), False)
         loop.add_reader(pipe.fileno(), self._read)
 
@@ -87,11 +87,7 @@ class StderrPipe:
                 break
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        self._lines.feed(b"\n")  # it may have ended in the middle of a line
-
-    def last_words(self) -> str:
-        """The last lines as one, if they were written a moment ago."""
-        return " / ".join(self._lines.recent())
+        self.lines.feed(b"\n")  # it may have ended in the middle of a line
 
     def _read(self) -> bool:
         """Whether there was anything."""
@@ -101,7 +97,7 @@ class StderrPipe:
             return False
         if not data:
             self._loop.remove_reader(self._pipe.fileno())
-        self._lines.feed(data)
+        self.lines.feed(data)
         return bool(data)
 
 
@@ -127,7 +123,7 @@ class _Raw(io.RawIOBase):
 
 
 def take_over_stderr(descriptor: int = 2) -> None:
-    """Make log records of what is written on ``sys.stderr``, and let ``descriptor`` take what is written on 2.
+    """Make log records of what is written on ``sys.stderr``, and send what is written on 2 to ``descriptor``.
 
     A library writes there past Python. The log itself must have been set up before: it goes where 2 led then.
     """
@@ -138,7 +134,7 @@ def take_over_stderr(descriptor: int = 2) -> None:
 
 
 def open_standard_streams() -> None:
-    """Open what of the descriptors 0 to 2 is closed: the next socket would take its place, and print what is for it."""
+    """Open those of the descriptors 0 to 2 that are closed: the next socket would take their place, and their lines."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -151,7 +147,7 @@ def open_standard_streams() -> None:
 
 
 def print_line(descriptor: int, text: str) -> threading.Thread:
-    """Write a line that is no log record, on a thread: a reader that has stopped keeps nobody but that."""
+    """Write a line that is not a log record, on a thread: a reader that has stopped holds up nothing else."""
 
     def write() -> None:
         try:

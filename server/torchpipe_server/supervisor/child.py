@@ -15,33 +15,20 @@ from typing import Any, Literal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.logs.stderr import StderrPipe
 from torchpipe_server.supervisor.forker import Forked
-from torchpipe_server.supervisor.monitoring.figures import (
-    Closed,
-    Control,
-    End,
-    Event,
-    Failed,
-    Listening,
-    Message,
-    Ready,
-    Released,
-    Snapshot,
-    Stats,
-    parse_message,
-)
+from torchpipe_server.supervisor.monitoring import figures
 from torchpipe_server.worker.channel import Channel
 
 logger = logging.getLogger("torchpipe_server")
 
 LOOK_SECONDS = 1.0  # between two looks at a worker's signs of life
-SHORTEST_HANG_SECONDS = 1.0  # what is told once in BEAT_SECONDS cannot be judged sooner
+SHORTEST_HANG_SECONDS = 1.0  # a beat every BEAT_SECONDS shows nothing sooner
 RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as one that answers nobody
-RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish what does not
+RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish the rest
 
 State = Literal["starting", "ready", "draining", "gone"]
 Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved", "dismissed"]
-"""Why a worker ended, or is to be ended: by itself or by somebody else; no sign of life; its I/O loop at one thing for
-too long; a batch that runs for too long; an instance whose thread has ended; a message that no worker sends; it is not
+"""Why a worker ended, or is to be ended: by itself or from outside; no sign of life; its I/O loop did one thing for too
+long; a batch runs for too long; the thread of an instance has ended; it sent a message that no worker sends; it is not
 needed, and has nothing to answer yet."""
 
 _PROBLEMS: dict[Reason, str] = {
@@ -58,8 +45,8 @@ class Child:
     ``on_message(child, message)`` gets what it sends, ``on_exit(child)`` its end, which its pidfd alone reports: a
     process that it has started may hold the channel open. The end of the channel has it killed.
 
-    ``connections`` are the slots, in the journal, of those that it serves. ``failure`` is why it could not start, if it
-    has said so. ``reason`` is why it ended, or is ended.
+    ``connections`` are the slots, in the journal, of those that it serves. ``failure`` is why it could not start, as it
+    reported. ``reason`` is why it ended, or is ended.
     """
 
     def __init__(
@@ -67,7 +54,7 @@ class Child:
         loop: Loop,
         name: str,
         forked: Forked,
-        on_message: Callable[[Child, Message], object],
+        on_message: Callable[[Child, figures.Message], object],
         on_exit: Callable[[Child], object],
     ) -> None:
         self.name = name
@@ -79,10 +66,9 @@ class Child:
         self.stats: dict[str, Any] = {}
         self.graph = ""
         self.reason: Reason = "died"
-        self.is_told_to_listen = self.listens = False  # at gRPC's port
+        self.must_listen = self.listens = False  # at gRPC's port
         self.has_served = False  # whether it was given a connection, or a client
         self.is_asked = False  # for its figures
-        self.has_streams = False  # whether it was given some to read
         self.started_at = monotonic()
         self.ready_at = 0.0
         self.process = forked.process
@@ -92,7 +78,7 @@ class Child:
         self._signs = forked.heartbeat.read()
         self._silent_s = 0.0  # without a sign of life
         # In a row, the looks at which it had no link to its engine process, and at which a batch ran for too long.
-        self._unlinked_looks = self._overdue_looks = 0
+        self.unlinked_looks = self._overdue_looks = 0
         self._pidfd = forked.pidfd
         self._channel = Channel(loop, forked.sock, self._hear, self.kill, is_trusted=False)
         self.stderr = StderrPipe(loop, forked.stderr, self.pid)
@@ -114,11 +100,6 @@ class Child:
         return self._makes_progress and self._heartbeat.is_linked
 
     @property
-    def needs_link(self) -> bool:
-        """Whether it has no link to its engine process: at two looks, as that may have died a moment ago."""
-        return self._unlinked_looks >= 2
-
-    @property
     def _makes_progress(self) -> bool:
         return max(self._silent_s, self._signs.loop_s) < RESPONDS_SECONDS
 
@@ -132,7 +113,7 @@ class Child:
                 self.ask_stats()
         elif self.reason == "died":  # it is not being ended yet
             logger.error("%s (pid %d) %s: replacing it", self.name, self.pid, _PROBLEMS[reason])
-            # NOTE: what cannot be finished is answered when the worker is dead, by whoever takes its connections over.
+            # NOTE: what cannot be finished is answered once the worker is dead, by the supervisor.
             if self.is_ready and self.connections and reason in ("hung_batch", "dead_instance"):
                 self._loop.call_later(RETIRE_SECONDS, self.kill)
                 self.release(reason)
@@ -143,7 +124,7 @@ class Child:
         """Once in ``LOOK_SECONDS``: what is wrong with it, if anything; ``hang_seconds`` of 0 are no limit."""
         # NOTE: one that makes no progress would not take the link.
         is_unlinked = self._makes_progress and not self._heartbeat.is_linked
-        self._unlinked_looks = self._unlinked_looks + 1 if is_unlinked else 0
+        self.unlinked_looks = self.unlinked_looks + 1 if is_unlinked else 0
         if not self.is_serving:
             return None
         before, self._signs = self._signs, self._heartbeat.read()
@@ -173,57 +154,35 @@ class Child:
 
     # -- what it is to do ---------------------------------------------------------------------------------------------
 
+    def send(self, type_: str, descriptor: int = -1, **fields: Any) -> None:
+        """Send it a message; it gets a copy of ``descriptor``. ``OSError`` where none is left for the copy."""
+        self._channel.send({"type": type_, **fields}, descriptor)
+
     def give(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
         """Let it serve the connection."""
         self.has_served = True
         self.connections.add(slot)
-        self._channel.send({"type": "connection", "slot": slot, "refused": is_refused}, sock.fileno())
+        self.send("connection", sock.fileno(), slot=slot, is_refused=is_refused)
 
-    def link(self, sock: socket.socket, client: Child | None = None) -> None:
-        """Give it its end of the way to another process; an engine process gets one for each ``client``."""
-        if client is not None:
-            self.has_served = True
-            self.clients.add(client)
-        self._unlinked_looks = 0
-        self._channel.send({"type": "link"}, sock.fileno())
-
-    def listen(self) -> None:
-        """Have it take connections at gRPC's port, as others do; it says when it does."""
-        if not self.is_told_to_listen:
-            self.is_told_to_listen = True
-            self._channel.send({"type": "listen"})
-
-    def miss_link(self) -> None:
-        """There was no descriptor for its link: it needs another one."""
-        self._heartbeat.tell_linked(False)
+    def link(self, engine: Child) -> None:
+        """Give this worker and its engine process the two ends of a way to each other."""
+        self.unlinked_looks = 0
+        try:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                engine.has_served = True
+                engine.clients.add(self)
+                engine.send("link", ours.fileno())
+                self.send("link", theirs.fileno())
+        except OSError as error:
+            logger.error("%s and %s cannot be linked: %s", self.name, engine.name, error)
+            self._heartbeat.tell_linked(False)
 
     def ask_stats(self) -> None:
         """It answers with a message of that type; one answer for all who ask until then."""
         if not self.is_asked:
             self.is_asked = True
-            self._channel.send({"type": "stats"})
-
-    def read_streams(self, file: str, tables: Any) -> None:
-        """Have it read these streams of the file, and no others."""
-        self.has_streams = True
-        self._channel.send({"type": "streams", "file": file, "tables": tables})
-
-    def watch(self, names: list[str]) -> None:
-        """Have it send the results of these streams as events, and of no others."""
-        self._channel.send({"type": "watch", "names": names})
-
-    def ask_snapshot(self, name: str) -> None:
-        """It answers with the last frame of the stream."""
-        self._channel.send({"type": "snapshot", "name": name})
-
-    def tell_outcome(self, id_: int, status: int, body: dict[str, Any]) -> None:
-        """What came of its ``Control`` message of this number, as an answer over HTTP."""
-        if self.state != "gone":
-            self._channel.send({"type": "outcome", "id": id_, "status": status, "body": body})
-
-    def shed(self, count: int) -> None:
-        """Have it give back so many connections."""
-        self._channel.send({"type": "shed", "count": count})
+            self.send("stats")
 
     def release(self, reason: Reason = "died") -> None:
         """Have it give back all connections, and end."""
@@ -263,39 +222,37 @@ class Child:
     def _finish(self, how: str) -> None:
         if self.state != "gone":
             self.state = "draining"
-            self._channel.send({"type": how})
+            self.send(how)
 
-    # -- what it says -------------------------------------------------------------------------------------------------
+    # -- what it sends ------------------------------------------------------------------------------------------------
 
     def _hear(self, line: bytes, descriptor: int) -> None:
         try:
-            message = parse_message(line)
+            message = figures.parse_message(line)
             self._note(message)
         except (ValueError, RecursionError) as error:
-            logger.error("killing %s (pid %d), which has sent what no worker sends: %s", self.name, self.pid, error)
+            logger.error("killing %s (pid %d): its message is not one of a worker: %s", self.name, self.pid, error)
             self._channel.close()
             self.kill("misbehaved")
         else:
             self._on_message(self, message)
 
-    def _note(self, message: Message) -> None:
-        """Note what it says of itself; ``ValueError`` for what it has no reason to say now."""
+    def _note(self, message: figures.Message) -> None:
+        """Note what it reports of itself; ``ValueError`` for what it has no reason to send now."""
         match message:
-            case Ready() if self.state == "starting":
+            case figures.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
-            case Listening() if self.is_told_to_listen and not self.listens:
+            case figures.Listening() if self.must_listen and not self.listens:
                 self.listens = True
-            case Failed() if self.state == "starting" and not self.failure:
+            case figures.Failed() if self.state == "starting" and not self.failure:
                 self.failure = message.message
-            case Stats() if self.is_asked:
+            case figures.Stats() if self.is_asked:
                 self.is_asked, self.stats = False, message.stats
-            case End() if self.answered is None:
+            case figures.End() if self.answered is None:
                 self.answered, self.stats = message.answered, message.stats
-            case Closed() | Released() if message.slot in self.connections:
+            case figures.Gone() if message.slot in self.connections:
                 pass
-            case Event() | Snapshot() if self.has_streams:
-                pass
-            case Control() if self.is_serving:
+            case figures.Event() | figures.Snapshot() | figures.Control():
                 pass
             case _:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")
@@ -304,15 +261,3 @@ class Child:
         self._channel.hear_out()
         self.close()
         self._on_exit(self)
-
-
-def link(worker: Child, engine: Child) -> None:
-    """Give a worker and an engine process the two ends of a way to each other."""
-    try:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            engine.link(ours, worker)
-            worker.link(theirs)
-    except OSError as error:
-        logger.error("%s and %s cannot be linked: %s", worker.name, engine.name, error)
-        worker.miss_link()

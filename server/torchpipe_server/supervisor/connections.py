@@ -1,4 +1,4 @@
-"""Every client's connection: which worker has it, and who goes on with it when that one cannot."""
+"""Every client's connection: which worker has it, and which process goes on with it when that one cannot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torchpipe_py.errors import WorkerDied
 from torchpipe_py.wire.http import HttpRequest
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
-from torchpipe_server.front.server import Server
-from torchpipe_server.front.services import limits_of
+from torchpipe_server.front.server import Server, has_unread
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.child import Child
@@ -26,7 +25,7 @@ from torchpipe_server.supervisor.slots import Slots, slots_for
 logger = logging.getLogger("torchpipe_server")
 
 HOLD_SECONDS = 0.4  # connections wait so long for a worker: then another one serves them, or they get an error
-LOOK_SECONDS = 0.5  # workers tell as often who was active
+LOOK_SECONDS = 0.5  # workers note as often which connections were active
 
 
 class Connections:
@@ -52,8 +51,8 @@ class Connections:
         self._options, self._ready, self._is_recovering = options, ready, is_recovering
         self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
         self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
-        self._fallback = Fallback(loop, idl, limits_of(options), options.max_message_bytes)
-        self._fallback_server = Server(loop, self._fallback.services, options, self._left_fallback)
+        self._fallback = Fallback(loop, idl, options)
+        self._fallback_server = Server(loop, self._fallback.services, options, self._left)
         self._sockets: dict[int, socket.socket] = {}
         self._loop = loop
         self._held: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, each with a timer
@@ -71,7 +70,8 @@ class Connections:
         """Close the port, having taken what the system has accepted; no connection is held for a worker any more."""
         self._acceptor.close()
         self._is_ending = True
-        for slot, timer in list(self._held.items()):
+        held, self._held = self._held, {}
+        for slot, timer in held.items():
             timer.cancel()
             self._give_to_fallback(slot)
         self._fallback_server.drain()
@@ -99,17 +99,12 @@ class Connections:
         }
         return connections, self._fallback_server.counters.summary()
 
-    # -- what workers say and do ----------------------------------------------------------------------------------
+    # -- what workers do ------------------------------------------------------------------------------------------
 
-    def closed(self, child: Child, slot: int) -> None:
-        """The worker, or its client, has closed the connection."""
+    def gone(self, child: Child, slot: int, is_closed: bool) -> None:
+        """The worker serves the connection no more: it is closed, or goes on elsewhere."""
         child.connections.discard(slot)
-        self._close(slot)
-
-    def released(self, child: Child, slot: int) -> None:
-        """The worker has let go of the connection."""
-        child.connections.discard(slot)
-        self._place(slot)
+        self._left(slot, is_closed)
 
     def became_ready(self, child: Child) -> None:
         """A worker is ready, perhaps the first: it gets what is held, and its share of what the others serve."""
@@ -122,7 +117,7 @@ class Connections:
         share = sum(len(other.connections) for other in ready) // len(ready)
         for other in ready:
             if len(other.connections) > share + 1:
-                other.shed(len(other.connections) - share - 1)
+                other.send("shed", count=len(other.connections) - share - 1)
 
     def died(self, child: Child) -> int:
         """Go on with a dead worker's connections; how many requests or replies were lost with it."""
@@ -138,23 +133,19 @@ class Connections:
             service: Any = services.http if isinstance(request, HttpRequest) else services.thrift
             reply, name, outcome = service.reply(request, error)
             self._fallback_server.counters.add(name, outcome, 0.0, "")
-            is_written = self._write(slot, reply)
+            is_written = False
+            with suppress(OSError):
+                is_written = self._sockets[slot].send(reply) == len(reply)
             if is_written and request.is_last and not self._is_ending:
-                self._fallback_server.see_off(self._borrow(slot), slot, self.journal.entry(slot))
+                self._fallback_server.adopt(self._borrow(slot), slot, self.journal.entry(slot), is_answered=True)
                 return True
             is_lost = is_lost or not is_written
         if is_lost or self._is_ending:
-            is_lost = is_lost or not self._hears_nothing(slot)  # nobody reads it any more
+            is_lost = is_lost or has_unread(self._sockets[slot])  # nobody reads it any more
             self._close(slot)
         else:
             self._place(slot, is_suspect=request is not None)
         return request is not None or is_lost
-
-    def _write(self, slot: int, reply: bytes) -> bool:
-        try:
-            return self._sockets[slot].send(reply) == len(reply)
-        except OSError:
-            return False
 
     # -- where a connection is --------------------------------------------------------------------------------------
 
@@ -171,17 +162,17 @@ class Connections:
             self._acceptor.pause()
 
     def _evict(self, slots: Collection[int]) -> int | None:
-        """Hang up on the idlest of them, whoever serves it: that one reads the end, and says that it is closed."""
+        """Hang up on the idlest of them: the process that serves it reads the end, and reports it closed."""
         for slot in self._idle():
-            # NOTE: asked of the journal once more, since the worker may have read what is not to be heard any more.
-            if slot in slots and self._hears_nothing(slot) and self.journal.is_idle(slot):
+            # NOTE: the journal is read once more, since the worker may have read what was unread before.
+            if slot in slots and not has_unread(self._sockets[slot]) and self.journal.is_idle(slot):
                 self._hang_up(slot)
                 return slot
         return None
 
     def _idle(self) -> Iterator[int]:
         """Slots of idle connections: those that never asked anything, then those that did, the longest idle first."""
-        # NOTE: in a flood of newcomers the first are looked for now and then: who came since is younger. There is no
+        # NOTE: in a flood of newcomers the first are looked for now and then: what came since is younger. There is no
         # `yield from`, which would end the iterator that the next call goes on with.
         if monotonic() - self._looked_at < LOOK_SECONDS:
             for slot in self._silent:
@@ -190,13 +181,6 @@ class Connections:
         for slot in self._silent:
             yield slot
         yield from self.journal.idle(self._sockets, has_asked=True)
-
-    def _hears_nothing(self, slot: int) -> bool:
-        """Whether there is nothing to be read from the client, which its worker has not come to yet."""
-        try:
-            return not self._sockets[slot].recv(1, socket.MSG_PEEK)
-        except OSError:
-            return True
 
     def _hang_up(self, slot: int) -> None:
         with suppress(OSError):  # the client was faster
@@ -207,11 +191,10 @@ class Connections:
         children = self._ready()
         if children and not (is_suspect and self._is_recovering()):
             self._give(slot, min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0))))
-            return
-        self._held[slot] = timer = self._loop.call_later(HOLD_SECONDS, self._hold_no_longer, slot)
-        if self._is_ending:
-            timer.cancel()
+        elif self._is_ending:
             self._give_to_fallback(slot)
+        else:
+            self._held[slot] = self._loop.call_later(HOLD_SECONDS, self._hold_no_longer, slot)
 
     def _give(self, slot: int, child: Child) -> None:
         self.journal.entry(slot)  # wiped: the next owner may die before it has seen the connection
@@ -219,17 +202,16 @@ class Connections:
             child.give(self._sockets[slot], slot, self._slots.is_refused(slot))
         except OSError as error:
             logger.error("a connection cannot be handed over: %s", error)
-            self.closed(child, slot)
+            self.gone(child, slot, True)
 
     def _give_to_fallback(self, slot: int) -> None:
         """Answer its requests with errors until there is a worker."""
-        del self._held[slot]
         self._fallback_server.adopt(self._borrow(slot), slot, self.journal.entry(slot))
 
     def _borrow(self, slot: int) -> _Borrowed:
         return _Borrowed(fileno=self._sockets[slot].fileno())
 
-    def _left_fallback(self, slot: int, is_closed: bool) -> None:
+    def _left(self, slot: int, is_closed: bool) -> None:
         if is_closed:
             self._close(slot)
         else:
@@ -245,8 +227,8 @@ class Connections:
         self._acceptor.resume()
 
     def _hold_no_longer(self, slot: int) -> None:
+        del self._held[slot]
         if self._ready():
-            del self._held[slot]
             self._place(slot)
         else:
             self._give_to_fallback(slot)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -13,29 +12,11 @@ from torchpipe_py.errors import Overloaded, TorchpipeError
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
-from torchpipe_server.supervisor.child import LOOK_SECONDS, Child, link
+from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked, Forker
-from torchpipe_server.supervisor.generation import (
-    RETRY_MS,
-    START_ATTEMPTS,
-    Changes,
-    Generation,
-    WorkerSlot,
-    nobody_asks,
-)
-from torchpipe_server.supervisor.monitoring.figures import (
-    NOTHING,
-    Closed,
-    Control,
-    Event,
-    Listening,
-    Message,
-    Ready,
-    Released,
-    Snapshot,
-    add_past,
-)
+from torchpipe_server.supervisor.generation import RETRY_MS, START_ATTEMPTS, Changes, Generation, WorkerSlot
+from torchpipe_server.supervisor.monitoring import figures
 from torchpipe_server.worker.worker import HUNG
 
 logger = logging.getLogger("torchpipe_server")
@@ -45,10 +26,7 @@ EXHAUSTED_DELAY = 1.0  # where descriptors, memory or threads were missing
 SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
 RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
 FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to be there
-EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to tell how one has ended
-
-OnControl = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
-"""Loads or unloads a model for a client of a worker; its last argument is told what came of it."""
+EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to report how one has ended
 
 
 class Fleet:
@@ -70,15 +48,14 @@ class Fleet:
     ) -> None:
         self.now = Generation(tables, options)
         self._next: Generation | None = None  # while a reload is under way
-        self.past = NOTHING  # figures of workers that have ended
+        self.past = figures.NOTHING  # figures of workers that have ended
         self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
         self.has_begun = False  # all workers were ready, or given up
         self.has_lost = False  # a request that was accepted, since the stop began
         self._loop, self._options, self._connections = loop, options, connections
-        self.on_stream_message: Callable[[Child, Event | Snapshot], object] = lambda *_: None
+        self.on_message: Callable[[Child, Any], object] = lambda *_: None  # those not about processes
         self._load, self._on_failure = load, on_failure
-        self.on_control: OnControl = lambda *_: None
-        self._forker = Forker(loop, options, connections.journal)
+        self._forker = Forker(loop, options, connections.journal, self._wants, self._forked)
         self._leaving: set[Child] = set()
         self._is_ending = self._wants_reload = False
         self._changes = Changes()
@@ -139,7 +116,7 @@ class Fleet:
             child.close()
 
     def _drain_rest(self) -> None:
-        """Those that are to stay longest: until no other one hands connections over any more, or asks for anything."""
+        """Drain the processes that stay longest: until no other one hands over connections or has requests for them."""
         if not self._leaving:
             self._drain(self.children)
 
@@ -156,8 +133,7 @@ class Fleet:
             self._start(slot)
 
     def _start(self, slot: WorkerSlot) -> None:
-        is_wanted, done = partial(self._wants, slot), partial(self._forked, slot)
-        self._forker.fork(slot.role, slot.index, slot.tables, is_wanted, done)
+        self._forker.fork(slot)
 
     def _wants(self, slot: WorkerSlot) -> bool:
         """Whether it belongs to a generation that serves or is to serve; for any thread."""
@@ -179,7 +155,7 @@ class Fleet:
         elif self._wants(slot):
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
                 self._count_restart(slot, "failed_start")
-                self._start_after(slot, EXHAUSTED_DELAY)  # no fault of the worker's, however often
+                self._loop.call_later(EXHAUSTED_DELAY, self._start, slot)  # no fault of the worker's, however often
             else:
                 self._failed_start(slot)
 
@@ -187,25 +163,22 @@ class Fleet:
         for child in self.children:
             child.look(self._options.hang_seconds)
         for slot in self._slots:
-            if slot.child is not None and slot.child.needs_link and not self._is_ending:
+            # NOTE: at the second look, as its engine process may have died a moment ago.
+            if slot.child is not None and slot.child.unlinked_looks >= 2 and not self._is_ending:
                 self._link(slot)
 
     # -- what becomes of a worker -------------------------------------------------------------------------------
 
-    def _hear(self, child: Child, message: Message) -> None:
+    def _hear(self, child: Child, message: figures.Message) -> None:
         match message:
-            case Ready():
+            case figures.Ready():
                 self._became_ready(child)
-            case Listening():
-                self._began_to_listen(child)
-            case Closed():
-                self._connections.closed(child, message.slot)
-            case Released():
-                self._connections.released(child, message.slot)
-            case Event() | Snapshot():
-                self.on_stream_message(child, message)
-            case Control():
-                self.on_control(message.action, message.name, partial(child.tell_outcome, message.id))
+            case figures.Listening():
+                self._serve_if_complete()
+            case figures.Gone():
+                self._connections.gone(child, message.slot, message.is_closed)
+            case figures.Event() | figures.Snapshot() | figures.Control():
+                self.on_message(child, message)
 
     def _slot_of(self, child: Child) -> WorkerSlot | None:
         return next((slot for slot in self._slots if slot.child is child), None)
@@ -222,34 +195,22 @@ class Fleet:
             slot.died_at = 0.0
             if slot.role == "engine process":
                 self._engine_became_ready(slot)
-            elif self._is_successor(slot):
-                self._swap_if_complete(child)
-            elif self.has_begun:
-                logger.info("%s is back (pid %d)", child.name, child.pid)
-                self._listen([child])
-                self._connections.became_ready(child)
+            elif self._is_successor(slot) or not self.has_begun:
+                self._serve_if_complete()
             else:
-                self._begin_if_complete()
+                logger.info("%s is back (pid %d)", child.name, child.pid)
+                self._have_listen([child])
+                self._connections.became_ready(child)
 
-    def _began_to_listen(self, child: Child) -> None:
-        slot = self._slot_of(child)
-        if slot is not None and self._is_successor(slot):
-            self._swap_if_complete(child)
-        elif slot is not None and not self._is_ending:
-            self._begin_if_complete()
-
-    def _listen(self, children: list[Child]) -> bool:
-        """Have them listen at gRPC's port, if there is one; whether all do, or need not."""
-        if self._options.grpc_port < 0:
-            return True
+    def _have_listen(self, children: list[Child]) -> None:
+        """Have them listen at gRPC's port, beside the others."""
         for child in children:
-            child.listen()
-        return all(child.listens for child in children)
+            if not child.must_listen and self._options.grpc_port >= 0:
+                child.must_listen = True
+                child.send("listen")
 
     def _engine_became_ready(self, engine: WorkerSlot) -> None:
         for generation in filter(None, (self.now, self._next)):
-            if engine not in generation.engines:
-                continue
             if generation.has_started_workers:
                 for worker in generation.workers:
                     if generation.engine_of(worker) is engine:
@@ -260,30 +221,38 @@ class Fleet:
             logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
 
     def _link(self, worker: WorkerSlot) -> None:
-        """Give a worker and its engine process the two ends of a way to each other, where both are there."""
+        """Link a worker to its engine process, where both are there."""
         generation = self._next if self._next is not None and self._is_successor(worker) else self.now
         engine = generation.engine_of(worker) if worker.role == "worker" else None
         if engine is None or worker.child is None or engine.child is None or not engine.is_ready:
             return
-        link(worker.child, engine.child)
+        worker.child.link(engine.child)
 
-    def _begin_if_complete(self) -> None:
-        """The first generation is there, but for what was given up."""
-        if (
-            not self.has_begun
-            and self.ready
-            and all(worker.is_ready or worker.is_given_up for worker in self.now.workers)
-            and self._listen(self.ready)
-        ):
-            self.has_begun = True
-            self.now.tell_engines(self._options)
-            self._on_begun()
-            if self._wants_reload:
-                self._loop.call_soon(self.reload)
+    def _serve_if_complete(self) -> None:
+        """Serve with the first generation, or the next one of a reload, once its workers are ready and listen.
+
+        The first one serves without those that were given up.
+        """
+        generation = self._next or self.now
+        ready = [worker.child for worker in generation.workers if worker.child is not None and worker.is_ready]
+        is_complete = ready and all(worker.is_ready or worker.is_given_up for worker in generation.workers)
+        if self._is_ending or not is_complete or (self._next is None and self.has_begun):
+            return
+        self._have_listen(ready)
+        if not all(child.listens or not child.must_listen for child in ready):
+            return
+        if self._next is not None:
+            self._swap(ready[-1])
+            return
+        self.has_begun = True
+        self.now.log_engines(self._options)
+        self._on_begun()
+        if self._wants_reload:
+            self._loop.call_soon(self.reload)
 
     def _ended(self, child: Child) -> None:
         if child.stats:
-            self.past = add_past(self.past, child.stats)
+            self.past = figures.add_past(self.past, child.stats)
         self._leaving.discard(child)
         for engine in self.children:
             if child in engine.clients:
@@ -307,11 +276,11 @@ class Fleet:
             child.process.join(EXIT_CODE_SECONDS)
             self.has_lost = self.has_lost or lost > 0 or bool(child.clients) or child.answered is False
         how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
-        words = f"; it said: {said}" if (said := child.stderr.last_words()) else ""
+        words = f"; its last words: {' / '.join(last)}" if (last := child.stderr.lines.recent()) else ""
         what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
         # A process that ends so has logged, as an error, which backend does not return.
-        is_told = self._is_ending and child.process.exitcode == HUNG
-        level = logging.WARNING if is_told else logging.ERROR
+        is_logged = self._is_ending and child.process.exitcode == HUNG
+        level = logging.WARNING if is_logged else logging.ERROR
         logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, words)
 
     def _replace(self, slot: WorkerSlot, child: Child) -> None:
@@ -344,10 +313,7 @@ class Fleet:
     def _pause(self, slot: WorkerSlot) -> None:
         """Another attempt, later each time."""
         slot.pauses += 1
-        self._start_after(slot, min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)))
-
-    def _start_after(self, slot: WorkerSlot, seconds: float) -> None:
-        self._loop.call_later(seconds, self._start, slot)
+        self._loop.call_later(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)), self._start, slot)
 
     def _failed_start(self, slot: WorkerSlot) -> None:
         """Another attempt, unless enough in a row have failed."""
@@ -359,10 +325,10 @@ class Fleet:
         slot.is_given_up = True
         logger.critical("%s is given up after %d attempts to start it", slot.name, slot.failures)
         if self._next is not None and slot in self._next.engines:
-            self._give_up_reload(f"{slot.name} cannot be started")  # its workers would wait for ever for that one
+            self._give_up_reload(f"{slot.name} cannot be started")  # its workers would wait forever for that one
         else:
             self._end_if_hopeless()
-        self._begin_if_complete()
+        self._serve_if_complete()
 
     def _end_if_hopeless(self) -> None:
         problem = "" if self._next is not None else self.now.hopeless()
@@ -380,10 +346,10 @@ class Fleet:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
             self._reload_ended("a reload came in between")
-        self._begin_reload(self._load, nobody_asks)
+        self._begin_reload(self._load, lambda problem: None)  # the log has it
 
     def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
-        """Serve what ``load`` gives once reloads under way are over; ``done`` is told why not, or "" when it serves.
+        """Serve what ``load`` gives once reloads under way are over; ``done`` gets why not, or "" when it serves.
 
         ``Overloaded`` where that cannot be begun now.
         """
@@ -402,7 +368,7 @@ class Fleet:
         self._loop.call_soon(self._begin_change)
 
     def _begin_reload(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
-        self._changes.who_asks = done
+        self._changes.done = done
         logger.info("reloading %s", self._options.config)
         try:
             tables = load()
@@ -411,14 +377,6 @@ class Fleet:
             return
         self._next = Generation(tables, self._options, self.now)
         self._begin(self._next)
-
-    def _swap_if_complete(self, last: Child) -> None:
-        assert self._next is not None
-        workers = self._next.workers
-        if all(worker.is_ready for worker in workers) and self._listen(
-            [worker.child for worker in workers if worker.child]
-        ):
-            self._swap(last)
 
     def _swap(self, last: Child) -> None:
         """The successors serve from now on; those before them hand over their connections and end."""
@@ -432,7 +390,7 @@ class Fleet:
             elif not child.clients:
                 child.release()
         logger.info("reloaded %s", self._options.config)
-        self.now.tell_engines(self._options, before)
+        self.now.log_engines(self._options, before)
         self._connections.became_ready(last)
         self._reload_ended("")
 

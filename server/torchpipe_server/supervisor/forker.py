@@ -16,11 +16,11 @@ from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options
 from torchpipe_server.worker.heartbeat import Heartbeat
-from torchpipe_server.worker.worker import Start, engine_main, worker_main
+from torchpipe_server.worker.worker import EngineProcess, Start, Worker, run_process
 
 Role = Literal["worker", "engine process"]
 
-_MAINS: dict[Role, Callable[[Start], None]] = {"worker": worker_main, "engine process": engine_main}
+_MAKERS: dict[Role, Callable[[Start], Worker | EngineProcess]] = {"worker": Worker, "engine process": EngineProcess}
 
 
 class Forked(NamedTuple):
@@ -44,58 +44,58 @@ class Forked(NamedTuple):
         os.close(self.pidfd)
 
 
-Done = Callable[["Forked | Exception"], object]
+IsWanted = Callable[[Any], bool]
+Done = Callable[[Any, "Forked | Exception"], object]
 
 
 class Forker:
     """Starts workers and engine processes, one at a time, each on a thread.
 
+    ``is_wanted(slot)`` is for the thread that forks; ``done(slot, forked or error)`` is called on the loop's.
+
     That may take seconds, in which the loop has to answer: the process that they are forked from has to import
     everything first.
     """
 
-    def __init__(self, loop: Loop, options: Options, journal: Journal) -> None:
+    def __init__(self, loop: Loop, options: Options, journal: Journal, is_wanted: IsWanted, done: Done) -> None:
         self._loop, self._options, self._journal = loop, options, journal
+        self._is_wanted, self._done = is_wanted, done
         self._lock = threading.Lock()  # held while a fork is under way
-        self._unclaimed: list[Forked] = []  # processes that nobody was told of yet
+        self._unclaimed: list[Forked] = []  # processes that ``done`` did not get yet
         self._is_closed = False
 
-    def fork(self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool], done: Done) -> None:
-        """Start a worker, or an engine process; ``done(forked or error)`` is called on the loop's thread.
-
-        It is not where the process ``is_wanted`` no more when its turn comes, which is asked on the thread that forks.
-        """
-        args = (role, index, tables, is_wanted, done)
+    def fork(self, slot: Any) -> None:
+        """Start a process for the ``WorkerSlot``, if it is still wanted when its turn comes."""
         try:
-            threading.Thread(target=self._fork, args=args, name="torchpipe-fork", daemon=True).start()
+            threading.Thread(target=self._fork, args=(slot,), name="torchpipe-fork", daemon=True).start()
         except RuntimeError as error:  # the system has no thread left
-            done(OSError(errno.EAGAIN, str(error)))
+            self._done(slot, OSError(errno.EAGAIN, str(error)))
 
     def close(self) -> None:
-        """End what nobody was told of, and start nothing any more."""
+        """End what ``done`` did not get, and start nothing any more."""
         self._is_closed = True
         with suppress(IndexError):  # NOTE: the thread that forks may call this as well
             while True:
                 self._unclaimed.pop().abandon()
 
-    def _fork(self, role: Role, index: int, tables: Any, is_wanted: Callable[[], bool], done: Done) -> None:
+    def _fork(self, slot: Any) -> None:
         with self._lock:
-            if self._is_closed or not is_wanted():
+            if self._is_closed or not self._is_wanted(slot):
                 return
             try:
-                forked = self._start_process(role, index, tables)
+                forked = self._start_process(slot.role, slot.index, slot.tables)
             except Exception as error:
-                call_from_any_thread(self._loop, done, error)
+                call_from_any_thread(self._loop, self._done, slot, error)
                 return
             self._unclaimed.append(forked)
             if self._is_closed:
                 self.close()
             else:
-                call_from_any_thread(self._loop, self._claim, forked, done)
+                call_from_any_thread(self._loop, self._claim, slot, forked)
 
-    def _claim(self, forked: Forked, done: Done) -> None:
+    def _claim(self, slot: Any, forked: Forked) -> None:
         self._unclaimed.remove(forked)
-        done(forked)
+        self._done(slot, forked)
 
     def _start_process(self, role: Role, index: int, tables: Any) -> Forked:
         ours, theirs = socket.socketpair()
@@ -104,7 +104,7 @@ class Forker:
         context: Any = multiprocessing.get_context("forkserver")
         start = Start(index, self._options, tables, theirs, write_end, self._journal, heartbeat)
         name = f"torchpipe-{role.replace(' ', '-')}-{index}"
-        process = context.Process(target=_MAINS[role], args=(start,), name=name)
+        process = context.Process(target=run_process, args=(start, _MAKERS[role]), name=name)
         try:
             process.start()
             pidfd = os.pidfd_open(process.pid)

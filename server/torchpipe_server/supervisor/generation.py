@@ -19,21 +19,17 @@ logger = logging.getLogger("torchpipe_server")
 
 START_ATTEMPTS = 5  # of a worker that ends before it is ready
 MOST_CHANGES = 16  # that wait for a reload to be over
-RETRY_MS = 1000  # for who asks for another one
+RETRY_MS = 1000  # after a refused change
 
 Change = tuple[Callable[[], Any], Callable[[str], object]]
-"""What gives a configuration, and what is told why it is not served, or nothing once it is."""
-
-
-def nobody_asks(problem: str) -> None:
-    """Of a reload by SIGHUP: the log has it."""
+"""What gives a configuration, and what gets the reason why it is not served, or "" once it is."""
 
 
 class Changes:
-    """Those that wait for a reload to be over, and who is told what comes of the one under way."""
+    """Those that wait for a reload to be over, and who gets the outcome of the one under way."""
 
     def __init__(self) -> None:
-        self.who_asks: Callable[[str], object] = nobody_asks
+        self.done: Callable[[str], object] | None = None  # of the one under way, not called yet
         self._waiting: deque[Change] = deque()
 
     def add(self, change: Change) -> None:
@@ -47,12 +43,13 @@ class Changes:
         return self._waiting.popleft() if self._waiting else None
 
     def tell(self, problem: str) -> None:
-        """Tell who asked for the one under way, once, what came of it."""
-        done, self.who_asks = self.who_asks, nobody_asks
-        done(problem)
+        """Report the outcome of the one under way, once."""
+        done, self.done = self.done, None
+        if done is not None:
+            done(problem)
 
     def stop(self, problem: str) -> None:
-        """Tell that to all."""
+        """Report that to all."""
         self.tell(problem)
         while (change := self.next()) is not None:
             change[1](problem)
@@ -116,14 +113,13 @@ class Generation:
             reason = "no node has shared = true" if options.workers > 1 else "it takes --workers of 2 or more"
             logger.warning("--engines %d does nothing: %s", options.engines, reason)
 
-    def tell_engines(self, options: Options, before: Generation | None = None) -> None:
+    def log_engines(self, options: Options, before: Generation | None = None) -> None:
         """Log which engine processes run its shared nodes, and whether they are those of the generation ``before``."""
         if not self.engines:
             return
-        devices = [options.device_of(engine.index) for engine in self.engines]
         named = [
-            f"{engine.name} on CUDA device {device}" if device else engine.name
-            for engine, device in zip(self.engines, devices, strict=True)
+            f"{engine.name} on CUDA device {device}" if (device := options.device_of(engine.index)) else engine.name
+            for engine in self.engines
         ]
         logger.info(
             "shared nodes (%s) run in %s for %d workers: %s%s",

@@ -19,9 +19,6 @@ from torchpipe_server.supervisor.fleet import Fleet
 
 logger = logging.getLogger("torchpipe_server")
 
-Outcome = Callable[[int, dict[str, Any]], object]
-"""Takes an answer over HTTP: its status, and what is its JSON."""
-
 
 class Repository:
     """Of the folder that ``fleet`` serves."""
@@ -42,7 +39,7 @@ class Repository:
             found.append({"name": name, "version": version, "state": state, "reason": reason})
         return found
 
-    def control(self, action: str, name: str, done: Outcome) -> None:
+    def control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
         """``load`` or ``unload`` the model; ``done`` is told what came of it, once it serves or everything stays."""
         began = monotonic()
 

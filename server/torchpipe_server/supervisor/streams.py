@@ -1,4 +1,4 @@
-"""Which worker reads which stream, and what the workers say of them, for who asks."""
+"""Which worker reads which stream, and the workers' results and figures of them, for clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import parse_toml
-from torchpipe_py.errors import counted, nearest
+from torchpipe_py.errors import TorchpipeError, counted, nearest
 from torchpipe_py.methods.routes import Done
 from torchpipe_py.streams.config import read_streams
 from torchpipe_server.front.connection import Call
@@ -35,12 +35,12 @@ def read_tables(file: str) -> Mapping[str, Any]:
     return {name: {**defaults, **table} for name, table in tables.items()}
 
 
-class NoStreamError(Exception):
-    """There is no such stream, or nothing to show of it: the status, and why."""
+class NoStreamError(TorchpipeError):
+    """There is no such stream, or nothing to show of it."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
-        self.status = status
+        self.code = code
 
 
 class Subscriber:
@@ -48,22 +48,16 @@ class Subscriber:
 
     deadline = None
 
-    def __init__(self, stream: str, call: Call, on_left: Callable[[Subscriber], object]) -> None:
+    def __init__(self, stream: str, call: Call, head: bytes, on_left: Callable[[Subscriber], object]) -> None:
         self.stream = stream
         self._call, self._on_left = call, on_left
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[bytes] = deque(maxlen=EVENTS_WAITING)
         self._lost = 0
-
-    def begin(self, head: bytes) -> None:
-        """Write the head, and a comment for clients that wait for the first bytes."""
-        self._call.begin(head + b": results of frames\n\n")
+        call.begin(head + b": results of frames\n\n")  # with a comment, for clients that wait for the first bytes
 
     def put(self, event: bytes, missed: int) -> None:
         """One more event, after ``missed`` that were not sent here."""
-        self._lost += missed
-        if len(self._waiting) >= EVENTS_WAITING:
-            self._waiting.popleft()
-            self._lost += 1
+        self._lost += missed + (len(self._waiting) == EVENTS_WAITING)
         self._waiting.append(event)
         self.write_more()
 
@@ -109,7 +103,7 @@ class SharedStreams:
         every(loop, HEARTBEAT_SECONDS, self._beat)
 
     def close(self) -> None:
-        """Tell every client that there are no more events."""
+        """End the answers of all clients: there are no more events."""
         self._tables = {}
         self._end_removed()
 
@@ -125,31 +119,25 @@ class SharedStreams:
             self._generation, self._tables = generation, self._next
             self._end_removed()
         self._workers = workers
-        self._given = {child: given for child, given in self._given.items() if child in workers}
-        self._readers = {
-            name: child for name, child in self._readers.items() if name in self._tables and child in workers
-        }
-        if not workers:
-            return
-        names: dict[Child, list[str]] = {child: [] for child in workers}
-        for name, child in self._readers.items():
-            names[child].append(name)
-        for name in self._tables:
-            if name not in self._readers:
+        given, before = self._given, self._readers
+        names = {child: [name for name in given.get(child, {}) if name in self._tables] for child in workers}
+        taken = {name for each in names.values() for name in each}
+        for name in self._tables if workers else ():
+            if name not in taken:
                 min(names.values(), key=len).append(name)
-        while len(most := max(names.values(), key=len)) > len(least := min(names.values(), key=len)) + 1:
+        while names and len(most := max(names.values(), key=len)) > len(least := min(names.values(), key=len)) + 1:
             least.append(most.pop())
-        before, self._readers = self._readers, {name: child for child, each in names.items() for name in each}
+        self._given = {child: {name: self._tables[name] for name in each} for child, each in names.items()}
+        self._readers = {name: child for child, each in names.items() for name in each}
         for name in [name for name in self._asked if self._readers.get(name) is not before.get(name)]:
-            self._answer(name, NoStreamError(503, f"another worker reads {name!r} now"))
+            self._answer(name, NoStreamError("unavailable", f"another worker reads {name!r} now"))
         # NOTE: those that only lose some come first: a device can be opened once.
-        for child in sorted(names, key=lambda child: bool(set(names[child]) - self._given.get(child, {}).keys())):
-            tables = {name: self._tables[name] for name in names[child]}
-            if tables != self._given.get(child, {}):
-                self._given[child] = tables
-                child.read_streams(self._file, tables)
+        for child in sorted(names, key=lambda child: bool(self._given[child].keys() - given.get(child, {}).keys())):
+            tables = self._given[child]
+            if tables != given.get(child, {}):
+                child.send("streams", file=self._file, tables=tables)
             if tables:
-                child.watch([name for name in tables if self._subscribers.get(name)])
+                self._watch(child)
 
     def figures(self, totals: Mapping[str, Any]) -> Figures:
         """Of each stream: how it is, and the totals of all that have read it."""
@@ -157,17 +145,15 @@ class SharedStreams:
         nothing = {"decoded": 0, "reconnects": 0, "frames": {}, "age": None}
         for name in self._tables:
             child = self._readers.get(name)
-            said = child.stats.get("streams", {}).get(name, {}).get("now") if child else None
+            now = child.stats.get("streams", {}).get(name, {}).get("now") if child else None
             figures[name] = {
-                **(totals.get(name) or nothing),
-                "now": None,
+                **{key: value for key, value in (totals.get(name) or nothing).items() if key != "now"},
                 "state": "starting",
                 "last_error": "" if child else "no worker is ready to read it",
-                **(said or {}),
+                **(now or {}),
                 "worker": self._workers[child] if child else None,
                 "subscribers": len(self._subscribers.get(name, ())),
             }
-            del figures[name]["now"]
         return figures
 
     # -- who asks -----------------------------------------------------------------------------------------------------
@@ -176,11 +162,10 @@ class SharedStreams:
         """Send the stream's results to a client from now on; ``NoStreamError`` where there is none, or no place."""
         self._check(name)
         if sum(map(len, self._subscribers.values())) >= MOST_SUBSCRIBERS:
-            raise NoStreamError(503, f"{counted(MOST_SUBSCRIBERS, 'client')} follow streams already")
-        subscriber = Subscriber(name, Call.of(done), self._left)
+            raise NoStreamError("unavailable", f"{counted(MOST_SUBSCRIBERS, 'client')} follow streams already")
+        subscriber = Subscriber(name, Call.of(done), head, self._left)
         self._subscribers.setdefault(name, set()).add(subscriber)
-        self._watch(name)
-        subscriber.begin(head)
+        self._watch(self._readers.get(name))
         return subscriber
 
     def snapshot(self, name: str, done: Done) -> None:
@@ -189,20 +174,20 @@ class SharedStreams:
         if name in self._asked:
             self._asked[name][0].append(done)
         elif name not in self._readers:
-            done(NoStreamError(503, f"no worker is ready to read {name!r}"))
+            done(NoStreamError("unavailable", f"no worker is ready to read {name!r}"))
         else:
-            late = NoStreamError(503, f"the worker that reads {name!r} does not answer")
+            late = NoStreamError("unavailable", f"the worker that reads {name!r} does not answer")
             self._asked[name] = [done], self._loop.call_later(SNAPSHOT_SECONDS, self._answer, name, late)
-            self._readers[name].ask_snapshot(name)
+            self._readers[name].send("snapshot", name=name)
 
     def hear(self, child: Child, message: Event | Snapshot) -> None:
-        """What a worker says of a stream; of one that is not its own any more it is too late."""
+        """A worker's message about a stream; it is too late once another worker reads that."""
         name = message.stream
         if self._readers.get(name) is not child:
             return
         if isinstance(message, Snapshot):
             if name in self._asked:
-                self._answer(name, message.jpeg or NoStreamError(503, f"{name!r}: {message.problem}"))
+                self._answer(name, message.jpeg or NoStreamError("unavailable", f"{name!r}: {message.problem}"))
             return
         event = f"data: {message.data}\n\n".encode("utf-8", "replace")
         for subscriber in list(self._subscribers.get(name, ())):
@@ -211,7 +196,7 @@ class SharedStreams:
     def _check(self, name: str) -> None:
         if name not in self._tables:
             hint = nearest(name[:80], self._tables) if self._tables else "--streams FILE names them"
-            raise NoStreamError(404, f"no stream {name[:80]!r}; {hint}")
+            raise NoStreamError("not_found", f"no stream {name[:80]!r}; {hint}")
 
     def _answer(self, name: str, answer: object) -> None:
         waiting, timer = self._asked.pop(name)
@@ -221,13 +206,12 @@ class SharedStreams:
 
     def _left(self, subscriber: Subscriber) -> None:
         self._subscribers.get(subscriber.stream, set()).discard(subscriber)
-        self._watch(subscriber.stream)
+        self._watch(self._readers.get(subscriber.stream))
 
-    def _watch(self, name: str) -> None:
-        """Tell the reader of a stream which of its streams anybody follows."""
-        child = self._readers.get(name)
+    def _watch(self, child: Child | None) -> None:
+        """Have a worker send the results of those of its streams that clients follow."""
         if child is not None:
-            child.watch([each for each in self._given[child] if self._subscribers.get(each)])
+            child.send("watch", names=[name for name in self._given[child] if self._subscribers.get(name)])
 
     def _end_removed(self) -> None:
         for name in self._subscribers.keys() - self._tables.keys():

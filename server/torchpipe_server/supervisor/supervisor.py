@@ -25,8 +25,8 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.fleet import Fleet
 from torchpipe_server.supervisor.generation import WorkerSlot
-from torchpipe_server.supervisor.monitoring.figures import Figures, add, service_figures
-from torchpipe_server.supervisor.repository import Outcome, Repository
+from torchpipe_server.supervisor.monitoring.figures import Control, Figures, add, service_figures
+from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 
 logger = logging.getLogger("torchpipe_server")
@@ -60,8 +60,7 @@ class Supervisor:
             return tables
 
         self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
-        self._fleet.on_stream_message = self.streams.hear
-        self._fleet.on_control = self._control
+        self._fleet.on_message = self._hear
         self.repository = Repository(self._fleet) if isinstance(tables, Folder) else None
         self.monitoring: Any = None  # the other port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
@@ -139,14 +138,20 @@ class Supervisor:
         elif is_late or (not children and self._connections.is_drained):
             self.loop.stop()
 
-    def _control(self, action: str, name: str, done: Outcome) -> None:
-        """A client of a worker wants it."""
-        if self.repository is not None and action == "index":
-            done(200, {"models": self.repository.index()})
-        elif self.repository is None or not self._options.repository_control:
-            done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
-        else:
-            self.repository.control(action, name, done)
+    def _hear(self, child: Child, message: Any) -> None:
+        if not isinstance(message, Control):
+            self.streams.hear(child, message)
+        else:  # a client of the worker loads or unloads a model
+
+            def done(status: int, body: Figures) -> None:
+                child.send("outcome", id=message.id, status=status, body=body)
+
+            if self.repository is not None and message.action == "index":
+                done(200, {"models": self.repository.index()})
+            elif self.repository is None or not self._options.repository_control:
+                done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
+            else:
+                self.repository.control(message.action, message.name, done)
 
     # -- what it answers ----------------------------------------------------------------------------------------
 
@@ -158,9 +163,8 @@ class Supervisor:
     @property
     def graph(self) -> str:
         """The pipeline as SVG; empty as long as no worker is ready."""
-        return next(
-            (worker.child.graph for worker in self._fleet.now.workers if worker.child and worker.child.graph), ""
-        )
+        graphs = [worker.child.graph for worker in self._fleet.now.workers if worker.child]
+        return next(filter(None, graphs), "")
 
     def ask(self, answer: Callable[[Figures], object]) -> None:
         """Call ``answer(figures)`` with what ``/stats`` shows: all who ask at a time get the same."""

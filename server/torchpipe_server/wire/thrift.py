@@ -1,4 +1,4 @@
-"""Messages of Thrift: how a stream of them is written, what one may hold, and results as bytes.
+"""Messages of Thrift: how a stream of them is written, and results as bytes.
 
 A client speaks one of the framings (buffered, which puts nothing around a message, or framed) and one of the protocols
 (binary, binary without a version as old clients write it, compact); the first bytes tell which.
@@ -7,15 +7,13 @@ A client speaks one of the framings (buffered, which puts nothing around a messa
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any, NamedTuple
 
-import thriftpy2.transport
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
 from thriftpy2.thrift import TApplicationException, TDecodeException
+from thriftpy2.transport import TMemoryBuffer
 
-from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire import answers
 from torchpipe_server.wire.errors import ProtocolError
 
@@ -23,39 +21,6 @@ CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
 NAME_BYTES = 255  # of a method's name
 
 _length = Struct(">I")  # of a frame
-
-_MemoryBuffer = getattr(thriftpy2.transport, "TCyMemoryBuffer", thriftpy2.transport.TMemoryBuffer)
-try:
-    from thriftpy2.protocol.cybin import TCyBinaryProtocol as _BinaryWriter
-except ImportError:  # where thriftpy2 was installed without a compiler
-    _BinaryWriter = TBinaryProtocol
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one message may hold.
-
-    message_bytes: a whole message; of a framed one, what follows the length.
-    string_bytes: one string or binary. text_bytes: what the method's arguments declare as strings, all together.
-    items: struct fields, list and set elements and map entries of a message, all together.
-    depth: nested structs and containers; the arguments struct is the first.
-    """
-
-    message_bytes: int = 16 * 2**20
-    string_bytes: int = 16 * 2**20
-    text_bytes: int = 2**20
-    items: int = 2**12
-    depth: int = 64
-
-
-class BadArgumentsError(Exception):
-    """A whole message whose body does not fit the method's arguments. The stream is intact."""
-
-
-class TextTooLargeError(InvalidRequest):
-    """Texts beyond ``Limits.text_bytes``: decoded they would take up to four times their bytes, and time to search."""
-
-    code = "too_large"
 
 
 class Framing(NamedTuple):
@@ -144,13 +109,13 @@ def _sendable(value: Any) -> Any:
 
 def _encode(message: Message, payload: Any) -> bytes:
     framed, protocol_name = message.protocol
-    transport = _MemoryBuffer()
+    transport = TMemoryBuffer()
     seqid = message.seqid
     if protocol_name == "compact":
         protocol = TCompactProtocol(transport)
         seqid &= 0xFFFFFFFF  # TRAP: thriftpy2 writes negative numbers forever
     else:
-        protocol = _BinaryWriter(transport, strict_write=protocol_name == "binary")
+        protocol = TBinaryProtocol(transport, strict_write=protocol_name == "binary")
     kind = EXCEPTION if isinstance(payload, TApplicationException) else REPLY
     protocol.write_message_begin(message.name, kind, seqid)
     protocol.write_struct(payload)

@@ -16,18 +16,10 @@ from typing import Any
 
 from thriftpy2.thrift import TType
 
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.thrift import (
-    CALL,
-    NAME_BYTES,
-    ONEWAY,
-    BadArgumentsError,
-    Framing,
-    Limits,
-    Message,
-    TextTooLargeError,
-    detect,
-)
+from torchpipe_server.wire.thrift import CALL, NAME_BYTES, ONEWAY, Framing, Message, detect
 
 SLICE_STEPS = 256  # values of one walk before it pauses: 0.2 to 0.5 ms
 I32_VARINT, I64_VARINT = 5, 10  # bytes at most
@@ -67,16 +59,27 @@ Spec = Any
 """Of a value that is wanted, as thriftpy2 has it: a type, or a type and what is in it: a class, a spec or two."""
 
 
+class BadArgumentsError(Exception):
+    """A whole message whose body does not fit the method's arguments. The stream is intact."""
+
+
+class TextTooLargeError(InvalidRequest):
+    """Texts beyond ``--max-text-bytes``: decoded they would take up to four times their bytes, and time to search."""
+
+    code = "too_large"
+
+
 class ThriftReader:
     """Cuts a byte stream into messages. One per connection.
 
+    ``limits`` bound a message: ``max_message_bytes``, ``max_text_bytes``, ``max_items`` and ``max_depth``.
     ``args_of(name)`` gives the class of a method's arguments; None for a method that does not exist.
     The walk over a message is a generator, which goes on where it was when more bytes have come.
     """
 
     awaits_invitation = is_over = False
 
-    def __init__(self, limits: Limits, args_of: Callable[[str], type | None]) -> None:
+    def __init__(self, limits: Options, args_of: Callable[[str], type | None]) -> None:
         self._limits, self._args_of = limits, args_of
         self._framing: Framing | None = None
         self._is_compact, self._fixed = False, _BINARY
@@ -88,7 +91,7 @@ class ThriftReader:
         self._items = self._text_bytes = self._steps = 0
         self._error: Exception | None = None  # what is wrong with the arguments, first
         self._walk: Walk | None = None
-        self._usual: _Usual | None = None  # calls that are like the last one
+        self._usual: tuple[str, bytes, Any, Any, Any] | None = None  # of calls like the last one; see _read_usual
         self._needed = 0  # bytes that the buffer must have before the walk can go on
         self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
         self.request: Message | None = None
@@ -120,7 +123,7 @@ class ThriftReader:
         if self._start == size or self._needed > size:
             return None
         if self._walk is None:
-            if self._usual is not None and (found := self._usual.read(self._buffer, self._start)) is not None:
+            if self._usual is not None and (found := self._read_usual(*self._usual)) is not None:
                 return self._ended(*found)
             self._walk, self._limit = self._message(), sys.maxsize
         self._end = min(size, self._limit)
@@ -131,8 +134,6 @@ class ThriftReader:
             return self._ended(stop.value, self._at)
         except ProtocolError as error:
             broken = error
-        except RecursionError:
-            broken = ProtocolError("too_deep", "more nested structs and containers than this process can follow")
         else:
             self.is_paused = not self._needed
             return None
@@ -169,12 +170,12 @@ class ThriftReader:
             size = yield from self._number(_i32)
             if size <= 0:
                 raise ProtocolError("negative_size" if size else "bad_frame", f"a frame of {size} bytes")
-        self._limit = self._at + (size or limits.message_bytes)
+        self._limit = self._at + (size or limits.max_message_bytes)
         self._end = min(self._end, self._limit)
         # A frame that is too large is refused once its header has come: with name and number it can be answered.
         message = self.request = yield from self._header(framing)
-        if size > limits.message_bytes:
-            text = f"a frame of {size} bytes; the limit is {limits.message_bytes} (--max-message-bytes)"
+        if size > limits.max_message_bytes:
+            text = f"a frame of {size} bytes; the limit is {limits.max_message_bytes} (--max-message-bytes)"
             raise ProtocolError("too_large", text)
         begin, cls = self._at, self._args_of(message.name)
         message.args = yield from self._struct(cls, 1)
@@ -187,7 +188,7 @@ class ThriftReader:
             self._is_compact or message.error or message.is_oneway
         ):
             head = bytes(self._buffer[self._start + 4 * framing.framed : begin - 4])
-            self._usual = _Usual(message.name, framing, head, cls, limits)
+            self._usual = message.name, head, cls, *_texts_of(cls)
         return message
 
     def _header(self, framing: Framing) -> Walk:
@@ -199,9 +200,7 @@ class ThriftReader:
                 raise ProtocolError("bad_version", f"a message that begins with {version:#06x}")
             kind = version >> 5 & 7
             seqid = yield from self._varint(I32_VARINT)
-            if seqid >= 2**32:
-                raise ProtocolError("bad_varint", "a sequence number of more than 32 bits")
-            seqid -= (seqid >= 2**31) << 32
+            seqid = (seqid & 0xFFFFFFFF) - ((seqid & 0x80000000) << 1)
         elif framing.protocol == "binary":
             version = yield from self._number(_u32)
             if version >> 16 != 0x8001:
@@ -272,10 +271,7 @@ class ThriftReader:
         if not self._steps % SLICE_STEPS:
             yield 0
         if ttype == _STRING:
-            size, most = (yield from self._size()), self._limits.string_bytes
-            if size > most:
-                raise ProtocolError("too_large", f"a string of {size} bytes; the limit is {most} (--max-message-bytes)")
-            data = yield from self._bytes(size, spec is not None)
+            data = yield from self._bytes((yield from self._size()), spec is not None)
             return self._text(data, place) if spec == _STRING else data
         fixed = self._fixed.get(ttype)
         if fixed is not None:
@@ -291,7 +287,7 @@ class ThriftReader:
             return (zigzag >> 1) ^ -(zigzag & 1)
         if ttype not in _VARYING:
             raise ProtocolError("bad_type", f"type {ttype}")
-        most = self._limits.depth
+        most = self._limits.max_depth
         if depth >= most:
             raise ProtocolError("too_deep", f"more than {most} nested structs and containers (--max-depth)")
         inner = None if spec is None else spec[1]
@@ -314,12 +310,6 @@ class ThriftReader:
                 found, wanted = (", ".join(map(str, kinds)) for kinds in (types, expected))
                 self._blame(place, f"is a {'map' if is_map else 'list'} of type {found}, not {wanted}")
                 inner, specs = None, (None, None)
-        if inner is None and size:
-            if not all(ttype in self._fixed or ttype in _BITS or ttype in _VARYING for ttype in types):
-                raise ProtocolError("bad_type", f"a container of types {', '.join(map(str, types))}")
-            if all(ttype in self._fixed for ttype in types):
-                yield from self._bytes(size * sum(self._fixed[ttype][0] for ttype in types), False)
-                return None
         made: Any = {} if is_map else []
         for _ in range(size):
             key = (yield from self._value(types[0], specs[0], depth, place)) if is_map else None
@@ -342,6 +332,39 @@ class ThriftReader:
             return size, [_OF_COMPACT[head >> 4], _OF_COMPACT[head & 15]]
         return head >> 4 if head < 0xF0 else (yield from self._size()), [_OF_COMPACT[head & 15]]
 
+    def _read_usual(self, name: str, head: bytes, args: Any, object_: Any, fields: Any) -> tuple[Message, int] | None:
+        """The call that begins at ``_start``, and where it ends, if it is like the last one of its connection.
+
+        Nearly all are: of the same method, whose arguments are ``args``, in the binary protocol, all fields there and
+        in order. ``head`` is what comes before their number, ``object_`` and ``fields`` are those of `_texts_of`.
+        ``None`` for another one, or one that is not whole or right: the walk says what that is.
+        """
+        assert self._framing is not None
+        buffer, start, limits, framed = self._buffer, self._start, self._limits, self._framing.framed
+        first, text_bytes, values = start + 4 if framed else start, 0, {}
+        begin = at = first + len(head) + 4
+        if not buffer.startswith(head, first):
+            return None
+        try:
+            for field, key, is_text in fields:
+                begins, at = buffer.startswith(field, at), at + len(field) + 4
+                size = _u32.unpack_from(buffer, at - 4)[0]
+                text_bytes += size if is_text else 0
+                if not begins or text_bytes > limits.max_text_bytes:
+                    return None
+                data, at = bytes(buffer[at : at + size]), at + size
+                values[key] = data.decode() if is_text else data
+        except (error, UnicodeDecodeError):
+            return None
+        end = at + len(_END)
+        is_whole = buffer.startswith(_END, at) and (not framed or _u32.unpack_from(buffer, start)[0] == end - first)
+        if not is_whole or end - first > limits.max_message_bytes:
+            return None
+        message = Message(name, False, _i32.unpack_from(buffer, begin - 4)[0], self._framing)
+        message.args = args(object_(**values))
+        message.size = end - begin + TEXT_BYTES * text_bytes + ITEM_BYTES * (1 + len(values))
+        return message, end
+
     # -- small parts ------------------------------------------------------------------------------------------------
 
     def _wait(self, count: int) -> Walk:
@@ -350,7 +373,7 @@ class ThriftReader:
             if until > self._limit:
                 if self._framing is not None and self._framing.framed:
                     raise ProtocolError("bad_frame", "the message goes on after the end of its frame")
-                most = self._limits.message_bytes
+                most = self._limits.max_message_bytes
                 raise ProtocolError("too_large", f"the message has more than {most} bytes (--max-message-bytes)")
             yield until
 
@@ -369,13 +392,8 @@ class ThriftReader:
 
     def _size(self) -> Walk:
         """A signed 32-bit size."""
-        if self._is_compact:
-            size: int = yield from self._varint(I32_VARINT)
-            if size >= 2**31:
-                raise ProtocolError("negative_size" if size < 2**32 else "bad_varint", f"a size of {size}")
-            return size
-        size = yield from self._number(_i32)
-        if size < 0:
+        size: int = yield from self._varint(I32_VARINT) if self._is_compact else self._number(_i32)
+        if not 0 <= size < 2**31:
             raise ProtocolError("negative_size", f"a size of {size}")
         return size
 
@@ -395,7 +413,7 @@ class ThriftReader:
 
     def _text(self, data: bytes, place: str) -> str:
         self._text_bytes += len(data)
-        most = self._limits.text_bytes
+        most = self._limits.max_text_bytes
         if self._text_bytes > most:
             text = f"texts of {self._text_bytes} bytes or more; the limit is {most} (--max-text-bytes)"
             self._error = self._error or TextTooLargeError(text)
@@ -411,47 +429,9 @@ class ThriftReader:
 
     def _count(self, items: int) -> None:
         self._items += items
-        most = self._limits.items
+        most = self._limits.max_items
         if self._items > most:
             raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
-
-
-class _Usual:
-    """Reads calls that are like the last one of their connection, which nearly all are: of the method whose arguments
-    are ``cls``, in the binary protocol, all fields there and in order. ``head`` is what comes before their number.
-    """
-
-    def __init__(self, name: str, framing: Framing, head: bytes, cls: Any, limits: Limits) -> None:
-        self._name, self._framing, self._head, self._args, self._limits = name, framing, head, cls, limits
-        self._object, self._fields = _texts_of(cls)
-
-    def read(self, buffer: bytes | bytearray, start: int) -> tuple[Message, int] | None:
-        """The call that begins there, and where it ends; ``None`` for another one, or one that is not whole or right:
-        the walk says what that is."""
-        limits, framed, values, text_bytes = self._limits, self._framing.framed, {}, 0
-        first = start + 4 if framed else start
-        begin = at = first + len(self._head) + 4
-        if not buffer.startswith(self._head, first):
-            return None
-        try:
-            for field, name, is_text in self._fields:
-                begins, at = buffer.startswith(field, at), at + len(field) + 4
-                size = _u32.unpack_from(buffer, at - 4)[0]
-                text_bytes += size if is_text else 0
-                if not begins or size > limits.string_bytes or text_bytes > limits.text_bytes:
-                    return None
-                data, at = bytes(buffer[at : at + size]), at + size
-                values[name] = data.decode() if is_text else data
-        except (error, UnicodeDecodeError):
-            return None
-        end = at + len(_END)
-        is_whole = buffer.startswith(_END, at) and (not framed or _u32.unpack_from(buffer, start)[0] == end - first)
-        if not is_whole or end - first > limits.message_bytes:
-            return None
-        message = Message(self._name, False, _i32.unpack_from(buffer, begin - 4)[0], self._framing)
-        message.args = self._args(self._object(**values))
-        message.size = end - begin + TEXT_BYTES * text_bytes + ITEM_BYTES * (1 + len(values))
-        return message, end
 
 
 _END = bytes(2)  # of the arguments and the object in them

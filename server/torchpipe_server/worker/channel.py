@@ -68,9 +68,9 @@ class Channel:
             self._loop.add_writer(self._sock.fileno(), self._flush)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a message waits for the other side to read."""
-        return bool(self._unsent)
+    def unsent(self) -> int:
+        """How many messages wait for the other side to read."""
+        return len(self._unsent)
 
     def finish(self, seconds: float) -> None:
         """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
@@ -91,7 +91,8 @@ class Channel:
             return
         self._is_closed = True
         # NOTE: the channel and its owner refer to each other: without this, the garbage collector would end them.
-        self._on_message = self._on_end = _ignore
+        self._on_message = lambda line, descriptor: None
+        self._on_end = lambda: None
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
@@ -158,7 +159,3 @@ class Channel:
             on_end = self._on_end
             self.close()
             on_end()
-
-
-def _ignore(*message: object) -> None:
-    pass

@@ -1,4 +1,4 @@
-"""What a worker answers: the usual service, or the user's own."""
+"""What a worker answers: the usual service, or a custom one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def served_maker(options: Options, control: Control | None = None) -> Callable[[pipe], Served]:
-    """What makes of a pipe what is served: the usual service, or the user's own."""
+    """What makes the methods that are served, the usual or custom ones, on a pipe."""
     if not options.handler:
         return partial(usual_service, options, control=control)
     from torchpipe_server.methods.custom import CustomHandler, load_handler
 
     cls = load_handler(options.handler)
 
-    def make_own(run: pipe) -> Served:
+    def make_custom(run: pipe) -> Served:
         limit_delays(run, options)
         handler = CustomHandler(cls, run, options.deadline_ms)
         return Served(handler.methods, Routes(handler.routes, options.elsewhere))
 
-    return make_own
+    return make_custom
 
 
 def usual_service(options: Options, run: pipe, control: Control | None = None) -> Served:

@@ -6,7 +6,7 @@ import base64
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from torchpipe_py.errors import TorchpipeError, describe
 from torchpipe_py.runtime.record.statistics import PLACES, folded
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
-from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.front.loop import Inbox, Loop, call_from_any_thread
+from torchpipe_server.worker.channel import Channel
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
@@ -26,14 +27,13 @@ OUTCOMES = {"ok": "results", "error": "errors", "dropped": "dropped", "stale": "
 """What becomes of a frame, and the key of ``Streams.stats``."""
 SNAPSHOT_SIDE = 1920  # pixels: a larger frame is made smaller once its boxes are drawn
 EVENT_BYTES = 2**16
-EVENTS_WAITING = 256  # while the supervisor does not read
-RETRY_SECONDS = 0.05  # until what waits is sent
+EVENTS_WAITING = 256  # messages, while the supervisor does not read; further events are lost
 TEXT_CHARACTERS = 500
 RATE_POINTS, RATE_SECONDS = 6, 1.0  # the frame rate is that between the first and the last of so many looks
 
 
 class _Report:
-    """What is known of a stream beside ``Streams.stats``."""
+    """What this worker knows of a stream besides ``Streams.stats``."""
 
     def __init__(self) -> None:
         self.before: Counter[str] = Counter()  # of readings of it that this worker has ended
@@ -53,22 +53,19 @@ class _Report:
 
 
 class WorkerStreams:
-    """``send`` takes a message for the supervisor, and ``is_behind`` says that earlier ones wait; both on the loop.
+    """``channel`` leads to the supervisor.
 
     A thread takes the results. ``set``, ``watch``, ``snapshot`` and ``close`` are for the loop's thread.
     """
 
-    def __init__(
-        self, run: pipe, loop: Loop, send: Callable[[dict[str, Any]], object], is_behind: Callable[[], bool]
-    ) -> None:
-        self._loop, self._send, self._is_behind = loop, send, is_behind
+    def __init__(self, run: pipe, loop: Loop, channel: Channel) -> None:
+        self._loop, self._channel = loop, channel
         self._streams = Streams(run)
         self._tables: Mapping[str, Any] = {}
         self._reports: dict[str, _Report] = {}
         self._watched: frozenset[str] = frozenset()
-        self._events: deque[tuple[str, bytes]] = deque()
         self._missed: Counter[str] = Counter()  # events by stream
-        self._is_sending = False
+        self._put_event = Inbox(loop, self._send_event).put
         self._is_closed = False
         self._has_changed = threading.Event()
         self._draws = ThreadPoolExecutor(1, "torchpipe-snapshot")
@@ -163,26 +160,13 @@ class WorkerStreams:
             if len(line) > EVENT_BYTES:
                 frame.error, frame.result = ValueError(f"a result of {len(line)} bytes is too large for an event"), None
                 line = frame.to_line().rstrip(b"\n")
-            if len(self._events) >= EVENTS_WAITING:
-                self._missed[self._events.popleft()[0]] += 1
-            self._events.append((frame.stream, line))
-            if not self._is_sending:
-                self._is_sending = True
-                call_from_any_thread(self._loop, self._send_events)
+            self._put_event(frame.stream, line.decode())
 
-    def _send_events(self) -> None:
-        self._is_sending = False
-        while self._events:
-            if self._is_behind():
-                self._is_sending = True
-                self._loop.call_later(RETRY_SECONDS, self._send_events)
-                return
-            try:
-                name, line = self._events.popleft()
-            except IndexError:  # the other thread has dropped the last one
-                return
-            missed = self._missed.pop(name, 0)
-            self._send({"type": "event", "stream": name, "data": line.decode(), "missed": missed})
+    def _send_event(self, name: str, line: str) -> None:
+        if self._channel.unsent >= EVENTS_WAITING:
+            self._missed[name] += 1
+        else:
+            self._channel.send({"type": "event", "stream": name, "data": line, "missed": self._missed.pop(name, 0)})
 
     def _draw(self, name: str) -> None:
         import cv2
@@ -201,7 +185,7 @@ class WorkerStreams:
             except Exception as error:
                 logger.exception("the boxes of stream %r cannot be drawn", name)
                 message["problem"] = _text(f"its boxes cannot be drawn: {describe(error)}")
-        call_from_any_thread(self._loop, self._send, message)
+        call_from_any_thread(self._loop, self._channel.send, message)
 
 
 def _text(text: str) -> str:

@@ -49,7 +49,12 @@ HUNG = 3  # the exit status of a process whose backend does not return
 # For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
 CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two looks at whether the time to end is over
+_WITH_DESCRIPTOR = ("connection", "link")  # messages
 NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
+
+
+Hear = dict[str, Callable[..., object]]
+Figures = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,18 +73,12 @@ class Start:
     heartbeat: Heartbeat
 
 
-def worker_main(start: Start) -> None:
-    """The main function of a worker. It ends when the supervisor says so, or is gone."""
-    run_process(start, lambda: Worker(start).serve)
+def run_process(start: Start, make: Callable[[Start], Worker | EngineProcess]) -> None:
+    """The main function of a worker or engine process, which ``make`` loads.
 
-
-def engine_main(start: Start) -> None:
-    """The main function of an engine process. It ends when the supervisor says so, or with the last worker."""
-    run_process(start, lambda: EngineProcess(start).serve)
-
-
-def run_process(start: Start, build: Callable[[], Callable[[], object]]) -> None:
-    """What a worker and an engine process have in common. ``build`` loads the pipeline and returns what serves it."""
+    It ends when the supervisor wants it. Once that is gone, a worker ends as well, an engine process with the last
+    worker.
+    """
     # A terminal, and a service manager, signal all processes at once: what to do is for the supervisor to say.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -92,13 +91,13 @@ def run_process(start: Start, build: Callable[[], Callable[[], object]]) -> None
             os.environ["CUDA_VISIBLE_DEVICES"] = device
         die_with_parent(True)
         try:
-            serve = build()
+            made = make(start)
         except Exception as error:
             _send_failed(start.sock, error)
             return
         die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
         gc.freeze()  # what was loaded stays; the collector need not look at it again and again
-        serve()
+        made.serve()
     except Exception:
         logger.exception("a defect; the process ends")
         raise
@@ -107,7 +106,7 @@ def run_process(start: Start, build: Callable[[], Callable[[], object]]) -> None
 
 
 def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
-    """End this process with ``status``, or with ``HUNG`` where a backend still runs, which the log has said.
+    """End this process with ``status``, or with ``HUNG`` where a backend still runs, which is logged.
 
     It does not wait for backends that are being closed: those on a GPU take seconds, and end with the process.
     """
@@ -121,31 +120,20 @@ def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
 class Post:
     """The way of a worker or engine process to the supervisor.
 
-    ``hear`` has what takes a message and its descriptor, by the message's type; ``figures`` are what the supervisor is
-    told, ``stats`` the pipe's. ``on_orphaned`` is called when the supervisor is gone.
+    ``hear`` has what takes the fields of a message, by its type; ``figures`` are what the supervisor gets, ``stats``
+    the pipe's. ``on_orphaned`` is called when the supervisor is gone.
     """
 
     def __init__(
-        self,
-        start: Start,
-        loop: Loop,
-        hear: dict[str, Callable[[dict[str, Any], int], object]],
-        figures: Callable[[], dict[str, Any]],
-        stats: Callable[[], dict[str, Any]],
-        on_orphaned: Callable[[], object],
+        self, start: Start, loop: Loop, hear: Hear, figures: Figures, stats: Figures, on_orphaned: Callable[[], object]
     ) -> None:
         self._loop, self._hear, self._figures = loop, hear, figures
-        self._channel = Channel(loop, start.sock, self._take, on_orphaned)
+        self.channel = Channel(loop, start.sock, self._take, on_orphaned)
         self._heart = Heart(start.heartbeat, loop, stats)
-        self.send = self._channel.send
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the supervisor does not read at the moment."""
-        return self._channel.is_behind
+        self.send = self.channel.send
 
     def run(self, graph: str) -> None:
-        """Say that it is ready, and run the loop until it is stopped."""
+        """Report that it is ready, and run the loop until it is stopped."""
         self._heart.start()
         self.send({"type": "ready", "graph": graph})
         self._loop.run_forever()
@@ -153,14 +141,17 @@ class Post:
     def end(self, answered: bool) -> None:
         """The last words: whether every accepted request was answered."""
         self.send({"type": "end", "answered": answered, "stats": self._all_figures()})
-        self._channel.finish(CLOSE_SECONDS)
+        self.channel.finish(CLOSE_SECONDS)
 
     def _take(self, line: bytes, descriptor: int) -> None:
         message = json.loads(line)
-        if message["type"] == "stats":
+        type_ = message.pop("type")
+        if type_ == "stats":
             self.send({"type": "stats", "stats": self._all_figures()})
+        elif type_ in _WITH_DESCRIPTOR:
+            self._hear[type_](descriptor, **message)
         else:
-            self._hear[message["type"]](message, descriptor)
+            self._hear[type_](**message)
 
     def _all_figures(self) -> dict[str, Any]:
         return {
@@ -173,7 +164,7 @@ class Post:
 
 
 class Worker:
-    """Serves the connections that come from the supervisor, and says what becomes of them."""
+    """Serves the connections that come from the supervisor, and reports what becomes of them."""
 
     def __init__(self, start: Start) -> None:
         from torchpipe_py import pipe
@@ -214,22 +205,25 @@ class Worker:
 
             self._rpc = RpcServer(self._loop, served.rpcs, options, self._server.counters)
         every(self._loop, END_SECONDS, self._end_if_finished)
-        hear: dict[str, Callable[[dict[str, Any], int], object]] = {
+        hear: Hear = {
             "connection": self._adopt,
             "link": self._adopt_link,
-            "outcome": lambda message, _: self._controls.pop(message["id"])(message["status"], message["body"]),
-            "shed": lambda message, _: self._server.shed(message["count"]),
-            "listen": lambda *_: self._listen(),
-            "release": lambda *_: self._end(self._server.release),
-            "drain": lambda *_: self._end(self._server.drain),
+            "outcome": lambda id, status, body: self._controls.pop(id)(status, body),
+            "shed": self._server.shed,
+            "listen": self._listen,
+            "release": partial(self._end, self._server.release),
+            "drain": partial(self._end, self._server.drain),
         }
         self._post = Post(start, self._loop, hear, self._figures, self._run.stats, self._orphaned)
         self._streams: WorkerStreams | None = None
         if options.streams:
-            self._streams = self._read_streams(hear)
+            from torchpipe_server.worker.streams import WorkerStreams
+
+            self._streams = streams = WorkerStreams(self._run, self._loop, self._post.channel)
+            hear.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
 
     def serve(self) -> NoReturn:
-        """Until told to end, and the process with it."""
+        """Until the supervisor ends it, and the process with it."""
         self._post.run(_draw(self._plan))
         answered = self._server.close()
         if self._rpc is not None:
@@ -243,16 +237,6 @@ class Worker:
                 logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
         end_process(self._run, is_closed, 0 if answered else 1)
 
-    def _read_streams(self, hear: dict[str, Callable[[dict[str, Any], int], object]]) -> WorkerStreams:
-        """Read those that the supervisor names from now on."""
-        from torchpipe_server.worker.streams import WorkerStreams
-
-        streams = WorkerStreams(self._run, self._loop, self._post.send, lambda: self._post.is_behind)
-        hear["streams"] = lambda message, _: streams.set(message["tables"], message["file"])
-        hear["watch"] = lambda message, _: streams.watch(message["names"])
-        hear["snapshot"] = lambda message, _: streams.snapshot(message["name"])
-        return streams
-
     def _end(self, how: Callable[[], object]) -> None:
         if self._streams is not None:
             self._streams.close()
@@ -260,15 +244,14 @@ class Worker:
         if self._rpc is not None:
             self._rpc.drain()
 
-    def _adopt(self, message: dict[str, Any], descriptor: int) -> None:
-        slot = message["slot"]
+    def _adopt(self, descriptor: int, slot: int, is_refused: bool) -> None:
         if descriptor < 0:
             logger.error("no descriptor is left for a connection")
             self._gone(slot, True)
             return
-        self._server.adopt(socket.socket(fileno=descriptor), slot, self._journal.entry(slot), message["refused"])
+        self._server.adopt(socket.socket(fileno=descriptor), slot, self._journal.entry(slot), is_refused)
 
-    def _adopt_link(self, message: dict[str, Any], descriptor: int) -> None:
+    def _adopt_link(self, descriptor: int) -> None:
         if descriptor < 0 or self._engine is None:
             logger.error(NO_DESCRIPTOR)
         else:
@@ -281,7 +264,7 @@ class Worker:
         self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})
 
     def _gone(self, slot: int, is_closed: bool) -> None:
-        self._post.send({"type": "closed" if is_closed else "released", "slot": slot})
+        self._post.send({"type": "gone", "slot": slot, "is_closed": is_closed})
         self._end_if_finished()
 
     def _orphaned(self) -> None:
@@ -308,7 +291,7 @@ class Worker:
 
 
 class EngineProcess:
-    """Serves the workers that the supervisor links to it until it says that there are none any more."""
+    """Serves the workers that the supervisor links to it until that ends it."""
 
     def __init__(self, start: Start) -> None:
         from torchpipe_py.proc.engine import EngineServer
@@ -317,21 +300,21 @@ class EngineProcess:
         plan = make_plan(start.options, start.tables, engine_processes(start.options, start.tables))
         self._server = EngineServer(plan)
         self._loop = new_loop(is_fast=False)
-        hear: dict[str, Callable[[dict[str, Any], int], object]] = {
+        hear: Hear = {
             "link": self._attach,
-            "drain": lambda *_: self._loop.stop(),
-            "release": lambda *_: self._loop.stop(),
+            "drain": self._loop.stop,
+            "release": self._loop.stop,
         }
         self._requests = RequestCounters("").summary()  # those of clients are the workers'
         self._post = Post(start, self._loop, hear, self._figures, self._server.pipe.stats, self._orphaned)
 
     def serve(self) -> NoReturn:
-        """Until told to end, and the process with it."""
+        """Until the supervisor ends it, and the process with it."""
         self._post.run("")
         self._post.end(True)
         end_process(self._server.pipe, self._server.close(CLOSE_SECONDS), 0)
 
-    def _attach(self, message: dict[str, Any], descriptor: int) -> None:
+    def _attach(self, descriptor: int) -> None:
         if descriptor < 0:
             logger.error("a worker cannot be linked: no descriptor is left for it")
         else:
@@ -364,11 +347,11 @@ def set_up_process(options: Options) -> None:
 
 
 def meet(engine: EngineClient, start: Start) -> None:
-    """Wait for an engine process, and the links that the supervisor makes to it, until one has told what it runs."""
+    """Wait for an engine process, and the links that the supervisor makes to it, until one reports what it runs."""
     while True:
         # NOTE: links are all that the supervisor sends to a worker that starts.
-        said, descriptors, _, _ = socket.recv_fds(start.sock, 4096, 1)
-        if not said:
+        data, descriptors, _, _ = socket.recv_fds(start.sock, 4096, 1)
+        if not data:
             raise OSError(errno.EPIPE, "the supervisor is gone")
         if not descriptors:
             logger.error(NO_DESCRIPTOR)
@@ -380,7 +363,7 @@ def meet(engine: EngineClient, start: Start) -> None:
 
 
 def limit_threads() -> None:
-    """Tell OpenCV, PyTorch and Python that the instances are the parallelism."""
+    """Set OpenCV and PyTorch to one thread, since the instances are the parallelism."""
     import cv2
     import torch
 

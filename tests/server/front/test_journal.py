@@ -6,21 +6,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal, LastState
+from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal
 from torchpipe_server.wire.thrift import Framing, Message
 
 FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
-NOTHING, LOST = LastState(None, False), LastState(None, True)
+NOTHING, LOST = (None, False), (None, True)
 
 
 def call(name: str = "infer_batch", framing: Framing = FRAMINGS[0], seqid: int = 7, is_oneway: bool = False) -> Message:
     return Message(name, is_oneway, seqid, framing)
 
 
-def said(state: LastState) -> tuple[Any, bool]:
-    """What the state says of the request, and whether the connection is lost."""
-    request = state.request
-    return None if request is None else (request.name, request.seqid, request.protocol), state.is_lost
+def plain(request: Any, is_lost: bool) -> tuple[Any, bool]:
+    """The request in values that can be compared, and whether the connection is lost."""
+    return None if request is None else (request.name, request.seqid, request.protocol), is_lost
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_a_death_after_each_step(journal: Journal, count: int) -> None:
         else:
             mark(entry, **step)
     _, _, request, is_lost = STEPS[count - 1]
-    assert said(journal.read(1)) == said(LastState(request, is_lost))
+    assert plain(*journal.read(1)) == plain(request, is_lost)
     assert [journal.read(index) for index in (0, 2)] == [NOTHING, NOTHING], "its neighbours"
     journal.entry(1)
     assert journal.read(1) == NOTHING, "another process goes on with it"

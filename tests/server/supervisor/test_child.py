@@ -108,7 +108,9 @@ def test_an_instance_that_is_dead_is_told_also_without_hang_seconds(subject: Sub
 def test_what_a_worker_says_in_order_is_taken(subject: Subject) -> None:
     subject.child.connections.update({3, 4})
     subject.child.ask_stats()
-    subject.say({"type": "closed", "slot": 3}, {"type": "released", "slot": 4}, {"type": "stats", "stats": ONE})
+    for slot in (3, 4):
+        subject.say({"type": "gone", "slot": slot, "is_closed": slot == 3})
+    subject.say({"type": "stats", "stats": ONE})
     subject.say({"type": "end", "answered": True, "stats": ONE})
     assert (subject.child.answered, subject.child.stats["inflight"]) == (True, 1)
     assert subject.process.poll() is None
@@ -118,7 +120,7 @@ HOSTILE = {
     "no JSON": b"\xff\xff\n",
     "ready again": b'{"type": "ready", "graph": ""}\n',
     "failed when ready": b'{"type": "failed", "message": ""}\n',
-    "another's connection": b'{"type": "closed", "slot": 5}\n',
+    "another's connection": b'{"type": "gone", "slot": 5, "is_closed": true}\n',
     "figures nobody asked for": json.dumps({"type": "stats", "stats": ONE}).encode() + b"\n",
     "a line without end": b"x" * (LINE_BYTES + MEBIBYTE),
 }
@@ -243,7 +245,7 @@ def test_new_connections_wait_for_the_next_worker_where_one_has_died() -> None:
         is_recovering = True
         connections._take(pairs[1][0], "127.0.0.1")
         (new,) = connections._held
-        connections.released(ready[0], old)
+        connections.gone(ready[0], old, False)
         assert (survivor.connections, set(connections._held)) == ({old}, {new})
         ready.append(successor)
         is_recovering = False

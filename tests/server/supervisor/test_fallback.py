@@ -9,8 +9,9 @@ from kit.clients import FRAMINGS, IDL, Client, HttpClient
 from kit.services import LocalServer
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.loop import new_loop
+from torchpipe_server.options import Options
 from torchpipe_server.supervisor.fallback import Fallback
-from torchpipe_server.wire.thrift import Framing, Limits, Message
+from torchpipe_server.wire.thrift import Framing, Message
 
 from torchpipe_py.errors import WorkerDied
 
@@ -24,7 +25,7 @@ CALLS = {
 
 def refusing(idl: object = IDL) -> LocalServer:
     server = LocalServer(None)
-    server.server.services = Fallback(server.loop, idl, Limits(), 2**20).services
+    server.server.services = Fallback(server.loop, idl, Options("test")).services
     return server
 
 
@@ -74,7 +75,7 @@ REPLIES = [Framing(framed, name) for framed in (False, True) for name in ("binar
 def test_the_reply_for_a_dead_worker(framing, name, idl, is_declared):
     loop = new_loop(is_fast=False)
     message = Message(name, False, -3, framing)
-    reply, _, _ = Fallback(loop, idl, Limits(), 2**20).services.thrift.reply(message, WorkerDied("it ended"))
+    reply, _, _ = Fallback(loop, idl, Options("test")).services.thrift.reply(message, WorkerDied("it ended"))
     loop.close()
     text = b"it ended" if is_declared else b"WorkerDied: it ended"
     assert text in reply

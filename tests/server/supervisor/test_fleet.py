@@ -166,8 +166,9 @@ def test_a_process_for_which_no_descriptor_is_left_is_ended(fleets: Fleets, monk
     monkeypatch.setattr(multiprocessing, "get_context", lambda name: context)
     monkeypatch.setattr(os, "pidfd_open", none_is_left)
     before = psutil.Process().num_fds()
-    subject = Forker(fleets.loop, Options("test"), fleets.journal)
-    subject._fork("worker", 0, {}, lambda: True, failed.append)
+    done = lambda slot, error: failed.append(error)  # noqa: E731
+    subject = Forker(fleets.loop, Options("test"), fleets.journal, lambda slot: True, done)
+    subject._fork(WorkerSlot(0, {}))
     turn(fleets.loop)
     assert [error.errno for error in failed] == [errno.EMFILE]
     process.kill.assert_called_once()

@@ -56,11 +56,11 @@ class Reader:
         self.given: list[str] | None = None
         self.watched: list[str] = []
 
-    def read_streams(self, file: str, tables: dict[str, Any]) -> None:
-        self.given = sorted(tables)
-
-    def watch(self, names: list[str]) -> None:
-        self.watched = names
+    def send(self, type_: str, **fields: Any) -> None:
+        if type_ == "streams":
+            self.given = sorted(fields["tables"])
+        else:
+            self.watched = fields["names"]
 
 
 def test_each_stream_has_one_reader_and_stays_there() -> None:

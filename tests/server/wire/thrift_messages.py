@@ -11,12 +11,13 @@ from thrift_maker import FRAMINGS, IDL
 from thriftpy2.protocol import TBinaryProtocol as Thriftpy2Binary
 from thriftpy2.protocol import TCompactProtocol as Thriftpy2Compact
 from thriftpy2.transport import TMemoryBuffer as Thriftpy2Buffer
+from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
-from torchpipe_server.wire.thrift import CALL, Framing, Limits, Message
+from torchpipe_server.wire.thrift import CALL, Framing, Message
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
 SERVICE = IDL.InferenceService
-SMALL = Limits(message_bytes=4096, string_bytes=2048, items=256, depth=64)
+SMALL = Options("test", max_message_bytes=4096, max_items=256, max_depth=64)
 
 every_framing = pytest.mark.parametrize(
     "framing", FRAMINGS, ids=lambda f: f"{'framed' if f.framed else 'buffered'}-{f.protocol}"
@@ -68,7 +69,7 @@ EVERYTHING = {  # fields that no struct of the IDL knows, of every type and nest
 }
 
 
-def reader_of(limits: Limits = SMALL, **structs: type) -> ThriftReader:
+def reader_of(limits: Options = SMALL, **structs: type) -> ThriftReader:
     """A reader that knows the service's methods, and ``structs`` as arguments of further ones."""
     return ThriftReader(limits, lambda name: structs.get(name) or getattr(SERVICE, f"{name}_args", None))
 
@@ -82,7 +83,7 @@ def take(reader: ThriftReader, data: bytes) -> list[Message]:
     return messages
 
 
-def read_all(data: bytes, limits: Limits = SMALL, **structs: type) -> list[Message]:
+def read_all(data: bytes, limits: Options = SMALL, **structs: type) -> list[Message]:
     return take(reader_of(limits, **structs), data)
 
 
@@ -91,11 +92,11 @@ def take_bytes(reader: ThriftReader, data: bytes) -> list[Message]:
     messages = []
     for byte in data:
         messages += take(reader, bytes([byte]))
-        assert reader.pending_bytes <= SMALL.message_bytes + 4
+        assert reader.pending_bytes <= SMALL.max_message_bytes + 4
     return messages
 
 
-def refusal(data: bytes, limits: Limits = SMALL) -> str:
+def refusal(data: bytes, limits: Options = SMALL) -> str:
     """The kind of the ``ProtocolError`` that the bytes raise."""
     with pytest.raises(ProtocolError) as caught:
         read_all(data, limits)

@@ -90,7 +90,7 @@ class Ready(Struct, tag="ready"):
 
 
 class Listening(Struct, tag="listening"):
-    """It takes connections at gRPC's port, as it was told to."""
+    """It takes connections at gRPC's port, as the supervisor wanted."""
 
 
 class Failed(Struct, tag="failed"):
@@ -99,16 +99,11 @@ class Failed(Struct, tag="failed"):
     message: str
 
 
-class Closed(Struct, tag="closed"):
-    """It, or the client, has closed the connection."""
+class Gone(Struct, tag="gone"):
+    """It serves the connection no more: it, or the client, has closed it, or else another process goes on with it."""
 
     slot: int
-
-
-class Released(Struct, tag="released"):
-    """It has let go of the connection."""
-
-    slot: int
+    is_closed: bool
 
 
 class Control(Struct, tag="control"):
@@ -120,7 +115,7 @@ class Control(Struct, tag="control"):
 
 
 class Stats(Struct, tag="stats"):
-    """The figures that it was asked for."""
+    """The figures that the supervisor asked for."""
 
     stats: _STATS  # type: ignore[valid-type]
 
@@ -148,7 +143,7 @@ class Snapshot(Struct, tag="snapshot"):
     problem: _text
 
 
-Message = Ready | Listening | Failed | Closed | Released | Control | Stats | End | Event | Snapshot
+Message = Ready | Listening | Failed | Gone | Control | Stats | End | Event | Snapshot
 
 parse_message: Callable[[bytes], Message] = Decoder(Message).decode
 """A worker's message. It has read bytes from clients: ``ValueError`` or ``RecursionError`` for anything else."""

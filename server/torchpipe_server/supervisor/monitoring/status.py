@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from time import monotonic
@@ -16,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from torchpipe_py.errors import nearest
-from torchpipe_py.methods.routes import Cancellable, Done, Route, Routes, json_answer, route
+from torchpipe_py.methods.routes import Cancellable, Done, Routes, json_answer, route
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RouteError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
@@ -28,7 +27,6 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.monitoring.metrics import CONTENT_TYPE, render
 from torchpipe_server.supervisor.repository import Repository
-from torchpipe_server.supervisor.streams import NoStreamError
 from torchpipe_server.supervisor.supervisor import Supervisor
 
 logger = logging.getLogger("torchpipe_server")
@@ -38,12 +36,12 @@ ASK_PAUSE_SECONDS = 0.05  # between two questions for the workers' figures, howe
 REPLY_BYTES = 2**26
 METHODS = frozenset({"GET", "HEAD"})
 EVENTS = "text/event-stream"
-CONTROL_BYTES = 2**16  # of a request to load or unload a model; what it may say is not looked at
+CONTROL_BYTES = 2**16  # of a request to load or unload a model; its body is not read
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _HEADERS = {
     "Cache-Control": "no-store",
-    # The drawing has styles of its own.
+    # The drawing has its own styles.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -68,7 +66,9 @@ class StatusServer:
         self._elsewhere = f"this port is for monitoring, images go to --port {images_port}"
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
-        self._last, self._fresh_until = _StatusAnswers({}), 0.0
+        self._figures: dict[str, Any] = {}
+        self._made: dict[str, HttpAnswer] = {}  # of these figures
+        self._fresh_until = 0.0
         self._paths: Mapping[str, Callable[[HttpRequest, Done], Any]] = {
             "/": _constant(_file("index.html", "text/html")),
             "/page.js": _constant(_file("page.js", "text/javascript")),
@@ -86,7 +86,8 @@ class StatusServer:
         self._methods, body_bytes = METHODS, 0
         if service.repository is not None:
             self._methods, body_bytes = METHODS | {"POST"}, CONTROL_BYTES
-            routes += _repository_routes(service.repository, self._refuses)
+            paths = _repository_paths(service.repository)
+            routes += [route("POST", path, partial(self._answer, start)) for path, start in paths.items()]
         http = HttpService(Routes(routes), body_bytes, REPLY_BYTES, self._methods, _HEADERS, self._failure)
         limits = replace(options, message_seconds=REQUEST_SECONDS, idle_seconds=REQUEST_SECONDS, log_requests="none")
         self._server = Server(loop, Services(http, http), limits, lambda slot, is_closed: None)
@@ -105,7 +106,8 @@ class StatusServer:
             self._server.adopt(sock, 0, Entry(memoryview(bytearray(SLOT_BYTES)), 0))
 
     def _answer(self, start: Callable[[HttpRequest, Done], Any], request: HttpRequest, done: Done) -> Any:
-        if request.path not in _PROBES and self._refuses(request):
+        is_of_other_page = request.method == "POST" and request.is_of_other_page
+        if is_of_other_page or (request.path not in _PROBES and self._refuses(request)):
             done(_FOREIGN)
             return None
         return start(request, done)
@@ -123,43 +125,34 @@ class StatusServer:
         if request.method == "HEAD":
             done(HttpAnswer(200, EVENTS, b""))
             return None
-        try:
-            return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, _HEADERS), done)
-        except NoStreamError as error:
-            done(_text(error.status, str(error)))
-            return None
+        return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, _HEADERS), done)
 
     def _snapshot(self, request: HttpRequest, done: Done) -> None:
-        def answer(made: bytes | NoStreamError) -> None:
-            if isinstance(made, bytes):
-                done(HttpAnswer(200, "image/jpeg", made))
-            else:
-                done(_text(made.status, str(made)))
+        def answer(made: Any) -> None:
+            done(HttpAnswer(200, "image/jpeg", made) if isinstance(made, bytes) else made)
 
-        try:
-            self._service.streams.snapshot(_name(request), answer)
-        except NoStreamError as error:
-            answer(error)
+        self._service.streams.snapshot(_name(request), answer)
 
     def _answer_figures(self, name: str, request: HttpRequest, done: Done) -> None:
-        """However many clients ask, the workers are asked once in ``ASK_PAUSE_SECONDS``."""
+        """The workers are asked once in ``ASK_PAUSE_SECONDS``, and each answer is made once, for all clients."""
 
         def answer(figures: dict[str, Any]) -> None:
-            if figures is not self._last.figures:
-                self._last, self._fresh_until = _StatusAnswers(figures), monotonic() + ASK_PAUSE_SECONDS
+            if figures is not self._figures:
+                self._figures, self._made, self._fresh_until = figures, {}, monotonic() + ASK_PAUSE_SECONDS
             try:
-                made = getattr(self._last, name)
+                if name not in self._made:
+                    self._made[name] = _FORMS[name](figures)
+                done(self._made[name])
             except Exception as error:
-                made = error
-            done(made)
+                done(error)
 
         if monotonic() < self._fresh_until:
-            answer(self._last.figures)
+            answer(self._figures)
         else:
             self._service.ask(answer)
 
     def _failure(self, request: HttpRequest, error: BaseException) -> HttpAnswer:
-        """In words: the port is for people and probes."""
+        """Plain text: the port is for people and probes."""
         path = request.path[:80]
         if isinstance(error, RouteError) and self._refuses(request):
             return _FOREIGN
@@ -174,48 +167,24 @@ class StatusServer:
         return _text(status, f"{getattr(error, 'detail', error)}{hint}")
 
 
-class _StatusAnswers:
-    """What ``/stats`` and ``/metrics`` answer of the same figures, each made once for all who ask."""
-
-    def __init__(self, figures: dict[str, Any]) -> None:
-        self.figures = figures
-
-    @cached_property
-    def stats(self) -> HttpAnswer:
-        return HttpAnswer(200, "application/json", answers.utf8_json(json.dumps(self.figures, ensure_ascii=False)))
-
-    @cached_property
-    def streams(self) -> HttpAnswer:
-        text = json.dumps({"streams": self.figures["streams"]}, ensure_ascii=False)
-        return HttpAnswer(200, "application/json", answers.utf8_json(text))
-
-    @cached_property
-    def metrics(self) -> HttpAnswer:
-        return HttpAnswer(200, CONTENT_TYPE, render(self.figures))
+_FORMS: Mapping[str, Callable[[dict[str, Any]], HttpAnswer]] = {
+    "stats": json_answer,
+    "streams": lambda figures: json_answer({"streams": figures["streams"]}),
+    "metrics": lambda figures: HttpAnswer(200, CONTENT_TYPE, render(figures)),
+}
+"""Answers that show the service's figures."""
 
 
-def _repository_routes(repository: Repository, refuses: Callable[[HttpRequest], bool]) -> list[Route]:
-    def checked(start: Callable[[HttpRequest, Done], object]) -> Callable[[HttpRequest, Done], None]:
-        def answer(request: HttpRequest, done: Done) -> None:
-            if refuses(request) or request.is_of_other_page:
-                done(_FOREIGN)
-            else:
-                start(request, done)
-
-        return answer
-
+def _repository_paths(repository: Repository) -> Mapping[str, Callable[[HttpRequest, Done], Any]]:
     def control(action: str, request: HttpRequest, done: Done) -> None:
         name = unquote(request.parameters["model"])
         repository.control(action, name, lambda status, body: done(json_answer(body, status)))
 
-    index = checked(lambda request, done: done(json_answer(repository.index())))
-    return [
-        route("POST", "/v2/repository/index", index),
-        *(
-            route("POST", f"/v2/repository/models/{{model}}/{action}", checked(partial(control, action)))
-            for action in ("load", "unload")
-        ),
-    ]
+    return {
+        "/v2/repository/index": lambda _, done: done(json_answer(repository.index())),
+        "/v2/repository/models/{model}/load": partial(control, "load"),
+        "/v2/repository/models/{model}/unload": partial(control, "unload"),
+    }
 
 
 def _constant(answer: HttpAnswer) -> Callable[[HttpRequest, Done], object]:
