@@ -42,9 +42,9 @@ class Turns:
     def gather(
         self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
     ) -> Call:
-        """Let the images enter; ``done`` is given the outcomes of all, in their order, on the thread of the last.
+        """Let the images enter; ``done`` receives all outcomes, in order, on the thread of the last.
 
-        Those for which there is no room are finished with ``Overloaded``.
+        Images that find no room end with ``Overloaded``.
         """
         call = Call(self, items, timeout, outcome, done)
         if not items:
@@ -64,7 +64,7 @@ class Turns:
         return call
 
     def leave(self, call: Call) -> range:
-        """No further image of the call enters; those that waited."""
+        """Stop the call's images from entering; returns those that waited."""
         with self._lock:
             waiting = range(call.entered, call.waiting)
             call.entered = call.waiting

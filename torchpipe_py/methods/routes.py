@@ -18,7 +18,7 @@ JSON = "application/json"
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
 Done = Callable[[Any], None]
-"""Takes the result, or the exception there is in its place; called exactly once, from any thread."""
+"""Takes the result, or the exception instead of it; called exactly once, from any thread."""
 
 
 class Cancellable(Protocol):
@@ -141,7 +141,7 @@ class RpcRequest(NamedTuple):
 
 
 class RpcAnswer(NamedTuple):
-    """A message, or its bytes; ``headers`` are the metadata behind it, ``outcome`` is what it is counted as."""
+    """A message, or its bytes; ``headers`` are the trailing metadata, ``outcome`` is the label it is counted under."""
 
     message: Any
     headers: Mapping[str, str] = {}
@@ -188,7 +188,7 @@ class Served(NamedTuple):
 def route(
     verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None], is_traced: bool | None = None
 ) -> Route:
-    """One whose ``start`` calls ``done`` with an ``HttpAnswer``, or with the exception there is in its place.
+    """One whose ``start`` calls ``done`` with an ``HttpAnswer``, or with an exception.
 
     ``is_traced``: whether it runs the pipe; by default all but those of GET.
     """

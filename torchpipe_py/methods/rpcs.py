@@ -26,11 +26,11 @@ _CODES = {
 """By the status that an error has over HTTP."""
 _OWN_CODES = {"not_served": grpc.StatusCode.UNIMPLEMENTED, "cancelled": grpc.StatusCode.CANCELLED}
 PUSHBACK, ERROR_CODE = "grpc-retry-pushback-ms", "error-code"
-"""Metadata behind an error: when to come again, as gRPC's retries read it, and the code that it has over HTTP."""
+"""Trailing metadata of an error: when to retry, as gRPC's clients read it, and its code over HTTP."""
 
 
 class WireAnswer(NamedTuple):
-    """``code`` is None for a message, else that of an error, and ``text`` says what was wrong."""
+    """``code`` is None for a message, else the error's status, and ``text`` its message."""
 
     data: bytes
     headers: Mapping[str, str]
@@ -40,7 +40,7 @@ class WireAnswer(NamedTuple):
 
     @classmethod
     def of(cls, method: Method, result: Any, most: Bound) -> WireAnswer:
-        """Of a method's result, or of the exception there is in its place."""
+        """Of a method's result, or of the exception instead of it."""
         try:
             if isinstance(result, BaseException):
                 result = method.fail(result)
@@ -61,7 +61,7 @@ def _refusal(error: BaseException) -> WireAnswer:
 
 
 def parsed(kind: Any, data: bytes, most: int, text: Bound) -> Any:
-    """The message of this class; ``InvalidRequest`` for what is none. See ``check_fields``."""
+    """The message of this class; ``InvalidRequest`` if the bytes are not one. See ``check_fields``."""
     if len(data) > text.bytes:
         check_fields(data, kind.DESCRIPTOR, most, text)
     try:

@@ -21,7 +21,7 @@ def timed(
     served: Served, run: pipe, is_always: bool = False, slow_s: float | None = None,
     log: Callable[..., object] = lambda *figures: None,
 ) -> Served:  # fmt: skip
-    """The same, whose answers say where their time went if that is asked for; ``log`` is given those that are slow."""
+    """The same, with times in answers to requests that want them; ``log`` is called for slow requests."""
 
     def change(name: str, method: Method) -> Method:
         start = method.start
@@ -86,7 +86,7 @@ def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:
 def header_of(times: Mapping[str, Mapping[str, float]], seconds: float) -> str:
     """As browsers read it (W3C Server Timing); ``total`` is from the request to its answer.
 
-    What no name in a header may have is ``_`` there, as the ``/`` in names of a folder's nodes.
+    Characters that a header's names may not have become ``_``, as the ``/`` in names of a folder's nodes.
     """
     parts = [f"total;dur={1000 * seconds:.3f}"]
     for node, phases in times.items():

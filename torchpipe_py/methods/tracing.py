@@ -24,7 +24,7 @@ Start = Callable[[Any, Done], "Cancellable | None"]
 
 
 def keep_fields_out_of_the_log() -> None:
-    """OpenTelemetry warns of a ``tracestate`` that is wrong and repeats it: a client's text."""
+    """Silence OpenTelemetry's warnings of an invalid ``tracestate``: they quote a client's text."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -32,7 +32,7 @@ def keep_fields_out_of_the_log() -> None:
 def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_name: str) -> Served:
     """The same with a span around each method that runs the pipe.
 
-    A request with a parent has one if the parent's sampled flag says so, of the others a share of ``ratio``.
+    A request with a parent is traced if the parent is sampled; of the others a share of ``ratio``.
     """
     tracer = provider.get_tracer(tracer_name)
 
@@ -43,7 +43,7 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_
 
         def start_traced(args: Any, done: Done) -> Cancellable | None:
             parent, state = fields(args)
-            # NOTE: this is all that a request pays which is not traced.
+            # NOTE: this is the whole cost of a request that is not traced.
             context = None if parent is None else context_of(parent, state)
             if context is not None:
                 if not trace.get_current_span(context).get_span_context().trace_flags.sampled:
@@ -74,7 +74,7 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_
 def context_of(parent: str, state: str | None) -> contexts.Context | None:
     """The context of the span that a ``traceparent`` names, with its ``tracestate`` (W3C Trace Context, level 2).
 
-    ``None`` for what the standard does not allow; a ``tracestate`` that it does not allow counts for nothing.
+    ``None`` for what the standard does not allow; a ``tracestate`` that it does not allow is ignored.
     """
     if not isinstance(parent, str) or len(parent) > _FIELD_CHARACTERS:
         return None

@@ -22,7 +22,7 @@ Read = Callable[[Any], Any]
 class Column:
     """A column of what the pipe writes under ``key``: the value itself, or what is at ``place`` of ``places`` in it.
 
-    ``read`` gives a row's value, of ``dtype`` and ``shape``; ``blank`` stands for a row without a result.
+    ``read`` gives a row's value, of ``dtype`` and ``shape``; ``blank`` is the value of a row without a result.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Column:
         return self.read(written[self.place])
 
     def array(self, values: Sequence[Any]) -> np.ndarray:
-        """The column; ``None`` stands for a row without a result."""
+        """The column; ``None`` marks a row without a result."""
         filled = [self.blank if value is None else value for value in values]
         if self.dtype is str:
             return np.array(filled, np.str_)
@@ -59,9 +59,9 @@ class Column:
 def columns_of(key: str, written: Sequence[Any], prefix: str = "") -> list[Column]:
     """The columns for what a pipe wrote under ``key``, as the values of a few requests show it.
 
-    ``(label, score)``: a text ``label`` and a float32 ``score``. A Tensor or array, without the 1 in front that stands
+    ``(label, score)``: a text ``label`` and a float32 ``score``. A Tensor or array, without the leading 1 that stands
     for the item: one array, or, where shapes differ, an object array of arrays, those without a result of no element.
-    Several of them: ``key_0``, ``key_1``, … A text, bytes, a number, a boolean: the same. Anything else, boxes say:
+    Several of them: ``key_0``, ``key_1``, … A text, bytes, a number, a boolean: the same. Anything else, such as boxes:
     JSON text, as the service has it. Rows without a result are zeros, or empty.
     """
     first = written[0]

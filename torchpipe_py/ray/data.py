@@ -35,14 +35,14 @@ class PipeMapper:
     each actor builds the pipe once. ``config`` is what ``pipe`` takes, and raises what that raises.
 
     ``column`` holds encoded images, as ``ray.data.read_binary_files`` gives them, or decoded ones, H×W×C, as
-    ``read_images`` does: then ``color`` ("rgb") says so. It is left out of what comes back; the other columns stay, and
+    ``read_images`` does: then set ``color`` ("rgb"). It is left out of what comes back; the other columns stay, and
     so does the order. ``node_name`` is the root where the pipe has several.
 
     ``outputs`` are keys of a request's dict; their columns are ``columns_of``, with ``prefix`` before their names. The
     types are those that the pipe gives for two small images, or for ``examples``, values as in ``column``; so they are
     the same for every batch. ``imports`` are modules or files that register backends, as for ``torchpipe --import``.
 
-    ``bad_samples`` says what becomes of an image that cannot be decoded, as it does for ``wrap_dataloader_torchpipe``:
+    ``bad_samples`` decides what becomes of an image that cannot be decoded, as in ``wrap_dataloader_torchpipe``:
     "mask" keeps the row, with zeros or empty texts, and with the reason in a text column ``error``, which is empty for
     the others; "skip" drops the row; "raise" raises ``BadSample``. Whatever else the pipe raises, or what is of another
     type than its column, is a ``TrainingError`` that names the row. Several threads may call.
@@ -82,7 +82,7 @@ class PipeMapper:
             raise
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with the pipe's columns; ``InvalidRequest`` for one that is no dict, or lacks the column."""
+        """The batch with the pipe's columns; ``InvalidRequest`` if it is not a dict, or lacks the column."""
         images, others = self._taken_apart(batch)
         rows = self._rows(images)
         for row in rows:
@@ -138,7 +138,7 @@ class PipeMapper:
             if problem is not None and not isinstance(problem, InvalidRequest):
                 raise problem
             color = "leave color out for encoded" if TASK_COLOR_KEY in self._keys else 'color="rgb" is for decoded'
-            hint = f"{color} images, examples=(…, …) says what to try the pipe on"
+            hint = f"{color} images, examples=(…, …) sets what to try the pipe on"
             raise TrainingError(f"the pipe gave no result for an example: {sample.reason}; {hint}") from problem
         return requests
 
@@ -159,7 +159,7 @@ class PipeMapper:
                 try:
                     row.image.append(column.value(_written(request, column.key)))
                 except ValueError as error:
-                    row.fail(WRONG, f"{column.key!r}: {error}; examples=(…, …) says what the pipe may give")
+                    row.fail(WRONG, f"{column.key!r}: {error}; examples=(…, …) sets what the pipe may give")
                     break
         return rows
 
@@ -180,7 +180,7 @@ class PipeMapper:
 
 
 def _written(request: Data, key: str) -> Any:
-    """What the pipe wrote under ``key``; ``InvalidRequest`` where there is no such key."""
+    """What the pipe wrote under ``key``; ``InvalidRequest`` if the key is missing."""
     if key not in request:
         raise InvalidRequest(f"the pipe wrote no {key!r}; {nearest(key, map(str, request))}")
     return request[key]

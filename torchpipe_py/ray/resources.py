@@ -8,7 +8,7 @@ from torchpipe_py.cores import usable_cores
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 
 UNKNOWN_BATCH = 32
-"""Taken for the largest batch of a backend of one's own, which says it only once it is set up."""
+"""Assumed for the largest batch of a custom backend, which is known only after its ``setup``."""
 ROUNDS = 2
 """While one batch is computed the next one waits, complete: for it there must be as many requests again."""
 SPARE = 10_000
@@ -19,7 +19,7 @@ TRAP: requests that Serve itself holds back come to a replica by two in half a s
 
 
 class Resources(NamedTuple):
-    """What Ray is asked for, and the bounds that Serve is given."""
+    """The resources requested from Ray, and the bounds for Serve."""
 
     num_cpus: float
     num_gpus: float
@@ -29,7 +29,7 @@ class Resources(NamedTuple):
 
 
 def plan_replica(config: Any) -> Pipeline:
-    """The plan of a replica. Ray counts its CPUs: a node that does not say how many instances it has, has one."""
+    """The plan of a replica. Ray counts its CPUs: a node without ``instance_num`` has one instance."""
     return plan_pipeline(config, processes=usable_cores())
 
 
@@ -38,7 +38,7 @@ def resources_of(pipeline: Pipeline) -> Resources:
 
     ``num_cpus``: the threads of the node that has most of them, without those that need CUDA. ``num_gpus``: as many as
     ``device_id`` of the nodes that need CUDA asks for. ``max_ongoing_requests``: more than ``max_inflight``, beyond
-    which the pipe refuses requests. ``max_queued_requests``: those that may wait in Serve while no replica is there.
+    which the pipe refuses requests. ``max_queued_requests``: those that may wait in Serve while no replica runs.
     ``busy_requests``: those that fill batches for all instances, twice.
     """
     cpus, gpus, requests, most = 1, 0, 0, pipeline.spec.max_inflight

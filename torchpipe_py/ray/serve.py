@@ -50,7 +50,7 @@ class PipeDeployment(PipeReplica):
         return Response(answer.body, answer.status, answer.headers, answer.kind)
 
     async def check_health(self) -> None:
-        """Serve calls it again and again; each time the figures are passed on as well."""
+        """Serve calls it again and again; each time the figures are reported as well."""
         self._metrics.update(self._served.pipe)
         self.check()
 
@@ -64,7 +64,7 @@ class PipeDeployment(PipeReplica):
 
 
 class Message(bytes):
-    """One that is written already."""
+    """A message that is already serialised."""
 
     def SerializeToString(self) -> bytes:  # noqa: N802
         return bytes(self)
@@ -109,7 +109,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def deployment_options(arguments: Arguments, needed: Resources) -> dict[str, Any]:
-    """For ``serve.deployment``: what the plan says, where the arguments do not say otherwise."""
+    """For ``serve.deployment``: values of the plan, unless the arguments set them."""
     given = {name: getattr(arguments, name, None) for name in Resources._fields}
     chosen = needed._replace(**{name: value for name, value in given.items() if value is not None})
     options = {

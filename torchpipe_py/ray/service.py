@@ -1,4 +1,4 @@
-"""A pipe that answers requests and can be exchanged meanwhile: a replica, without what only Ray has."""
+"""A pipe that answers requests and can be exchanged meanwhile: a replica, without the parts specific to Ray."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class PipeReplica:
     async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:
         """The result of one request: bytes, a Mat, a tensor. A dict with ``data`` comes back, with what was added.
 
-        Raises the error that is there in the place of the result.
+        Raises the error that prevented the result.
         """
         served = self._served
 
@@ -188,7 +188,7 @@ class PipeReplica:
         """Exchange the pipe for that of another file, or of other values; no request is lost.
 
         A pipe that cannot be built is an error at the start of a replica. Later it is a line in the log, and the pipe
-        before stays: for an error Serve would end the replica, and have none that can be started.
+        before stays: on an error Serve would end the replica and could start no other.
         """
         try:
             served = await asyncio.get_running_loop().run_in_executor(None, self._another, user_config)

@@ -1,4 +1,4 @@
-"""Video: frames of files, cameras and network streams through a pipe, newest first where that is asked for."""
+"""Video: frames of files, cameras and network streams through a pipe, newest first if configured."""
 
 from torchpipe_py.streams.streams import Frame, Streams
 

@@ -36,7 +36,7 @@ def to_keep(value: Value) -> str | int:
 
 
 class StreamOptions:
-    """What is said of one stream; each attribute is a key of its table, or of the top level for every stream."""
+    """The configuration of one stream; each attribute is a key of its table, or of the top level for every stream."""
 
     source = Param(
         to_str, doc="a file, `rtsp://…`, `http://…` or `/dev/video0`; `${NAME}` is read from the environment"
@@ -98,7 +98,7 @@ PARAMS: dict[str, Param] = {name: param for name, param in vars(StreamOptions).i
 
 
 class Entered(Protocol):
-    """A pipe, or the plan of one, as far as it says where requests may enter."""
+    """A pipe, or its plan: the roots that requests may enter."""
 
     @property
     def roots(self) -> Mapping[str, str]: ...
@@ -184,6 +184,6 @@ def _variable(name: str, where: Place, filled: list[str]) -> str:
 
 
 class _StreamPlace(Place):
-    """Where a stream's table stands."""
+    """The place of a stream's table."""
 
     kind = "stream"

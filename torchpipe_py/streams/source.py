@@ -25,7 +25,7 @@ MOST_PIXELS = 2**25
 
 
 class SourceError(Exception):
-    """A stream that cannot be opened or read; what it says may hold a password."""
+    """A stream that cannot be opened or read; its message may hold a password."""
 
 
 class Picture(NamedTuple):
@@ -39,7 +39,7 @@ class Picture(NamedTuple):
 def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
     """Every frame, as fast as they can be read, until it ends or ``stop`` is set; ``SourceError`` if it cannot be read.
 
-    ``BackendUnavailable`` where PyAV is asked for and missing.
+    ``BackendUnavailable`` if PyAV is needed and missing.
     """
     if options.decoder != "opencv":
         try:
@@ -74,7 +74,7 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
         # Several threads read ahead, which makes a live frame old; several streams share the cores anyway.
         stream.thread_type = "NONE" if options.live else "AUTO"
         _check_size(stream.codec_context.width, stream.codec_context.height)
-        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than it was said
+        stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than declared
         # One for all frames: to make one costs more than to convert a small frame.
         reformat = av.video.reformatter.VideoReformatter().reformat
         if int(av.__version__.partition(".")[0]) >= 17:  # before, there was one thread always

@@ -133,7 +133,7 @@ class Streams:
             self._start(read)
 
     def remove(self, name: str, wait: bool = True) -> None:
-        """Read a stream no further; results of what is in the pipe still come. ``KeyError`` if there is none.
+        """Stop reading a stream; results of frames in the pipe still arrive. ``KeyError`` if it does not exist.
 
         ``wait`` for the read that is under way to return, for two seconds at most.
         """

@@ -50,7 +50,7 @@ class RouteError(TorchpipeError):
 
 
 class ReplyTooLargeError(NoResult):
-    """A result that is there, and too large to be sent."""
+    """A result that is too large to be sent."""
 
     code = "too_large"
 

@@ -20,8 +20,8 @@ _FIRST = frozenset("0123456789[tf")  # of a JSON number, list or boolean
 def read_form(content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
     """The one file of the form under ``data``, and of its other fields those that are no ``parameters``.
 
-    These go to ``options``, as texts. Raises ``InvalidRequest`` for what is no form, one with another number of files,
-    or a field that is there twice.
+    These go to ``options``, as texts. Raises ``InvalidRequest`` for an invalid form, another number of files,
+    or a duplicate field.
     """
     _, arguments = parse_options_header(content_type)
     files: list[bytes] = []
@@ -43,7 +43,7 @@ def read_form(content_type: str, body: bytes, parameters: Collection[str], optio
                 else:
                     name = str(segment.name)
                     if name in texts:
-                        raise InvalidRequest(f"form: {name[:40]!r} is there twice; a list is one field, as [1, 2]")
+                        raise InvalidRequest(f"form: {name[:40]!r} appears twice; send a list as one field: [1, 2]")
                     texts[name] = content.decode("utf-8")
                     content.clear()
     except MultipartError as error:

@@ -28,9 +28,9 @@ class HttpRequest:
     """One request.
 
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
-    parameters: the parts of the path that its route has in braces. error: why there is no body, if it was not read
+    parameters: the parts of the path that its route has in braces. error: why the body is missing, if it was not read
     whole. is_last: whether the connection ends after its answer. name: method and path, cut if they are long.
-    head: the same without the body. known: what others have found out about the head; requests of a connection with
+    head: the same without the body. known: what has been found out about the head; requests of a connection with
     the same head share it.
     """
 

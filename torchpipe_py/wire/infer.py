@@ -129,7 +129,7 @@ def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
 def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, Any]:
     value = parse_json(body, text)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
-        raise InvalidRequest('the body is no object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
+        raise InvalidRequest('expected an object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
     for key in value:
         if key not in ("inputs", *_OPTIONS):
             raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")

@@ -145,7 +145,7 @@ def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
 def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
     """A list of numbers, flat or nested, as an array of this type; ``InvalidRequest`` for numbers beyond it."""
     if not isinstance(data, list):
-        raise InvalidRequest(f"{where}the data is no list")
+        raise InvalidRequest(f"{where}the data is not a list")
     wanted = np.dtype(dtype)
     # NOTE: before NumPy sees them, which gives each of many texts as much memory as the longest takes.
     flat, kinds = _flat(data)

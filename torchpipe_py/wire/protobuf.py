@@ -17,7 +17,7 @@ def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
     """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included, or
     with more numbers in one of them than half of ``text``.
 
-    Each becomes an object, of many times its bytes. ``InvalidRequest`` for what is no message. ``descriptor``: that of
+    Each becomes an object, of many times its bytes. ``InvalidRequest`` if it is not a message. ``descriptor``: that of
     the message's class.
     """
     left, todo = most, [(descriptor, 0, len(data))]

@@ -67,7 +67,7 @@ def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTY
     if not isinstance(dtype, str) or dtype not in dtypes:
         raise InvalidRequest(f"{where}datatype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], dtypes)}")
     if not isinstance(shape, (list, tuple)) or not all(type(size) is int and 0 <= size <= _MOST_SIZE for size in shape):
-        raise InvalidRequest(f"{where}the shape is no list of sizes")
+        raise InvalidRequest(f"{where}the shape is not a list of sizes")
     if len(shape) > MOST_DIMENSIONS:  # before the product, whose time grows with the square of their number
         raise InvalidRequest(f"{where}{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
 
@@ -91,7 +91,7 @@ def size_of(value: Any) -> int:
 
 
 def output_of(data: Mapping[str, Any], key: str) -> Any:
-    """The value under ``key``; without a result, the error that says why."""
+    """The value under ``key``; without a result, raises the error that explains why."""
     if key in data:
         return data[key]
     raise reason(data, key)

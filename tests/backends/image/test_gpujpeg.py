@@ -67,7 +67,7 @@ def test_reads_size_and_channels(data: bytes, channels: int) -> None:
         (saved("JPEG", keep_rgb=True), "stored as RGB, not YCbCr"),
         (saved("JPEG")[:20] + b"junk\xff\0" + saved("JPEG")[20:], "bytes between its segments"),
         (saved("JPEG")[:100], "cut off in its header"),
-        (saved("JPEG")[:-2], "there is no end marker"),
+        (saved("JPEG")[:-2], "without an end marker"),
         (saved("JPEG").replace(b"\xff\xc0", b"\xff\xc3", 1), r"type SOF3 \(lossless\) is not supported"),
     ],
 )

@@ -151,7 +151,7 @@ def test_align_writes_height_and_width(given: tuple[int, int], config: Data, wid
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"max_w": 65}, "max_w = 65 is no multiple of align = 32"),
+        ({"max_w": 65}, "max_w = 65 is not a multiple of align = 32"),
         ({}, "needs max_w, .* or widths, .* and not both"),
         ({"max_w": 64, "widths": "32, 64"}, "needs max_w, .* or widths, .* and not both"),
         ({"widths": "64, 32"}, r"widths must ascend from 1 to 1048576 \(pixels\), got \[64, 32\]"),
@@ -230,7 +230,7 @@ def test_takes_a_quadrilateral_of_any_kind(wrap: Any) -> None:
             ],
         ),
         (
-            "is no quadrilateral for",
+            "is not a quadrilateral for",
             [
                 *([[1, 1]] * 4, [[1, 1], [2, 1], [3, 1], [4, 1]], [[0.1, 0.1], [0.2, 0.2], [0.3, 0.3], [0.7, 0.7]]),
                 *([[1, 1], [1, 1], [5, 5], [1, 5]], [[1, 1], [5, 1], [1, 1], [1, 5]], [[1, 1], [5, 1], [5, 5], [1, 1]]),

@@ -150,7 +150,7 @@ def no_memory(rows: np.ndarray) -> np.ndarray:
         (odd_numbers, ""),
         (lambda rows: odd_numbers(rows) if len(rows) == 1 else np.nan_to_num(odd_numbers(rows)), "differs by inf"),
         (lambda rows: np.zeros((len(rows), len(rows)), np.float32), "output 'y' is 1x5 in a batch, 1x1 alone"),
-        (no_memory, "no memory for a batch of max = 5: Unable .*; set a smaller max"),
+        (no_memory, "not enough memory for a batch of max = 5: Unable .*; set a smaller max"),
     ],
 )
 def test_what_differs_in_a_batch(run: Any, problem: str) -> None:

@@ -98,7 +98,7 @@ def test_what_is_wrong_with_keys_and_files_is_told(plain: str, keys: Any, tmp_pa
     )
     assert f"{place} 'key_env': {plain} is not encrypted" in message({"model": plain, "key_env": "MODEL_KEY"})
     assert message({**keys, "key_env": "MODEL_KEY"}) == (
-        f"{place} 'key_env': key_file is there too; a model has one key"
+        f"{place} 'key_env': key_file is set, too; a model has one key"
     )
     assert f"{place} 'key_file': no such file: no.key (working directory" in message({**keys, "key_file": "no.key"})
     cut = tmp_path / "cut.onnx.enc"

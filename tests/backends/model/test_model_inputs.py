@@ -87,7 +87,7 @@ def test_what_is_no_input_says_which_there_are(weighted: Data, data: Any, proble
 
 
 def test_a_model_that_does_not_name_its_inputs_takes_lists() -> None:
-    with pytest.raises(InvalidRequest, match="the model does not say what its inputs are called; give a list"):
+    with pytest.raises(InvalidRequest, match="the model does not name its inputs; give a list"):
         request_values({"data": {"x": 1}}, ())
 
 
@@ -116,7 +116,7 @@ def test_numbers_are_a_vector(tmp_path: Path, vector: Any) -> None:
 
 # -- Mats -----------------------------------------------------------------------------------------------------------
 
-PLACE = "does not say where a Mat's channels belong"
+PLACE = "does not show where a Mat's channels belong"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_min_and_max_bound_shapes(classifier: str) -> None:
     items = answer({**config, **profiles}, *(torch.zeros(3, size, size) for size in (4, 8, 9)))
     assert ["result" in item for item in items] == [True, True, False]
     for most, problem in (
-        ("4x1x8x8", r"input 'x' is \?x3x\?x\?, max says 4x1x8x8"),
-        ("4x3x8", r"input 'x' is \?x3x\?x\?, max says 4x3x8"),
+        ("4x1x8x8", r"input 'x' is \?x3x\?x\?, max sets 4x1x8x8"),
+        ("4x3x8", r"input 'x' is \?x3x\?x\?, max sets 4x3x8"),
         ("4x3x8x8,4x2", "max gives 2 inputs, the model has 1"),
     ):
         refused(onnx_node(classifier, max=most), problem)

@@ -216,7 +216,7 @@ def test_labels(classifier: str, tmp_path: Path) -> None:
     best = reference(classifier, x=value)[0].argmax()
     assert answer(config, value)["result"][0] == ["null", "ün", "deux", "trois", "quatre"][best]
     labels.write_bytes(b"caf\xe9\n")
-    refused(config, r"labels\.txt is no UTF-8 text: .* can't decode byte 0xe9")
+    refused(config, r"labels\.txt is not UTF-8 text: .* can't decode byte 0xe9")
     refused({**config, "labels": "none.txt"}, r"key 'labels': no such file: none\.txt")
 
 

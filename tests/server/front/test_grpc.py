@@ -85,7 +85,7 @@ GOOD = as_rpc(Asked()).SerializeToString()
             tensor("INT8", (1, 1), [b"1", b"1"], contents={"int_contents": [1]}),
             *("INVALID_ARGUMENT", "contents field must not be specified when using raw_input_contents for"),
         ),
-        (tensor("FP32", (1, -1), [b"1234"]), "INVALID_ARGUMENT", "the shape is no list of sizes"),
+        (tensor("FP32", (1, -1), [b"1234"]), "INVALID_ARGUMENT", "the shape is not a list of sizes"),
         (tensor("FP32", [1] * 10_000, [b"1234"]), "INVALID_ARGUMENT", "10000 dimensions"),
         (tensor("FP16", (1, 1), contents={"fp32_contents": [1]}), "INVALID_ARGUMENT", "sent as raw_input_contents"),
         (tensor("INT8", (1, 1), contents={"int_contents": [999]}), "INVALID_ARGUMENT", "int8 has -128..127"),

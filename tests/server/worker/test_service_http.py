@@ -107,7 +107,10 @@ def test_a_field_of_a_form_is_a_key(values: LocalServer, text: str, value: Any):
         ((("a", None, b"x"),), "form: 0 files"),
         ((("a", "1", b"x"), ("b", "2", b"x")), "form: 2 files"),
         ((("a", "1", b"x"), ("data", None, b"x")), "a field 'data'; 'data' is the file"),
-        ((("a", "1", b"x"), ("conf", None, b"1"), ("conf", None, b"2")), "'conf' is there twice; a list is one field"),
+        (
+            (("a", "1", b"x"), ("conf", None, b"1"), ("conf", None, b"2")),
+            "'conf' appears twice; send a list as one field",
+        ),
         ((("a", "1", b"x"), ("b" * 1025, None, b"x")), "inputs: a name of 1025 characters; the limit is 1024"),
         ((("a", "1", b"x"), ("box", None, b"x" * 5000)), "'box' has more than 4096 bytes"),
         ((("a", "1", b"x"), ("box", None, b"[" * 2000 + b"]" * 2000)), "'box'"),  # Python 3.12 reads it
@@ -145,7 +148,7 @@ def test_values(values: LocalServer, value: Any, kind: str):
 
 
 WRONG_JSON = {
-    "a list": (b"[]", 'no object with "inputs"'),
+    "a list": (b"[]", 'expected an object with "inputs"'),
     "deep": (b"[" * 60_000, "JSON: nested too deeply"),
     "unknown member": (b'{"inputs": {}, "x": 1}', "unknown member 'x'"),
     "no data": (b'{"inputs": {}}', "data"),
@@ -155,10 +158,10 @@ WRONG_JSON = {
     "base64 that is cut off": (b'{"inputs": {"data": {"b64": "aGk"}}}', "b64 is not base64: Incorrect padding"),
     "base64 of a URL": (b'{"inputs": {"data": {"b64": "data:image/png;base64,aGk="}}}', "leave out what is before its"),
     "dtype": (b'{"inputs": {"data": {"dtype": "uint9", "shape": [], "data": []}}}', "uint8"),
-    "shape": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [-1], "data": [1]}}}', "no list of sizes"),
+    "shape": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [-1], "data": [1]}}}', "not a list of sizes"),
     "a shape that none can have": (
         b'{"inputs": {"data": {"dtype": "uint8", "shape": [0, 9223372036854775808], "data": []}}}',
-        "'data': the shape is no list of sizes",
+        "'data': the shape is not a list of sizes",
     ),
     "sizes": (
         b'{"inputs": {"data": {"dtype": "uint8", "shape": [3], "data": [1]}}}',

@@ -86,9 +86,9 @@ class HeaderCheck:
 
 
 def declared_size(data: object) -> ImageHeader | None:
-    """What the header of encoded bytes says at its beginning; read in microseconds.
+    """The properties in the header of encoded bytes; read in microseconds.
 
-    ``None`` where it cannot be told: such an image is refused anyway.
+    ``None`` if unknown: such an image is refused anyway.
     """
     if isinstance(data, np.ndarray):
         data = data.data if data.ndim == 1 and data.dtype == np.uint8 else b""

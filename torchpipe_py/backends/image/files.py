@@ -89,8 +89,8 @@ class SaveMat(ItemBackend):
 
     ``color`` in the dict is honoured; a dict without holds a BGR Mat. The path is ``saved`` in the dict. The folder is
     made if it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be
-    written, ``InvalidRequest`` for another number of channels, for a ``color`` that is no channel order, and for a Mat
-    that is not ``uint8``.
+    written, ``InvalidRequest`` for another number of channels, for a ``color`` that is not a channel order, and for a
+    Mat that is not ``uint8``.
     """
 
     takes, gives = MAT, MAT
@@ -153,7 +153,7 @@ class LoadTensor(ItemBackend):
 
 
 def make_folder(path: str) -> None:
-    """Make the folder unless it is there; ``ConfigError`` where files cannot be written into it."""
+    """Create the folder if it does not exist; ``ConfigError`` where files cannot be written into it."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 
 class ImageHeader:
-    """Size in pixels as stored, and the ``bits`` of each of the ``channels``, as an image file's beginning says."""
+    """Size in pixels as stored, and the ``bits`` of each of the ``channels``, from the first bytes of an image file."""
 
     def __init__(self, format: str, width: int, height: int, channels: int = 3, bits: int = 8) -> None:
         self.format, self.width, self.height, self.channels, self.bits = format, width, height, channels, bits
@@ -27,7 +27,7 @@ class ImageHeader:
         return self.width * self.height * (3 + max(4, self.channels * self.bits // 8))
 
     def check(self, data: Bytes, max_pixels: int) -> None:
-        """``DecodeError`` where what follows the beginning would take more to decode than the size says."""
+        """``DecodeError`` if the rest of the file would take more to decode than its size implies."""
 
     def without_texts(self, data: Bytes) -> Bytes:
         """The file without what a decoder would inflate, or write about on stderr, and not use."""
@@ -164,7 +164,7 @@ def read_tiff(data: Bytes) -> ImageHeader:
         tags[tag] = max(numbers, default=0)
     width, height, tile_w, tile_h = (tags.get(tag, 0) for tag in (_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT))
     if _WIDTH not in tags or _HEIGHT not in tags or (_TILE_WIDTH in tags) != (_TILE_HEIGHT in tags):
-        raise DecodeError("TIFF: it does not say its size, or not that of its tiles")
+        raise DecodeError("TIFF: without its size, or that of its tiles")
     channels, bits = tags.get(_CHANNELS, 1), tags.get(_BITS, 1)
     if channels > 4 or not 1 <= bits <= 64:
         raise DecodeError(f"TIFF: {counted(channels, 'channel')} of {bits} bits")
@@ -175,7 +175,7 @@ def read_tiff(data: Bytes) -> ImageHeader:
 
 # -- PBM, PGM, PPM ---------------------------------------------------------------------------------------------------
 
-# NOTE: a comment begins after white space: directly behind a number, OpenCV takes its sign for white space.
+# NOTE: a comment begins after white space: directly after a number, OpenCV takes its sign for white space.
 _PNM = re.compile(rb"P([1-6])\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s(?:\s|#[^\r\n]*[\r\n])*(\d{1,9})\s")
 _PNM_START = 2**12
 
@@ -242,7 +242,7 @@ class PngHeader(ImageHeader):
             start = position + 8
             length, kind = _CHUNK.unpack_from(data, position)
             if start + length + 4 > size and kind != b"IEND":
-                # NOTE: OpenCV from 4.12 on allocates what the length says, up to 4 GiB, before it looks for the bytes.
+                # NOTE: OpenCV from 4.12 on allocates the declared length, up to 4 GiB, before it reads the bytes.
                 raise DecodeError(f"PNG: cut off in a chunk {kind!r} of {length} bytes")
             if kind == b"IDAT":
                 image.append((start, start + length))

@@ -168,8 +168,8 @@ def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, i
     corners = np.array(points, np.float32)
     if not _is_convex(corners.astype(np.float64)):
         raise InvalidRequest(
-            f"{TASK_BOX_KEY} {points} is no quadrilateral for {where}: two corners are equal, three lie on a line, or"
-            " the order is not top left, top right, bottom right, bottom left"
+            f"{TASK_BOX_KEY} {points} is not a quadrilateral for {where}: two corners are equal, three lie on a line, "
+            "or the order is not top left, top right, bottom right, bottom left"
         )
     return corners, max(1, round(max(left, right))), max(1, round(max(top, bottom)))
 

@@ -41,7 +41,7 @@ def read_header(data: bytes, check: HeaderCheck) -> JpegHeader:
     if jpeg.channels == 4:
         raise DecodeError("JPEG: 4 color components (CMYK) are not supported on the GPU")
     if data.rfind(b"\xff\xd9", jpeg.data_start) < 0:
-        raise DecodeError(f"JPEG: cut off after {len(data)} bytes, there is no end marker")
+        raise DecodeError(f"JPEG: cut off after {len(data)} bytes, without an end marker")
     if jpeg.frame == PROGRESSIVE and b"\xff\xdd" in data:
         # NOTE: nvJPEG (CUDA 13.0, H200) decodes these wrongly without a word; `torchpipe parity` showed it.
         raise DecodeError("JPEG: progressive with restart markers is not supported on the GPU")
@@ -105,7 +105,7 @@ class Torchvision:
         self._rgb = ImageReadMode.RGB
         # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        # From 0.29 on: that is for whoever chooses the library, not for those who run it.
+        # From 0.29 on: advice for developers who choose the library, not for operators.
         warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of Torch", DeprecationWarning)
         try:
             for count in {1, len(trial)}:
@@ -283,7 +283,7 @@ class DecodeTensor(ItemBackend):
                 item[TASK_ERROR_KEY] = image
                 continue
             if image.shape[2:] != (header.height, header.width):
-                # What the header says is what was bounded: another size is another image.
+                # The limits were checked for the header's size: another size is another image.
                 item[TASK_ERROR_KEY] = DecodeError(f"JPEG: decoded to another size than {header.width}x{header.height}")
                 continue
             image = oriented(image, header.orientation(data))

@@ -145,7 +145,7 @@ class JpegHeader(ImageHeader):
             raise DecodeError(f"a JPEG of {work}, together more than {MAX_PASSES} times max_pixels = {max_pixels}")
 
     def orientation(self, data: Bytes) -> int:
-        """The EXIF orientation 1..8; 1, as stored, where there is none or it makes no sense."""
+        """The EXIF orientation 1..8; 1, as stored, if it is missing or invalid."""
         start, end = self._exif
         segment = bytes(data[start:end])
         order = TIFF_ORDERS.get(segment[:4], "")

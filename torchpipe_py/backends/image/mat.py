@@ -226,7 +226,7 @@ class AlignMat(ItemBackend):
         if bool(self.max_w) == bool(self.widths):
             raise ConfigError("AlignMat needs max_w, the largest width, or widths, a list of them, and not both")
         if self.max_w % self.align:
-            raise ConfigError(f"max_w = {self.max_w} is no multiple of align = {self.align}")
+            raise ConfigError(f"max_w = {self.max_w} is not a multiple of align = {self.align}")
         if list(self.widths) != sorted({width for width in self.widths if 0 < width <= geometry.MAX_SIDE}):
             raise ConfigError(f"widths must ascend from 1 to {geometry.MAX_SIDE} (pixels), got {list(self.widths)}")
 

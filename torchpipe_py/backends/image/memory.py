@@ -23,7 +23,7 @@ LONG = 1.0
 
 
 class Waiter(Protocol):
-    """Who decodes: until when (``time.perf_counter``) it may wait, and what it is told while it does."""
+    """The decoding instance: until when (``time.perf_counter``) it may wait, and what it is notified of meanwhile."""
 
     deadline: float | None
 

@@ -51,8 +51,8 @@ class _Target:
 
     def tensor(self, as_tensor: Any, device: Any) -> Any:
         """3×H×W, of the image's own memory."""
-        # NOTE: the memory moves only when it grows. The address itself is not asked for: that hands Python's lock to
-        # whoever waits for it several times, the shape once, and the capacity never.
+        # NOTE: the memory moves only when it grows. The address itself is not read: that hands the GIL to
+        # waiting threads several times, reading the shape once, and the capacity never.
         laid_out = self.capacity, self.image.shape
         if laid_out != self._laid_out:
             self._tensor = as_tensor(self.image, device=device)
@@ -137,7 +137,7 @@ class NvImageCodec:
                 images[place] = image
         for target, image in zip(self._targets, images, strict=False):
             if image is None:
-                target.clear()  # whatever a decoder that failed left behind is not decoded into again
+                target.clear()  # never decode again into memory that a failed decoder used
         return [
             DecodeError(f"{len(content)} bytes: nvImageCodec cannot decode them ({_VERBOSITY}=2 makes it say why)")
             if image is None
@@ -193,7 +193,7 @@ def package(torch: Any) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """While it is imported, the library says on stderr what it cannot load for formats that nobody asks for here.
+    """On import, the library reports on stderr what it cannot load for formats that are not used here.
 
     It reads what to write of images that it cannot decode, which have their errors, from the environment, which is the
     program's. NOTE: whatever else is written meanwhile, by other threads too, comes out at the end.

@@ -44,7 +44,7 @@ class Operation(NamedTuple):
         """For an image of ``shape``, height, width and channels; ``InvalidRequest`` for a result that is too large."""
         height, width, channels = shape
         placement = self.place(backend, item, height, width)
-        if placement.crop is None or placement.canvas is not None:  # a part of an image is no larger than that
+        if placement.crop is None or placement.canvas is not None:  # a part of an image is not larger than the image
             geometry.check_size(
                 placement.canvas or placement.size, channels, value_bytes, getattr(backend, "max_pixels", None)
             )

@@ -38,7 +38,7 @@ def data_format() -> Param:
 def as_image(tensor: Any, data_format: str) -> Any:
     """``tensor`` as 1×C×H×W, without a copy.
 
-    One of three dimensions is C×H×W or H×W×C, as ``data_format`` says, ``chw`` or ``hwc``. With ``auto`` the shape says
+    One of three dimensions is C×H×W or H×W×C, by ``data_format``, ``chw`` or ``hwc``. With ``auto`` the shape decides
     it: either the first or the last dimension is 1, 3 or 4, and counts the channels. One of four is 1×C×H×W; where only
     the last is 1, 3 or 4, ``data_format`` must be ``chw``. ``InvalidRequest`` for all others.
     """

@@ -48,7 +48,7 @@ class Bounds:
                 shape, dims = _of(profile, index), spec.dims
                 if len(shape) > 1 and dims and not fits(shape[1:], dims[1:]):
                     got = shown_dims(shape)
-                    raise ConfigError(f"model {model}: input {spec.name!r} is {shown_dims(dims)}, {key} says {got}")
+                    raise ConfigError(f"model {model}: input {spec.name!r} is {shown_dims(dims)}, {key} sets {got}")
 
     def exceeds(self, most: Bounds) -> bool:
         """Whether a batch or another dimension is larger than in ``most``, which has as many profiles."""
@@ -107,7 +107,7 @@ _ALONE = "; or set max = 1: an item that runs alone is given the outputs whole, 
 class Layout:
     """Assigns parts of a model's outputs to items: the item's row of each output.
 
-    If ``is_whole``, batches have one item, and outputs of any shape belong to it. ``advice`` says what to do about an
+    If ``is_whole``, batches have one item, and outputs of any shape belong to it. ``advice`` is the remedy for an
     output that lacks a row for each item.
     """
 
@@ -209,7 +209,7 @@ class _NotTakenError(Exception):
 class BatchCheck:
     """The trial of one model, made once for all instances of a node, by the first that has shapes to try.
 
-    ``layout`` says what of the outputs is an item's. ``tolerance`` is a part of an output's largest value. Where
+    ``layout`` assigns rows of the outputs to items. ``tolerance`` is a part of an output's largest value. Where
     ``is_normalised``, the model takes pixels of 0..255.
     """
 
@@ -254,7 +254,7 @@ class BatchCheck:
         if is_random:
             logger.warning(
                 "%s: gives another output each time for the same input, as random numbers and dropout in training mode "
-                "do (export it after model.eval()); whether the items of a batch mix cannot be told",
+                "do (export it after model.eval()); whether the items of a batch mix is unknown",
                 self._model,
             )
         if most == 1:
@@ -264,7 +264,7 @@ class BatchCheck:
         try:
             batch = run([np.concatenate([probes[which][index] for which in order]) for index in range(len(inputs))])
         except MemoryError as error:
-            return f"there is no memory for a batch of max = {most}: {first_line(error)}; set a smaller max"
+            return f"not enough memory for a batch of max = {most}: {first_line(error)}; set a smaller max"
         except Exception as error:
             return (
                 f"it takes a batch of {least}, but one of {most} fails: {first_line(error)}; export it with "

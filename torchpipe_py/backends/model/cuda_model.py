@@ -26,7 +26,7 @@ RunKey = tuple[Any, ...]
 """How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
 
 ALL_SIZES = 8  # up to here each batch size has a graph of its own
-MAX_INPUTS = 64  # of a model that does not say how many it has
+MAX_INPUTS = 64  # of a model that does not declare how many it has
 MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
 
 # NOTE: process-wide: CUDA allows one capture beside other work, PyTorch's allocator only one at a time.
@@ -222,7 +222,7 @@ class GraphedNetwork:
             try:
                 outputs = self._enqueue(key, host)
             except Exception:
-                with suppress(Exception):  # the capture must end, but it has nothing more to say
+                with suppress(Exception):  # the capture must end; its own error is of no use
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -273,7 +273,7 @@ def finish_of(postprocessor: Any) -> Infer | None:
 
 
 class CudaModel(ModelBackend):
-    """A model that runs on a GPU as CUDA graphs: subclasses load it, say what its inputs are, and enqueue it.
+    """A model that runs on a GPU as CUDA graphs: subclasses load it, declare its inputs, and enqueue it.
 
     Subclasses are ``on_stream``. A value is a Mat, which is copied as it is and laid out on the GPU, or an array or
     tensor 1×… on any device.
@@ -281,7 +281,7 @@ class CudaModel(ModelBackend):
 
     use_graphs = True
     guard: Guard
-    default_dtype: Any = None  # of inputs whose type the model does not say
+    default_dtype: Any = None  # of inputs whose type the model does not declare
 
     def setup(self) -> None:
         import torch
@@ -297,7 +297,7 @@ class CudaModel(ModelBackend):
         self._networks = OrderedDict()
 
     def input_specs(self, count: int) -> Sequence[InputSpec]:
-        """The model's inputs; ``count`` is what a request brings, for models that do not say."""
+        """The model's inputs; ``count`` is the number in a request, for models that do not declare them."""
         return [
             InputSpec(
                 spec.name,

@@ -41,7 +41,7 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
 
 def _names(data: Mapping[Any, Any], inputs: Sequence[TensorSpec]) -> list[str]:
     if not inputs:
-        raise InvalidRequest("data is a dict, but the model does not say what its inputs are called; give a list")
+        raise InvalidRequest("data is a dict, but the model does not name its inputs; give a list")
     names = [spec.name for spec in inputs]
     for key in data:
         if key not in names:
@@ -90,7 +90,7 @@ def laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.nda
         return planes if planes_fit else array
     if dims[1] is None and dims[3] is None and (is_gray or looks_like_mat(array)):
         raise InvalidRequest(
-            f"input {name!r} takes {shown_dims((1, *dims[1:]))}, which does not say where a Mat's channels belong; "
+            f"input {name!r} takes {shown_dims((1, *dims[1:]))}, which does not show where a Mat's channels belong; "
             "a Tensor (Mat2Tensor makes one, 1xCxHxW) and an array of four dimensions are taken as they are"
         )
     return planes if (is_gray or array.dtype == np.uint8) and dims[1] is not None else array
@@ -164,7 +164,7 @@ def is_mat(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What a model says of one input; ``dims`` have no batch, and are ``None`` where it says nothing."""
+    """A model's declaration of one input; ``dims`` are without the batch, ``None`` if undeclared."""
 
     name: str
     dtype: Any

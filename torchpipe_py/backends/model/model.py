@@ -41,9 +41,9 @@ class ModelBackend(Backend):
     """A model: ``data`` is its input, or a list in the model's order, or a dict by the names of its inputs.
 
     Without a ``postprocessor`` the result is the output tensor of shape 1×…, with ``max = 1`` of any shape; several
-    outputs are a list. Where ``data`` is a Mat and the dict names no ``color``, it says ``bgr`` afterwards, which an
+    outputs are a list. Where ``data`` is a Mat and the dict names no ``color``, ``color`` becomes ``bgr``, which an
     image as result is too. What the model does not take, by number, shape or type, has no ``result``; ``error`` is an
-    ``InvalidRequest``. A subclass says in ``setup`` what its model ``declare``s.
+    ``InvalidRequest``. A subclass calls ``declare`` in ``setup`` with its model's inputs and outputs.
     """
 
     is_model = True
@@ -86,7 +86,7 @@ class ModelBackend(Backend):
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:
-        """Why a plain file cannot be loaded, as far as its beginning tells; else an empty string."""
+        """Why a plain file cannot be loaded, as far as its first bytes show; else an empty string."""
         return ""
 
     @classmethod
@@ -112,7 +112,7 @@ class ModelBackend(Backend):
         self.layout = check.layout_of(self.max(), isinstance(self._postprocess, (Labelling, postprocess.SoftmaxCpu)))
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Take what the model says of itself; ``ConfigError`` where the configuration does not fit it."""
+        """Store the declared inputs and outputs; ``ConfigError`` if the configuration does not fit them."""
         self.inputs, self.outputs, self.output_names = tuple(inputs), tuple(outputs), [spec.name for spec in outputs]
         check.check_inputs(self.model, inputs, self.min(), self.max())
         self.layout.check_declared(self.model, outputs, self.min(), self.max())
@@ -128,7 +128,7 @@ class ModelBackend(Backend):
         return Signature(tuple(self.inputs), () if gives is None else tuple(gives(self.outputs)))
 
     def known_shapes(self) -> Shapes | None:
-        """The smallest shape of each input, without batch, as the model, ``min`` and ``max`` say it; else ``None``."""
+        """The smallest shape of each input, without batch, from the model, ``min`` and ``max``; ``None`` if unknown."""
         shapes = []
         for index, spec in enumerate(self.inputs):
             bounds = [bound.shape(index) for bound in (self.min_batch, self.max_batch)]
@@ -218,7 +218,7 @@ class ModelBackend(Backend):
         raise NotImplementedError(type(self).__name__)
 
     def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None:
-        """Spread a batch's outputs, laid out as ``layout`` says, over its items."""
+        """Distribute a batch's outputs to its items by ``layout``."""
         if self._postprocess is not None:
             self.spread(items, self._postprocess.forward(outputs))
             return
@@ -245,7 +245,7 @@ class ModelBackend(Backend):
 
 def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> Iterator[Remark]:
     if file.key_file and file.key_env:
-        yield Remark("key_env", "key_file is there too; a model has one key")
+        yield Remark("key_env", "key_file is set, too; a model has one key")
         return
     if problem := file.mismatch():
         yield Remark("key_file" if file.key_file else "key_env" if file.key_env else "model", problem)
@@ -300,7 +300,7 @@ def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
     dims = inputs[0].dims if len(inputs) == 1 else ()
     if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
         return {}
-    # What the dimensions behind the batch may be, the likely first; a Mat is laid out as the model has them.
+    # Candidates for the dimensions after the batch, the likely first; a Mat is laid out as the model declares.
     orders = [("channels", "height", "width"), ("height", "width", "channels")]
     orders = orders[:1] if image.kind == TENSOR else orders[::-1] if has_channels_last(dims) else orders
     first_misfits: dict[str, str] = {}

@@ -212,7 +212,7 @@ class _Input:
     def array(self, value: Any) -> np.ndarray:
         """A value, 1×… or without its first dimension, as an array 1×… that fits this input; C×H×W is one of 1×C×H×W.
 
-        A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as that says.
+        A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as the input declares.
         ``InvalidRequest`` for what does not fit, or loses more than precision in the input's dtype.
         """
         name, dims, is_tensor = self.spec.name, self.spec.dims, not isinstance(value, np.ndarray)

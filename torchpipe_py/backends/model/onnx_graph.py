@@ -141,7 +141,7 @@ def missing_weights(file: ModelFile) -> str:
 def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:
     """The model with ``(x - mean) / std`` as its first two nodes, serialised.
 
-    ``mean`` and ``std`` have one number, or one for each channel; an empty one stands for 0 or 1. ``x`` is the only
+    ``mean`` and ``std`` have one number, or one for each channel; an empty one means 0 or 1. ``x`` is the only
     input, N×C×H×W or an image 3×H×W, or of several the only one of four dimensions, and of a floating type. Same order
     of operations as ``torchvision.transforms.Normalize``.
     """
@@ -252,7 +252,7 @@ def _text(content: mmap.mmap, spans: Sequence[Span]) -> str:
 
 
 def _fields(content: mmap.mmap, message: Span) -> dict[int, list[Span]]:
-    """A message's fields by their numbers. ``ValueError`` and ``IndexError`` where it is none of protobuf's."""
+    """A message's fields by their numbers. ``ValueError`` and ``IndexError`` if it is not a protobuf message."""
     fields: dict[int, list[Span]] = defaultdict(list)
     at, end = message
     while at < end:

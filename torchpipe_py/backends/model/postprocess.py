@@ -22,8 +22,8 @@ class Postprocessor:
 
     ``outputs`` are the model's output tensors, each N×…, and with ``max = 1`` those of one item, of any shape;
     ``forward`` returns N results. Any class with these two methods can be registered with ``register_postprocessor``;
-    ``init`` may be missing. What it annotates (``iou: float = 0.5``) are its parameters, as those of a backend of one's
-    own: keys of the node, checked, and attributes before ``init``.
+    ``init`` may be missing. Its annotations (``iou: float = 0.5``) are its parameters, as those of a custom
+    backend: keys of the node, checked, and attributes before ``init``.
 
     On a GPU, one that has ``on_device`` and ``on_host`` besides is split: ``on_device(outputs)`` enqueues GPU work
     only and returns tensors N×…, with ``max = 1`` of any shape, and becomes part of the model's CUDA graph; these are
@@ -39,7 +39,7 @@ class Postprocessor:
         raise NotImplementedError(type(self).__name__)
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """What a result holds, of a model with these outputs; nothing where that cannot be said."""
+        """The tensors in a result, for a model with these outputs; empty if unknown."""
         return ()
 
 
@@ -159,12 +159,12 @@ class SoftmaxCpu(Postprocessor):
 
 
 def read_labels(path: str) -> list[str]:
-    """The lines of a label file; ``ConfigError`` where it is no UTF-8."""
+    """The lines of a label file; ``ConfigError`` if it is not UTF-8."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return [line.rstrip("\n") for line in file]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"labels: {path} is no UTF-8 text: {error}") from error
+        raise ConfigError(f"labels: {path} is not UTF-8 text: {error}") from error
 
 
 class Labelling(Postprocessor):
@@ -302,5 +302,5 @@ BUILT_IN = (Cpu, SoftmaxCpu, SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid)
 
 
 def uses(cls: type | str, key: str) -> bool:
-    """Whether the postprocessor, an empty string for none, does anything with ``key``; one's own may always."""
+    """Whether the postprocessor, an empty string for none, uses ``key``; a custom one may always."""
     return bool(cls) and (cls not in BUILT_IN or key in getattr(cls, "uses", ()))

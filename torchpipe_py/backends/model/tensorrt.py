@@ -129,7 +129,7 @@ class TensorrtTensor(CudaModel):
 
     def tolerance(self) -> float:
         if not self.file.is_onnx or self.file.holds(b"QuantizeLinear"):
-            return QUANTISED  # an engine does not say what it computes in
+            return QUANTISED  # an engine does not report its precision
         return {"fp32": EXACT, "fp16": HALF}.get(self.precision, QUANTISED)
 
     def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
@@ -153,7 +153,7 @@ class TensorrtTensor(CudaModel):
 
     def _no_profile(self, count: int, shapes: Shapes) -> str:
         given = ", ".join(map(shown_dims, shapes))
-        return f"no profile of the engine takes {count} of {given}; min and max say what it is built for"
+        return f"no profile of the engine takes {count} of {given}; min and max set what it is built for"
 
     def _profile_for(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
         """The first profile that takes inputs of these shapes, batch included."""

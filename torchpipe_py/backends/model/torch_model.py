@@ -42,8 +42,8 @@ class TorchTensor(CudaModel):
     channel by channel, as the first step of the graph; it is the first input that is known to have four dimensions, or
     else the first. The instances of a node share the model.
 
-    Loading any of these files runs code that stands in it. So ``ConfigError`` unless the node has ``trusted = true``,
-    which says that you trust whoever could write the file as much as your own code.
+    Loading any of these files runs the code in it. So ``ConfigError`` unless the node has ``trusted = true``,
+    which declares that you trust everyone who could write the file as much as your own code.
     """
 
     ignored_keys = dict.fromkeys(
@@ -64,7 +64,7 @@ class TorchTensor(CudaModel):
         try:
             what_runs = _UNSEEN if file.has_key else _RUNS[_kind(file, file.path)]
         except ConfigError:
-            return  # no such file, as is said of the model
+            return  # a missing file: reported with the model
         yield Remark("trusted", _distrust(file.path, what_runs))
 
     @classmethod
@@ -151,9 +151,9 @@ class TorchTensor(CudaModel):
 
 
 def load_module(file: ModelFile, device: Any, is_trusted: bool) -> tuple[Callable[..., Any], Specs, Specs]:
-    """A model file on ``device``: the callable, and what it says of its inputs and outputs, empty where unknown.
+    """A model file on ``device``: the callable and its declared inputs and outputs, empty if unknown.
 
-    ``ConfigError`` for what is no such file, or may not run its code.
+    ``ConfigError`` if it is not such a file, or may not run its code.
     """
     import torch
 
@@ -199,7 +199,7 @@ def _script_inputs(script: Any) -> Specs:
 
 
 def _exported(torch: Any, program: Any, names: Sequence[Any]) -> Specs:
-    """Inputs or outputs of an exported program; empty where some are no tensors."""
+    """Inputs or outputs of an exported program; empty if some are not tensors."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     tensors: list[Any] = [values.get(name) if isinstance(name, str) else None for name in names]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
@@ -223,7 +223,7 @@ def _kind(file: ModelFile, source: str | BytesIO) -> Literal["torchscript", "exp
         if not isinstance(source, str):
             source.seek(0)  # PyTorch reads on from where this ended
     except (OSError, zipfile.BadZipFile) as error:
-        what = file.kind() or "it is no zip archive, as those are"
+        what = file.kind() or "it is not a zip archive, as those are"
         raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {what}") from error
     if kind == "checkpoint":
         raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {file.kind()}")

@@ -142,7 +142,7 @@ def _check_names(what: str, names: Sequence[str]) -> None:
     if "" in names:
         raise InvalidRequest(f"{what}: an empty name")
     if len(set(names)) < len(names):
-        raise InvalidRequest(f"{what}: a name is there twice")
+        raise InvalidRequest(f"{what}: a name appears twice")
 
 
 def _rows(inputs: Sequence[Given], most: int) -> list[Row]:

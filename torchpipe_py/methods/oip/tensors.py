@@ -85,7 +85,7 @@ def rows_of(form: Form, data: Any) -> list[Any]:
 
 def _elements(form: Form, data: Any) -> Iterator[bytes]:
     if not isinstance(data, list):
-        raise InvalidRequest(f"{form.where}the data is no list")
+        raise InvalidRequest(f"{form.where}the data is not a list")
     for _ in form.shape[1:]:
         if all(isinstance(part, list) for part in data):
             data = list(chain.from_iterable(data))
@@ -149,7 +149,7 @@ class Output(NamedTuple):
             try:
                 return [element.decode() for element in array]
             except UnicodeDecodeError:
-                raise NoResult(f"{self.name!r} is no UTF-8 text; ask for it with binary_data") from None
+                raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         if self.datatype == BF16:
             array = (array.astype(np.uint32) << 16).view(np.float32)
         check_finite(self.name, array, "; ask for it with binary_data")
