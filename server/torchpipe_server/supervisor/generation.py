@@ -13,7 +13,7 @@ from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.forker import Role
-from torchpipe_server.worker.plan import engine_processes, has_engine
+from torchpipe_server.worker.service import engine_processes, has_engine
 
 logger = logging.getLogger("torchpipe_server")
 

@@ -31,8 +31,7 @@ from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
 from torchpipe_server.worker.channel import Channel
 from torchpipe_server.worker.heartbeat import Heart, Heartbeat
-from torchpipe_server.worker.plan import engine_processes, has_engine, make_plan
-from torchpipe_server.worker.service import served_maker
+from torchpipe_server.worker.service import engine_processes, has_engine, make_plan, served_maker
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe

@@ -10,7 +10,7 @@ from kit.services import LocalServer
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
-from torchpipe_server.supervisor.fallback import Fallback
+from torchpipe_server.supervisor.connections import Fallback
 from torchpipe_server.wire.thrift import Framing, Message
 
 from torchpipe_py.errors import WorkerDied

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torchpipe_server.options import parse_options
 from torchpipe_server.worker import worker
-from torchpipe_server.worker.plan import engine_processes, make_plan
+from torchpipe_server.worker.service import engine_processes, make_plan
 
 import torchpipe_py.malloc
 
