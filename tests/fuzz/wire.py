@@ -50,6 +50,7 @@ class EchoPipe:
     """Answers at once: what it got, an error, or nothing."""
 
     models = ()
+    is_refusing = True  # so that requests are judged before their inputs are read, too
 
     def limit_delays(self, target: float | None = None) -> None:
         """It has no queue."""
