@@ -49,7 +49,7 @@ def later() -> dict[str, Any]:
     new = copy.deepcopy(OLD)
     new["time"] = 12.0
     new["requests"] = {
-        "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}},
+        "by_method": {"infer": {"ok": 290, "overloaded": 8}, "ping": {"ok": 2}, "gRPC Check": {"ok": 50}},
         "histograms": {"latency": [0, 100, 92, 0]},
     }  # fmt: skip
     new["nodes"]["decode"] |= {

@@ -80,7 +80,7 @@ function percentile(counts, bounds, share) {
 
 /** The methods without those that never run the pipe: probes, metadata, this port's pages. */
 function runs(methods) {
-  const isOther = /^(GET |HEAD |OPTIONS |ping$|POST \/v2\/repository\/)|^(Server|Model(Ready|Metadata|Config|Statistics)|Repository)/;
+  const isOther = /^(GET |HEAD |OPTIONS |ping$|POST \/v2\/repository\/|gRPC ([^M]|Model[^IS]|ModelStat))/;
   return Object.fromEntries(Object.entries(methods).filter(([name]) => !isOther.test(name)));
 }
 
