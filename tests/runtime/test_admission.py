@@ -159,10 +159,10 @@ def test_a_known_patience_follows_those_that_leave_and_is_forgotten() -> None:
     patience.left(0.2)
     assert judged(patience, 102) > grown, "it left so late that the others may wait longer"
     assert judged(patience, 103, left=1) < judged(patience, 104)
-    window = 105
-    while judged(patience, window) < math.inf:
-        window += 1
-        assert window < 10_000
+    shrunk = judged(patience, 105, left=1)
+    windows = [judged(patience, 106 + window) for window in range(3 * Patience.WITHIN)]
+    assert windows[Patience.WITHIN - 1] == pytest.approx(shrunk * Patience.GROWTH**Patience.WITHIN)
+    assert windows[-1] == math.inf, "clients that do not leave must not be refused for minutes"
 
 
 def test_a_newcomer_waits_for_what_runs_and_for_what_is_before_it() -> None:
