@@ -48,7 +48,7 @@ class Channel:
         self._received = b""  # of a line that is not whole
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, int]] = deque()
-        self._is_closed = False
+        self.is_closed = False
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._receive)
 
@@ -57,7 +57,7 @@ class Channel:
 
         ``OSError`` where the message has to wait and no descriptor is left for the copy.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
         prefix = WITH_DESCRIPTOR if descriptor >= 0 else b""
         data = memoryview(prefix + json.dumps(message).encode() + b"\n")
@@ -74,7 +74,7 @@ class Channel:
 
     def finish(self, seconds: float) -> None:
         """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._sock.settimeout(seconds)
             self._flush()
 
@@ -87,9 +87,9 @@ class Channel:
 
     def close(self) -> None:
         """Without ``on_end``."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         # NOTE: the channel and its owner refer to each other: without this, the garbage collector would end them.
         self._on_message = lambda line, descriptor: None
         self._on_end = lambda: None
@@ -101,7 +101,7 @@ class Channel:
                 os.close(descriptor)
 
     def _flush(self) -> None:
-        while self._unsent and not self._is_closed:
+        while self._unsent and not self.is_closed:
             data, descriptor = self._unsent[0]
             sent = self._write(data, descriptor)
             if not sent:
@@ -129,7 +129,7 @@ class Channel:
 
     def _receive(self) -> bool:
         """Whether there was anything."""
-        if self._is_closed:
+        if self.is_closed:
             return False
         try:
             # The system closes descriptors that there is no room for.
@@ -155,7 +155,7 @@ class Channel:
         return bool(data)
 
     def _end(self) -> None:
-        if not self._is_closed:
+        if not self.is_closed:
             on_end = self._on_end
             self.close()
             on_end()

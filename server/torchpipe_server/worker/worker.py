@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import itertools
 import json
 import logging
 import os
@@ -49,6 +48,7 @@ HUNG = 3  # the exit status of a process whose backend does not return
 CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two looks at whether the time to end is over
 _WITH_DESCRIPTOR = ("connection", "link")  # messages
+ORPHANED = {"models": [], "error": "the supervisor is gone", "code": "unavailable"}  # as the outcome of any control
 NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
 
 
@@ -173,7 +173,6 @@ class Worker:
         self._engine: EngineClient | None = None
         self._provider: Any = None  # of spans
         self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # that wait for their outcome
-        self._control_ids = itertools.count()
         make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
@@ -258,7 +257,10 @@ class Worker:
 
     def _control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
         """Have the supervisor load or unload a model, or list all; on the loop's thread."""
-        number = next(self._control_ids)
+        if self._post.channel.is_closed:
+            done(503, ORPHANED)
+            return
+        number = max(self._controls, default=0) + 1
         self._controls[number] = done
         self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})
 
@@ -268,6 +270,8 @@ class Worker:
 
     def _orphaned(self) -> None:
         logger.error("the supervisor is gone: answering what was accepted, then ending")
+        for done in self._controls.values():
+            done(503, ORPHANED)
         self._end(self._server.drain)
 
     def _listen(self) -> None:
@@ -299,11 +303,7 @@ class EngineProcess:
         plan = make_plan(start.options, start.tables, engine_processes(start.options, start.tables))
         self._server = EngineServer(plan)
         self._loop = new_loop(is_fast=False)
-        hear: Hear = {
-            "link": self._attach,
-            "drain": self._loop.stop,
-            "release": self._loop.stop,
-        }
+        hear: Hear = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
         self._requests = RequestCounters("").summary()  # those of clients are the workers'
         self._post = Post(start, self._loop, hear, self._figures, self._server.pipe.stats, self._orphaned)
 

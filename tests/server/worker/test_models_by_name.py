@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
-from kit.clients import IDL, Client
+from kit.clients import IDL, Client, HttpClient
 from kit.monitored import Monitored
 from kit.services import LIGHT, serving
 from kit.steered import FILE
@@ -104,3 +106,18 @@ def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> 
         assert index(service, b'{"ready": true}') == [served("a")]
         assert ask(service.port, b'{"ready": 1}', INDEX)[0] == ask(service.port, b"[" * 10_000, INDEX)[0] == 400
         assert ask(service.port, b"{}", f"{path}/load", Origin="http://other.example")[0] == 404
+
+
+def test_requests_that_need_the_supervisor_are_answered_once_it_is_gone(tmp_path: Path) -> None:
+    arguments = "--import", FILE, "--repository-control", "--drain-seconds", "1000"
+    folder, env = str(written(tmp_path, a=IDENTITY)), {"PYTHONPATH": LIGHT}
+    with Monitored(*arguments, config=folder, env=env) as service, HttpClient(service.wait_started().port) as client:
+        client.send(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.read().status == 200, "a worker has the connection"
+        os.kill(service.pid, signal.SIGSTOP)
+        for path in (INDEX, INDEX, "/v2/repository/models/a/load"):
+            client.send(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        os.kill(service.pid, signal.SIGKILL)
+        for _ in range(2):
+            assert json.loads(client.read().body) == [served("a")], "what this worker serves"
+        assert json.loads(client.read().body)["error"] == "the supervisor is gone"
