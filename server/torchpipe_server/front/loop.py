@@ -48,12 +48,12 @@ def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any
 class Inbox:
     """What any thread puts in is taken on the loop's thread, in its order.
 
-    The loop is woken once for all that comes until it is there.
+    The loop is woken once for all that comes until it is there; the oldest of more than ``most`` are lost.
     """
 
-    def __init__(self, loop: Loop, take: Callable[..., object]) -> None:
+    def __init__(self, loop: Loop, take: Callable[..., object], most: int | None = None) -> None:
         self._loop, self._take = loop, take
-        self._items: deque[tuple[Any, ...]] = deque()
+        self._items: deque[tuple[Any, ...]] = deque(maxlen=most)
         self._is_awake = False
         self._thread = 0  # of the loop, once it was there
 

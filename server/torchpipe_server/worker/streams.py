@@ -27,7 +27,7 @@ OUTCOMES = {"ok": "results", "error": "errors", "dropped": "dropped", "stale": "
 """What becomes of a frame, and the key of ``Streams.stats``."""
 SNAPSHOT_SIDE = 1920  # pixels: a larger frame is made smaller once its boxes are drawn
 EVENT_BYTES = 2**16
-EVENTS_WAITING = 256  # messages, while the supervisor does not read; further events are lost
+EVENTS_WAITING = 256  # for the loop, and as many for the supervisor to read; others are lost
 TEXT_CHARACTERS = 500
 RATE_POINTS, RATE_SECONDS = 6, 1.0  # the frame rate is that between the first and the last of so many looks
 
@@ -41,6 +41,7 @@ class _Report:
         self.problem = ""
         self.is_failing = False
         self.ages, self.age_sum = [0] * PLACES, 0.0
+        self.events = self.sent = 0  # events so far, and how many there were at the last one that was sent
         self.rate: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
 
     def frames_per_second(self, results: int) -> float:
@@ -64,8 +65,7 @@ class WorkerStreams:
         self._tables: Mapping[str, Any] = {}
         self._reports: dict[str, _Report] = {}
         self._watched: frozenset[str] = frozenset()
-        self._missed: Counter[str] = Counter()  # events by stream
-        self._put_event = Inbox(loop, self._send_event).put
+        self._put_event = Inbox(loop, self._send_event, EVENTS_WAITING).put
         self._is_closed = False
         self._has_changed = threading.Event()
         self._draws = ThreadPoolExecutor(1, "torchpipe-snapshot")
@@ -160,13 +160,13 @@ class WorkerStreams:
             if len(line) > EVENT_BYTES:
                 frame.error, frame.result = ValueError(f"a result of {len(line)} bytes is too large for an event"), None
                 line = frame.to_line().rstrip(b"\n")
-            self._put_event(frame.stream, line.decode())
+            report.events += 1
+            self._put_event(report, frame.stream, line.decode(), report.events)
 
-    def _send_event(self, name: str, line: str) -> None:
-        if self._channel.unsent >= EVENTS_WAITING:
-            self._missed[name] += 1
-        else:
-            self._channel.send({"type": "event", "stream": name, "data": line, "missed": self._missed.pop(name, 0)})
+    def _send_event(self, report: _Report, name: str, line: str, number: int) -> None:
+        if self._channel.unsent < EVENTS_WAITING:
+            missed, report.sent = number - report.sent - 1, number
+            self._channel.send({"type": "event", "stream": name, "data": line, "missed": missed})
 
     def _draw(self, name: str) -> None:
         import cv2

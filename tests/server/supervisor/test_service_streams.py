@@ -27,8 +27,10 @@ from torchpipe_server.supervisor import streams as module
 from torchpipe_server.supervisor.monitoring.figures import Event
 from torchpipe_server.supervisor.streams import SharedStreams, Subscriber
 from torchpipe_server.supervisor.supervisor import Supervisor
+from torchpipe_server.worker import streams as worker_module
 
-from torchpipe_py import cli, parse_toml
+from torchpipe_py import cli, parse_toml, pipe
+from torchpipe_py.streams import Frame
 
 pytest.importorskip("av")
 
@@ -149,6 +151,26 @@ def test_a_slow_client_loses_the_oldest_events_and_is_told_how_many(monkeypatch:
     assert call.written.endswith(b"event: end\ndata: {}\n\n(ended)")
     turn(loop)
     loop.close()
+
+
+def test_events_that_the_loop_and_the_supervisor_do_not_take_are_lost_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "EVENTS_WAITING", 3)
+    loop, sent = new_loop(is_fast=False), []
+    channel: Any = SimpleNamespace(unsent=0, send=sent.append)
+    with pipe({"backend": "Identity"}) as run:
+        subject = worker_module.WorkerStreams(run, loop, channel)
+        subject._reports["a"] = worker_module._Report()
+        subject.watch(["a"])
+        for channel.unsent, frames in ((0, 5), (3, 2), (0, 1)):
+            for number in range(frames):
+                subject._take(Frame("a", number, None, 0))
+            turn(loop)
+        subject.close()
+        subject._streams.close()
+    loop.close()
+    assert [(json.loads(each["data"])["number"], each["missed"]) for each in sent] == [(2, 2), (3, 0), (4, 0), (0, 2)]
 
 
 # -- the whole service ----------------------------------------------------------------------------------------------
