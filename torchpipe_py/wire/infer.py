@@ -66,7 +66,9 @@ def read_request(
         if admit is not None and len(body) <= text.bytes:
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
                 wishes = msgspec.to_builtins(_read_wishes(body))
-                admit(_asked({}, {"priority": priority, "deadline_ms": deadline, **options, **wishes}, ""))
+                # NOTE: outputs in JSON, which are not read here, replace those of the query.
+                known = {"priority": priority, "deadline_ms": deadline, **options, **wishes, "outputs": None}
+                admit(_asked({}, known, ""))
         data = _read_json(body, options, text)
     elif kind == "multipart/form-data":
         # Imported here: without forms their library is not needed.

@@ -186,6 +186,7 @@ def test_errors_of_items_and_figures():
         (f"{TEST} parameters", '"timeout": 5000, ', "overloaded"),
         ("/infer?priority=1", "", "invalid_request"),
         ("/infer?priority=1", '"priority": 0, ', "overloaded"),
+        ("/infer?outputs=,", '"outputs": ["result"], ', "overloaded"),
         ("/infer", '"priority": "often", ', "invalid_request"),
         ("/infer", '"priority": [], ', "invalid_request"),
         ("/infer", "NaN, ", "invalid_request"),
