@@ -24,6 +24,7 @@ LOOK_SECONDS = 1.0  # between two looks at a worker's signs of life
 SHORTEST_HANG_SECONDS = 1.0  # a beat every BEAT_SECONDS shows nothing sooner
 RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as one that answers nobody
 RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish the rest
+MOST_UNREAD = 2**12  # messages that a worker may leave unread and still have its clients' wishes answered
 
 State = Literal["starting", "ready", "draining", "gone"]
 Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved", "dismissed"]
@@ -67,7 +68,7 @@ class Child:
         self.graph = ""
         self.reason: Reason = "died"
         self.must_listen = self.listens = False  # at gRPC's port
-        self.has_served = False  # whether it was given a connection, or a client
+        self.has_served = self.has_streams = False  # whether it was given a connection or a client; streams to read
         self.is_asked = False  # for its figures
         self.started_at = monotonic()
         self.ready_at = 0.0
@@ -252,7 +253,9 @@ class Child:
                 self.answered, self.stats = message.answered, message.stats
             case figures.Gone() if message.slot in self.connections:
                 pass
-            case figures.Event() | figures.Snapshot() | figures.Control():
+            case figures.Event() | figures.Snapshot() if self.has_streams:
+                pass
+            case figures.Control() if self.is_serving and self._channel.unsent < MOST_UNREAD:
                 pass
             case _:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")

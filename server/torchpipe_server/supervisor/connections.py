@@ -140,7 +140,7 @@ class Connections:
             with suppress(OSError):
                 is_written = self._sockets[slot].send(reply) == len(reply)
             if is_written and request.is_last and not self._is_ending:
-                self._fallback_server.adopt(self._borrow(slot), slot, self.journal.entry(slot), is_answered=True)
+                self._give_to_fallback(slot, is_answered=True)
                 return True
             is_lost = is_lost or not is_written
         if is_lost or self._is_ending:
@@ -207,12 +207,10 @@ class Connections:
             logger.error("a connection cannot be handed over: %s", error)
             self.gone(child, slot, True)
 
-    def _give_to_fallback(self, slot: int) -> None:
-        """Answer its requests with errors until there is a worker."""
-        self._fallback_server.adopt(self._borrow(slot), slot, self.journal.entry(slot))
-
-    def _borrow(self, slot: int) -> _Borrowed:
-        return _Borrowed(fileno=self._sockets[slot].fileno())
+    def _give_to_fallback(self, slot: int, is_answered: bool = False) -> None:
+        """Answer its requests with errors until there is a worker, or close it where its last one ``is_answered``."""
+        sock = _Borrowed(fileno=self._sockets[slot].fileno())
+        self._fallback_server.adopt(sock, slot, self.journal.entry(slot), is_answered=is_answered)
 
     def _left(self, slot: int, is_closed: bool) -> None:
         if is_closed:

@@ -130,10 +130,7 @@ class Fleet:
         if all(engine.is_ready for engine in generation.engines):
             generation.has_started_workers = True
         for slot in generation.workers if generation.has_started_workers else generation.engines:
-            self._start(slot)
-
-    def _start(self, slot: WorkerSlot) -> None:
-        self._forker.fork(slot)
+            self._forker.fork(slot)
 
     def _wants(self, slot: WorkerSlot) -> bool:
         """Whether it belongs to a generation that serves or is to serve; for any thread."""
@@ -155,7 +152,7 @@ class Fleet:
         elif self._wants(slot):
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
                 self._count_restart(slot, "failed_start")
-                self._loop.call_later(EXHAUSTED_DELAY, self._start, slot)  # no fault of the worker's, however often
+                self._loop.call_later(EXHAUSTED_DELAY, self._forker.fork, slot)  # not the worker's fault
             else:
                 self._failed_start(slot)
 
@@ -294,7 +291,7 @@ class Fleet:
             # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
             self._count_restart(slot, child.reason)
             slot.pauses = 0
-            self._start(slot)
+            self._forker.fork(slot)
         elif child.failure and not self.has_begun:
             self._on_failure(child.failure)  # what a configuration lacks, it lacks at the next attempt too
         elif child.ready_at:
@@ -313,7 +310,7 @@ class Fleet:
     def _pause(self, slot: WorkerSlot) -> None:
         """Another attempt, later each time."""
         slot.pauses += 1
-        self._loop.call_later(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)), self._start, slot)
+        self._loop.call_later(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)), self._forker.fork, slot)
 
     def _failed_start(self, slot: WorkerSlot) -> None:
         """Another attempt, unless enough in a row have failed."""

@@ -130,11 +130,12 @@ class SharedStreams:
         self._given = {child: {name: self._tables[name] for name in each} for child, each in names.items()}
         self._readers = {name: child for child, each in names.items() for name in each}
         for name in [name for name in self._asked if self._readers.get(name) is not before.get(name)]:
-            self._answer(name, NoStreamError("unavailable", f"another worker reads {name!r} now"))
+            self._answer(name, NoStreamError("unavailable", f"its worker no longer reads {name!r}"))
         # NOTE: those that only lose some come first: a device can be opened once.
         for child in sorted(names, key=lambda child: bool(self._given[child].keys() - given.get(child, {}).keys())):
             tables = self._given[child]
             if tables != given.get(child, {}):
+                child.has_streams = True
                 child.send("streams", file=self._file, tables=tables)
             if tables:
                 self._watch(child)

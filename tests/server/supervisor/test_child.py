@@ -20,6 +20,7 @@ from kit.waits import WAIT, eventually
 from test_figures import ONE
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
+from torchpipe_server.supervisor import child as module
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked
@@ -111,17 +112,23 @@ def test_what_a_worker_says_in_order_is_taken(subject: Subject) -> None:
     for slot in (3, 4):
         subject.say({"type": "gone", "slot": slot, "is_closed": slot == 3})
     subject.say({"type": "stats", "stats": ONE})
+    subject.child.has_streams = True
+    subject.say(CONTROL, EVENT)
     subject.say({"type": "end", "answered": True, "stats": ONE})
     assert (subject.child.answered, subject.child.stats["inflight"]) == (True, 1)
     assert subject.process.poll() is None
 
 
+CONTROL = {"type": "control", "id": 0, "action": "index", "name": ""}
+EVENT = {"type": "event", "stream": "yard", "data": "{}", "missed": 0}
 HOSTILE = {
     "no JSON": b"\xff\xff\n",
     "ready again": b'{"type": "ready", "graph": ""}\n',
     "failed when ready": b'{"type": "failed", "message": ""}\n',
     "another's connection": b'{"type": "gone", "slot": 5, "is_closed": true}\n',
     "figures nobody asked for": json.dumps({"type": "stats", "stats": ONE}).encode() + b"\n",
+    "an event without streams": json.dumps(EVENT).encode() + b"\n",
+    "a snapshot without streams": b'{"type": "snapshot", "stream": "yard", "jpeg": "", "problem": ""}\n',
     "a line without end": b"x" * (LINE_BYTES + MEBIBYTE),
 }
 
@@ -137,6 +144,20 @@ def test_a_worker_that_says_what_none_says_is_ended(subject: Subject, name: str)
             turn(subject.loop)
     eventually(subject.is_ended)
     assert subject.process.wait(WAIT) < 0
+
+
+@pytest.mark.parametrize(("state", "unread"), [("starting", 0), ("ready", 1000)])
+def test_a_wish_of_a_client_is_out_of_place(
+    subject: Subject, state: module.State, unread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a worker that serves nobody yet, and of one that reads no answers."""
+    monkeypatch.setattr(module, "MOST_UNREAD", 100)
+    subject.child.state = state
+    for _ in range(unread):
+        subject.child.send("outcome", id=0, status=200, body={"models": ["x" * 1000]})
+    subject.say(CONTROL)
+    eventually(subject.is_ended)
+    assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
 
 
 def test_descriptors_of_a_worker_are_not_taken(subject: Subject) -> None:

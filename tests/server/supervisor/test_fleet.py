@@ -36,7 +36,7 @@ class Fleets:
     def make(self, tables: Any = SHARED, **options: Any) -> Fleet:
         connections = mock.Mock(journal=self.journal, died=lambda child: 0)
         fleet = Fleet(self.loop, Options("test", **options), connections, tables, lambda: tables, self.failed.append)
-        fleet._start = lambda worker: self.started.append(worker.index)  # type: ignore[method-assign]
+        fleet._forker.fork = lambda slot: self.started.append(slot.index)  # type: ignore[method-assign]
         return fleet
 
     def die(self, fleet: Fleet, slot: WorkerSlot, **changes: Any) -> None:

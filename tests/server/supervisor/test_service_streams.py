@@ -57,6 +57,7 @@ class Reader:
         self.stats: dict[str, Any] = {}
         self.given: list[str] | None = None
         self.watched: list[str] = []
+        self.has_streams = False
 
     def send(self, type_: str, **fields: Any) -> None:
         if type_ == "streams":
@@ -86,6 +87,7 @@ def test_each_stream_has_one_reader_and_stays_there() -> None:
         assert sorted(chain(*given)) == (names if count else [])
         assert max(map(len, given), default=3) - min(map(len, given), default=3) <= 1
         assert {each["worker"] for each in shared.figures({}).values()} == ({0} if workers else {None})
+    assert all(reader.has_streams for reader in readers)
     loop.close()
 
 
