@@ -257,6 +257,11 @@ def test_an_ensemble_of_ensembles_is_left_out(capsys: pytest.CaptureFixture[str]
     assert sorted(path.name for path in Path("out").iterdir()) == ["alone.toml", "inner.toml"]
 
 
+def test_nothing_serves_an_ensemble_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    ensemble("loop", tensors("input", "IN"), tensors("output", "OUT"), step("loop", {"IN": "IN"}, {"OUT": "OUT"}))
+    assert "models: no model that can be written by itself" in refused(capsys)
+
+
 @pytest.mark.parametrize(
     ("config", "steps", "problem"),
     [

@@ -113,6 +113,8 @@ def run_from_triton(args: argparse.Namespace) -> int:
         print(f"{name}: not written\n  {problem}")
     for name in sorted(owners):
         print(f"{name}: a node of {owners[name]}, not a model by itself")
+    if not files:
+        raise ToolError(f"{args.repository}: no model that can be written by itself")
     for path in codes:
         import_code(path)
     for file in files:
