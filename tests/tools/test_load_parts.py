@@ -17,7 +17,7 @@ from torchpipe_py.tools.load import compare, judge, run, wire
 from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_load, poisson_times, rate_of, read_replay
 from torchpipe_py.tools.load.client import LagMeter, _Selector
 from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
-from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, collect
+from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, Tally, collect, error_name
 from torchpipe_py.tools.load.report import search_line
 from torchpipe_py.tools.report import ToolError
 
@@ -109,6 +109,15 @@ def test_answers_in_pieces(speaks: Any, reply: bytes) -> None:
 def test_replies_to_something_else_are_refused(speaks: Any, reply: bytes, why: str) -> None:
     with pytest.raises(wire.ReplyError, match=why):
         speaks.answers(reply, 8, 1)
+
+
+@pytest.mark.parametrize("body", [b"\x1b[2Jgone\n", rb'{"code": "\u001b[2Jgone", "error": "\u001b[2Jgone"}'])
+def test_what_a_service_says_does_not_reach_the_terminal_as_it_is(body: bytes) -> None:
+    reply = b"HTTP/1.1 500 \r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    (error,), tally = wire.HttpWire("host", "/infer").answers(reply, 0, 1), Tally()
+    tally.count(error_name(error), error, 1)
+    assert list(tally.examples.values()) == ["?[2Jgone"]
+    assert "\x1b" not in "".join(tally.errors)
 
 
 # --- replay files

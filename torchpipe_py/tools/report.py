@@ -40,6 +40,11 @@ def clip(text: str, width: int = WIDTH) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
+def printable(text: str) -> str:
+    """``text`` on one line, with '?' for each character that a terminal would not show."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int = 0) -> list[str]:
     """Rows as lines: first column, at least ``least`` wide, and last one to the left, those between to the right."""
     lines = [*([heads] if heads else []), *rows]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.errors import BackendError, TorchpipeError, first_line
+from torchpipe_py.tools.report import printable
 
 NO_REPLY = -1  # in place of the number of images with a result: the call ended without a reply
 
@@ -100,9 +101,11 @@ class Tally:
 
     def count(self, name: str, error: Any, images: int) -> None:
         """So many images failed with this error."""
+        name = printable(name)
         self.errors[name] += images
         if name not in self.examples:
-            self.examples[name] = str(getattr(error, "message", None) or first_line(error)).strip().split("\n", 1)[0]
+            message = str(getattr(error, "message", None) or first_line(error)).strip().split("\n", 1)[0]
+            self.examples[name] = printable(message)
 
     def add(self, other: Tally) -> None:
         """What others have counted."""

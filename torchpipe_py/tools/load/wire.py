@@ -22,7 +22,7 @@ from thriftpy2.transport.memory import TCyMemoryBuffer
 
 from torchpipe_py.errors import counted
 from torchpipe_py.tools.load.records import Answer, error_name
-from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.report import ToolError, printable
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
@@ -254,8 +254,9 @@ async def probe(endpoint: Endpoint) -> None:
     try:
         (answer,) = await connection.call(_PROBE_NUMBER, 0, endpoint.wire.probe())
     except Exception as error:
-        raise ToolError(f"{endpoint} does not answer {endpoint.wire}: {error_name(error)}: {error}") from error
+        problem = printable(f"{error_name(error)}: {error}")
+        raise ToolError(f"{endpoint} does not answer {endpoint.wire}: {problem}") from error
     finally:
         connection.close()
     if _MONITORING in str(answer):
-        raise ToolError(f"{endpoint}: {answer}")
+        raise ToolError(f"{endpoint}: {printable(str(answer))}")

@@ -19,7 +19,7 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.parity import figures
 from torchpipe_py.tools.parity.figures import Compared, Prediction
 from torchpipe_py.tools.parity.results import Pixels, Unusable, is_class, read_pixels, read_prediction, refusal
-from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.report import ToolError, printable
 
 Data = dict[str, Any]
 
@@ -155,9 +155,8 @@ def read_images(img_dir: str, paths: Sequence[Path]) -> tuple[list[str], list[Da
 
 
 def shown_name(path: Path) -> str:
-    """The path with '/', on one line, and without what UTF-8 cannot say."""
-    text = path.as_posix().encode("utf-8", "replace").decode("utf-8")
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    """The path with '/', on one line."""
+    return printable(path.as_posix())
 
 
 class PipeRunner:
