@@ -32,6 +32,8 @@ LIBRARIES = (
     ("uvloop", "uvloop", "server", "a faster event loop; asyncio's is used without it"),
     ("prometheus_client", "prometheus_client", "server", "/metrics"),
     ("psutil", "psutil", "server", "torchpipe load"),
+    ("grpc", "grpcio", "grpc", "--grpc-port"),
+    ("google.protobuf", "protobuf", "grpc", "--grpc-port"),
     ("tensorrt", "tensorrt", "tensorrt", "TensorrtTensor: building and running engines"),
     ("tensorrt_lean", "tensorrt-lean-cu13-bindings", "", "TensorrtTensor: running version-compatible engines"),
     ("torchvision", "torchvision", "tensorrt", "torchpipe export NAME, decoding by nvJPEG"),

@@ -45,15 +45,15 @@ def _declared(signature: Signature | None) -> dict[str, list[dict[str, Any]]]:
     if signature is None:
         return {"inputs": [], "outputs": []}
     return {
-        "inputs": _tensors(signature.inputs) or _undeclared(TASK_DATA_KEY),
-        "outputs": _tensors(signature.outputs) or _undeclared(TASK_RESULT_KEY),
+        "inputs": _tensors(signature.inputs) or _undeclared(TASK_DATA_KEY, [-1, 1]),
+        "outputs": _tensors(signature.outputs) or _undeclared(TASK_RESULT_KEY, [-1]),
     }
 
 
-def _undeclared(name: str) -> list[dict[str, Any]]:
+def _undeclared(name: str, shape: list[int]) -> list[dict[str, Any]]:
     """Where the backends do not say: bytes, and JSON for what is neither numbers nor a text."""
     parameters = {"declared": False, "content_type": "application/json"}
-    return [{"name": name, "datatype": BYTES, "shape": [-1, 1], "parameters": parameters}]
+    return [{"name": name, "datatype": BYTES, "shape": shape, "parameters": parameters}]
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
