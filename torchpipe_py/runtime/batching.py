@@ -111,7 +111,7 @@ class BatchQueue:
             if bucket[size - 1].priority:
                 normal = _normal(bucket, size)
                 if now - self._normal_at < RequestQueue.AGING:
-                    # NOTE: unknown is not filled up: by larger batches alone each would be as large for ever.
+                    # NOTE: unknown is not filled up: by larger batches alone each would stay as large.
                     is_aged = bucket[normal].arrived + RequestQueue.AGING <= now
                     factor = 2 if is_aged or not normal else FILLED
                     seconds = factor * (times.known(max(1, normal), now) or 0.0)

@@ -18,9 +18,9 @@ from torchpipe_server.front.loop import Loop
 logger = logging.getLogger("torchpipe_server")
 
 _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
-_RECEIVE_BYTES = 2**18
+_RECEIVE_BYTES = 2**14  # in a round of the loop, which answers nobody else meanwhile
 _DESCRIPTORS = 64  # at most in one receive, of a side that is trusted
-_LAST_RECEIVES = 16  # more than the system keeps of a process that has ended
+_LAST_RECEIVES = 256  # more than the system keeps of a process that has ended
 LINE_BYTES = 8 * 2**20  # of a message of the side that is not trusted
 WITH_DESCRIPTOR = b"+"  # before a message that a descriptor belongs to
 

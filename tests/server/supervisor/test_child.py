@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,21 @@ def test_a_wish_of_a_client_is_out_of_place(
     subject.say(CONTROL)
     eventually(subject.is_ended)
     assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
+
+
+def test_a_worker_that_sends_much_leaves_time_for_others(subject: Subject) -> None:
+    rounds: list[int] = []
+    heard: list[Any] = []
+    subject.child._on_message = lambda child, message: heard.append(message)
+
+    def count() -> None:
+        rounds.append(len(heard))
+        subject.loop.call_soon(count)
+
+    subject.loop.call_soon(count)
+    subject.sock.sendall((json.dumps(CONTROL).encode() + b"\n") * 1000)
+    eventually(lambda: (turn(subject.loop), len(heard) == 1000)[1])
+    assert max(after - before for before, after in pairwise(rounds)) < 300
 
 
 def test_descriptors_of_a_worker_are_not_taken(subject: Subject) -> None:
