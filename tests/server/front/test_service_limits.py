@@ -402,6 +402,18 @@ def test_a_client_is_not_idle_while_it_waits_for_its_answer(register: Register, 
         client.ping()
 
 
+def test_refusals_do_not_wait_for_the_next_round_and_come_in_order(length, monkeypatch) -> None:
+    head = b"GET /%s HTTP/1.1\r\nHost: test\r\n%s\r\n"
+    with serving(length) as server, connect(server.port) as sock:
+        monkeypatch.setattr(server.server, "answer", lambda *answer: None)  # takes answers for the next round
+        sock.sendall(
+            b"".join(head % (name, b"") for name in (b"one", b"two")) + head % (b"end", b"Connection: close\r\n")
+        )
+        answer = b"".join(iter(lambda: sock.recv(2**16), b""))
+    assert [answer.count(b"no /" + name) for name in (b"one", b"two", b"end")] == [1, 1, 1]
+    assert answer.index(b"/one") < answer.index(b"/two") < answer.index(b"/end")
+
+
 # -- what must not end the I/O thread -------------------------------------------------------------------------------
 
 
