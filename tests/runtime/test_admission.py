@@ -158,9 +158,11 @@ def test_a_known_patience_follows_those_that_leave_and_is_forgotten() -> None:
     assert judged(patience, 101) > grown, "it left early"
     patience.left(0.2)
     assert judged(patience, 102) > grown, "it left so late that the others may wait longer"
-    assert judged(patience, 103, left=1) < judged(patience, 104)
-    shrunk = judged(patience, 105, left=1)
-    windows = [judged(patience, 106 + window) for window in range(3 * Patience.WITHIN)]
+    assert judged(patience, 103, left=3) < judged(patience, 104)
+    few = [judged(patience, 105 + window, left=window % 4 == 0) for window in range(40)]
+    assert few == sorted(few), "one of 32 clients left, which is less than the share"
+    shrunk = judged(patience, 145, left=3)
+    windows = [judged(patience, 146 + window) for window in range(3 * Patience.WITHIN)]
     assert windows[Patience.WITHIN - 1] == pytest.approx(shrunk * Patience.GROWTH**Patience.WITHIN)
     assert windows[-1] == math.inf, "clients that do not leave must not be refused for minutes"
 

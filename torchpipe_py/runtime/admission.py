@@ -167,14 +167,15 @@ class Patience:
     The estimate is set if at least ``SEEN`` clients left within ``WITHIN`` windows, in ``WINDOWS`` of them or more
     (many that close at once, as a load tester does at its end, mean nothing, nor do several load testers), and they
     are more than ``MOST`` of the clients that waited as long as their median: it is that median, at least ``LEAST``.
-    Then it shrinks if more than ``SHARE`` of a window's clients left after about as long, from half of it to twice;
-    else it grows, since it is unknown how much longer the others would wait: by ``GROWTH`` a window, and by ``HEALING``
+    Then it shrinks if more than ``SHARE`` of the clients left after about as long, from half of it to twice: each time
+    that more than ``CHANCE`` have left beyond that share, since a single one exceeds it in a small window.
+    Else it grows, since it is unknown how much longer the others would wait: by ``GROWTH`` a window, and by ``HEALING``
     once ``WITHIN`` windows have not shrunk it: the clients that left are gone. Above ``FORGOTTEN`` it is dropped.
     A window is ``WINDOW`` seconds and ``SEEN`` requests.
     """
 
     WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 10, 100, 0.5, 0.01
-    SHARE, SHRINKING, GROWTH, HEALING, FORGOTTEN = 0.05, 0.95, 1.005, 1.1, 60.0
+    SHARE, CHANCE, SHRINKING, GROWTH, HEALING, FORGOTTEN = 0.05, 2, 0.95, 1.005, 1.1, 60.0
     MARGIN = 0.85
     """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
@@ -188,6 +189,7 @@ class Patience:
         self._admitted = 0
         self._age = 0  # in windows, of the current observation, or since the estimate was set or shrank
         self._windows = self._seen = 0  # windows in which clients left, and clients that had left by the last one
+        self._beyond = 0.0  # clients that left beyond ``SHARE`` of all
         self._until = -math.inf
 
     @property
@@ -217,8 +219,11 @@ class Patience:
                 self._learn()
             else:
                 left, self._left = self._left, []
-                if sum(1 for each in left if 0.5 <= each / self._seconds < 2) > self.SHARE * count:
-                    self._seconds, self._age = max(self.LEAST, self.SHRINKING * self._seconds), 0
+                leaving = sum(1 for each in left if 0.5 <= each / self._seconds < 2)
+                self._beyond = max(0.0, self._beyond + leaving - self.SHARE * count)
+                if self._beyond > self.CHANCE:
+                    self._seconds = max(self.LEAST, self.SHRINKING * self._seconds)
+                    self._age, self._beyond = 0, 0.0
                 else:
                     growth = self.GROWTH if self._age < self.WITHIN else self.HEALING
                     self._seconds = growth * self._seconds if self._seconds < self.FORGOTTEN else math.inf
