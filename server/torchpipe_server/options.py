@@ -167,13 +167,14 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     parser.add_argument("config", help="TOML file of the pipeline, or a folder of them: NAME.toml, NAME/2.toml")
     for option in _SETTINGS:
-        kind = type(option.default)
-        how: dict[str, Any] = {"default": option.default, "metavar": "X", "type": kind}
-        if kind is bool:
+        how: dict[str, Any] = {"default": option.default, "metavar": "X", "type": type(option.default)}
+        if isinstance(option.default, bool):
             how = {"action": "store_true"}
         elif option.name == "import_code":
             how["action"] = _Join
         parser.add_argument(_flag(option), dest=option.name, help=_help(option), **how)
+    # NOTE: the former name of --import, which scripts still give.
+    parser.add_argument("--import-code", dest="import_code", action=_Join, default="", help=argparse.SUPPRESS)
     options = Options(**vars(parser.parse_args(argv)))
     for option in _SETTINGS:
         problem = _problem(option.metadata, getattr(options, option.name))

@@ -28,3 +28,7 @@ def test_a_flag_of_another_server_is_named_as_it_is_here(
     with pytest.raises(SystemExit, match="2"):
         parse_options(given)
     assert hint in capsys.readouterr().err
+
+
+def test_the_former_name_of_import_adds_to_its_list() -> None:
+    assert parse_options(["a.toml", "--import", "a", "--import-code", "b"]).import_code == "a,b"
