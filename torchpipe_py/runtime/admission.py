@@ -175,7 +175,7 @@ class Patience:
     """
 
     WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 10, 100, 0.5, 0.01
-    SHARE, CHANCE, SHRINKING, GROWTH, HEALING, FORGOTTEN = 0.05, 2, 0.95, 1.005, 1.1, 60.0
+    SHARE, CHANCE, SHRINKING, GROWTH, HEALING, FORGOTTEN = 0.05, 2, 0.95, 1.002, 1.1, 60.0
     MARGIN = 0.85
     """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
