@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop
 from multiprocessing import reduction
 from struct import Struct
 from typing import Any
@@ -104,7 +105,9 @@ class Journal:
             for index in indexes
             if streams[index] == CLEAN and works[index] == IDLE and (requests[index] != _NO_REQUEST) is has_asked
         ]
-        for time, index in sorted(idle):
+        heapify(idle)  # NOTE: mostly one is wanted, and a flood of newcomers has this done often
+        while idle:
+            time, index = heappop(idle)
             now = self.is_idle(index), view[index * SLOT_BYTES + 2] != _NO_REQUEST, self._times[index]
             if now == (True, has_asked, time):
                 yield index
