@@ -343,7 +343,7 @@ class Deadlines:
         self._pipe, self._longest_ms = run, longest_ms
 
     @property
-    def refuse(self) -> bool:
+    def is_refusing(self) -> bool:
         """Whether requests were refused just now, so that it pays to check the next one before its inputs are read."""
         return bool(self._pipe.is_refusing)
 
