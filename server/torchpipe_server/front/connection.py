@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any
@@ -366,10 +367,8 @@ class Connection(asyncio.BufferedProtocol):
         """Close it: the client is gone. What is still queued is not computed."""
         if self.state is CLOSED:
             return
-        try:
+        with suppress(OSError):  # the client was faster
             self.sock.shutdown(socket.SHUT_RDWR)  # others hold copies of it
-        except OSError:
-            pass  # the client was faster
         call = self._let_go()
         if call is not None:
             call.cancel()

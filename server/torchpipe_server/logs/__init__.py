@@ -13,8 +13,7 @@ from torchpipe_server.options import Options
 def set_up_logging(options: Options) -> None:
     """Everything goes where stderr leads now, in the form and from the level on that the options say."""
     formatter = JsonFormatter() if options.log_format == "json" else TextFormatter()
-    handler = QueuedHandler(os.dup(2), formatter)
-    logging.basicConfig(level=options.log_level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=options.log_level.upper(), handlers=[QueuedHandler(os.dup(2), formatter)], force=True)
 
 
 def dropped_lines() -> int:
