@@ -70,7 +70,7 @@ def test_check_takes_a_folder_of_models(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"torchpipe: {folder}: {NO_MODEL}\n"
     for name in ("a.toml", "b/2.toml"):
         (folder / name).write_text(GOOD, encoding="utf-8")
-    assert main(["check", str(folder)]) == 0
+    assert main(["check", str(folder / "a.toml"), str(folder / "b")]) == 0
     printed = capsys.readouterr().out
     assert all(f"{folder / name}: ok, " in printed for name in ("a.toml", "b/2.toml"))
     (folder / "a.toml").write_text("[", encoding="utf-8")

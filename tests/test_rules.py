@@ -807,7 +807,7 @@ def test_a_relative_path_is_looked_for_in_the_working_directory_then_beside_the_
     (tmp_path / "a.txt").write_text("here", "utf-8")
     assert result() == ("here", "b.txt")
     taken = "a.txt is in the working directory and beside the TOML file; the former is taken"
-    assert caplog.messages == [f"configs/good.toml: node 'a': {taken}"]
+    assert caplog.messages == [f"configs/good.toml: {taken}"]
     (folder / "b.txt").write_text("made earlier", "utf-8")
     assert result() == ("here", "configs/b.txt")
 

@@ -33,9 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
-    _add_config(check, "TOML file, or a folder of them, as torchpipe-serve takes it")
+    text = "TOML files, or folders of them, as torchpipe-serve takes it"
+    check.add_argument("configs", nargs="+", metavar="config", help=text)
+    _add_imports(check)
     check.add_argument("--streams", metavar="FILE", help="check this file of streams as well")
-    check.set_defaults(run=lambda args: _check(args.config, args.streams))
+    check.set_defaults(run=lambda args: _check(args.configs, args.streams))
     graph = commands.add_parser("graph", help="draw the graph of a configuration, without loading a model")
     _add_config(graph)
     kinds = "a page (.html), a picture (.svg) or Mermaid text (.mmd); default: print"
@@ -113,19 +115,23 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--import", dest="imports", metavar="CODE", action="append", help=text)
 
 
-def _check(config: str, streams: str | None) -> None:
-    is_folder, problems = os.path.isdir(config), Problems()
-    models = find_models(config) if is_folder else {"": {"": config}}
-    for file in [file for versions in models.values() for file in versions.values()]:
+def _check(configs: Sequence[str], streams: str | None) -> None:
+    problems = Problems()
+    for config in configs:
         with problems.gathered():
-            _check_file(file)
+            models = find_models(config) if os.path.isdir(config) else {"": {"": config}}
+            if not models:
+                raise ConfigError(f"{config}: {NO_MODEL}")
+            for file in [file for versions in models.values() for file in versions.values()]:
+                with problems.gathered():
+                    _check_file(file)
     problems.raise_all()
-    if not models:
-        raise ConfigError(f"{config}: {NO_MODEL}")
     if streams is not None:
         from torchpipe_py.streams.config import read_streams
 
-        pipeline = plan_pipeline(parse_folder(config) if is_folder else config)
+        if len(configs) > 1:
+            raise ConfigError("--streams: goes with one configuration")
+        pipeline = plan_pipeline(parse_folder(config) if os.path.isdir(config) else config)
         print(f"{streams}: ok, {counted(len(read_streams(streams, pipeline)), 'stream')}")
 
 

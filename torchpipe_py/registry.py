@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.metadata import entry_points
 from itertools import islice
 from pathlib import Path
@@ -150,7 +151,7 @@ class Registry:
         elif name in self._backends:
             cls = self._backends[name]
         else:
-            point = next((point for point in self._installed() if point.name == name), None)
+            point = next((point for point in self._installed if point.name == name), None)
             if point is None:
                 return None
             cls = _as_class(point.load(), name)
@@ -181,7 +182,7 @@ class Registry:
 
     def backend_names(self) -> list[str]:
         """Every name that can stand in an expression, aliases and installed packages' backends included."""
-        return sorted({*BUILT_IN_BACKENDS, *ALIASES, *self._backends, *(point.name for point in self._installed())})
+        return sorted({*BUILT_IN_BACKENDS, *ALIASES, *self._backends, *(point.name for point in self._installed)})
 
     def backends_with(self, key: str) -> list[str]:
         """Those of this package that have a parameter of this name, at most three."""
@@ -203,6 +204,7 @@ class Registry:
         """Every name ``postprocessor = …`` takes."""
         return sorted({*BUILT_IN_POSTPROCESSORS, *self._postprocessors})
 
+    @cached_property
     def _installed(self) -> Iterable[Any]:
         return self._entry_points(group=ENTRY_POINT_GROUP)
 

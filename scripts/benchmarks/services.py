@@ -24,7 +24,7 @@ from benchmarks.common import REPOSITORY, Load, python
 from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, node_figures
 
 MIB = 2**20
-_WARMUP = ["--warmup", "5"]  # the default, 50 calls of each client, takes longer than a slice of a second
+_WARMUP = ["--warmup", "5"]  # the default, 5 % of a slice of a second, is one call of each client
 _START_SECONDS = 600.0  # engines may have to be built
 _END_SECONDS = 30.0
 _REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end

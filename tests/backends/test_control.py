@@ -104,11 +104,18 @@ def test_no_rows_are_an_empty_list(register: Register, array: Any) -> None:
     assert data["result"] == []
 
 
-@pytest.mark.parametrize("array", [np.array(1), torch.tensor(1)])
-def test_what_has_no_rows_is_refused(register: Register, array: Any) -> None:
+@pytest.mark.parametrize(
+    ("array", "shown"),
+    [
+        (np.array(1), "ndarray of no dimension"),
+        (torch.tensor(1), "Tensor of no dimension"),
+        (np.zeros((4, 5, 3), np.uint8), "an image of 4x5x3; split names the keys that hold lists"),
+    ],
+)
+def test_what_has_no_rows_is_refused(register: Register, array: Any, shown: str) -> None:
     found = ask(graph("MapReduce", register), array)[0]["error"]
     assert type(found) is InvalidRequest
-    assert str(found).endswith(f"found {type(array).__name__} of no dimension")
+    assert str(found).endswith(f"found {shown}")
 
 
 def test_an_array_of_many_rows_is_refused_before_they_are_made(register: Register) -> None:

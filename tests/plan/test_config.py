@@ -141,7 +141,7 @@ def test_files_that_are_none(tmp_path: Path, content: Any, problem: str) -> None
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("config.yaml", "config.yaml: expected a path ending in .toml"),
+        ("config.yaml", "config.yaml: no such file or folder; expected a path ending in .toml"),
         (3, "config: expected a path or a dict, got int"),
         ({}, "config: no node in it"),
         ({"global": {"instance_num": 1}}, "config: no node in it"),

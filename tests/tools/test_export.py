@@ -21,6 +21,7 @@ from torch import nn
 
 from torchpipe_py import parse_toml, pipe
 from torchpipe_py.cli import main
+from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.tools.export.models import count_classes, load_into, read_weights
 from torchpipe_py.tools.report import ToolError
 
@@ -71,7 +72,7 @@ def expected(model: nn.Module, mat: np.ndarray) -> torch.Tensor:
         return model(((pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None])[None])
 
 
-def test_from_weights_of_ones_own_to_pytorchs_results(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_custom_weights_to_pytorchs_results(folder: Path, capsys: Any, caplog: Any) -> None:
     model = tiny(5, seed=3)
     saved(folder / "mine.pt", {"model": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}})
     (folder / "labels.txt").write_text("\n".join(LABELS), encoding="utf-8")
@@ -89,6 +90,10 @@ def test_from_weights_of_ones_own_to_pytorchs_results(folder: Path, capsys: pyte
     logits = [expected(model, mat) for mat in decoded]
     tables = parse_toml("moved/mine.toml")
     del tables["model"]["postprocessor"], tables["model"]["labels"]
+    plan_pipeline("moved/mine.toml")
+    assert "exported" not in caplog.text
+    plan_pipeline({"backend": "OnnxTensor", "model": "moved/mine.onnx"})
+    assert caplog.text.count('was exported for mean = "102, 127.5, 153" and std = "51, 63.75, 76.5"') == 1
     with pipe(tables) as run, pipe("moved/mine.toml") as labelled:
         run(items := [{"data": jpeg} for jpeg in jpegs])
         labelled(named := [{"data": jpeg} for jpeg in jpegs])

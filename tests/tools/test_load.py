@@ -51,6 +51,7 @@ def test_every_image_is_sent_once_and_the_report_is_complete(serve: Serve, image
     counts = Counter(uuid[:4] for uuid in server.uuids)  # three calls of each client are for warming up
     assert counts == {"0000": 29, "0001": 29, "0002": 29, "0003": 28}
     assert len(set(server.uuids)) == 115
+    assert "12 calls before it, not counted (--warmup)" in done.stdout
     assert (report["images_sent"], report["images_answered"], report["images_ok"], report["calls"]) == (103,) * 4
     assert sum(report["images_ok_per_second"]) == report["latency_ms"]["count"] == 103
     assert report["accuracy"] == pytest.approx(0.75, abs=0.02)

@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,11 @@ def test_loads_by_rate_and_by_time() -> None:
     assert load.offered_rate == pytest.approx(100.0)
     assert load.offered_images() == [100, 100]
     load = make_load(options(arrivals="closed", rate=None, duration=2.0), 1)
-    assert (load.total, load.unsent(7), load.until) == (None, 0, 2 * SECOND)
+    assert (load.total, load.unsent(7), load.until, load.warmup_s) == (None, 0, 2 * SECOND, inf)
+    load = make_load(options(arrivals="closed", rate=None, duration=2.0, warmup=None), 1)
+    assert (load.plans[0].warmup, load.warmup_s) == (50, 0.1)
     load = make_load(options(arrivals="closed", rate=None, total_number=10), 1)
-    assert (load.total, load.unsent(7), load.until) == (10, 7, None)
+    assert (load.total, load.unsent(7), load.until, load.warmup_s) == (10, 7, None, inf)
 
 
 @pytest.mark.parametrize("rate", [5e-324, 1e-9])

@@ -283,11 +283,8 @@ class Binder:
             self._reads_beside = True
             return beside
         if beside != path and os.path.isfile(path) and os.path.isfile(beside) and not os.path.samefile(path, beside):
-            logger.warning(
-                "%s: %s is in the working directory and beside the TOML file; the former is taken",
-                self.node.place,
-                path,
-            )
+            both = f"{path} is in the working directory and beside the TOML file; the former is taken"
+            self.problems.doubt(f"{self.node.place.source}: {both}")
         if param.file and not os.path.isfile(path):
             folders = f"working directory: {os.getcwd()}"
             if beside != path:

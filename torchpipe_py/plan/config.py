@@ -226,7 +226,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Pr
         raise ConfigError(f"config: expected a path or a dict, got {type(config).__name__}")
     name = os.fspath(config)
     if not name.endswith(".toml"):
-        raise ConfigError(f"{name}: expected a path ending in .toml")
+        missing = "" if os.path.exists(name) else "no such file or folder; "
+        raise ConfigError(f"{name}: {missing}expected a path ending in .toml")
     return _pipeline(parse_toml(name), Place(name), problems)
 
 

@@ -36,7 +36,7 @@ LIBRARIES = (
     ("google.protobuf", "protobuf", "grpc", "--grpc-port"),
     ("tensorrt", "tensorrt", "tensorrt", "TensorrtTensor: building and running engines"),
     ("tensorrt_lean", "tensorrt-lean-cu13-bindings", "", "TensorrtTensor: running version-compatible engines"),
-    ("torchvision", "torchvision", "tensorrt", "torchpipe export NAME, decoding by nvJPEG"),
+    ("torchvision", "torchvision", "", "torchpipe export NAME, decoding by nvJPEG"),
     ("nvidia.nvimgcodec", "nvidia-nvimgcodec-cu13", "gpu", "decoding on the GPU with OpenCV's pixels"),
     ("simplejpeg", "simplejpeg", "gpu", "the check of JPEGs before a GPU decodes them"),
     ("cryptography", "cryptography", "encryption", "encrypted models"),

@@ -263,7 +263,7 @@ def add_load_options(parser: argparse.ArgumentParser, clients: str) -> None:
     add("--request_client", type=client, default=20, metavar="N", help=clients + default)
     add("--request_batch", type=client, default=1, metavar="N", help="images per call" + default)
     add("--total_number", type=images, default=DEFAULT_TOTAL, metavar="N", help="images to send in all" + default)
-    warmup = "calls per client, not counted; default 5 %%, 1 to 50"
+    warmup = "calls per client, not counted; default 5 %% of the calls or of --duration, 1 to 50"
     add("--warmup", type=at_least(0, MOST_IMAGES), metavar="N", help=warmup)
     labels = "count right answers: the label of circle/03.jpg and of circle_03.jpg is circle"
     add("--labels_from_names", action="store_true", help=labels)

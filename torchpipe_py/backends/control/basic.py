@@ -254,7 +254,7 @@ class FirstAvailable(Wrapper):
             self._chosen = child
             if self.config.instance == 0:
                 because = f" ({'; '.join(reasons)})" if reasons else ""
-                logger.warning("%s: using %s%s", self.config.label, child.config.label, because)
+                logger.info("%s: using %s%s", self.config.label, child.config.label, because)
             return
         raise BackendUnavailable(f"{self.config.label}: none is available: {'; '.join(reasons)}")
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from torchpipe_py.backends.base import Data, Graphs
 from torchpipe_py.backends.deferred import DeferredBackend
+from torchpipe_py.backends.model.inputs import is_image
 from torchpipe_py.backends.params import Param
+from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import (
     BackendError,
     ConfigError,
@@ -142,8 +144,8 @@ class MapReduce(Jump):
     gets a copy of the dict in which every key of ``split`` holds its element; afterwards every key of ``merge`` holds
     the list of the runs' values. With an empty ``split`` there is one run, on the unchanged dict. The ``error`` of the
     first element without a result becomes the request's, with the element's index. A run without result and error is a
-    defect. No elements give empty lists. ``InvalidRequest`` for a value without elements, and for lists of different
-    lengths.
+    defect. No elements give empty lists. ``InvalidRequest`` for a value without elements, for a Mat, and for lists of
+    different lengths.
     """
 
     split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists or arrays of the same length")
@@ -188,7 +190,9 @@ def _elements(data: Data, key: str) -> Sequence[Any]:
     if isinstance(value, (list, tuple)):
         return value
     found = type(value).__name__ if key in data else "no such key"
-    if is_array(value):
+    if is_image(value):
+        found = f"an image of {shown_dims(value.shape)}; split names the keys that hold lists"
+    elif is_array(value):
         if value.ndim and len(value) > MOST_ROWS:
             raise InvalidRequest(f"the {found} under {key!r} has {len(value)} rows to split; the limit is {MOST_ROWS}")
         if value.ndim:

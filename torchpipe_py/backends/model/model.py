@@ -14,7 +14,7 @@ from torchpipe_py.backends.image.mat import OF_MATS, name_color
 from torchpipe_py.backends.model import check, postprocess
 from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.inputs import looks_like_mat
-from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last
+from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last, noted_normalisation
 from torchpipe_py.backends.model.postprocess import Labelling
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
@@ -74,6 +74,9 @@ class ModelBackend(Backend):
             yield Remark("min", f"min = {least} is larger than max = {most}{default}")
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
+        if not (params["mean"] or params["std"]) and (noted := noted_normalisation(params["model"])):
+            text = f"{params['model']} was exported for {noted}; without them its scores are right only where something"
+            yield Remark("mean", f"{text} before normalises, and mean = 0 says so", is_doubt=True)
         yield from _declared_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):

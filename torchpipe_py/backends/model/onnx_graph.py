@@ -206,8 +206,12 @@ def _per_channel(
 # -- headers ----------------------------------------------------------------------------------------------------------
 
 # Of onnx.proto: fields of a model, of its graph, of a tensor, of an input or output, of its type, of a dimension.
+_METADATA, _KEY, _VALUE = 14, 1, 2
 _GRAPH, _INITIALIZER, _INPUT, _OUTPUT, _TENSOR_NAME = 7, 5, 11, 12, 8
 _NAME, _TYPE, _TENSOR_TYPE, _SHAPE, _DIM, _DIM_VALUE = 1, 2, 1, 2, 1, 1
+
+NORMALISATION = "torchpipe.normalisation"
+"""The key in a model's metadata."""
 
 Span = tuple[int, int]
 """Where something begins and ends in the file."""
@@ -229,6 +233,26 @@ def declared_tensors(path: str) -> tuple[list[TensorSpec], list[TensorSpec]]:
             return [spec for spec in inputs if spec.name not in constants], outputs
     except (OSError, ValueError, IndexError):  # it is empty, cut off, or something else
         return [], []
+
+
+def note_normalisation(path: str, mean: str, std: str) -> None:
+    """Write into the metadata of an ONNX file that its input is to be normalised by these values of a node."""
+    import onnx
+
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, {NORMALISATION: f'mean = "{mean}" and std = "{std}"'})
+    onnx.save(model, path)
+
+
+def noted_normalisation(path: str) -> str:
+    """What ``note_normalisation`` wrote; empty for any other file."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
+            noted = {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
+            return noted.get(NORMALISATION, "")
+    except (OSError, ValueError, IndexError):
+        return ""
 
 
 def has_channels_last(dims: Sequence[int | None]) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py import registry
+from torchpipe_py.backends.model.onnx_graph import note_normalisation
 from torchpipe_py.backends.model.postprocess import SoftmaxArgMax, SoftmaxCpu, SoftmaxMax, TopK, read_labels, uses
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.plan.build import plan_pipeline
@@ -77,6 +78,7 @@ def run_export(args: argparse.Namespace) -> int:
         if labels:
             made.labels.write_text("".join(f"{label}\n" for label in labels), encoding="utf-8")
         node = model_node(made, transform, bool(labels), args.postprocessor if postprocessor else "")
+        note_normalisation(str(made.model), node["mean"], node["std"])
         mean, std = (", ".join(f"{value:g}" for value in values) for values in (transform.mean, transform.std))
         text = to_toml(followed_by(tables, node), {**COMMENTS, "mean": f"255 * ({mean})", "std": f"255 * ({std})"})
         made.toml.write_text(f"# {title}\n\n{text}", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,8 @@ from torchpipe_py.tools.report import ToolError
 
 NS_PER_S = 1_000_000_000
 
-_LONGEST_WARMUP = 50
+_LONGEST_WARMUP = 50  # calls
+_WARMUP_PART = 20  # one of so many parts of the calls, and of a duration
 _CLOSED_CALLS_PER_S = 50_000  # more than one client can do: room for a closed loop whose length is given in seconds
 _LEAST_DELAY_S = 1.0
 _LATEST_FIRST_S = 3600.0
@@ -78,7 +80,7 @@ def make_plans(clients: int, batch: int, total: int, images: int, warmup: int | 
     plans = []
     for index in range(clients):
         share = total // clients + (index < total % clients)
-        warm = min(_LONGEST_WARMUP, max(1, -(-share // batch) // 20)) if warmup is None else warmup
+        warm = min(_LONGEST_WARMUP, max(1, -(-share // batch) // _WARMUP_PART)) if warmup is None else warmup
         plans.append(Plan(index, share, batch, warm, index * images // clients))
     return plans
 
@@ -205,12 +207,14 @@ class Load:
     """The plans, and for an open loop ``times``, when its calls are due.
 
     After ``until``, in ns since the start, nothing is sent any more; for a closed loop it is the run's length, or None.
+    A client that has made one warm-up call begins no other after ``warmup_s`` seconds.
     """
 
     plans: list[Plan]
     batch: int
     times: Times | None
     until: int | None
+    warmup_s: float
 
     @property
     def is_open(self) -> bool:
@@ -244,11 +248,12 @@ class Load:
 def make_load(options: argparse.Namespace, images: int) -> Load:
     """The load that the options ask for."""
     clients, batch, total = options.request_client, options.request_batch, options.total_number
+    warmup_s = (options.duration or math.inf) / _WARMUP_PART if options.warmup is None else math.inf
     if options.arrivals == "closed":
         until = None if options.duration is None else round(options.duration * NS_PER_S)
         if options.duration is not None:
             total = max(1, round(options.duration * _CLOSED_CALLS_PER_S)) * batch * clients
-        return Load(make_plans(clients, batch, total, images, options.warmup), batch, None, until)
+        return Load(make_plans(clients, batch, total, images, options.warmup), batch, None, until, warmup_s)
     times = cut(due_times(options), None if total is None else -(-total // batch), options.duration)
     calls = len(times)
     total = calls * batch if total is None else min(total, calls * batch)
@@ -261,4 +266,4 @@ def make_load(options: argparse.Namespace, images: int) -> Load:
     # An open loop may fall behind by half its length, but 1 s to the timeout, before it gives up.
     least = min(options.timeout, _LEAST_DELAY_S)
     behind = round(min(max(last / 2, least * NS_PER_S), options.timeout * NS_PER_S))
-    return Load(plans, batch, times, last + behind)
+    return Load(plans, batch, times, last + behind, warmup_s)

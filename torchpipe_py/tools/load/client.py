@@ -29,8 +29,6 @@ from torchpipe_py.tools.report import ToolError
 if TYPE_CHECKING:
     from torchpipe_py.tools.load.wire import Endpoint
 
-READY = "ready"
-
 _BROKEN_CALLS_IN_A_ROW = 10
 _LOOK_S = 0.25
 _GRACE_S = 1.0
@@ -223,15 +221,21 @@ class _ServiceClient(Client):
         self._endpoint, self._selector = endpoint, selector
         self._connection: Any = None
 
-    async def warm_up(self) -> None:
-        """Connect and make the plan's calls, not counted, until one fails. Raises ``OSError`` without a connection."""
+    async def warm_up(self, seconds: float) -> int:
+        """Connect and make the plan's calls that are not counted, until one fails or ``seconds`` are over.
+
+        Returns how many were made. Raises ``OSError`` without a connection.
+        """
         await self._connect()
-        for _ in range(self.plan.warmup):
+        made, until = 0, time.perf_counter() + seconds
+        while made < self.plan.warmup and (not made or time.perf_counter() < until):
+            made += 1
             try:
                 await self._call(*self.next_call(self.plan.batch))
             except Exception:
                 await self._connect()
-                return
+                break
+        return made
 
     async def work(self, times: Iterable[int] | None, start: int, until: int | None) -> int:
         """The plan's share, or as much of it as goes out before ``until``; returns how many images it gave up.
@@ -294,7 +298,7 @@ class _Child:
     channel: Channel
 
     def receive(self) -> Any:
-        """The process's next message, None if it died: ``READY`` or why it is not; then its tally."""
+        """The process's next message, None if it died: its warm-up calls or why it cannot start; then its tally."""
         try:
             return self.channel.recv()
         except (EOFError, OSError):
@@ -332,12 +336,18 @@ class ClientProcesses:
     def pids(self) -> list[int]:
         return [child.process.pid for child in self._children]
 
-    def wait_ready(self) -> None:
-        """Until every client is connected and warm; ``ToolError`` with the first reason why one is not."""
+    def wait_ready(self) -> int:
+        """Wait until every client is connected and warm; returns the calls made for that.
+
+        Raises ``ToolError`` with the first reason why one is not.
+        """
+        calls = 0
         for child in self._children:
             message = child.receive()
-            if message != READY:
+            if not isinstance(message, int):
                 raise ToolError(message or "a client process died before the start")
+            calls += message
+        return calls
 
     def run(self, progress: Callable[[int], None]) -> Outcome:
         """Start the clients and wait for them all; ``progress`` gets the number of images sent, now and then.
@@ -402,13 +412,13 @@ class ClientProcesses:
         tally, loop = Tally(), asyncio.get_running_loop()
         clients = [_ServiceClient(self._endpoint, selector, plan, self._payload, log, tally) for plan in plans]
         try:
-            await asyncio.gather(*(client.warm_up() for client in clients))
+            calls = await asyncio.gather(*(client.warm_up(self._load.warmup_s) for client in clients))
         except OSError as error:
             hint = "; use fewer clients (--request_client), or allow more files (ulimit -n)"
             more = hint if error.errno in (errno.EMFILE, errno.ENFILE) else ""
             channel.send(f"{len(plans)} clients cannot all connect to the service: {error.strerror}{more}")
             return
-        channel.send(READY)
+        channel.send(sum(calls))
         start = channel.recv()
         if start is None:
             return

@@ -160,6 +160,7 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         (tested[0], tested[1].format_map(settings)),
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
         ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call"),
+        ("warm-up", f"{counted(report['warmup_calls'], 'call')} before it, not counted (--warmup)"),
         ("images", "{images_sent} sent, {images_answered} answered, {images_ok} with a result".format_map(report)),
         ("window", f"{report['window_s']:.3f} s"),
         ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
@@ -186,6 +187,8 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("per second", " ".join(map(str, images[:60])) + more))
     rows += [("WARNING", warning) for warning in report["warnings"]]
     verdict = f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"
+    if report.get("tester_limited"):
+        verdict = "valid for the SLO alone: the other figures measure the tester, too"
     if not report["valid"]:
         verdict = "INVALID: it measures the tester itself"
     if report["interrupted"]:

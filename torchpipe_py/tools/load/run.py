@@ -95,7 +95,8 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
         records = collect(outcome.logs, outcome.released)
         report = make_report(outcome, records, about, cpu, limits, args.labels_from_names)
         nodes = measure.node_figures(before, run.stats(), use.wall)
-        return report | {"tester_share_of_clients": outside, "nodes": nodes}
+        calls = sum(plan.warmup for plan in plans)
+        return report | {"warmup_calls": calls, "tester_share_of_clients": outside, "nodes": nodes}
     finally:
         clients.stop()
         run.close(_CLOSE_S)
@@ -182,7 +183,7 @@ class LoadRunner:
         clients = ClientProcesses(load, self._endpoint, self._payload)
         cpu = measure.CpuMeter(server, clients.pids)
         try:
-            clients.wait_ready()
+            warmup_calls = clients.wait_ready()
             gpu.start()
             self._service.start()
             with progress_of(load.total, options.progress) as show:
@@ -196,7 +197,7 @@ class LoadRunner:
         fields = measure.cpu_fields(outcome.logs, use)
         limits = measure.cpu_limits(fields) + (judge.late_limits(judge.late_sends(records)) if load.is_open else [])
         report = make_report(outcome, records, about, fields, limits, options.labels_from_names)
-        report |= {"tester_limited": bool(limits), **load_fields(records, report, load)}
+        report |= {"warmup_calls": warmup_calls, "tester_limited": bool(limits), **load_fields(records, report, load)}
         report["p99_bounds_ms"] = judge.p99_bounds(records) if load.is_open else None
         return judge.judge(report, options.slo_p99) | {"gpus": gpus, "service": figures}
 

@@ -69,7 +69,7 @@ function show() {
   byId("space").onchange = () => draw(boxes, spaces[byId("space").selectedIndex]);
   byId("space-line").hidden = !boxes.length;
   draw(boxes, spaces[0]);
-  byId("total").textContent = `of ${ms(told.ms)}`;
+  byId("total").textContent = `total ${ms(told.ms)}`;
   byId("nodes").replaceChildren(...nodes.map(nodeRow));
   byId("images").replaceChildren(...(images.length ? images.map(figureOf) : [make("p", { className: "key",
     textContent: "No node ends with an image: each backend of a Sequential is inside its node." })]));
