@@ -64,7 +64,7 @@ ALIASES = {
 }
 
 BUILT_IN_POSTPROCESSORS = {
-    **_in("backends.model.postprocess", "SoftmaxCpu SoftmaxMax ArgMax SoftmaxArgMax TopK Sigmoid"),
+    **_in("backends.model.postprocess", "Cpu SoftmaxCpu SoftmaxMax ArgMax SoftmaxArgMax TopK Sigmoid"),
     "cpu": "torchpipe_py.backends.model.postprocess:Cpu",
 }
 

@@ -140,6 +140,15 @@ def test_a_step_that_only_triton_runs(capsys: pytest.CaptureFixture[str]) -> Non
         run({"data": X})
 
 
+def test_labels_are_those_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    scale("net", 2.0)
+    configured("net", f'{ONNX} output {{ name: "y" label_filename: "l.txt" }}')
+    Path("models/net/l.txt").write_text("a\nb\nc\n")
+    assert "differs" not in converted(capsys)
+    with pipe("out/net.toml") as run:
+        assert run.signature().outputs[0].labels == ("a", "b", "c")
+
+
 @pytest.mark.parametrize(
     ("text", "note"),
     [
@@ -153,7 +162,7 @@ def test_a_step_that_only_triton_runs(capsys: pytest.CaptureFixture[str]) -> Non
         ("instance_group { rate_limiter { priority: 2 } }", "rate_limiter: nothing here does that"),
         ('input { name: "x" data_type: TYPE_STRING dims: 3 }', "TYPE_STRING: OnnxTensor takes numbers"),
         ('input { name: "x" data_type: TYPE_FP32 allow_ragged_batch: true }', "allow_ragged_batch: items of different"),
-        ('output { name: "y" label_filename: "l.txt" }', 'with labels = "../models/net/l.txt" answers (label, score)'),
+        (f'output {{ name: "y" label_filename: "l.txt" }} {tensors("output", "z")}', 'labels = "../models/net/l.txt" '),
         ("response_cache { enable: false }", ""),
     ],
 )

@@ -29,12 +29,14 @@ class ImageSpec:
 class TensorSpec:
     """A model's declaration of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
 
-    ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown.
+    ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown. ``labels``
+    name the classes of an output that has a number for each.
     """
 
     name: str
     dims: tuple[int | None, ...] = ()
     dtype: str = ""
+    labels: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return " ".join([self.name, *([shown_dims((1, *self.dims[1:]))] if self.dims else []), self.dtype]).strip()

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -131,13 +132,18 @@ def test_what_grpc_offers_besides(server: LocalServer) -> None:
         assert fields[0] == "RESOURCE_EXHAUSTED"
         check = method(on, "/grpc.health.v1.Health/Check")
         assert check(b"", timeout=WAIT) == b"\x08\x01", "SERVING"
+        assert check(b"\n\x04test", timeout=WAIT) == b"\x08\x01", "a model's name"
         assert code_of(lambda: check(b"\n\x01x", timeout=WAIT))[0] == "NOT_FOUND"
         load = messages.message("inference.RepositoryModelLoadRequest")(model_name="test").SerializeToString()
         assert code_of(lambda: method(on, f"{SERVICE}/RepositoryModelLoad")(load, timeout=WAIT))[0] == "UNIMPLEMENTED"
         for memory in ("System", "Cuda"):
-            unregister = method(on, f"{SERVICE}/{memory}SharedMemoryUnregister")
-            assert unregister(b"", timeout=WAIT) == b""
-            assert code_of(lambda call=unregister: call(b"\n\x01x", timeout=WAIT))[0] == "UNIMPLEMENTED"
+            for what, region, status in (
+                *(("Unregister", b"", ""), ("Status", b"", "")),
+                *((what, b"\n\x01x", "UNIMPLEMENTED") for what in ("Unregister", "Status", "Register")),
+                ("Register", b"", "UNIMPLEMENTED"),
+            ):
+                call = partial(method(on, f"{SERVICE}/{memory}SharedMemory{what}"), region, timeout=WAIT)
+                assert (code_of(call)[0] if status else call().decode()) == status, what
 
 
 def test_who_watches_the_health_is_told_of_each_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_metadata(demo: LocalServer):
     assert get(demo, DEMO) == get(demo, f"{DEMO}/versions/1") == (200, expected)
     status, said = get(demo, f"{DEMO}/config")
     assert (status, said["max_batch_size"]) == (200, 256)
-    assert said["input"] == [{"name": "data", "data_type": "TYPE_STRING", "dims": [1]}]
+    assert said["input"] == [{"name": "data", "data_type": "TYPE_STRING", "dims": [1], "format": "FORMAT_NONE"}]
     index = [{"name": "demo", "version": "1", "state": "READY", "reason": ""}]
     assert ask(demo.port, b"{}", "/v2/repository/index") == (200, index)
 

@@ -15,7 +15,7 @@ from torchpipe_py.backends.model import check, postprocess
 from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.inputs import looks_like_mat
 from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last, noted_normalisation
-from torchpipe_py.backends.model.postprocess import Labelling
+from torchpipe_py.backends.model.postprocess import Labelling, OfClasses
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
@@ -263,7 +263,7 @@ def _check_labels(made: Any, outputs: Sequence[TensorSpec]) -> None:
     dims = outputs[0].dims if outputs else ()
     # One of the user's own may make rows N×C of an output of another shape.
     is_known = len(dims) == 2 or (dims and type(made) in postprocess.BUILT_IN)
-    if is_known and isinstance(made, Labelling):
+    if is_known and isinstance(made, OfClasses):
         made.check(dims)
 
 
@@ -278,9 +278,10 @@ def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
         except ConfigError as error:
             yield Remark("model", str(error))
     cls = params["postprocessor"]
-    if cls in postprocess.BUILT_IN and issubclass(cls, Labelling):
+    if cls in postprocess.BUILT_IN:
         try:
-            made = postprocess.make_postprocessor(cls, {key: params[key] for key in ("labels", "k", "threshold")})
+            given = {key: params[key] for key in ("labels", "k", "threshold")}
+            made = postprocess.make_postprocessor(cls, {**given, "max": most})
             _check_labels(made, outputs)
         except ConfigError as error:
             key = "labels" if "labels" in str(error) else "postprocessor"

@@ -119,12 +119,41 @@ def _classes(output: Any) -> Any:
 # -- those that are built in ------------------------------------------------------------------------------------------
 
 
-class Cpu(Postprocessor):
-    """Outputs as CPU tensors 1×…, with ``max = 1`` of any shape; several outputs as a list."""
+def read_labels(path: str) -> list[str]:
+    """The lines of a label file; ``ConfigError`` if it is not UTF-8."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return [line.rstrip("\n") for line in file]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"labels: {path} is not UTF-8 text: {error}") from error
 
-    uses: ClassVar[Collection[str]] = ()
+
+class OfClasses(Postprocessor):
+    """What takes labels for the classes of the first output, N×C: lines of the label file."""
+
+    uses: ClassVar[Collection[str]] = ("labels",)
 
     def init(self, config: Mapping[str, Any]) -> None:
+        self._path = config.get("labels")
+        self._labels = read_labels(self._path) if self._path else None
+
+    def check(self, shape: Sequence[int | None]) -> None:
+        """``ConfigError`` for an output N×C that has not as many classes as there are labels."""
+        classes = shape[1] if len(shape) == 2 else None
+        if self._labels is not None and classes not in (None, len(self._labels)):
+            lines = f"{self._path} has {counted(len(self._labels), 'line')}"
+            raise ConfigError(f"labels: {lines}, the model has {counted(classes, 'class')}")
+
+    def named(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """The outputs, the first with the labels."""
+        return [*[replace(output, labels=tuple(self._labels or ())) for output in outputs[:1]], *outputs[1:]]
+
+
+class Cpu(OfClasses):
+    """Outputs as CPU tensors 1×…, with ``max = 1`` of any shape; several outputs as a list."""
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        super().init(config)
         self._of_items = layout_of(config["max"], needs_rows=False).of_items
 
     def forward(self, outputs: list[Any]) -> list[Any]:
@@ -137,13 +166,11 @@ class Cpu(Postprocessor):
         return self._of_items([tensor.clone() for tensor in tensors])
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        return outputs
+        return self.named(outputs)
 
 
-class SoftmaxCpu(Postprocessor):
+class SoftmaxCpu(OfClasses):
     """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
-
-    uses: ClassVar[Collection[str]] = ()
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         return ROWS.of_items(self.on_device(outputs))
@@ -155,27 +182,13 @@ class SoftmaxCpu(Postprocessor):
         return ROWS.of_items([tensors[0].clone()])
 
     def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        return [replace(output, dtype="float32") for output in outputs[:1]]
+        return [replace(output, dtype="float32") for output in self.named(outputs[:1])]
 
 
-def read_labels(path: str) -> list[str]:
-    """The lines of a label file; ``ConfigError`` if it is not UTF-8."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            return [line.rstrip("\n") for line in file]
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"labels: {path} is not UTF-8 text: {error}") from error
-
-
-class Labelling(Postprocessor):
+class Labelling(OfClasses):
     """What gives classes of the first output, N×C, their labels: lines of the label file, or else class indices."""
 
-    uses: ClassVar[Collection[str]] = ("labels",)
     least_classes = 2
-
-    def init(self, config: Mapping[str, Any]) -> None:
-        self._path = config.get("labels")
-        self._labels = read_labels(self._path) if self._path else None
 
     def label(self, index: int) -> int | str:
         """What the class is called."""
@@ -195,14 +208,9 @@ class Labelling(Postprocessor):
         """``ConfigError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
         if len(shape) != 2:
             raise ConfigError(f"{type(self).__name__} takes an output NxC, got {shown_dims(shape)}")
-        classes = shape[1]
-        if classes is None:
-            return
-        if classes < self.least_classes:
+        if shape[1] is not None and shape[1] < self.least_classes:
             raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
-        if self._labels is not None and len(self._labels) != classes:
-            lines = f"{self._path} has {counted(len(self._labels), 'line')}"
-            raise ConfigError(f"labels: {lines}, the model has {counted(classes, 'class')}")
+        super().check(shape)
 
 
 class SoftmaxMax(Labelling):
@@ -298,7 +306,7 @@ class Sigmoid(Labelling):
         return RANKING
 
 
-BUILT_IN = (Cpu, SoftmaxCpu, SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid)
+BUILT_IN = (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu)
 
 
 def uses(cls: type | str, key: str) -> bool:

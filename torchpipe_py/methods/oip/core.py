@@ -10,7 +10,7 @@ from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import Overloaded, TorchpipeError, UnknownNode, nearest
 from torchpipe_py.methods.many import Turns
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.requests import InferRequest
+from torchpipe_py.methods.oip.requests import NO_SHARED_MEMORY, InferRequest
 from torchpipe_py.methods.oip.results import RESULT, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done
@@ -26,6 +26,15 @@ class NotServedError(TorchpipeError):
     """A method of the protocol that this service does not have."""
 
     code = "not_served"
+
+
+def shared_memory(region: object) -> None:
+    """What a request about shared memory comes to: an error, or nothing if it is about all regions, which are none.
+
+    Triton's perf_analyzer begins by unregistering all.
+    """
+    if region:
+        raise NotServedError(NO_SHARED_MEMORY)
 
 
 Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]

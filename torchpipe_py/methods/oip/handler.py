@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, OpenInference, Root
+from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
 from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_index, read_infer, read_parameters
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
@@ -48,6 +48,14 @@ class OipHandler:
                 route("POST", f"/v2/repository/models/{{model}}/{action}", partial(self._control, action), False)
                 for action in ("load", "unload")
                 if core.control is not None
+            ],
+            *[
+                route(verb, f"/v2/{memory}sharedmemory{path}", _known(_shared_memory), False)
+                for memory in ("system", "cuda")
+                for verb, path in (
+                    *(("GET", "/status"), ("POST", "/unregister")),
+                    *(("GET", "/region/{region}/status"), ("POST", "/region/{region}/{action}")),
+                )
             ],
         )
 
@@ -110,6 +118,11 @@ def _named(request: HttpRequest) -> tuple[str, str]:
 def _node_name(request: HttpRequest) -> str | None:
     names = [value for key, value in parse_qsl(request.query[:2048]) if key == "node_name"]
     return names[0] if names else None
+
+
+def _shared_memory(request: HttpRequest) -> Any:
+    shared_memory(request.parameters.get("region", ""))
+    return [] if request.method == "GET" else {}
 
 
 def _ready(named: dict[str, Any], is_ready: bool) -> HttpAnswer:

@@ -18,7 +18,7 @@ from torchpipe_py.methods.oip.requests import (
     InferLimits,
     InferRequest,
     Options,
-    Wanted,
+    OutputOptions,
     infer_request,
     refuse,
     wishes_of,
@@ -44,10 +44,6 @@ class _InputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     binary_data_size: int | None = None
 
 
-class _OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    binary_data: bool | None = None
-
-
 class _Input(msgspec.Struct, gc=False):
     """A tensor of a request; ``data`` is absent if it is binary."""
 
@@ -60,7 +56,7 @@ class _Input(msgspec.Struct, gc=False):
 
 class _Output(msgspec.Struct, gc=False):
     name: str
-    parameters: _OutputOptions | None = None
+    parameters: OutputOptions | None = None
 
 
 class _Asked(msgspec.Struct, gc=False):
@@ -86,9 +82,10 @@ class _LoadAsked(msgspec.Struct, gc=False):
     parameters: dict[str, Any] = {}
 
 
+_NO_OPTIONS = OutputOptions()
 _read_wishes = msgspec.json.Decoder(_Wishes).decode
 _decode = msgspec.json.Decoder(_Asked).decode
-_OPTIONS = [name for struct in (Options, _InputOptions, _OutputOptions) for name in struct.__struct_fields__]
+_OPTIONS = [name for struct in (Options, _InputOptions, OutputOptions) for name in struct.__struct_fields__]
 
 
 class Head(NamedTuple):
@@ -130,10 +127,7 @@ def read_infer(
     asked = _read_json(view[:size], limits.text)
     options = asked.parameters
     is_binary = options is not None and options.binary_data_output
-    outputs: list[Wanted] = []
-    for output in asked.outputs or ():
-        wanted = None if output.parameters is None else output.parameters.binary_data
-        outputs.append(Wanted(output.name, is_binary if wanted is None else wanted))
+    outputs = [(output.parameters or _NO_OPTIONS).wanted(output.name, is_binary) for output in asked.outputs or ()]
     inputs = _inputs(asked.inputs, view[size:])
     return infer_request(asked.id, options, inputs, outputs, limits.items, is_binary, head.deadline_ms, head.priority)
 

@@ -8,6 +8,7 @@ from time import perf_counter, time
 from typing import Any
 
 import torchpipe_py
+from torchpipe_py.backends.model.onnx_graph import has_channels_last
 from torchpipe_py.backends.signature import Signature, TensorSpec
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.methods.oip.tensors import BYTES, OF_DTYPE
@@ -16,7 +17,9 @@ PLATFORM = "torchpipe_py"
 SERVER = {
     "name": PLATFORM,
     "version": torchpipe_py.__version__,
-    "extensions": ["binary_tensor_data", "model_configuration", "model_repository", "parameters", "statistics"],
+    "extensions": [
+        *("binary_tensor_data", "classification", "model_configuration", "model_repository", "parameters", "statistics")
+    ],
 }
 """``GET /v2``."""
 
@@ -35,7 +38,7 @@ def config(name: str, signature: Signature | None, most: int) -> dict[str, Any]:
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": most,
-        "input": [_configured(tensor) for tensor in declared["inputs"]],
+        "input": [{**_configured(tensor), "format": _layout(tensor)} for tensor in declared["inputs"]],
         "output": [_configured(tensor) for tensor in declared["outputs"]],
         "dynamic_batching": {},
     }
@@ -72,6 +75,14 @@ def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
     kind = "STRING" if tensor["datatype"] == BYTES else tensor["datatype"]
     return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"][1:]}
+
+
+def _layout(tensor: Mapping[str, Any]) -> str:
+    """Where an image of 1, 3 or 4 channels has them."""
+    shape = tensor["shape"]
+    if len(shape) != 4 or not {shape[1], shape[3]} & {1, 3, 4}:
+        return "FORMAT_NONE"
+    return "FORMAT_NHWC" if has_channels_last(shape) else "FORMAT_NCHW"
 
 
 class Figures:

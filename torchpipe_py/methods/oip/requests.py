@@ -18,6 +18,7 @@ from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 _DATA = "data"
 MOST_ITEM_VALUES = 2**12
 """Of one request: items of each input, and of ``BYTES`` elements. Each costs the same, however small."""
+NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
 
 Row = dict[str, Any]
 """The inputs of one item, by name."""
@@ -34,6 +35,17 @@ class Options(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     node_name: str | None = None
     priority: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     timeout: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+class OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    """The parameters of an output."""
+
+    binary_data: bool | None = None
+    classification: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    def wanted(self, name: str, is_binary: bool) -> Wanted:
+        """The output of this name; ``is_binary`` where it is not said."""
+        return Wanted(name, is_binary if self.binary_data is None else self.binary_data, self.classification or 0)
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)")
@@ -56,10 +68,11 @@ class Given(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An output that is asked for, and whether as binary."""
+    """An output that is asked for, whether as binary, and above 0 its so many best classes in place of its numbers."""
 
     name: str
     is_binary: bool
+    classes: int = 0
 
 
 class InferRequest(NamedTuple):
@@ -117,7 +130,7 @@ def wishes_of(
     return deadline_ms, min(1, options.priority) or priority, options.node_name
 
 
-def refuse(error: msgspec.ValidationError, known: Sequence[str]) -> NoReturn:
+def refuse(error: msgspec.ValidationError, known: Sequence[str], where: str = "the request") -> NoReturn:
     """``InvalidRequest`` for what msgspec found wrong; ``known`` are the parameters that there are."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
@@ -125,10 +138,10 @@ def refuse(error: msgspec.ValidationError, known: Sequence[str]) -> NoReturn:
         name, hint = unknown[1][:40], ""
         if name.startswith("sequence_"):
             hint = "a pipe keeps no state between requests"
-        elif name == "classification":
-            hint = "a postprocessor in the configuration labels classes (TopK)"
+        elif name.startswith("shared_memory_"):
+            hint = NO_SHARED_MEMORY
         text = f"{text[:240]}; {hint or nearest(name, known)}"
-    raise InvalidRequest(f"the request: {text[:360]}") from None
+    raise InvalidRequest(f"{where}: {text[:360]}") from None
 
 
 def check_load(name: str, parameters: Mapping[str, Any] | None) -> None:

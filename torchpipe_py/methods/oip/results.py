@@ -9,7 +9,7 @@ import numpy as np
 
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, NoResult, nearest
-from torchpipe_py.methods.oip.requests import InferRequest
+from torchpipe_py.methods.oip.requests import MOST_ITEM_VALUES, InferRequest
 from torchpipe_py.methods.oip.tensors import BYTES, Output, numbers, texts
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.json_values import to_text
@@ -38,12 +38,40 @@ def outputs_of(
     if not request.outputs:
         return [(output, request.is_binary) for output in made.values()]
     found = []
-    for name, is_binary in request.outputs:
+    for name, is_binary, classes in request.outputs:
         output = made.get(name)
         if output is None and any(name not in item for item in items):
             raise InvalidRequest(f"no output {name[:40]!r}; {nearest(name[:40], list(made) or names or [RESULT])}")
-        found.append((output or to_output(name, [item[name] for item in items]), is_binary))
+        output = output or to_output(name, [item[name] for item in items])
+        if classes:
+            labels = next((spec.labels for spec in specs if spec.name == name), ())
+            output = _best_classes(output, len(items), classes, labels, made.keys() == {"label", "score"})
+        found.append((output, is_binary))
     return found
+
+
+def _best_classes(output: Output, items: int, most: int, labels: Sequence[str], is_labelled: bool) -> Output:
+    """Triton's classification: of each item's vector the ``most`` largest, or all where there are fewer, the largest
+    first, as texts ``number:index:label``, without the label where there is none.
+    """
+    name, datatype, shape, data = output
+    size = 0 if is_labelled or isinstance(data, list) else data.size // items
+    if size < 2 or max(shape[1:] or shape) != size:
+        what = "labels, not numbers of all classes" if is_labelled else f"{datatype} of shape {list(shape)}"
+        raise InvalidRequest(
+            f"output {name[:40]!r}: classification takes a vector of numbers for each item, and this is {what}; "
+            "the postprocessors SoftmaxCpu and cpu give one"
+        )
+    if (count := items * min(most, size)) > MOST_ITEM_VALUES:
+        raise InvalidRequest(f"output {name[:40]!r}: classification: {count} texts; the limit is {MOST_ITEM_VALUES}")
+    rows = output.numbers().reshape(items, size)
+    best = np.argsort(-rows.astype(np.float64), 1, kind="stable")[:, :most]
+    found = []
+    for numbers_, indices in zip(np.take_along_axis(rows, best, 1).tolist(), best.tolist(), strict=True):
+        for number, index in zip(numbers_, indices, strict=True):
+            text = f"{number:f}:{index}" if isinstance(number, float) else f"{number:d}:{index}"
+            found.append(answers.utf8_text(f"{text}:{labels[index]}" if index < len(labels) else text))
+    return texts(name, found, best.shape)
 
 
 def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:

@@ -6,20 +6,21 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, Overloaded
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, Root
+from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
 from torchpipe_py.methods.oip.messages import OIP, message, methods, reflected
 from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
     InferRequest,
     Options,
+    OutputOptions,
     Wanted,
     check_load,
     infer_request,
@@ -36,7 +37,7 @@ from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_
 _HEALTH = "grpc.health.v1.Health"
 _WATCH_SECONDS = 0.4  # the oldest state that a watch is answered with: there may be many, and each asks twice a second
 _FINAL = "triton_enable_empty_final_response"  # a wish of Triton's clients for streams
-_OPTIONS = Options.__struct_fields__
+_Options = TypeVar("_Options", Options, OutputOptions)
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -67,7 +68,7 @@ class OipRpcs:
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
         self._templates: dict[Root, _Templates] = {}
-        self._was_ready, self._asked_at = False, -_WATCH_SECONDS
+        self._was_ready: dict[str, tuple[bool, float]] = {}
         known: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda asked: {"live": True},
             "ServerReady": lambda asked: {"ready": core.is_ready()},
@@ -76,8 +77,6 @@ class OipRpcs:
             "ModelMetadata": lambda asked: core.metadata(asked.name, asked.version),
             "ModelConfig": lambda asked: {"config": core.config(asked.name, asked.version)},
             "ModelStatistics": lambda asked: core.statistics(asked.name, asked.version),
-            "SystemSharedMemoryUnregister": _unregister,
-            "CudaSharedMemoryUnregister": _unregister,
             "Check": self._check,
         }
         self.rpcs = [self._rpc(method, known) for method in methods()]
@@ -103,7 +102,9 @@ class OipRpcs:
             return Rpc(path, Method(args, self._watch), is_watch=True)
         if name == "ServerReflectionInfo":
             return Rpc(path, Method(args, _reflect), is_stream=True)
-        answer: Callable[[Any], Any] = known.get(name, _shared_memory)
+        answer: Callable[[Any], Any] = known.get(
+            name, lambda asked: shared_memory(asked.name or name.endswith("Register"))
+        )
         made: Any = message(method.output_type.full_name)
 
         def start_known(request: RpcRequest, done: Done) -> None:
@@ -140,13 +141,17 @@ class OipRpcs:
         self._core.index(request.message.ready, lambda models: done(RpcAnswer(made(models=models))))
 
     def _check(self, asked: Any, age: float = 0.0) -> dict[str, Any]:
-        """The models' state is at most ``age`` seconds old."""
-        if asked.service not in ("", OIP, _HEALTH):
-            raise RouteError(f"no service {asked.service[:80]!r}; valid: {OIP}")
-        now = perf_counter()
-        if now >= self._asked_at + age:
-            self._was_ready, self._asked_at = self._core.is_ready(), now
-        return {"status": "SERVING" if self._was_ready else "NOT_SERVING"}
+        """A service is ready if all models are; a model's name is a service, too. The state is at most ``age`` seconds
+        old.
+        """
+        name, now = "" if asked.service in (OIP, _HEALTH) else asked.service, perf_counter()
+        if name:
+            self._core.models.find(name)
+        is_ready, asked_at = self._was_ready.get(name, (False, -_WATCH_SECONDS))
+        if now >= asked_at + age:
+            is_ready = self._core.is_ready(name)
+            self._was_ready[name] = is_ready, now
+        return {"status": "SERVING" if is_ready else "NOT_SERVING"}
 
     def _watch(self, request: RpcRequest, done: Done) -> None:
         """As ``_check``; a name that is not served has a state here."""
@@ -192,7 +197,7 @@ class OipRpcs:
         for what, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
             if len(given) > MOST_VALUES:
                 raise InvalidRequest(f"{len(given)} {what}; the limit is {MOST_VALUES}")
-        options = _options(parameters) if parameters else None
+        options = _options(parameters, Options) if parameters else None
         wanted = [_wanted(output) for output in outputs]
         tensors = self._inputs(inputs, asked.raw_input_contents, asked.model_name)
         priority, deadline_ms = request.fields.get("x-priority"), request.deadline_ms
@@ -328,25 +333,22 @@ def _varint(number: int) -> bytes:
     return bytes(made)
 
 
-def _options(parameters: Any) -> Options:
+def _options(parameters: Any, kind: type[_Options], where: str = "the request") -> _Options:
     given = {}
     for name, parameter in parameters.items():
-        kind = parameter.WhichOneof("parameter_choice")
-        given[name] = None if kind is None else getattr(parameter, kind)
-    given.pop("binary_data_output", None)  # over HTTP alone it makes a difference
+        if name not in ("binary_data_output", "binary_data"):  # over HTTP alone they make a difference
+            choice = parameter.WhichOneof("parameter_choice")
+            given[name] = None if choice is None else getattr(parameter, choice)
     try:
-        return msgspec.convert(given, Options)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        refuse(error, _OPTIONS)
+        refuse(error, kind.__struct_fields__, where)
 
 
 def _wanted(output: Any) -> Wanted:
-    for name in output.parameters:
-        if name != "binary_data":
-            where = f"output {output.name[:40]!r}: parameter {name[:40]!r}: "
-            hint = "a postprocessor in the configuration labels classes (TopK)" if name == "classification" else ""
-            raise InvalidRequest(f"{where}{hint or 'unknown'}")
-    return Wanted(output.name, True)
+    if not output.parameters:
+        return Wanted(output.name, True)
+    return _options(output.parameters, OutputOptions, f"output {output.name[:40]!r}").wanted(output.name, True)
 
 
 def _reflect(request: RpcRequest, done: Done) -> None:
@@ -355,12 +357,3 @@ def _reflect(request: RpcRequest, done: Done) -> None:
 
 def _request_id(request: RpcRequest) -> str:
     return request.fields.get("x-request-id") or str(getattr(request.message, "id", ""))
-
-
-def _unregister(asked: Any) -> None:
-    if asked.name:  # without a name all regions are meant, and there are none: Triton's perf_analyzer begins so
-        _shared_memory(asked)
-
-
-def _shared_memory(asked: Any) -> None:
-    raise NotServedError("shared memory is not served: send tensors in the request")

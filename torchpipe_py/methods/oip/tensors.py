@@ -142,6 +142,11 @@ class Output(NamedTuple):
             return b"".join([part for element in self.data for part in (_LENGTH.pack(len(element)), element)])
         return np.ascontiguousarray(self.data, self.data.dtype.newbyteorder("<")).tobytes()
 
+    def numbers(self) -> np.ndarray:
+        """Its numbers, of BF16 as ``float32``."""
+        assert isinstance(self.data, np.ndarray)
+        return (self.data.astype(np.uint32) << 16).view(np.float32) if self.datatype == BF16 else self.data
+
     def to_list(self) -> list[Any]:
         """As JSON has it, flat; ``NoResult`` for what JSON cannot represent."""
         array = self.data
@@ -150,8 +155,7 @@ class Output(NamedTuple):
                 return [element.decode() for element in array]
             except UnicodeDecodeError:
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
-        if self.datatype == BF16:
-            array = (array.astype(np.uint32) << 16).view(np.float32)
+        array = self.numbers()
         check_finite(self.name, array, "; ask for it with binary_data")
         found: list[Any] = array.ravel().tolist()
         return found

@@ -192,8 +192,11 @@ class _File:
         for output in outputs:
             if labels := output.text("label_filename"):
                 path = os.path.relpath(os.path.join(model.folder, labels), beside)
-                text = f'label_filename: postprocessor = "ArgMax", or "SoftmaxMax" of logits, with labels = "{path}"'
-                self._note(output, "label_filename", f"{text} answers (label, score) in place of the tensor")
+                if len(outputs) == 1:
+                    node |= {"postprocessor": "cpu", "labels": path}
+                    continue
+                text = f'label_filename: postprocessor = "cpu" with labels = "{path}" names classes of the first output'
+                self._note(output, "label_filename", text)
         return {**node, **self._instances(model)}
 
     def _instances(self, model: Model) -> dict[str, Any]:
