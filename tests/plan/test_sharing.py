@@ -28,6 +28,14 @@ def parts(config: dict[str, Any]) -> tuple[Pipeline, Pipeline]:
     return worker_part(plan, lambda section, label: BackendPlan(Backend, f"remote {label}", {})), engine_part(plan)
 
 
+@pytest.mark.parametrize(("device", "there"), [({}, "cpu"), ({"device": "cuda"}, "cuda"), ({"device": "cpu"}, "cpu")])
+def test_workers_keep_tensors_for_a_shared_node_on_the_cpu(device: dict[str, str], there: str) -> None:
+    mats = own("more", **{**device, "backend": "S[DecodeMat,Mat2Tensor]"})
+    workers, _ = parts({"mats": mats, "more": node(), "other": own(backend="Mat2Tensor")})
+    devices = {name: [*plan.backends[0].parts()][-1].params.get("device_type") for name, plan in workers.plans.items()}
+    assert devices == {"mats": there, "more": None, "other": ""}
+
+
 JOIN = "left[result:data],right[result:other]"
 FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "join": own(map=JOIN)}
 

@@ -68,6 +68,12 @@ class BackendPlan:
         for part in self.parts():
             yield from part.cls.jumps(part.params).items()
 
+    def on_cpu(self) -> BackendPlan:
+        """The plan with Tensors on the CPU where the configuration leaves their device open."""
+        is_open = self.params.get("device_type") == ""
+        params = {**self.params, "device_type": "cpu"} if is_open else self.params
+        return replace(self, params=params, children=tuple(child.on_cpu() for child in self.children))
+
     def batch_range(self) -> BatchRange | None:
         """The batch sizes that it accepts, or ``None`` if the configuration does not determine them."""
         return self.cls.batch_range(self.params, [child.batch_range() for child in self.children])
