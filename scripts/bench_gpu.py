@@ -1,27 +1,26 @@
 """``python scripts/bench_gpu.py NAME|all``: limit, baseline and the pipe on a GPU, in one run.
 
-``limits``: no pipeline; ``in_process``: client threads and JPEGs; ``engine``: the model alone; ``shared``: services
-over Thrift, with a model in each worker and with engine processes for all; ``mosec``: these against mosec; ``sizes``:
-with other images. Needs a CUDA device, TensorRT and torchvision. Engines are built at the
-first run (minutes) and kept in ``--work``; those of ``--version-compatible`` TensorRT's lean runtime takes too.
+``in_process``: client threads and JPEGs; ``engine``: the model alone; ``shared``: services over Thrift,
+with a model in each worker and with engine processes for all; ``mosec``: these against mosec. Needs a CUDA device,
+TensorRT and torchvision. Engines are built at the first run (minutes) and kept in ``--work``; those of
+``--version-compatible`` TensorRT's lean runtime takes too.
 Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import common
+from benchmarks.common import numbers
 from benchmarks.gpu import in_process
-from benchmarks.gpu.engines import CHECKS, Engines
+from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.mosec import against_mosec
-from benchmarks.gpu.sharing import FEW, MANY, MOST, shared
-from benchmarks.gpu.sizes import sizes
+from benchmarks.gpu.sharing import CHECKED, FEW, MANY, shared
 from torchpipe_server.worker.worker import limit_threads
 
 from torchpipe_py.arguments import ArgumentParser
@@ -29,30 +28,11 @@ from torchpipe_py.backends.model.engine.api import is_lean, load_tensorrt
 from torchpipe_py.errors import BackendUnavailable
 
 BENCHMARKS = {
-    "limits": in_process.limits,
     "in_process": in_process.in_process,
     "engine": in_process.engine,
     "shared": shared,
     "mosec": against_mosec,
-    "sizes": sizes,
 }
-
-
-def numbers(text: str, separator: str = ",") -> tuple[int, ...]:
-    """Numbers with commas between them."""
-    return tuple(map(int, text.split(separator)))
-
-
-def choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Some of these names with commas between them."""
-
-    def read(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
-        if not set(chosen) <= set(known):
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text!r}")
-        return chosen
-
-    return read
 
 
 def make_parser() -> ArgumentParser:
@@ -68,22 +48,16 @@ def make_parser() -> ArgumentParser:
     option = parser.add_argument_group("in_process").add_argument
     size = partial(numbers, separator="x")
     option("--image", type=size, default=(500, 375), metavar="WxH", help="pixels (default: 500x375)")
-    option("--processes", action="store_true", help="decode in processes as well, by Process[...]")
-    option = parser.add_argument_group("shared, mosec, sizes").add_argument
-    option("--quick", action="store_true", help="of shared: only what decides the targets")
-    option("--only", default="", metavar="REGEX", help="services (shared) or images (sizes) whose name has it")
-    checks = "where GPU decode checks JPEGs: node, inside, none; sizes takes the first (default: %(default)s)"
-    option("--checks", type=choices(CHECKS), default="node", metavar="WHERE,WHERE", help=checks)
+    option = parser.add_argument_group("shared, mosec").add_argument
+    option("--only", default="", metavar="REGEX", help="of shared: services whose name has it")
+    checks = "where GPU decode checks JPEGs: node, inside, none (default: node)"
+    option("--checks", nargs="+", choices=CHECKED, default=["node"], metavar="WHERE", help=checks)
     option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
     clients = "client processes (default: %(default)s)"
     option("--clients", type=numbers, default=f"{FEW},{MANY}", metavar="N,N", help=clients)
     option("--instances", type=int, default=2, help="instances of a shared node (default: 2)")
-    engines = "engine processes with shared nodes; sizes takes the first (default: %(default)s)"
+    engines = "engine processes with shared nodes (default: %(default)s)"
     option("--engines", type=numbers, default="1,2", metavar="N,N", help=engines)
-    option = parser.add_argument_group("sizes").add_argument
-    option("--decode", choices=("cpu", "gpu"), default="cpu", help="where (default: %(default)s)")
-    option("--separate", type=int, default=4, metavar="N", help="workers without sharing (default: 4)")
-    option("--shared", type=int, default=MOST, metavar="N", help="workers with it (default: %(default)s)")
     return parser
 
 

@@ -1,8 +1,7 @@
 """``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` explains its options.
 
-``demo`` draws and trains ``configs/demo``; ``textures`` draws a set to train on, ``parity_images`` one for
-``torchpipe parity``; ``first_model`` is a part of ``first_model.sh``; ``loader_throughput`` measures
-data loaders of a training.
+``demo`` draws and trains ``configs/demo``; ``textures`` draws a set to train on; ``loader_throughput`` measures data
+loaders of a training.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from torchpipe_py.arguments import ArgumentParser
 MODULES = {
     "demo": "examples.demo",
     "textures": "examples.textures",
-    "parity_images": "examples.parity_images",
-    "first_model": "examples.first_model",
     "loader_throughput": "recipes.loaders",
 }
 

@@ -44,7 +44,7 @@ SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "s
 TRAINING = ["errors", "options data plan prefetch ranks", "samples", "decode", "batcher", "transfer", "workers"]
 TRAINING += ["loader preload", "wrap"]
 """Within ``torchpipe_py.training``."""
-SCRIPTS = ["examples", "benchmarks", "recipes"]
+SCRIPTS = ["benchmarks", "recipes", "examples"]
 
 SERVER_MAY_IMPORT = {
     *("", "arguments", "cores", "errors", "idl", "malloc", "streams", "streams.boxes", "streams.config"),

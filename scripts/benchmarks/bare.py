@@ -1,76 +1,67 @@
 """What runs without a pipe, in processes of its own: the limits and baselines of the benchmarks.
 
-``python -m benchmarks.bare nodes|classifier|cpp ...`` reports that it is ready, then measures a load for each line of
-its input: the number of clients and the seconds.
+``nodes``, ``classifier`` and ``cpp`` prepare something there, and return what measures it with so many clients for so
+many seconds, and a remark.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from multiprocessing import get_context
 from time import perf_counter, sleep
 from typing import Any
 
-from benchmarks.common import Load, Report, in_threads, load_of, picture, python
+from benchmarks.common import Load, Report, in_threads, load_of, picture
 
-MARK = "MEASURED "  # other lines are those of a library's log
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 Measure = Callable[[int, float], Load]
 
+_prepared: list[Measure] = []  # of this process
+
+
+def child() -> ProcessPoolExecutor:
+    """A process of its own, so that nothing of what it runs stays here or on the device."""
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
 
 class Processes:
-    """``count`` processes of this module, which are loaded at the same time; ``remark`` is what they report first."""
+    """``count`` processes with the same program, which are loaded at the same time; ``remark`` is that of one."""
 
-    def __init__(self, count: int, *program: str) -> None:
-        command = ["-m", "benchmarks.bare", *program]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        pipes["stderr"] = subprocess.DEVNULL if program[0] == "cpp" else None  # it warns of much
-        self._processes = [python(*command, **pipes) for _ in range(count)]
+    def __init__(self, count: int, program: Callable[..., tuple[Measure, str]], *args: Any) -> None:
+        self._children = [child() for _ in range(count)]
         try:
-            self.remark, *_ = [str(self._answer(process)) for process in self._processes]
-        except RuntimeError:
+            self.remark: str = self._in_all(_prepare, program, *args)[0]
+        except BaseException:
             self.close()
             raise
 
     def load(self, clients: int, seconds: float) -> Load:
         """What they do together with so many clients each; the latencies are those of the slowest."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{clients} {seconds}\n")
-            process.stdin.flush()
-        loads = [Load(**self._answer(process)) for process in self._processes]
+        loads: list[Load] = self._in_all(_measure, clients, seconds)
         return Load(sum(one.qps for one in loads), max(one.p50 for one in loads), max(one.p99 for one in loads))
 
     def close(self) -> None:
         """End them."""
-        for process in self._processes:
-            process.communicate()
+        for each in self._children:
+            each.shutdown()
 
-    def _answer(self, process: subprocess.Popen[str]) -> Any:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        raise RuntimeError(f"{' '.join(map(str, process.args[1:4]))} did not start")  # type: ignore[index]
+    def _in_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [future.result() for future in [each.submit(function, *args) for each in self._children]]
 
 
-def main() -> None:
-    """Prepare what the first argument names with the others, and serve loads."""
-    what, *args = sys.argv[1:]
-    programs: dict[str, Callable[..., tuple[Measure, str]]] = {"nodes": nodes, "classifier": classifier, "cpp": cpp}
-    measure, remark = programs[what](*args)
-    print(f"{MARK}{json.dumps(remark)}", flush=True)
-    for line in sys.stdin:
-        clients, seconds = line.split()
-        print(f"{MARK}{json.dumps(asdict(measure(int(clients), float(seconds))))}", flush=True)
+def _prepare(program: Callable[..., tuple[Measure, str]], *args: Any) -> str:
+    measure, remark = program(*args)
+    _prepared.append(measure)
+    return remark
+
+
+def _measure(clients: int, seconds: float) -> Load:
+    return _prepared[0](clients, seconds)
 
 
 # -- nodes of a configuration -------------------------------------------------------------------------------------
@@ -83,20 +74,12 @@ def measure_nodes(
 
     Each takes a JPEG ``batch`` times and runs one node after the other. Latencies are those of a batch.
     """
-    from torchpipe_py.tools.export.config import to_toml
-
-    with TemporaryDirectory() as folder:
-        Path(folder, "nodes.toml").write_text(to_toml(config), encoding="utf-8")
-        Path(folder, "image.jpg").write_bytes(picture())
-        processes = Processes(count, "nodes", f"{folder}/nodes.toml", f"{folder}/image.jpg", str(batch))
-        try:
-            for _ in range(rounds):
-                report.add(name, count, processes.load(1, seconds))
-        finally:
-            processes.close()
+    with closing(Processes(count, nodes, config, batch)) as processes:
+        for _ in range(rounds):
+            report.add(name, count, processes.load(1, seconds))
 
 
-def nodes(config: str, image: str, batch: str) -> tuple[Measure, str]:
+def nodes(config: Mapping[str, Any], size: int) -> tuple[Measure, str]:
     """The backends of a chain of nodes, called one after the other by one thread."""
     from torchpipe_server.worker.worker import limit_threads
 
@@ -107,7 +90,7 @@ def nodes(config: str, image: str, batch: str) -> tuple[Measure, str]:
     backends = [plan.backends[0].create(BackendConfig()) for plan in plan_pipeline(config).plans.values()]
     for backend in backends:
         backend.setup()
-    jpeg, size = Path(image).read_bytes(), int(batch)
+    jpeg = picture()
 
     def compute() -> None:
         items: list[dict[str, Any]] = [{"result": jpeg} for _ in range(size)]
@@ -182,13 +165,13 @@ def work() -> Callable[[Sequence[bytes]], Any]:
     return wait
 
 
-def classifier(model: str, size: str) -> tuple[Measure, str]:
+def classifier(model: str, size: int) -> tuple[Measure, str]:
     """The classifier with the threads, the batch and the threads inside one run that are fastest on this machine."""
     import cv2
 
     cv2.setNumThreads(1)
     cores, jpeg = cv2.getNumberOfCPUs(), picture()
-    inside = {count: Classifier(model, int(size), count, allow_spinning=True) for count in {1, cores}}
+    inside = {count: Classifier(model, size, count, allow_spinning=True) for count in {1, cores}}
 
     def measure(threads: int, batch: int, within: int, seconds: float) -> Load:
         return in_threads(lambda: inside[within]([jpeg] * batch).max(1).tolist(), batch)(threads, seconds)
@@ -202,14 +185,12 @@ def classifier(model: str, size: str) -> tuple[Measure, str]:
 # -- the C++ library ----------------------------------------------------------------------------------------------
 
 
-def cpp(config: str) -> tuple[Measure, str]:
+def cpp(config: dict[str, Any]) -> tuple[Measure, str]:
     """The pipe of the C++ library: its threads and its allocator stay out of the benchmark's process."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # it warns of much
     # NOTE: importing it tries for most of a minute to compile extensions that nothing here needs.
     import torchpipe
 
-    run = torchpipe.pipe(json.loads(config))
+    run = torchpipe.pipe(config)
     return in_threads(lambda: run({"data": 1})), ""
-
-
-if __name__ == "__main__":
-    main()

@@ -32,14 +32,13 @@ Call = Callable[[], object]
 class Load:
     """The figures of one run: calls per second, latencies in milliseconds.
 
-    ``cpu_ms`` is the processor time of a call, 0 where it was not measured; ``failed`` images of 100 had no result.
+    ``cpu_ms`` is the processor time of a call, 0 where it was not measured.
     """
 
     qps: float
     p50: float = 0.0
     p99: float = 0.0
     cpu_ms: float = 0.0
-    failed: float = 0.0
     note: str = ""
     more: dict[str, float] = field(default_factory=dict)
 
@@ -91,7 +90,7 @@ class Report:
     def median(self, name: str, clients: int) -> Load:
         """The median of each figure on its own, with the last note."""
         rounds = self.loads[name, clients]
-        names = ("qps", "p50", "p99", "cpu_ms", "failed")
+        names = ("qps", "p50", "p99", "cpu_ms")
         figures = {name: statistics.median(getattr(load, name) for load in rounds) for name in names}
         more = {name: statistics.median(load.more[name] for load in rounds) for name in rounds[-1].more}
         return Load(**figures, note=rounds[-1].note, more=more)
@@ -129,7 +128,6 @@ class Report:
             p50, p99 = (f"{value:8.2f}" if value else " " * 8 for value in (load.p50, load.p99))
             note = load.note or ", ".join(f"{name} {value:.3g}" for name, value in load.more.items())
             note = note or (f"{load.cpu_ms:.2f} ms CPU" if load.cpu_ms else "")
-            note += f", {load.failed:.1f} % without result" if load.failed else ""
             print(f"  {name:{width}}  {load.qps:9.0f}  {p50}  {p99}  {note}".rstrip())
         for target in self.targets:
             print(f"  {'ok    ' if target.met else 'MISSED'} {target.name}: {target.measured:.2f} ({target.bar})")
@@ -162,6 +160,14 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> N
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
 
 
+def numbers(text: str, separator: str = ",") -> tuple[int, ...]:
+    """Numbers of at least 1 with commas between them."""
+    values = tuple(map(int, text.split(separator)))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: numbers of at least 1")
+    return values
+
+
 def run(benchmarks: Mapping[str, Callable[[], Report]], args: argparse.Namespace, where: str = "") -> int:
     """Run ``args.name``, or all. 0 when every target is met, 1 when one is missed."""
     here = machine()
@@ -179,8 +185,12 @@ def run(benchmarks: Mapping[str, Callable[[], Report]], args: argparse.Namespace
 
 def machine() -> dict[str, Any]:
     """The processor, its usable cores, Python and the system."""
-    cores = len(os.sched_getaffinity(0))
-    return {"cpu": cpu_model(), "cores": cores, "python": platform.python_version(), "system": platform.platform()}
+    return {"cpu": cpu_model(), "cores": cores(), "python": platform.python_version(), "system": platform.platform()}
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def progress(line: str) -> None:

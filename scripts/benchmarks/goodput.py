@@ -15,12 +15,11 @@ import asyncio
 import random
 import socket
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from itertools import pairwise, takewhile
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from torchpipe_server.front.loop import new_loop
 from benchmarks.common import Load, Report, progress
 from benchmarks.peers import PATHS, is_installed, serving_module
 from benchmarks.services import free_port, serving, started, stats
+from torchpipe_py.tools.load.arrivals import poisson_times
 
 COMPUTE_S, INSTANCES = 0.02, 2
 CAPACITY = INSTANCES / COMPUTE_S
@@ -89,10 +89,7 @@ class Outcomes:
 
 def poisson(rate: float, seconds: float, rng: random.Random) -> Iterator[float]:
     """Due times of independent requests."""
-    due = rng.expovariate(rate)
-    while due < seconds:
-        yield due
-        due += rng.expovariate(rate)
+    return takewhile(lambda due: due < seconds, poisson_times(rate, rng.randrange(2**32)))
 
 
 def bursts(rate: float, seconds: float, rng: random.Random) -> Iterator[float]:
@@ -132,20 +129,17 @@ def goodput(args: argparse.Namespace) -> Report:
 def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Iterator[tuple[str, Service]]:
     wanted = args.services.split(",")
     if FRONT in wanted:
-        yield FRONT, Service(stack.enter_context(started(["-m", "benchmarks.goodput"])), "/")
+        yield FRONT, Service(stack.enter_context(started(["-m", "benchmarks.goodput"]))[0], "/")
     if OURS in wanted:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "sleep.py").write_text(BACKEND.format(seconds=COMPUTE_S), encoding="utf-8")
-        config, http = folder / "sleep.toml", free_port()
-        config.write_text(f'[sleep]\nbackend = "Sleep"\ninstance_num = {INSTANCES}\n', encoding="utf-8")
-        options = ["--import", str(folder / "sleep.py"), "--workers", "1", "--http-port", str(http)]
-        yield OURS, Service(stack.enter_context(serving(str(config), options)), "/infer", partial(_computed, http))
+        http, config = free_port(), {"sleep": {"backend": "Sleep", "instance_num": INSTANCES}}
+        options = ["--workers", "1", "--http-port", str(http)]
+        port = stack.enter_context(serving(config, options, BACKEND.format(seconds=COMPUTE_S)))
+        yield OURS, Service(port, "/infer", partial(_computed, http))
     # At their best: they wait no longer than clients, as far as they can be told.
     settings = {"SLEEP_MS": 1000 * COMPUTE_S, "WORKERS": INSTANCES, "BATCH": 1, "WAIT_MS": 0, "TIMEOUT_S": 0.04}
-    environment = {f"BENCH_{key}": f"{value:g}" for key, value in settings.items()}
     for name, options in {"mosec": ["--timeout", "60", "--capacity", "3"], "litserve": []}.items():
         if name in wanted and is_installed(name, report):
-            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", environment, options))
+            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", settings, options))
             yield name, Service(peer.port, PATHS[name])
     if "triton" in wanted:
         yield "Triton", Service(args.triton, "/v2/models/sleep/infer")
@@ -158,7 +152,11 @@ def _computed(http: int) -> int:
 def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[Load, Outcomes]:
     """Send a request at each due time; goodput, latency of what was answered in time, and what went to waste."""
     loop, free, outcomes = new_loop(), list[Streams](), Outcomes()
-    lone = statistics.median([loop.run_until_complete(_lone(service, free)) for _ in range(6)])
+    times = [perf_counter()]
+    for _ in range(6):
+        loop.run_until_complete(_exchange(service, free))
+        times.append(perf_counter())
+    lone = statistics.median(end - start for start, end in pairwise(times))
     before = service.computed() if service.computed else 0
     loop.run_until_complete(_send(service, dues, DEADLINES * max(COMPUTE_S, lone), free, outcomes))
     loop.close()
@@ -185,13 +183,6 @@ async def _send(
     await asyncio.gather(*tasks)
     for _, writer in free:
         writer.close()
-
-
-async def _lone(service: Service, free: list[Streams]) -> float:
-    """Seconds that a request takes alone."""
-    start = perf_counter()
-    await _exchange(service, free)
-    return perf_counter() - start
 
 
 async def _request(

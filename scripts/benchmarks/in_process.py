@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any
 
-from benchmarks.bare import Processes
+from benchmarks.bare import Processes, cpp
 from benchmarks.common import Call, Report, Subject, in_threads, picture
 
 
@@ -31,15 +29,13 @@ def schedule(args: argparse.Namespace) -> Report:
             Subject("torchpipe_py by submit", in_threads(lambda: run.submit({"data": 1}).result())),
             Subject("bare: a queue and a thread per node", in_threads(bare_chain())),
         ]
-        if find_spec("torchpipe") is None:
-            report.remarks.append("no baseline: the C++ library torchpipe is not installed (extra 'bench')")
-        else:
-            try:
-                library = Processes(1, "cpp", json.dumps({"global": {"batching_timeout": 0}, **config}))
-                stack.callback(library.close)
-                subjects.insert(0, Subject("C++ library", library.load))
-            except RuntimeError as error:
-                report.remarks.append(f"no baseline: {error}")
+
+        def library() -> None:
+            library = Processes(1, cpp, {"global": {"batching_timeout": 0}, **config})
+            stack.callback(library.close)
+            subjects.insert(0, Subject("C++ library", library.load))
+
+        report.attempt("the C++ library (extra 'bench')", library)
         report.measure(subjects, clients, args.seconds, args.rounds)
     if subjects[0].name == "C++ library":
         for count, low in zip(clients, (1.2, 2.0, 2.0), strict=True):

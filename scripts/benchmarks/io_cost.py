@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
 
 from benchmarks.common import Load, Report, Subject, image_folder, picture
 from benchmarks.services import client_report, load_in, serving
 
 TRANSPORTS = ("buffered", "framed", "http")
 CLIENTS = (1, 10, 40)
-CLIENT_LIMIT = 0.5  # of the service's time: a client that takes more is what limits on shared cores
 _BACKEND = """\
 from torchpipe_py import ItemBackend, register_backend
 
@@ -27,23 +25,20 @@ register_backend(NoOp, "NoOp")
 def io_cost(args: argparse.Namespace) -> Report:
     """Requests per second with client and service on the same cores, and the microseconds of each for a request."""
     report = Report("io_cost: a node that does nothing, 2 KB JPEG, one worker, client processes on the same cores")
-    with image_folder(picture(64, 48, quality=70)) as images, TemporaryDirectory() as folder:
-        code, config = Path(folder, "no_op.py"), Path(folder, "no_op.toml")
-        code.write_text(_BACKEND, encoding="utf-8")
-        config.write_text('[no_op]\nbackend = "NoOp"\n', encoding="utf-8")
-        with serving(str(config), ["--import", str(code)]) as port:
+    with (
+        image_folder(picture(64, 48, quality=70)) as images,
+        serving({"no_op": {"backend": "NoOp"}}, code=_BACKEND) as port,
+    ):
 
-            def load(clients: int, seconds: float, transport: str) -> Load:
-                result = client_report(port, images, clients, seconds, ["--transport", transport])
-                cost = 1e6 / (result["calls_per_s"] or float("inf"))
-                service = (result["server_cpu_percent"] or 0.0) / 100 * cost
-                client = result["tester_cpu_us_per_call"]
-                note = f"{service:.0f} µs service, {client:.0f} µs client ({client / (service or 1):.2f})"
-                return replace(load_in(result), note=note)
+        def load(transport: str, clients: int, seconds: float) -> Load:
+            result = client_report(port, images, clients, seconds, ["--transport", transport])
+            cost = 1e6 / (result["calls_per_s"] or float("inf"))
+            service = (result["server_cpu_percent"] or 0.0) / 100 * cost
+            client = result["tester_cpu_us_per_call"]
+            note = f"{service:.0f} µs service, {client:.0f} µs client ({client / (service or 1):.2f})"
+            return replace(load_in(result), note=note)
 
-            def subject(transport: str) -> Subject:
-                return Subject(transport, lambda clients, seconds: load(clients, seconds, transport))
-
-            report.measure([subject(each) for each in TRANSPORTS], CLIENTS, args.seconds, args.rounds)
-    report.remarks.append(f"a client limits on shared cores where it costs more than {CLIENT_LIMIT:g} of the service")
+        subjects = [Subject(transport, partial(load, transport)) for transport in TRANSPORTS]
+        report.measure(subjects, CLIENTS, args.seconds, args.rounds)
+    report.remarks.append("a client limits on shared cores where it costs more than half of the service")
     return report

@@ -10,17 +10,15 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from benchmarks.bare import Processes
-from benchmarks.common import REPOSITORY, Load, Report, Subject, image_folder
-from benchmarks.peers import is_installed, serving_classifier
-from benchmarks.services import run_clients, serving
+from benchmarks.bare import Processes, classifier
+from benchmarks.common import REPOSITORY, Report, Subject, image_folder
+from benchmarks.peers import is_installed, serving_module
+from benchmarks.services import Tables, run_clients, serving
 from torchpipe_py import parse_toml
-from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (1, 10, 40)
 DEMO = REPOSITORY / "configs" / "demo.toml"
@@ -34,23 +32,25 @@ def over_http(args: argparse.Namespace) -> Report:
     with ExitStack() as stack:
         images = stack.enter_context(image_folder())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config, model, size = (_resnet18 if args.model == "resnet18" else _demo)(folder)
-        node = parse_toml(config)["classifier"]
+        demo = parse_toml(DEMO), str(DEMO.parent / "demo" / "model.onnx"), 64
+        config, model, size = demo if args.model == "demo" else _resnet18(folder)
+        node = config["classifier"]
         batch, wait_ms = int(node["max"]), int(node["batching_timeout"])
-        bare = Processes(1, "classifier", model, str(size))
+        bare = Processes(1, classifier, model, size)
         stack.callback(bare.close)
         report.remarks += [bare.remark, "ms CPU: of all processes of a service, for a request"]
         limit = Subject("limit: bare threads at their best, {} process", bare.load, (1,))
         ours, as_it_is = f"{args.workers} workers, batch {batch}", "as it is"
-        same = stack.enter_context(serving(str(config), ["--workers", str(args.workers)]))
+        same = stack.enter_context(serving(config, ["--workers", str(args.workers)]))
         subjects = [limit]
-        for name, port in ((ours, same), (as_it_is, stack.enter_context(serving(str(config))))):
+        for name, port in ((ours, same), (as_it_is, stack.enter_context(serving(config)))):
             for transport, options in OPTIONS.items():
-                load = _load(port, images, options)
+                load = partial(run_clients, port, images, options=options)
                 subjects.append(Subject(f"torchpipe-serve, {name}, {transport}", load))
         peers = [name for name in ("mosec", "litserve") if is_installed(name, report)]
+        settings = {"MODEL": model, "SIZE": size, "WORKERS": args.workers, "BATCH": batch, "WAIT_MS": wait_ms}
         for name in peers:
-            peer = stack.enter_context(serving_classifier(name, model, size, args.workers, batch, wait_ms))
+            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", settings))
             subjects.append(Subject(f"{name}, {ours}", partial(peer.load, images)))
         report.measure(subjects, CLIENTS, args.seconds, args.rounds)
     thrift = f"torchpipe-serve, {as_it_is}, {THRIFT}"
@@ -68,17 +68,11 @@ def over_http(args: argparse.Namespace) -> Report:
     return report
 
 
-def _load(port: int, images: Path, options: list[str]) -> Callable[[int, float], Load]:
-    return lambda clients, seconds: run_clients(port, images, clients, seconds, options)
+def _resnet18(folder: Path) -> tuple[Tables, str, int]:
+    """The configuration of a ResNet-18 with random weights, its model, and the side of the model's input.
 
-
-def _demo(folder: Path) -> tuple[Path, str, int]:
-    """The configuration, its model, and the side of the model's input."""
-    return DEMO, str(DEMO.parent / "demo" / "model.onnx"), 64
-
-
-def _resnet18(folder: Path) -> tuple[Path, str, int]:
-    """The same of a ResNet-18 with random weights, which the time does not depend on; needs torchvision."""
+    Needs torchvision. The time does not depend on weights.
+    """
     model = folder / "resnet18.onnx"
     command = [sys.executable, "-c", "import sys; from torchpipe_py.cli import main; sys.exit(main())"]
     options = ["export", "resnet18", "--weights", "random", "--out", str(model)]
@@ -86,6 +80,4 @@ def _resnet18(folder: Path) -> tuple[Path, str, int]:
     tables = parse_toml(DEMO)
     del tables["classifier"]["labels"]
     tables["classifier"] |= {"model": str(model), "max": 4, "batching_timeout": 5, "resize_h": 224, "resize_w": 224}
-    config = folder / "resnet18.toml"
-    config.write_text(to_toml(tables), encoding="utf-8")
-    return config, str(model), 224
+    return tables, str(model), 224

@@ -3,71 +3,88 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread, Timer
-from typing import Any
+from time import monotonic, sleep
+from typing import IO, Any
 from urllib.request import urlopen
 
 import psutil
 
 from benchmarks.common import REPOSITORY, Load, python
+from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, node_figures
 
 MIB = 2**20
+Tables = Mapping[str, Mapping[str, Any]]
+
 _WARMUP = ["--warmup", "5"]  # the default, 5 % of a slice of a second, is one call of each client
 _START_SECONDS = 600.0  # engines may have to be built
-_END_SECONDS = 30.0
+_END_SECONDS = 60.0
 _REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
 
 # -- start and load -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def serving(config: str, options: Sequence[str] = ()) -> Iterator[int]:
-    """``torchpipe-serve`` on ``config``; the port it listens on."""
-    command = ["-m", "torchpipe_server", config, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]
-    with started([*command, *options]) as port:
-        yield port
+def serving(config: str | Tables, options: Sequence[str] = (), code: str = "") -> Iterator[int]:
+    """``torchpipe-serve`` on a file or on tables, with the backends that ``code`` registers; the port it listens on."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "service.toml")
+        if not isinstance(config, str):
+            path.write_text(to_toml(config), encoding="utf-8")
+        if code:
+            path.with_suffix(".py").write_text(code, encoding="utf-8")
+            options = [*options, "--import", str(path.with_suffix(".py"))]
+        command = ["-m", "torchpipe_server", config if isinstance(config, str) else str(path), *options]
+        with started([*command, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]) as (port, _):
+            yield port
+
+
+def printed_port(log: str) -> int | None:
+    """The port of a line ``... on HOST:PORT ...``, which a service prints once it serves."""
+    line = re.search(r" on \S+:(\d+) .*\n", log)
+    return int(line[1]) if line else None
 
 
 @contextmanager
-def started(command: Sequence[str]) -> Iterator[int]:
-    """This interpreter on ``command``, which prints ``... on HOST:PORT ...`` when it serves; the port."""
-    process = python(*command, stdout=subprocess.PIPE, cwd=REPOSITORY)
-    watchdog = Timer(_START_SECONDS, process.kill)
-    watchdog.daemon = True
-    watchdog.start()
-    reader: Thread | None = None
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        watchdog.cancel()
-        if not line:
-            raise RuntimeError(f"{' '.join(command)} did not start")
-        reader = Thread(target=deque, args=(process.stdout, 0), daemon=True)  # a full pipe would stop the service
-        reader.start()
-        yield int(line.rsplit(" on ")[-1].split(" ")[0].rsplit(":", 1)[1])
-    finally:
-        watchdog.cancel()
-        process.send_signal(signal.SIGTERM)
+def started(
+    command: Sequence[str],
+    port_of: Callable[[str], int | None] = printed_port,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[int, int]]:
+    """This interpreter on ``command``, once ``port_of`` its output gives one; the port and the process id."""
+    with tempfile.TemporaryFile("w+") as log:
+        streams: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": REPOSITORY}
+        process = python(*command, environment=environment, start_new_session=True, **streams)
+        end = monotonic() + _START_SECONDS
         try:
-            process.wait(timeout=_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+            while (port := port_of(_text(log))) is None:
+                if process.poll() is not None or monotonic() > end:
+                    raise RuntimeError(f"{' '.join(command)} did not start: {_text(log).strip()[-1000:]}")
+                sleep(0.05)
+            yield port, process.pid
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # LitServe's children outlive it
             process.wait()
-        if reader is not None:
-            reader.join()
-        process.stdout.close()
+
+
+def _text(log: IO[str]) -> str:
+    return os.pread(log.fileno(), 2**20, 0).decode(errors="replace")
 
 
 def run_clients(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> Load:
@@ -75,17 +92,15 @@ def run_clients(port: int, images: Path, clients: int, seconds: float, options: 
     return load_in(client_report(port, images, clients, seconds, options))
 
 
-def client_report(
-    port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = (), statuses: Sequence[int] = (0,)
-) -> dict[str, Any]:
-    """The load tester's report of that; ``RuntimeError`` for an exit status that is not one of ``statuses``."""
+def client_report(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> dict[str, Any]:
+    """The load tester's report of that; ``RuntimeError`` where an image has no result."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, str(REPOSITORY / "scripts" / "client_qps.py"), "--json", file.name, "--no-progress"]
         command += ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]
         command += ["--duration", str(seconds), *_WARMUP, *options]
         streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(command, check=False, timeout=seconds + _REPORT_SECONDS, **streams)
-        if done.returncode not in statuses:
+        if done.returncode:
             raise RuntimeError(f"the load tester exited with {done.returncode}: {done.stderr.strip()[-300:]}")
         report: dict[str, Any] = json.loads(Path(file.name).read_text(encoding="utf-8"))
     return report
@@ -94,8 +109,7 @@ def client_report(
 def load_in(report: Mapping[str, Any]) -> Load:
     """The figures of a report."""
     qps, latency = report["qps"], report["latency_ms"]
-    failed = 100 * report["images_failed"] / report["images_sent"]
-    return Load(qps, latency["p50"], latency["p99"], 10 * (report["server_cpu_percent"] or 0.0) / qps, failed)
+    return Load(qps, latency["p50"], latency["p99"], 10 * (report["server_cpu_percent"] or 0.0) / qps)
 
 
 def free_port() -> int:

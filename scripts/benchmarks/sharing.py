@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from benchmarks.bare import measure_nodes
-from benchmarks.common import Report, image_folder, labelled, progress
-from benchmarks.services import free_port, gpu_mib, observed, pss_mib, run_clients, serving, stats
+from benchmarks.common import Report, Subject, image_folder, progress
+from benchmarks.services import Tables, free_port, gpu_mib, observed, pss_mib, run_clients, serving, stats
 from torchpipe_py import parse_toml
-from torchpipe_py.tools.export.config import to_toml
 
 CLIENTS = (10, 40)  # of the benchmark on a CPU
 WORKERS = 2
-CHILD_SECONDS = 600.0
-
-Tables = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass
@@ -47,23 +40,15 @@ class Service:
         how = f"shared{processes}" if self.is_shared else "separate"
         return f"{self.what}, {self.workers} worker{'s' * (self.workers > 1)}, {how}"
 
-    @property
-    def options(self) -> list[str]:
-        """Of ``torchpipe-serve``."""
-        engines = ["--engines", str(self.engines)] if self.is_shared else []
-        return ["--workers", str(self.workers), *engines]
-
     @contextmanager
     def started(self, *options: str) -> Iterator[int]:
         """Start it; the port it listens on."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "service.toml")
-            path.write_text(to_toml(self.config), encoding="utf-8")
-            began = monotonic()
-            with serving(str(path), [*self.options, *options]) as port:
-                self.ready_s.append(monotonic() - began)
-                progress(f"{self.name}: ready after {self.ready_s[-1]:.1f} s")
-                yield port
+        began = monotonic()
+        engines = ["--engines", str(self.engines)] if self.is_shared else []
+        with serving(self.config, ["--workers", str(self.workers), *engines, *options]) as port:
+            self.ready_s.append(monotonic() - began)
+            progress(f"{self.name}: ready after {self.ready_s[-1]:.1f} s")
+            yield port
 
     @property
     def memory(self) -> str:
@@ -90,19 +75,10 @@ def measure(
     http, unused_mib = free_port(), gpu_mib()
     with service.started("--http-port", str(http)) as port:
         run_clients(port, folder, max(clients), 0.5)
-        for _ in range(rounds):
-            for count in clients:
-                report.add(service.name, count, observed(http, port, folder, count, seconds))
-                progress(f"{labelled(service.name, count)}: {report.loads[service.name, count][-1]}")
+        report.measure([Subject(service.name, partial(observed, http, port, folder))], clients, seconds, rounds)
         service.pss_mib.append(pss_mib(stats(http)["pid"]))
         service.gpu_mib.append(gpu_mib() - unused_mib)
         report.remarks.append(service.memory)
-
-
-def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns in a process of its own, so that nothing of it stays on the device."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result(CHILD_SECONDS)
 
 
 # -- on a CPU -----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
+from recipes.data import Normalise
 from torch import nn
 
 from torchpipe_py.arguments import ArgumentParser
@@ -30,8 +31,7 @@ SIDE = 64  # pixels; the network's input is SIDE×SIDE
 TRAIN, HELD_OUT = 0, 1  # second word of every picture's random seed: the two sets share no stream
 HELD_OUT_PER_CLASS, KEPT_PER_CLASS = 100, 6  # drawn, and of these written to disk
 BATCH, LEARNING_RATE = 32, 6e-3
-MEAN = (123.675, 116.28, 103.53)  # RGB; a pipeline writes these two into the graph, so the export is without them
-STD = (58.395, 57.12, 57.375)
+NORMALISE = Normalise()  # a pipeline writes it into the graph, so the export is without it
 ENOUGH = 0.97  # held-out accuracy below which the exit status is 1
 
 GLYPHS = {  # strokes between the points of a 3×3 grid, numbered in reading order
@@ -182,12 +182,6 @@ def preprocess(jpeg: bytes) -> np.ndarray:
     return np.ascontiguousarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB).transpose(2, 0, 1))
 
 
-def normalise(images: torch.Tensor) -> torch.Tensor:
-    """uint8 N×3×H×W → float32 of the same shape."""
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-    return (images.float() - mean) / std
-
-
 def build_network() -> nn.Sequential:
     """Normalised float32 N×3×64×64 → logits N×8; about 92,000 parameters, 14 million multiplications."""
     layers: list[nn.Module] = []
@@ -210,7 +204,7 @@ def train_network(images: torch.Tensor, classes: torch.Tensor, epochs: int, seed
             batch = images[chosen].rot90(int(torch.randint(2, ())), (2, 3)).flip(axes)
             batch = batch.roll(torch.randint(-4, 5, (2,)).tolist(), (2, 3))[:, torch.randperm(3)]
             optimiser.zero_grad()
-            nn.functional.cross_entropy(network(normalise(batch)), classes[chosen]).backward()
+            nn.functional.cross_entropy(network(NORMALISE(batch)), classes[chosen]).backward()
             optimiser.step()
             schedule.step()
     return network.eval()
@@ -237,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         number, index = divmod(place, len(LABELS))
         (args.out / "images" / f"{LABELS[index]}_{number:02d}.jpg").write_bytes(jpeg)
     session = open_session(model)
-    inputs = [normalise(torch.from_numpy(preprocess(jpeg))[None]).numpy() for jpeg in held_out]
+    inputs = [NORMALISE(torch.from_numpy(preprocess(jpeg))[None]).numpy() for jpeg in held_out]
     named = torch.tensor([int(session.run(["logits"], {"input": one})[0].argmax()) for one in inputs])
     accuracy = float((named == expected).double().mean())
     print(f"{model}: {model.stat().st_size / 1e3:.0f} kB, within {difference:.1g} of PyTorch")

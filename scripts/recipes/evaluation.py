@@ -1,6 +1,6 @@
 """How good a trained model is on labelled images: everything in one pipe, or the pipe for preprocessing only.
 
-"pipe": preprocessing and model in one pipe, called from several threads, as a service does. "torch": the pipe
+"pipe": preprocessing and model in one pipe, with several requests in it, as in a service. "torch": the pipe
 preprocesses only, and PyTorch runs the model in batches, as in training.
 """
 
@@ -10,10 +10,9 @@ import argparse
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -35,7 +34,6 @@ SOLUTIONS = ("pipe", "torch")
 NO_PREDICTION = -1
 
 
-@dataclass
 class Predictions:
     """``classes``: int64 N, -1 for an image that could not be read; ``scores``: float64 N, of the class named.
 
@@ -43,14 +41,10 @@ class Predictions:
     mostly that of its first batch: reading processes start with it.
     """
 
-    classes: Any
-    scores: Any
-    seconds: float = 0.0
-
-    @classmethod
-    def none(cls, count: int) -> Predictions:
-        """To be filled in."""
-        return cls(np.full(count, NO_PREDICTION, np.int64), np.zeros(count))
+    def __init__(self, count: int) -> None:
+        self.classes: Any = np.full(count, NO_PREDICTION, np.int64)
+        self.scores: Any = np.zeros(count)
+        self.seconds = 0.0
 
 
 def score(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
@@ -75,16 +69,9 @@ def score(labels: Sequence[int], predictions: Sequence[int], classes: int) -> di
     }
 
 
-def agreement(first: Predictions, second: Predictions) -> dict[str, float]:
-    """The share of images that get the same class, and the largest difference of scores of those that both read."""
-    both = (first.classes != NO_PREDICTION) & (second.classes != NO_PREDICTION)
-    gaps = np.abs(first.scores - second.scores)[both]
-    return {"share": float((first.classes == second.classes).mean()), "largest": float(gaps.max(initial=0.0))}
-
-
 def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
-    """Preprocessing and model in one pipe, called from ``--clients`` threads."""
-    predictions = Predictions.none(len(dataset))
+    """Preprocessing and model in one pipe, with ``--clients`` requests in it at a time."""
+    predictions = Predictions(len(dataset))
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -92,22 +79,18 @@ def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
             args.checkpoint, args.toml, args.arch, args.size, args.precision, folder, dataset.classes
         )
         run = stack.enter_context(pipe(config))
-        clients = stack.enter_context(ThreadPoolExecutor(args.clients))
 
-        def predict(index: int) -> None:
-            try:
-                request: dict[str, Any] = {"data": dataset[index][0]}
-            except UnreadableFile:
-                return
-            run(request)
-            if "result" in request:
-                name, predictions.scores[index] = request["result"]
-                predictions.classes[index] = numbers[name]
+        def requests(indices: Iterable[int]) -> Iterator[dict[str, Any]]:
+            for index in indices:
+                with suppress(UnreadableFile):
+                    yield {"data": dataset[index][0], "index": index}
 
-        predict(0)
+        deque(run.map(requests([0])), 0)
         began = perf_counter()
-        for _ in clients.map(predict, range(len(dataset))):
-            pass
+        for answer in run.map(requests(range(len(dataset))), ahead=args.clients):
+            if "result" in answer:
+                name, predictions.scores[answer["index"]] = answer["result"]
+                predictions.classes[answer["index"]] = numbers[name]
         predictions.seconds = perf_counter() - began
     return predictions
 
@@ -117,7 +100,7 @@ def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
     model = load_model(args.checkpoint, args.arch, dataset.classes)
     check_preprocessing(args.toml, args.size)
     plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
-    predictions = Predictions.none(len(dataset))
+    predictions = Predictions(len(dataset))
     with wrap_dataloader_torchpipe(
         "single", plain, args.toml, bad_samples="mask", transforms_batch=Normalise()
     ) as loader:
@@ -168,8 +151,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if args.folder is not None and "pipe" in runs:
         print(f"torchpipe-serve {shlex.quote(str(args.folder / 'served.toml'))} serves that pipe")
     if len(runs) == 2:
-        report["agreement"] = agreement(*runs.values())
-        share, largest = report["agreement"].values()
+        first, second = runs.values()
+        both = (first.classes != NO_PREDICTION) & (second.classes != NO_PREDICTION)
+        share = float((first.classes == second.classes).mean())
+        largest = float(np.abs(first.scores - second.scores)[both].max(initial=0.0))
+        report["agreement"] = {"share": share, "largest": largest}
         print(f"top-1 agreement {share:.4f}, scores differ by {largest:.2g} at most")
     return report
 
@@ -185,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--precision", choices=PRECISIONS, default="fp32", help="of the model (default: %(default)s)")
     option("--arch", help="as in training (default: the checkpoint's)")
     option("--size", type=at_least(1), default=224, help="the TOML's, in pixels (default: %(default)s)")
-    option("--clients", type=at_least(1), default=8, help="threads that call the pipe (default: %(default)s)")
+    option("--clients", type=at_least(1), default=8, help="requests in the pipe at a time (default: %(default)s)")
     option("--batch-size", type=at_least(1), default=32, help="of PyTorch (default: %(default)s)")
     option("--workers", type=int, default=2, help="processes that read for PyTorch (default: %(default)s)")
     option("--folder", type=Path, help="keeps model, labels, engine and served.toml (default: none)")

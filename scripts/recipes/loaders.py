@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks.common import Load, Report, Subject, add_options, run
+from benchmarks.common import Load, Report, Subject, add_options, numbers, run
 from torch.utils.data import DataLoader
 
 from recipes.data import MEAN, STD, FlipAndNormalise
@@ -105,23 +105,19 @@ def images_per_second(batches: Batches, setting: Setting, seconds: float) -> flo
     Workers finish batches of theirs at about the same time, so warm-up and measurement have a batch of each at least.
     """
     enough = max(LEAST, setting.workers + 1)
+    synchronise = torch.cuda.synchronize if setting.device.type == "cuda" else int
     for _, batch in zip(range(enough), batches, strict=False):
         if tuple(batch.shape) != (setting.batch_size, 3, SIZE, SIZE) or batch.dtype != torch.float32:
             raise ValueError(f"a batch of {tuple(batch.shape)}, {batch.dtype}")
-    _synchronise(setting.device)
+    synchronise()
     images = 0
     began = perf_counter()
     for made, batch in enumerate(batches, 1):
         images += len(batch)
         if perf_counter() - began >= seconds and made >= enough:
             break
-    _synchronise(setting.device)
+    synchronise()
     return images / (perf_counter() - began)
-
-
-def _synchronise(device: Any) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def throughput(args: argparse.Namespace) -> Report:
@@ -151,18 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser)
     parser.add_argument("--data", type=Path, required=True, help="a folder with train/, of class folders with JPEGs")
-    parser.add_argument("--workers", type=_numbers, default=[1, 2, 4, 8, 16], help="(default: 1,2,4,8,16)")
-    parser.add_argument("--batch-sizes", type=_numbers, default=[64, 256], help="(default: 64,256)")
+    parser.add_argument("--workers", type=numbers, default=[1, 2, 4, 8, 16], help="(default: 1,2,4,8,16)")
+    parser.add_argument("--batch-sizes", type=numbers, default=[64, 256], help="(default: 64,256)")
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, help="loaders to measure (default: all)")
     args = parser.parse_args(argv)
     if not (args.data / "train").is_dir():
         parser.error(f"--data {args.data}: there is no folder {args.data / 'train'}")
     args.name = "loader_throughput"
     return run({args.name: partial(throughput, args)}, args)
-
-
-def _numbers(text: str) -> list[int]:
-    values = [int(value) for value in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: numbers of at least 1")
-    return values

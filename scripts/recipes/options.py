@@ -18,8 +18,6 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.tools.options import at_least
 from torchpipe_py.training.options import BAD_SAMPLES
 
-INTERRUPTED = 130  # the exit status of a shell after Ctrl-C
-
 
 class Place:
     """Where this process runs. ``kind``, ``local_rank`` and ``devices`` are what the loader takes."""
@@ -118,5 +116,5 @@ def guarded(name: str, work: Callable[[], object]) -> int:
         sys.stderr.write(f"{name}: {'; '.join(str(error).splitlines())}\n")  # at once, beside other ranks'
         return 2
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 130  # as a shell after Ctrl-C
     return 0

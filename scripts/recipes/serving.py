@@ -6,18 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
-import torch
 from torch import nn
 
-from recipes.data import MEAN, STD, Normalise
+from recipes.data import MEAN, STD
 from recipes.models import check_classes, load_checkpoint, load_weights, make_model
 from torchpipe_py import parse_toml
 from torchpipe_py.backends.model.engine.precision import half_model
-from torchpipe_py.backends.model.onnx_graph import normalized_model
-from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.tools.export.config import ENGINE, Files, Transform, followed_by, model_node, to_toml
-from torchpipe_py.tools.export.onnx_file import TOLERANCE, compare_outputs, save_onnx
+from torchpipe_py.tools.export.onnx_file import export_checked
 from torchpipe_py.training import TrainingError
 from torchpipe_py.training.decode import Config, Decoder
 from torchpipe_py.training.options import choose_devices
@@ -54,13 +50,13 @@ def serving_config(
     ``toml`` gives Tensors 1×3×``size``×``size`` of 0..255, in the last node of its only way; ``precision`` is "fp32" or
     "fp16". TensorRT runs the model where it works, else ONNX Runtime. The model, its labels, and the whole as
     ``served.toml`` are written into ``folder``, which may be moved then; TensorRT keeps its engine there too.
-    Raises ``TorchpipeError``: ``TrainingError``, ``ExportError`` and what ``pipe`` raises.
+    Raises ``TorchpipeError``: ``TrainingError``, ``ToolError`` and what ``pipe`` raises.
     """
     model = load_model(checkpoint_path, arch, classes)
     check_preprocessing(toml, size)
     folder.mkdir(parents=True, exist_ok=True)
     files = Files(folder / "served")
-    _export(model, files.model, size)
+    export_checked(model, files.model, size=size)
     files.labels.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
     node = model_node(files, Transform(mean=MEAN, std=STD), has_labels=True)
     node |= {"backend": ENGINE, "instance_num": 2, "precision": precision}
@@ -80,18 +76,3 @@ def check_preprocessing(toml: Config, size: int) -> None:
     shape = tuple(decoder.trial.shape[-3:])
     if shape != (3, size, size):
         raise TrainingError(f"the TOML gives images of {'x'.join(map(str, shape))}, the model takes 3x{size}x{size}")
-
-
-def _export(model: nn.Module, path: Path, size: int) -> None:
-    """Write ``model`` for normalised input, and compare it, fed with pixels as a node feeds it, with PyTorch's."""
-    save_onnx(model, path, size)
-    mean, std = ([255 * value for value in values] for values in (MEAN, STD))
-    served = onnxruntime.InferenceSession(
-        normalized_model(ModelFile(str(path)), mean, std), providers=["CPUExecutionProvider"]
-    )
-    pixels = torch.randint(0, 256, (3, 3, size, size), generator=torch.Generator().manual_seed(0)).float()
-    difference, scale = compare_outputs(lambda batch: model(Normalise()(batch)), served, [pixels])
-    if not difference <= TOLERANCE * scale:  # NOTE: written so that NaN is refused
-        raise TrainingError(
-            f"{path.name}: its logits differ from PyTorch's by {difference:.2g}, of {scale:.2g} at most"
-        )

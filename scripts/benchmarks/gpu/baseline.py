@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import cv2
 import numpy as np
@@ -89,11 +89,6 @@ class Handler:
         except Exception as error:
             raise IDL.InferenceError(code="backend_error", message=f"{type(error).__name__}: {error}") from error
         return IDL.InferenceResult(label=label, score=score)
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise IDL.InferenceError(code="invalid_request", message="the baseline has ping and infer_batch only")
-
-    infer_many = infer = _refuse
 
 
 def make_server(listener: socket.socket, baseline: Baseline) -> TThreadedServer:

@@ -5,7 +5,6 @@ The weights are random, which the time does not depend on.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -65,11 +64,6 @@ class Engines:
             return str(node["model::cache"])
 
 
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> dict[str, Any]:
     """JPEG bytes in, decoded and resized by OpenCV, ``(label, score)`` out."""
     return {
@@ -79,14 +73,11 @@ def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> d
     }
 
 
-CHECKS = "node", "inside", "none"
-"""Where JPEGs are checked: in a node before the one on the GPU, in ``DecodeTensor``, nowhere."""
-
-
 def gpu_pipe(engines: Engines, *, most: int, instances: int, checks: str = "node") -> dict[str, Any]:
     """Images in, ``(label, score)`` out; decoded by nvJPEG, resized and classified in one node.
 
-    ``checks`` is one of ``CHECKS``; with ``node`` what does not pass is decoded on the CPU.
+    ``checks`` says where JPEGs are checked: "node", in one before that on the GPU, and what does not pass is decoded on
+    the CPU; "inside", in ``DecodeTensor``; "none", nowhere.
     """
     node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax", unchecked=checks != "inside")
     backend = "SyncTensor[S[DecodeTensor,ResizeTensor,TensorrtTensor]]"

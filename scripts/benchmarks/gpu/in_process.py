@@ -1,4 +1,4 @@
-"""What a GPU machine can do, what the classic recipe makes of it, and what a pipe does in one process."""
+"""What the classic recipe makes of a GPU machine, and what a pipe does in one process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.common import Report, Subject, in_threads, picture
+from benchmarks.common import Report, Subject, cores, in_threads, picture
 from benchmarks.gpu.baseline import Baseline, LockedEngine
-from benchmarks.gpu.engines import SIDE, BareEngine, Engines, cores, cpu_pipe, gpu_pipe
+from benchmarks.gpu.engines import SIDE, BareEngine, Engines, cpu_pipe, gpu_pipe
 
 WARM_UP = 0.5  # seconds of each subject before anything is measured
 BASELINE = "baseline: a lock around batch 1"
@@ -33,42 +33,15 @@ def running(config: dict[str, Any], encoded: bytes) -> Iterator[Callable[[], obj
         yield call
 
 
-def opencv(encoded: bytes, name: str = "") -> Subject:
+def opencv(encoded: bytes) -> Subject:
     """Decoding and resizing by OpenCV in threads, which do nothing else."""
     import cv2
     import numpy as np
 
     array = np.frombuffer(encoded, np.uint8)
     cv2.setNumThreads(1)
-    name = f"limit: OpenCV decodes and resizes{name} in {{}} threads"
     load = in_threads(lambda: cv2.resize(cv2.imdecode(array, cv2.IMREAD_COLOR_RGB), (SIDE, SIDE)))
-    return Subject(name, load, (cores(),))
-
-
-def limits(engines: Engines, args: argparse.Namespace) -> Report:
-    """What the machine does without any pipeline: OpenCV threads, nvJPEG, the engine with and without graphs."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    subjects = []
-    for size in (FIRST, (1080, 1080)):
-        encoded, name = picture(*size), f" {size[0]}x{size[1]}"
-        subjects.append(opencv(encoded, name)._replace(clients=(1, 8, cores())))
-        tensor = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        for count in (1, 8, 32):
-
-            def by_nvjpeg(images: Any = [tensor] * count) -> None:
-                decode_jpeg(images, mode=ImageReadMode.RGB, device="cuda")
-                torch.cuda.current_stream().synchronize()
-
-            subjects.append(Subject(f"nvJPEG{name}, calls of {count}", in_threads(by_nvjpeg, count), (1,)))
-    for batch, graphs, threads in ((1, False, (4,)), (1, True, (4,)), (8, False, (2,)), (8, True, (1, 2, 4))):
-        how = "CUDA graphs" if graphs else "execute_async_v3"
-        loop = BareEngine(engines.engine(8), batch, graphs)
-        subjects.append(Subject(f"engine, batch {batch}, {{}} contexts, {how}", loop.load, threads))
-    report = Report("limits: no pipeline at all")
-    report.measure(subjects, (), args.seconds, args.rounds)
-    return report
+    return Subject("limit: OpenCV decodes and resizes in {} threads", load, (cores(),))
 
 
 def in_process(engines: Engines, args: argparse.Namespace) -> Report:
@@ -82,10 +55,6 @@ def in_process(engines: Engines, args: argparse.Namespace) -> Report:
         "CPU decode, max 32": cpu_pipe(engines, decoders=decoders, most=32, instances=2),
         "GPU decode, max 8": gpu_pipe(engines, most=8, instances=2),
     }
-    if args.processes:
-        config = cpu_pipe(engines, decoders=cores(), most=32, instances=2)
-        config["decode"]["backend"] = f"Process[{config['decode']['backend']}]"
-        configs["CPU decode by Process[...], max 32"] = config
     with ExitStack() as stack:
         classic = Baseline(LockedEngine(engines.engine(1), SIDE), SIDE)
         subjects = [opencv(encoded), Subject(BASELINE, in_threads(lambda: classic(encoded)))]
@@ -124,17 +93,17 @@ def engine(engines: Engines, args: argparse.Namespace) -> Report:
     with pipe(engines.node(most, instance_num=4, batching_timeout=2)) as run:
         many = in_threads(lambda: run([{"data": tensor} for _ in range(most)]), most)
         many(4, WARM_UP)
-        bare = BareEngine(engines.engine(most), most)
+        bare, classic = (BareEngine(engines.engine(most), most, graphs) for graphs in (True, False))
         subjects = [
             Subject("limit: bare loop, {} contexts", bare.load, (1, 2, 4)),
+            Subject("baseline: execute_async_v3, {} contexts", classic.load, (1, 2, 4)),
             Subject(f"torchpipe_py, {most} per call", many, (4, 8)),
             Subject("torchpipe_py, 1 per call", in_threads(lambda: run({"data": tensor})), (8 * most,)),
         ]
         report.measure(subjects, (), args.seconds, args.rounds)
-    names = [name for name, _ in report.loads]
     limit, ours = (
-        max(report.median(*key).qps for key in report.loads if (key[0] == names[0]) == is_limit)
-        for is_limit in (True, False)
+        max(report.median(*key).qps for key in report.loads if key[0].startswith(start))
+        for start in ("limit", "torchpipe_py")
     )
     report.require("QPS against the bare loop", ours / limit, low=0.95)
     return report

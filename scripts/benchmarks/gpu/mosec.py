@@ -6,18 +6,16 @@ import argparse
 import json
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from benchmarks.common import Report, image_folder, progress
-from benchmarks.gpu.engines import SIDE, Engines, cores
+from benchmarks.common import Report, Subject, cores, image_folder
+from benchmarks.gpu.engines import SIDE, Engines
 from benchmarks.gpu.sharing import CPU, GPU, MOST, limits_alone, services_of
 from benchmarks.peers import is_installed, serving_module
 from benchmarks.sharing import Service, measure
 
 BAR = 1.5
-TRY_SECONDS = 1.0  # of each setting, before the best is measured
 
 
 class Setting(NamedTuple):
@@ -34,58 +32,43 @@ class Setting(NamedTuple):
 
 def settings(most: int) -> list[Setting]:
     """Those that are tried: a quarter of the cores is left to the rest of the work, and others beside the likeliest."""
-    usual = max(2, 6 * cores() // 8)
-    tried = [(usual, 1, 8, 1), (usual, 1, 16, 1), (usual, 1, 32, 2), (usual, 2, 16, 1), (usual, 1, 32, 5)]
-    tried += [(max(2, cores() // 2), 1, 16, 1), (cores(), 1, 16, 1)]
-    return list(dict.fromkeys(Setting(first, owners, min(batch, most), wait) for first, owners, batch, wait in tried))
+    usual, most = max(2, 6 * cores() // 8), min(most, 32)
+    tried = [(usual, 1, most, 1), (usual, 1, most, 2), (usual, 1, most, 5), (usual, 2, most, 1), (usual, 1, 8, 1)]
+    return [Setting(*each) for each in dict.fromkeys([*tried, (cores(), 1, most, 1)])]
 
 
 def against_mosec(engines: Engines, args: argparse.Namespace) -> Report:
-    """The limits, ours, then each setting of mosec for a moment and the best of them for as long as ours."""
+    """The limits, ours, then each setting of mosec."""
     report = Report(f"mosec: processes that decode, others with the engine; clients on the same {cores()} cores")
     report.until = monotonic() + args.most_seconds
     services = [service for what in (CPU, GPU) for service in services_of(engines, args, what, MOST, True)]
-    best: dict[int, Setting] = {}
+    node = engines.node(args.model_max, postprocessor="SoftmaxMax")
     limits_alone(report, engines, args)
     with image_folder() as folder:
+
+        def mosec(setting: Setting) -> None:
+            how = {"NODE": json.dumps(node), "SETTING": json.dumps(setting), "SIDE": SIDE}
+            with serving_module("mosec", "benchmarks.gpu.mosec_service", how) as peer:
+                subject = Subject(str(setting), partial(peer.load, folder))
+                report.measure([subject], args.clients, args.seconds, args.rounds)
+
         for service in services:
             action = partial(measure, report, service, folder, args.clients, args.seconds, args.rounds)
             report.attempt(service.name, action)
-        if is_installed("mosec", report):
-            best = _fastest(report, engines, args, folder)
-    judge(report, services, best)
+        for setting in settings(args.model_max) if is_installed("mosec", report) else []:
+            report.attempt(str(setting), partial(mosec, setting))
+    judge(report, services)
     return report
 
 
-def _fastest(report: Report, engines: Engines, args: argparse.Namespace, folder: Path) -> dict[int, Setting]:
-    """The fastest setting for each number of clients, measured for ``--seconds``."""
-    tried: dict[int, dict[Setting, float]] = {clients: {} for clients in args.clients}
-    node = engines.node(args.model_max, postprocessor="SoftmaxMax")
-
-    def run(setting: Setting, counts: Iterable[int], seconds: float, rounds: int, is_final: bool) -> None:
-        environment = {"BENCH_NODE": json.dumps(node), "BENCH_SETTING": json.dumps(setting), "BENCH_SIDE": str(SIDE)}
-        with serving_module("mosec", "benchmarks.gpu.mosec_service", environment) as peer:
-            for clients in counts:
-                for _ in range(rounds):
-                    load = peer.load(folder, clients, seconds)
-                    progress(f"{setting}, {clients} clients: {load}")
-                    tried[clients][setting] = load.qps
-                    if is_final:
-                        report.add(str(setting), clients, load)
-
-    for setting in settings(args.model_max):
-        seconds = min(args.seconds, TRY_SECONDS)
-        report.attempt(str(setting), partial(run, setting, args.clients, seconds, 1, False))
-    best = {clients: max(rates, key=lambda one: rates[one]) for clients, rates in tried.items() if rates}
-    for clients, setting in best.items():
-        report.attempt(str(setting), partial(run, setting, [clients], args.seconds, args.rounds, True))
-    return best
-
-
-def judge(report: Report, services: Iterable[Service], best: dict[int, Setting]) -> None:
+def judge(report: Report, services: Iterable[Service]) -> None:
     """Hold each of ours against the best of mosec, with as many clients."""
-    for clients, setting in best.items():
+    best: dict[int, float] = {}
+    for name, clients in report.loads:
+        if name.startswith("mosec"):
+            best[clients] = max(best.get(clients, 0.0), report.median(name, clients).qps)
+    for clients, qps in best.items():
         for service in services:
-            if {(service.name, clients), (str(setting), clients)} <= report.loads.keys():
-                ratio = report.median(service.name, clients).qps / report.median(str(setting), clients).qps
+            if (service.name, clients) in report.loads:
+                ratio = report.median(service.name, clients).qps / qps
                 report.require(f"{clients} clients: QPS of {service.name} against the best of mosec", ratio, low=BAR)

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from benchmarks.bare import measure_nodes
-from benchmarks.common import REPOSITORY, Load, Report, Subject, image_folder, picture
-from benchmarks.gpu.engines import SIDE, BareEngine, Engines, cores, cpu_pipe, gpu_pipe
+from benchmarks.bare import Measure, Processes, child, measure_nodes
+from benchmarks.common import REPOSITORY, Load, Report, Subject, cores, image_folder, picture
+from benchmarks.gpu.engines import SIDE, BareEngine, Engines, cpu_pipe, gpu_pipe
 from benchmarks.gpu.in_process import opencv
 from benchmarks.services import run_clients, started
-from benchmarks.sharing import Service, in_child, measure, sharing
+from benchmarks.sharing import Service, measure, sharing
 
 CPU, GPU = "CPU decode", "GPU decode"
 CHECKED = {"node": GPU, "inside": f"{GPU} (checked inside)", "none": f"{GPU} (unchecked)"}
 FEW, MANY = 20, 100  # clients
-MOST = 8  # workers of the comparison of memory
+MOST = 8  # workers of the comparison with mosec
 CONTEXTS = 4  # of the bare engine
 ALL = [(what, workers, False) for what in (CPU, GPU) for workers in (1, 2, 4, 8)]
 ALL += [(what, workers, True) for what in (CPU, GPU) for workers in (2, 4, 8, 12)]
-QUICK = [
-    (GPU, 1, False), (GPU, 8, True), (GPU, 4, False), (CPU, 8, True), (CPU, 4, False), (GPU, 8, False),
-    (CPU, 8, False), (CPU, 1, False), (CPU, 4, True), (GPU, 4, True), (GPU, 12, True), (CPU, 12, True),
-]  # fmt: skip
 
 
 def shared(engines: Engines, args: argparse.Namespace) -> Report:
     """One service after the other: idle ones would still hold memory and contexts."""
     report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
     report.until = monotonic() + args.most_seconds
-    chosen = [service for which in (QUICK if args.quick else ALL) for service in services_of(engines, args, *which)]
+    chosen = [service for which in ALL for service in services_of(engines, args, *which)]
     services = [service for service in chosen if re.search(args.only, service.name)]
     with image_folder() as folder:
         limits_alone(report, engines, args)
@@ -85,8 +82,8 @@ def limits_alone(report: Report, engines: Engines, args: argparse.Namespace) -> 
     decoding = f"limit: GPU decode and the model in {{}} bare loops, a process each, batches of {most}"
 
     def engine() -> None:
-        for load in in_child(engine_alone, engines, most, args.seconds, args.rounds):
-            report.add(name, CONTEXTS, load)
+        with closing(Processes(1, engine_alone, engines, most)) as process:
+            report.measure([Subject(name, process.load)], (CONTEXTS,), args.seconds, args.rounds)
 
     report.attempt("the engine alone", engine)
     alone = partial(report.measure, [opencv(picture())], (), args.seconds, args.rounds)
@@ -95,16 +92,16 @@ def limits_alone(report: Report, engines: Engines, args: argparse.Namespace) -> 
     report.attempt("GPU decode alone", loops)
 
 
-def engine_alone(engines: Engines, most: int, seconds: float, rounds: int) -> list[Load]:
+def engine_alone(engines: Engines, most: int) -> tuple[Measure, str]:
     """Builds the engine where it is not there yet; for a process of its own."""
-    bare = BareEngine(engines.engine(most), most)
-    return [bare.load(CONTEXTS, seconds) for _ in range(rounds)]
+    return BareEngine(engines.engine(most), most).load, ""
 
 
 def _classic(report: Report, engines: Engines, folder: Path, args: argparse.Namespace) -> None:
-    path = in_child(Engines.engine, engines, 1)
+    with child() as process:
+        path = process.submit(engines.engine, 1).result()
     script = str(REPOSITORY / "scripts" / "baseline_server.py")
-    with started([script, "--port", "0", "--engine", path, "--size", str(SIDE)]) as port:
+    with started([script, "--port", "0", "--engine", path, "--size", str(SIDE)]) as (port, _):
         classic = Subject("the classic recipe", lambda clients, seconds: run_clients(port, folder, clients, seconds))
         report.measure([classic], args.clients, args.seconds, args.rounds)
 
@@ -113,7 +110,7 @@ def _classic(report: Report, engines: Engines, folder: Path, args: argparse.Name
 
 
 def judge(report: Report, services: list[Service]) -> None:
-    """Hold the best shared service against the best separate one, and the memory of many workers against one's."""
+    """Hold the best shared service against the best separate one."""
     for what, clients, low in ((CPU, FEW, 1.5), (CPU, MANY, 1.15), (GPU, MANY, 1.4)):
         ours, separate = (_best(report, services, what, clients, is_shared) for is_shared in (True, False))
         if ours is None or separate is None:
@@ -123,15 +120,6 @@ def judge(report: Report, services: list[Service]) -> None:
         if what == GPU:
             report.require(f"{clients} clients: QPS of {name}", load.qps, low=10_000)
             report.require("its p99, ms", load.p99, high=15)
-    for what in (CPU, GPU):
-        memory = {
-            (service.workers, service.is_shared): service.gpu_mib[-1]
-            for service in services
-            if service.what == what and service.engines == 1 and service.gpu_mib and service.gpu_mib[-1]
-        }
-        if {(1, False), (MOST, True)} <= memory.keys():
-            ratio = memory[MOST, True] / memory[1, False]
-            report.require(f"{what}: GPU memory of {MOST} workers, shared, against one", ratio, high=1.3)
 
 
 def _best(report: Report, services: list[Service], what: str, clients: int, is_shared: bool) -> tuple[str, Load] | None:
