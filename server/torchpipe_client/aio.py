@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class AsyncConnection(BaseConnection, asyncio.Protocol):
-    """A connection; a call that is cancelled closes it, too."""
+    """A connection; cancelling its call closes it."""
 
     def __init__(self, address: Address) -> None:
         super().__init__(address)
@@ -28,7 +28,7 @@ class AsyncConnection(BaseConnection, asyncio.Protocol):
         self._answer: asyncio.Future[bytes] | None = None
 
     async def exchange(self, call: Call[Any]) -> Any:
-        """As ``Connection.exchange``."""
+        """Like ``Connection.exchange``."""
         frame = self._encode(call)
         with self._exchanging():
             return decode_reply(call.method, self._sequence, await self._transfer(frame, call.attempts))
@@ -79,14 +79,14 @@ class AsyncConnection(BaseConnection, asyncio.Protocol):
 
 
 class AsyncPool(BasePool[AsyncConnection]):
-    """For the tasks of one event loop."""
+    """Connections for the tasks of one event loop."""
 
     _loop: asyncio.AbstractEventLoop | None = None
     _slots: asyncio.Semaphore
 
     @asynccontextmanager
     async def connection(self, attempts: Attempts) -> AsyncIterator[AsyncConnection]:
-        """One that no other call has. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
+        """A connection for one call. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop, self._slots = loop, asyncio.Semaphore(self._most)
@@ -122,9 +122,9 @@ class AsyncPool(BasePool[AsyncConnection]):
 
 
 async def _within(seconds: float, work: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
-    """What ``work`` makes; ``asyncio.TimeoutError`` after so many seconds. What it makes in vain goes to ``undo``.
+    """The result of ``work``; ``asyncio.TimeoutError`` after ``seconds``, and a later result goes to ``undo``.
 
-    NOTE: before Python 3.12 ``asyncio.wait_for`` forgets a cancellation that comes together with the result.
+    NOTE: before Python 3.12 ``asyncio.wait_for`` loses a cancellation that coincides with the result.
     """
     task = asyncio.ensure_future(work)
 
@@ -143,7 +143,7 @@ async def _within(seconds: float, work: Coroutine[Any, Any, T], undo: Callable[[
 
 
 def _coroutine(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """``Client``'s method as a coroutine: it returns what ``_run`` returns, which is one here."""
+    """A method of ``Client`` as a coroutine: ``_run``, whose result it returns, is a coroutine here."""
 
     @wraps(method)
     async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -153,9 +153,9 @@ def _coroutine(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
 
 
 class AsyncClient(BaseClient[AsyncPool]):
-    """``Client`` for asyncio: the same arguments, and the same calls as coroutines, for any number of a loop's tasks.
+    """``Client`` for asyncio: the same arguments, and calls as coroutines, for any number of tasks of one loop.
 
-    A call that is cancelled closes its connection, and the service computes it no more if it still waits there.
+    Cancelling a call closes its connection, and the service drops it if it is still queued there.
     """
 
     _pool_class = AsyncPool
@@ -166,7 +166,7 @@ class AsyncClient(BaseClient[AsyncPool]):
     infer = _coroutine(Client.infer)
 
     async def close(self) -> None:
-        """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""
+        """Let running calls finish; later ones raise ``ClientClosed``. May be called again."""
         self._pool.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -17,7 +17,7 @@ P = TypeVar("P", bound=BasePool)
 
 
 class BaseClient(Generic[P]):
-    """What both clients are made with."""
+    """The arguments of both clients."""
 
     _pool_class: type[P]
 
@@ -32,7 +32,7 @@ class BaseClient(Generic[P]):
         max_connections: int = 64,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Does not connect yet. Raises ``ValueError`` for an address without a port, and for times of 0 or less."""
+        """Does not connect yet. Raises ``ValueError`` for an address without a port or a time of 0 or less."""
         self._address = Address.parse(address)
         self._limits = Limits(timeout, connect_timeout, retries, idempotent, max_connections)
         self._pool = self._pool_class(self._address, tls, max_connections)
@@ -44,12 +44,12 @@ class BaseClient(Generic[P]):
 class Client(BaseClient[Pool]):
     """A service at ``host:port``, for any number of threads at once.
 
-    ``timeout`` bounds a call, its repetitions included, and ``connect_timeout`` each connection, in seconds. A call is
-    repeated up to ``retries`` times: after ``overloaded``, ``unavailable`` and a connection that was refused, and, if
-    ``idempotent``, after a connection that was lost and once after ``worker_died``. Each call under way has one of at
-    most ``max_connections`` connections to itself. ``tls`` is for a proxy that takes TLS.
+    ``timeout`` bounds a call with its retries, ``connect_timeout`` each attempt to connect, in seconds. A call is
+    repeated up to ``retries`` times: after ``overloaded``, ``unavailable`` and a refused connection, and, if
+    ``idempotent``, after a lost connection and once after ``worker_died``. Each running call uses one of at most
+    ``max_connections`` connections. ``tls`` is for a proxy that terminates TLS.
 
-    A call is part of the trace that its ``traceparent`` names, else of OpenTelemetry's current span, if there is one.
+    A call joins the trace of its ``traceparent``, or else OpenTelemetry's current span, if there is one.
 
     Each call returns, or raises one ``ClientError``; ``ValueError`` for a ``timeout`` or ``deadline_ms`` of 0 or less.
     """
@@ -57,13 +57,13 @@ class Client(BaseClient[Pool]):
     _pool_class = Pool
 
     def ping(self, *, timeout: float | None = None) -> None:
-        """Returns when the service has answered."""
+        """Return once the service has answered."""
         return self._run(Call[None]("ping", Attempts(self._limits, timeout)))
 
     def infer_batch(
         self, image: bytes, *, timeout: float | None = None, uuid: str = "", traceparent: str | None = None
     ) -> Result:
-        """Label and score of one encoded image. As part of a trace it is sent as an ``infer_many`` of one image."""
+        """Label and score of one encoded image. Within a trace it is sent as ``infer_many`` with one image."""
         trace, attempts = trace_fields(traceparent), Attempts(self._limits, timeout)
         if trace["traceparent"]:
             return self._run(InferMany[Result](attempts, [image], uuid, trace, is_single=True))
@@ -79,9 +79,9 @@ class Client(BaseClient[Pool]):
         uuid: str = "",
         traceparent: str | None = None,
     ) -> list[Result | InferenceError]:
-        """A result, or the error in its place, for each of the encoded images; raises if none has an outcome.
+        """A result or an error for each of the encoded images; raises if the whole call fails.
 
-        Of ``priority`` 1 they are taken when no request of 0, which is normal, waits.
+        With ``priority`` 1 they run when no request of the normal priority 0 waits.
         """
         attempts, trace = Attempts(self._limits, timeout, deadline_ms), trace_fields(traceparent)
         return self._run(InferMany["list[Result | InferenceError]"](attempts, images, uuid, trace, priority=priority))
@@ -98,17 +98,17 @@ class Client(BaseClient[Pool]):
         uuid: str = "",
         traceparent: str | None = None,
     ) -> dict[str, Any]:
-        """Any pipeline: ``inputs`` by the keys of its dict, and those of its keys back that ``outputs`` names.
+        """Run any pipeline: ``inputs`` are entries of the request's dict; returns the keys that ``outputs`` names.
 
-        Values are bytes, texts, numbers, arrays of NumPy (``bool``, ``uint8``, ``int8`` to ``int64``, ``float16`` to
-        ``float64``, of any shape) and lists of arrays. Dicts and lists come back as JSON text. Without ``outputs`` it
-        is ``result`` that comes back.
+        Values are bytes, text, numbers, NumPy arrays (``bool``, ``uint8``, ``int8`` to ``int64``, ``float16`` to
+        ``float64``, of any shape) and lists of arrays. Dicts and lists are returned as JSON text. By default
+        ``outputs`` is ``result``.
         """
         attempts = Attempts(self._limits, timeout, deadline_ms)
         return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace_fields(traceparent), priority))
 
     def close(self) -> None:
-        """Calls under way end as they would; those that come later raise ``ClientClosed``. May be called again."""
+        """Let running calls finish; later ones raise ``ClientClosed``. May be called again."""
         self._pool.close()
 
     def __enter__(self) -> Client:

@@ -1,4 +1,4 @@
-"""Connections and the pools they are taken from: what both clients share, and those of the client for threads."""
+"""Connections and pools: the base classes of both clients, and those of the client for threads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchpipe_client.core import Address, Attempts, Call
 from torchpipe_client.errors import ClientClosed, ConnectionLost, InferenceError, not_connected
 
 IDLE_SECONDS = 60.0
-"""A connection unused for longer is closed: what lies between may have forgotten it, without a word to either side."""
+"""A connection unused for longer is closed: a firewall or NAT in between may have dropped it silently."""
 
 _PIECE = 256 * 1024
 
 
 class BaseConnection:
-    """One call at a time; after one that has no whole answer the connection is closed."""
+    """Serves one call at a time; closed after a call without a complete answer."""
 
     def __init__(self, address: Address) -> None:
         self._address, self._sequence = address, 0
@@ -31,11 +31,11 @@ class BaseConnection:
         self.idle_since = time.monotonic()
 
     def close(self) -> None:
-        """May be called again."""
+        """Close it; may be called again."""
         raise NotImplementedError
 
     def is_usable(self) -> bool:
-        """Whether the service has kept it, as far as that is known."""
+        """Whether it can serve another call, as far as is known."""
         return self.is_open and time.monotonic() - self.idle_since <= IDLE_SECONDS
 
     def _encode(self, call: Call[Any]) -> bytes:
@@ -45,11 +45,11 @@ class BaseConnection:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Closes the connection if it has no whole answer, or if the service closes it after its answer."""
+        """Close the connection after an incomplete answer, or an error after which the service closes it."""
         try:
             yield
-        except BaseException as error:  # an interrupt as well: an answer that comes later is not the next call's
-            # The service closes it if it could not read the message: such errors have no class of their own.
+        except BaseException as error:  # also an interrupt: a late answer must not reach the next call
+            # The service closes it if it could not read the message; such errors are plain InferenceErrors.
             if not isinstance(error, InferenceError) or type(error) is InferenceError:
                 self.close()
             raise
@@ -60,7 +60,7 @@ C = TypeVar("C", bound=BaseConnection)
 
 
 class BasePool(Generic[C]):
-    """The connections of a client. A call has one for the length of an attempt; those in no use are kept."""
+    """The connections of a client. Each attempt of a call uses one; unused ones are kept."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, most: int) -> None:
         self._address, self._tls, self._most = address, tls, most
@@ -68,12 +68,11 @@ class BasePool(Generic[C]):
         self._idle: list[C] = []
 
     def close(self) -> None:
-        """Closes idle connections now, the others when their calls have ended."""
+        """Close idle connections now, and the others when their calls have ended."""
         self._is_closed = True
         self._close_idle()
 
-    # NOTE: these take no lock: the handler of a signal may close the client, or call it, while the thread that it
-    # interrupts is anywhere in them.
+    # NOTE: lock-free, because a signal handler may close or use the client while it interrupts any of these.
 
     def _close_idle(self) -> None:
         while self._idle:
@@ -83,7 +82,7 @@ class BasePool(Generic[C]):
     def _take_idle(self) -> C | None:
         while not self._is_closed:
             try:
-                connection = self._idle.pop()  # the one used last: the others grow old and are closed
+                connection = self._idle.pop()  # the last used one, so that the others expire
             except IndexError:
                 return None
             if connection.is_usable():
@@ -102,21 +101,22 @@ class Connection(BaseConnection):
     """A connected socket."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, attempts: Attempts) -> None:
-        """Connects; raises ``NotConnected`` or ``TimedOut``."""
+        """Connect. Raises ``NotConnected`` or ``TimedOut``."""
         super().__init__(address)
         self._sock = _connect(address, tls, attempts)
 
     def exchange(self, call: Call[Any]) -> Any:
-        """Sends the call's next attempt and returns what the service answered.
+        """Send the call's next attempt and return the answer.
 
-        Raises ``InferenceError``, with which the connection stays open, ``ConnectionLost``, ``TimedOut``, ``BadReply``.
+        Raises ``InferenceError``, after which the connection may stay open, ``ConnectionLost``, ``TimedOut``,
+        ``BadReply``.
         """
         frame = self._encode(call)
         with self._exchanging():
             return decode_reply(call.method, self._sequence, self._transfer(frame, call.attempts))
 
     def is_usable(self) -> bool:
-        """Whether the service has kept it, and sent nothing unasked."""
+        """Whether it is still open and has no unexpected data."""
         if not super().is_usable():
             return False
         try:
@@ -140,7 +140,7 @@ class Connection(BaseConnection):
         except TimeoutError:
             raise attempts.timed_out() from None
         except OSError as error:
-            cause = error  # NOTE: read on, for the service may have sent a reason before it closed
+            cause = error  # NOTE: still read, because the service may have sent a reason before it closed
         try:
             while True:
                 self._sock.settimeout(attempts.left())
@@ -157,9 +157,9 @@ class Connection(BaseConnection):
 
 
 def _connect(address: Address, tls: ssl.SSLContext | None, attempts: Attempts) -> socket.socket:
-    """To the first of the host's addresses that takes it, within the time for all of them."""
+    """Connect to the first of the host's addresses that accepts, within the time for all of them."""
     until = time.monotonic() + min(attempts.limits.connect_timeout, attempts.left())
-    failure = OSError("it has no address")
+    failure = OSError("the host has no address")
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -182,7 +182,7 @@ def _connect(address: Address, tls: ssl.SSLContext | None, attempts: Attempts) -
 
 
 class Pool(BasePool[Connection]):
-    """For threads."""
+    """Connections for threads."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, most: int) -> None:
         super().__init__(address, tls, most)
@@ -190,7 +190,7 @@ class Pool(BasePool[Connection]):
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        # NOTE: of C, no Semaphore: a handler of a signal may come here while its thread is anywhere in ``connection``.
+        # NOTE: in C, unlike Semaphore, so that a signal handler may interrupt ``connection`` anywhere.
         self._slots: SimpleQueue[None] = SimpleQueue()
         for _ in range(self._most):
             self._slots.put(None)
@@ -198,9 +198,9 @@ class Pool(BasePool[Connection]):
 
     @contextmanager
     def connection(self, attempts: Attempts) -> Iterator[Connection]:
-        """One that no other thread has. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
+        """A connection for one call. Raises ``ClientClosed``, ``NotConnected``, ``TimedOut``."""
         if self._pid != os.getpid():
-            self._reset()  # after a fork: the connections, and what arrives on them, are the parent's
+            self._reset()  # after a fork: the connections belong to the parent
         slots = self._slots
         try:
             slots.get(timeout=min(attempts.left(), threading.TIMEOUT_MAX))

@@ -1,4 +1,4 @@
-"""The contract, ``inference.thrift``: calls to bytes, and bytes to answers. Binary protocol, framed transport."""
+"""Encodes calls and decodes answers of ``inference.thrift``. Binary protocol, framed transport."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_REPLY_BYTES = 256 * 2**20
 """Larger than any reply by default. The first bytes of another protocol, read as a length, exceed it."""
 
 _MAX_VALUES = 2**18
-"""Fields and elements of an answer. A list may announce two billion that take no bytes, and minutes to be read."""
+"""Fields and elements of an answer. A list could announce billions that take no bytes but minutes to read."""
 
 _FRAME = _INT = struct.Struct(">i")
 _STRING, _STRUCT, _MAP, _SET, _LIST = 11, 12, 13, 14, 15
 _SIZES = {2: 1, 3: 1, 4: 8, 6: 2, 8: 4, 10: 8}
-"""Bytes of Thrift's types that have always as many."""
+"""Bytes of Thrift's types of fixed size."""
 _MAX_CALL_BYTES = 2**31 - 1
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -35,11 +35,11 @@ _PLACES = (_PACKAGE, _PACKAGE.parent / "torchpipe_py", _PACKAGE.parents[1] / "id
 
 
 def _load() -> ModuleType:
-    """The contract as thriftpy2 makes it, under a name that no other IDL of the process has."""
+    """Load the contract with thriftpy2, under a unique module name."""
     paths = [place / "inference.thrift" for place in _PLACES]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise ImportError(f"inference.thrift is at none of {', '.join(map(str, paths))}")
+        raise ImportError(f"inference.thrift is missing; looked at {', '.join(map(str, paths))}")
     idl: ModuleType = thriftpy2.load(str(path), module_name="torchpipe_client_thrift")
     return idl
 
@@ -54,7 +54,7 @@ _UNDECLARED_CODES = {
 
 
 def encode_call(method: str, sequence: int, arguments: dict[str, Any]) -> bytes:
-    """A call with its frame. Raises ``InvalidRequest`` for values that do not fit the contract."""
+    """Encode a call with its frame. Raises ``InvalidRequest`` for values that do not fit the contract."""
     buffer = TMemoryBuffer()
     protocol = TBinaryProtocol(buffer)
     try:
@@ -69,7 +69,7 @@ def encode_call(method: str, sequence: int, arguments: dict[str, Any]) -> bytes:
 
 
 def decode_reply(method: str, sequence: int, message: bytes) -> Any:
-    """What the method returned. Raises the ``InferenceError`` that it answered, or ``BadReply``."""
+    """The result of the method. Raises the ``InferenceError`` of the answer, or ``BadReply``."""
     try:
         protocol = TBinaryProtocol(TMemoryBuffer(message))
         name, kind, answered = protocol.read_message_begin()
@@ -92,16 +92,16 @@ def decode_reply(method: str, sequence: int, message: bytes) -> Any:
 
 
 class _Bounds:
-    """Finds the ends of an answer's values before they are decoded: thriftpy2's decoder, in C, reads past the end.
+    """Checks an answer before thriftpy2 decodes it, because its C decoder reads past the end of a bad one.
 
-    Raises ``ValueError``, ``IndexError``, ``struct.error`` or, of deep ones, ``RecursionError``.
+    Raises ``ValueError``, ``IndexError``, ``struct.error`` or, for deep nesting, ``RecursionError``.
     """
 
     def __init__(self, message: bytes) -> None:
         self._message, self._left = message, _MAX_VALUES
 
     def value(self, kind: int, at: int) -> int:
-        """Where a value of the type ends that begins at ``at``."""
+        """The end of a value of type ``kind`` that begins at ``at``."""
         message = self._message
         if kind in _SIZES:
             return at + _SIZES[kind]
@@ -121,8 +121,8 @@ class _Bounds:
         size, at = self._size(at), at + _INT.size
         self._count(size * len(types))
         for _ in range(size):
-            for one in types:
-                at = self.value(one, at)
+            for each in types:
+                at = self.value(each, at)
         return at
 
     def _size(self, at: int) -> int:
@@ -138,13 +138,13 @@ class _Bounds:
 
 
 class FrameReader:
-    """Collects what arrives on a connection until it is one whole answer."""
+    """Collects received bytes until an answer is complete."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> bytes | None:
-        """The message, without its frame, once it is whole. Raises ``BadReply`` for bytes that are not a frame."""
+        """The message, without its frame, once it is complete. Raises ``BadReply`` for anything but a frame."""
         self._received += data
         if len(self._received) < _FRAME.size:
             return None

@@ -1,4 +1,4 @@
-"""A call without I/O: where it goes, its trace, how long it may take, what is sent and what comes back."""
+"""Calls without I/O: address, trace, time limits, arguments and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PERHAPS_BEGUN = (errors.ConnectionLost, errors.WorkerDied)
 
 
 class Address(NamedTuple):
-    """Of a service, as it is written in messages."""
+    """The address of a service."""
 
     host: str
     port: int
@@ -40,9 +40,9 @@ class Address(NamedTuple):
 
 
 def trace_fields(traceparent: str | None) -> dict[str, str | None]:
-    """``traceparent`` and ``tracestate`` (W3C Trace Context) of the trace that a call is part of.
+    """``traceparent`` and ``tracestate`` (W3C Trace Context) of a call's trace.
 
-    It is the one that the caller names, else OpenTelemetry's current span if the program uses that; imports nothing.
+    The caller's ``traceparent``, or else OpenTelemetry's current span if the program has imported that.
     """
     parent, state = traceparent or None, None
     api: Any = sys.modules.get("opentelemetry.trace")
@@ -54,14 +54,14 @@ def trace_fields(traceparent: str | None) -> dict[str, str | None]:
     return {"traceparent": parent, "tracestate": state}
 
 
-# -- time and repetitions -------------------------------------------------------------------------------------------
+# -- time and retries ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of every call of a client; times in seconds.
+    """The limits of every call of a client; times in seconds.
 
-    ``idempotent``: whether a call may be repeated that the service has perhaps begun.
+    ``idempotent``: whether a call may be repeated if the service may have begun it.
     """
 
     timeout: float
@@ -79,10 +79,10 @@ class Limits:
 
 
 class Attempts:
-    """The attempts of one call, which begins now: the time and the repetitions that it has left.
+    """The attempts of one call, which begins now: remaining time and retries.
 
-    The client gives up after ``timeout``, all attempts together; ``None`` stands for the client's. The service is sent
-    the time that is left of ``deadline_ms``, else of ``timeout``: it need not compute what comes too late.
+    The client gives up after ``timeout`` for all attempts together; ``None`` means the client's. The service gets the
+    rest of ``deadline_ms``, or else of ``timeout``, so that it drops what would be too late.
     """
 
     def __init__(self, limits: Limits, timeout: float | None, deadline_ms: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Attempts:
         self._has_lost_worker = False
 
     def left(self) -> float:
-        """Seconds until the client gives up. Raises ``TimedOut`` if there are none."""
+        """Seconds until the client gives up. Raises ``TimedOut`` if none are left."""
         left = self._give_up_at - time.monotonic()
         if left <= 0:
             raise self.timed_out()
@@ -112,23 +112,23 @@ class Attempts:
         return errors.TimedOut(f"all {most} connections were in use for {self.timeout:g} s (max_connections)")
 
     def deadline_ms(self) -> int:
-        """For the service; at least 1, since 0 means no deadline."""
+        """The deadline for the service; at least 1, since 0 means none."""
         return max(1, min(2**31 - 1, round(1000 * (self._deadline - time.monotonic()))))
 
     def may_repeat(self, outcome: object) -> bool:
-        """Whether a call that ended so can be sent again without harm."""
+        """Whether a call with this outcome can safely be sent again."""
         return isinstance(outcome, _NOT_BEGUN) or (self.limits.idempotent and isinstance(outcome, _PERHAPS_BEGUN))
 
     def delay_after(self, error: errors.ClientError) -> float | None:
-        """Seconds to wait before the next attempt, at least as long as the service asks for; ``None``: give up.
+        """Seconds to wait before the next attempt, at least as long as the service asks for; ``None`` to give up.
 
-        A part of the delay is random: clients that fail together do not come back together.
+        Part of the delay is random, so that clients that fail together do not return together.
         """
         if not self._retries or not self.may_repeat(error):
             return None
         if isinstance(error, errors.WorkerDied):
             if self._has_lost_worker:
-                return None  # the call may be what kills them
+                return None  # this call may be what kills workers
             self._has_lost_worker = True
         delay = (error.retry_after_ms or 0) / 1000 + random.uniform(self._delay / 2, self._delay)
         if time.monotonic() + delay >= self._deadline:
@@ -142,20 +142,20 @@ class Attempts:
 
 
 class Call(Generic[T]):
-    """One call, over all its attempts."""
+    """One call with all its attempts."""
 
     def __init__(self, method: str, attempts: Attempts) -> None:
         self.method, self.attempts = method, attempts
         self._result: Any = None
 
     def arguments(self) -> dict[str, Any]:
-        """Of the next attempt."""
+        """The arguments of the next attempt."""
         return {}
 
     def take(self, success: Any) -> errors.ClientError | None:
-        """Take an answer. Returns an error in it for which the call should be repeated, if there is one.
+        """Take an answer. Returns an error in it after which the call should be repeated, if any.
 
-        Raises ``BadReply`` for an answer that is not as the contract has it.
+        Raises ``BadReply`` for an answer that does not follow the contract.
         """
         try:
             return self._accept(success)
@@ -163,17 +163,17 @@ class Call(Generic[T]):
             raise errors.BadReply(f"an answer to {self.method} that the contract does not allow: {error}") from error
 
     def result(self, error: errors.ClientError | None) -> T:
-        """The outcome; ``error`` is how the last attempt ended, and is raised if nothing else is known."""
+        """The outcome of the call; ``error`` is that of the last attempt, raised if there is no other outcome."""
         if error is not None:
             raise error
         return self._result  # type: ignore[no-any-return]
 
     def _accept(self, success: Any) -> errors.ClientError | None:
-        """Of ``ping``."""
+        """The answer of ``ping`` has no content."""
 
 
 class InferBatch(Call[Result]):
-    """One image."""
+    """A call with one image."""
 
     def __init__(self, attempts: Attempts, image: Any, uuid: str) -> None:
         super().__init__("infer_batch", attempts)
@@ -187,9 +187,9 @@ class InferBatch(Call[Result]):
 
 
 class InferMany(Call[T]):
-    """A list of images; only those are sent again whose errors may be repeated.
+    """A call with a list of images; retries send only the images that failed in a retryable way.
 
-    ``is_single``: the outcome is that of the one image.
+    ``is_single``: there is one image, and its outcome is that of the call.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class InferMany(Call[T]):
         return max(again, key=lambda error: error.retry_after_ms or 0, default=None)
 
     def result(self, error: errors.ClientError | None) -> T:
-        """An attempt that failed as a whole takes nothing from the outcomes of those before it."""
+        """The outcomes; those of earlier attempts stand even if a later attempt fails as a whole."""
         outcomes: Any = self._outcomes
         if error is not None and None in outcomes:
             raise error
@@ -239,7 +239,7 @@ class InferMany(Call[T]):
 
 
 class Infer(Call["dict[str, Any]"]):
-    """Any pipeline."""
+    """A call of any pipeline."""
 
     def __init__(
         self, attempts: Attempts, inputs: Mapping[str, Any], outputs: Iterable[str] | None, node_name: str | None,

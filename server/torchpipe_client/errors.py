@@ -1,4 +1,4 @@
-"""How a call without a result ends. Each error has a ``code`` for programs and a text for people."""
+"""The errors of calls. Each has a ``code`` for programs and a message for people."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 
 
 class ClientError(Exception):
-    """Root of all exceptions of this package. ``retry_after_ms``: when a repetition may succeed, if that is known."""
+    """Root of all exceptions of this package. ``retry_after_ms``: when a retry may succeed, if known."""
 
     code = "client_error"
     retry_after_ms: int | None = None
 
 
-# -- what happens on this side --------------------------------------------------------------------------------------
+# -- errors of the client -------------------------------------------------------------------------------------------
 
 
 class NotConnected(ClientError, ConnectionError):
@@ -22,7 +22,7 @@ class NotConnected(ClientError, ConnectionError):
 
 
 def not_connected(address: object, error: OSError) -> NotConnected:
-    """What became of an attempt to connect, in the words of the system where they are its."""
+    """The error of a failed attempt to connect, with the system's message if there is one."""
     number = error.errno if isinstance(error, ConnectionError) else None
     return NotConnected(f"cannot connect to {address}: {error if number is None else os.strerror(number)}")
 
@@ -51,17 +51,17 @@ class ClientClosed(ClientError):
     code = "client_closed"
 
 
-# -- what the service answers ---------------------------------------------------------------------------------------
+# -- errors of the service -----------------------------------------------------------------------------------------
 
 
 class InferenceError(ClientError):
-    """The service answered with an error. A code without a class of its own (``too_large``, say) comes as this one."""
+    """An error from the service. Codes without their own class, such as ``too_large``, use this one."""
 
     code = "internal"
 
 
 class InvalidRequest(InferenceError, ValueError):
-    """What was sent does not fit the pipeline, or has no form on the wire."""
+    """The request does not fit the pipeline, or cannot be encoded."""
 
     code = "invalid_request"
 
@@ -79,7 +79,7 @@ class NoResult(InferenceError):
 
 
 class DecodeError(NoResult, ValueError):
-    """Bytes that are no readable image."""
+    """Bytes that are not a readable image."""
 
     code = "decode_error"
 
@@ -91,13 +91,13 @@ class BackendError(InferenceError):
 
 
 class Overloaded(InferenceError):
-    """Refused before it was begun: too many requests in flight, or a deadline that the queue rules out."""
+    """Refused before it began: too many requests in flight, or a deadline that cannot be met."""
 
     code = "overloaded"
 
 
 class Unavailable(InferenceError):
-    """Refused before it was begun: no worker is there, one is being started."""
+    """Refused before it began: no worker is running, one is being started."""
 
     code = "unavailable"
 
@@ -109,13 +109,13 @@ class DeadlineExceeded(InferenceError, TimeoutError):
 
 
 class WorkerDied(InferenceError):
-    """The worker ended while it had the call."""
+    """The worker died during the call."""
 
     code = "worker_died"
 
 
 class PipeClosed(InferenceError):
-    """The service stopped before the call was finished."""
+    """The service stopped before the call finished."""
 
     code = "closed"
 
@@ -136,7 +136,7 @@ def inference_error(code: str, message: str, retry_after_ms: int | None = None) 
 
 
 def undeclared_error(code: str, message: str) -> InferenceError:
-    """The exception for an error that a method does not declare: its text begins with the name, if it has one."""
+    """The exception for an undeclared error, whose message may begin with a class name."""
     name, _, text = message.partition(": ")
     if name in _BY_NAME:
         return _BY_NAME[name](text)

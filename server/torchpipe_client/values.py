@@ -1,4 +1,4 @@
-"""Python values to the contract's ``Value`` and back."""
+"""Converts Python values to the contract's ``Value`` and back."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Result(NamedTuple):
 
 
 def to_bytes(name: str, data: Any) -> bytes:
-    """Encoded bytes as they are sent. Raises ``InvalidRequest`` for other types."""
+    """``data`` as ``bytes``. Raises ``InvalidRequest`` for other types."""
     if isinstance(data, bytes):
         return data
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data)
-    hint = "; of a file they are Path(...).read_bytes()" if isinstance(data, (str, os.PathLike)) else ""
+    hint = "; read a file with Path(...).read_bytes()" if isinstance(data, (str, os.PathLike)) else ""
     raise InvalidRequest(f"{name}: expected bytes, got a {type(data).__name__}{hint}")
 
 
 def to_value(name: str, value: Any) -> Any:
-    """Bytes, texts, numbers, arrays of NumPy and lists of arrays; a list of numbers, also a nested one, is an array.
+    """Bytes, text, numbers, NumPy arrays and lists of arrays as a ``Value``; (nested) lists of numbers become arrays.
 
     Raises ``InvalidRequest`` for anything else.
     """
@@ -59,18 +59,16 @@ def to_value(name: str, value: Any) -> Any:
         if other is None:
             return IDL.Value(tensors=[_to_tensor(name, item) for item in value])
         kind = type(value[other]).__name__
-        raise InvalidRequest(
-            f"{name}[{other}]: a {kind} has no form on the wire in a list, which holds arrays or numbers"
-        )
-    kinds = "bytes, texts, numbers, arrays and lists of arrays or numbers"
-    raise InvalidRequest(f"{name}: a {type(value).__name__} has no form on the wire, as {kinds} have")
+        raise InvalidRequest(f"{name}[{other}]: a list cannot contain a {kind}, only arrays or numbers")
+    kinds = "bytes, text, numbers, arrays and lists of arrays or numbers"
+    raise InvalidRequest(f"{name}: a {type(value).__name__} cannot be sent; supported: {kinds}")
 
 
 def from_value(name: str, value: Any) -> Any:
-    """A value of the answer. Raises ``BadReply`` for one without content, or with a malformed array."""
+    """A value of the answer. Raises ``BadReply`` if it is empty or has a malformed array."""
     fields = [field for field in _FIELDS if getattr(value, field) is not None]
     if len(fields) != 1:
-        raise BadReply(f"{name}: a value with {len(fields)} fields in place of one")
+        raise BadReply(f"{name}: a value with {len(fields)} fields instead of one")
     held = getattr(value, fields[0])
     if fields[0] == "tensor":
         return _to_array(name, held)
@@ -80,7 +78,7 @@ def from_value(name: str, value: Any) -> Any:
 
 
 def _begins_with_a_number(items: Any) -> bool:
-    """Whether what comes first in a list, or in those nested in it, is a number, one of NumPy's too."""
+    """Whether the first element of a list, possibly nested, is a number of Python or NumPy."""
     for _ in range(_MOST_DIMENSIONS):
         if not isinstance(items, (list, tuple)) or not items:
             break
@@ -93,10 +91,10 @@ def _begins_with_a_number(items: Any) -> bool:
 
 
 def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
-    """A list of numbers as an array of bool, int64 or float64; of NumPy's numbers, of their type."""
+    """A list of numbers as an array of bool, int64 or float64, or of the type of NumPy's numbers."""
     np, array = _numpy(name), _as_array(name, items)
     if array.dtype.name not in _DTYPES:
-        raise InvalidRequest(f"{name}: a list of numbers, in which not all are numbers of at most 64 bits")
+        raise InvalidRequest(f"{name}: a list of numbers with an element that is not a number of at most 64 bits")
     if array.dtype.kind == "f":  # NOTE: NumPy makes float64 of integers beyond int64.
         leaves = np.asarray(items, object).ravel()
         if not any(isinstance(leaf, (float, np.floating)) for leaf in leaves):
@@ -105,7 +103,7 @@ def _array_of(name: str, items: Any) -> np.ndarray[Any, Any]:
 
 
 def _numpy(name: str) -> ModuleType:
-    """NumPy; ``ImportError`` without it, naming the array."""
+    """NumPy; without it, an ``ImportError`` that names the array."""
     try:
         import numpy
     except ImportError as error:
@@ -116,7 +114,7 @@ def _numpy(name: str) -> ModuleType:
 def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     try:
         array: np.ndarray[Any, Any] = _numpy(name).asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU, say
+    except (TypeError, ValueError, RuntimeError) as error:  # such as for a tensor on a GPU
         raise InvalidRequest(f"{name}: NumPy cannot make an array of this {type(value).__name__}: {error}") from error
     return array
 
@@ -124,13 +122,13 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
 def _to_tensor(name: str, value: Any) -> Any:
     array = _as_array(name, value)
     if array.dtype.name not in _DTYPES:
-        raise InvalidRequest(f"{name}: an array of {array.dtype}; the wire has {', '.join(sorted(_DTYPES))}")
+        raise InvalidRequest(f"{name}: an array of {array.dtype}; supported: {', '.join(sorted(_DTYPES))}")
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return IDL.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
 
 
 def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
-    """An array of its own, which may be written to."""
+    """A writable array."""
     np = _numpy(name)
     shape = tuple(tensor.shape)
     if tensor.dtype not in _DTYPES or min(shape, default=0) < 0:

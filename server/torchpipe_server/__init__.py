@@ -1,4 +1,4 @@
-"""A Thrift service around a ``torchpipe_py`` pipe. ``Handler`` is the base class of services of one's own."""
+"""Serves a ``torchpipe_py`` pipe over Thrift and HTTP. ``Handler`` is the base class for custom services."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Handler"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Handler``, imported when it is asked for: the command line is there at once."""
+    """Import ``Handler`` on first use, so that the command line starts quickly."""
     if name == "Handler":
         from torchpipe_server.methods.custom import Handler
 

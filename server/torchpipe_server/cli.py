@@ -29,15 +29,15 @@ from torchpipe_server.supervisor.slots import http_connections, most_connections
 
 logger = logging.getLogger("torchpipe_server")
 
-MOST_WORKERS = 8  # where their number comes from the cores
-NVIDIA = Path("/dev/nvidiactl")  # is there where a GPU can be used
+MOST_WORKERS = 8  # if derived from the number of cores
+NVIDIA = Path("/dev/nvidiactl")  # exists if an NVIDIA GPU can be used
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a stop by signal, 1 where the service could not start or lost a request; wrong arguments exit with 2."""
-    # Until there is something to stop, a signal ends the process at once: nothing was accepted yet.
+    """0 after a stop by signal, 1 if the service could not start or lost a request; wrong arguments exit with 2."""
+    # Until the service starts, a signal ends the process at once: nothing was accepted yet.
     _on_signals(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is to be loaded again is not loaded yet
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nothing to reload yet
     open_standard_streams()
     options = parse_options(argv)
     set_up_logging(options)
@@ -49,19 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(2, f"torchpipe-serve: {error}").join(FLUSH_SECONDS)
         return 1
     finally:
-        # NOTE: Python's end gives signals back to the system, for which another SIGTERM is the end, and no exit code 0.
+        # NOTE: at exit Python restores the default handlers, with which another SIGTERM would change the exit code.
         _on_signals(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _serve(options: Options) -> int:
     _require_libraries(options)
-    # NOTE: imported only now, under the signal handler: it takes a moment.
+    # NOTE: import these under the signal handler, because it takes a moment.
     import torchpipe_py
     from torchpipe_py import parse_folder, parse_toml
     from torchpipe_py.idl import load_idl
     from torchpipe_server.supervisor.supervisor import Supervisor
 
-    # As many files as the system allows: a connection is one.
+    # Allow as many open files as the system does: each connection is one.
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if files == resource.RLIM_INFINITY:
@@ -70,14 +70,14 @@ def _serve(options: Options) -> int:
     tables = read(options.config)
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     if options.http_port > 0 and options.http_port == options.port:
-        raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring has a port of its own")
+        raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring needs its own port")
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
         http = stack.enter_context(_listen(options.http_host, options.http_port)) if options.http_port >= 0 else None
         if http is not None:
             options = replace(options, http_port=http.getsockname()[1])
         if options.grpc_port >= 0:
-            # NOTE: held here, and never listened at: each worker listens there itself, beside the others.
+            # NOTE: only reserved here: each worker listens there itself.
             rpc = stack.enter_context(reserve(listener, options.grpc_port))
             options = replace(options, host=rpc.getsockname()[0], grpc_port=rpc.getsockname()[1])
         idl = None if options.handler else load_idl()
@@ -98,7 +98,7 @@ def _serve(options: Options) -> int:
             gc.freeze()
             print_line(1, "\n".join(lines))
 
-        if options.log_format == "json":  # a person reads what `announce` prints
+        if options.log_format == "json":  # for text, `announce` prints it
             workers = counted(options.workers, "worker")
             logger.info("torchpipe_py %s starts %s with %s", torchpipe_py.__version__, options.config, workers)
         if not supervisor.run(announce):
@@ -108,9 +108,9 @@ def _serve(options: Options) -> int:
 
 
 def _require_libraries(options: Options) -> None:
-    """``ConfigError`` where one is missing that the options need."""
+    """Raise ``ConfigError`` if a library that the options need is missing."""
     if options.handler and options.grpc_port >= 0:
-        raise ConfigError("--grpc-port serves the Open Inference Protocol, which a --handler does not have")
+        raise ConfigError("--grpc-port serves the Open Inference Protocol, which a --handler does not provide")
     for is_needed, flag, library, extra in (
         (True, "", "thriftpy2", "server"),
         (True, "", "httptools", "server"),
@@ -128,12 +128,12 @@ def _require_libraries(options: Options) -> None:
 
 
 def _start_lines(options: Options, listener: socket.socket, http: socket.socket | None) -> list[str]:
-    """Where the service listens, and how it is opened to others where it is not."""
+    """The lines that show where the service listens, and how to open it to others."""
     to_whom = " to this machine alone (--host 0.0.0.0 opens it)" if _is_local(listener) else ""
     lines = [f"serving {options.config}{to_whom} on {_address(listener)} (pid {os.getpid()})"]
     if http is not None:
         how = " (--http-host 0.0.0.0 opens it)" if _is_local(http) else ""
-        lines.append(f"http://{_address(http)}/ shows how it does{how}")
+        lines.append(f"http://{_address(http)}/ is the status page{how}")
         if options.streams:
             lines.append(f"http://{_address(http)}/streams shows {options.streams}")
     return lines
@@ -154,13 +154,13 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
-        # Without the address, which Python's own text may repeat.
+        # Without the address, which Python's text may repeat.
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or error
         raise ConfigError(f"cannot listen on {host or repr(host)}:{port}: {reason}") from None
 
 
 def reserve(listener: socket.socket, port: int) -> socket.socket:
-    """A socket bound to this port at the listener's address; those of this service alone may share it."""
+    """A socket bound to ``port`` at the listener's address, which only processes of this service may share."""
     family, address = listener.family, listener.getsockname()
     sock = socket.socket(family)
     try:
@@ -168,7 +168,7 @@ def reserve(listener: socket.socket, port: int) -> socket.socket:
             sock.setsockopt(
                 socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
             )
-        with socket.socket(family) as first:  # NOTE: without SO_REUSEPORT it finds another service at this port
+        with socket.socket(family) as first:  # NOTE: without SO_REUSEPORT, this fails if another service has the port
             first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             first.bind((address[0], port, *address[2:]))
             port = first.getsockname()[1]
@@ -183,7 +183,7 @@ def reserve(listener: socket.socket, port: int) -> socket.socket:
 
 
 def _fit(options: Options, files: int) -> Options:
-    """As many connections as there are descriptors for, beside those that a new worker needs."""
+    """Reduce the number of connections to what the descriptors allow."""
     most = most_connections(files, options.workers)
     if most >= options.max_connections:
         return options
@@ -198,28 +198,28 @@ def _fit(options: Options, files: int) -> Options:
 
 
 def _usual_workers(options: Options, tables: Any, files: int) -> int:
-    """One would leave cores idle, since one thread at a time runs Python in it; a handler may keep a state."""
+    """The default number of workers: the GIL lets one use a single core, but a custom handler may keep state."""
     from torchpipe_py.cores import usable_cores
     from torchpipe_py.plan.sharing import shared_nodes
 
-    has_copies = NVIDIA.exists() and not shared_nodes(tables)  # of the models, on the GPU
+    has_copies = NVIDIA.exists() and not shared_nodes(tables)  # of models on the GPU
     workers = 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())
     while workers > 1 and most_connections(files, workers) < options.max_connections:
-        workers -= 1  # connections are worth more than workers
+        workers -= 1  # keep the connections instead
     return workers
 
 
 def _prepare(tables: Any) -> None:
-    """What the workers start from: a process that has imported what they need and is forked for each of them."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool would be there before the fork, and nobody uses it
+    """Set up the fork server, which imports what workers need and is forked for each of them."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool is unused, and would exist before the fork
     modules = ["torchpipe_server.worker.preload"]
     if "Tensorrt" in str(tables):
         modules.append("tensorrt")
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()  # see worker.preload, which removes it
-    # Python starts that process by `python -c`, for which a module in the working directory comes before all others.
+    # Python starts it by `python -c`, which prefers modules of the working directory.
     if sys.version_info >= (3, 11):
-        # NOTE: it is for that process alone, which removes it: see worker.preload.
+        # NOTE: for that process only, which removes it: see worker.preload.
         os.environ.setdefault("PYTHONSAFEPATH", "torchpipe-serve")
     else:
         here = os.getcwd()

@@ -1,4 +1,4 @@
-"""Every setting of the service, declared once: the flag, the default and the documentation come from here."""
+"""Every setting of the service, declared once: flags, defaults and documentation come from here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchpipe_py.arguments import ArgumentParser
 MEBIBYTE = 2**20
 _SLOW = re.compile(r"slow:([0-9]{1,7}(?:\.[0-9]{1,3})?)")
 MONITORING_PATHS = ("/", "/graph.svg", "/live", "/ready", "/metrics", "/stats", "/streams")
-"""Of ``--http-port``."""
+"""The paths of ``--http-port``."""
 
 
 def _option(
@@ -31,7 +31,7 @@ class Options:
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 or :: is every interface")
     port: int = _option(8888, "port to listen on; 0 lets the system choose, the start line shows it", 0, 65535)
     http_port: int = _option(
-        -1, f"monitoring: a port of its own for {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
+        -1, f"port for monitoring: {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
     )
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
     grpc_port: int = _option(
@@ -49,28 +49,26 @@ class Options:
         0, "engine processes for each device, where nodes are shared; 0: 2 if they decode on the GPU, else 1", 0, 64
     )
     handler: str = _option(
-        "", "package.module:Class or file.py:Class with an IDL and methods of your own, in place of InferenceService"
+        "", "package.module:Class or file.py:Class of a custom service, in place of InferenceService"
     )
-    import_code: str = _option(
-        "", "modules or .py files with backends of your own, separated by commas", flag="--import"
-    )
+    import_code: str = _option("", "modules or .py files with custom backends, separated by commas", flag="--import")
     streams: str = _option("", "TOML file of cameras, video files and network streams that the workers read as well")
     max_connections: int = _option(
-        1024, "connections at a time; a newcomer takes the place of an idle one, or is answered 'overloaded'", 1
+        1024, "connections at a time; a new one replaces an idle one, or gets 'overloaded'", 1
     )
     max_connections_per_address: int = _option(
         0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
     )
-    max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, of each string in it too", 64)
-    max_text_bytes: int = _option(MEBIBYTE, "bytes of all strings of one message that are no binary", 64)
+    max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, and of each string in it", 64)
+    max_text_bytes: int = _option(MEBIBYTE, "bytes of all text in one message", 64)
     max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply; beyond them 'too_large'", 4096)
     max_held_bytes: int = _option(
-        1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; then the largest end", 64
+        1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; then the largest are dropped", 64
     )
     max_items: int = _option(2**12, "fields, list elements and map entries of one message, all together", 16)
     max_batch: int = _option(256, "images of one infer_many", 1)
     max_depth: int = _option(64, "nested structs and containers of one message", 2, 128)
-    message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be taken", 0.01)
+    message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be read", 0.01)
     idle_seconds: float = _option(300.0, "seconds after which a silent connection is closed; 0 keeps it")
     max_inflight: int = _option(
         0, "requests in flight in a worker, beyond them 'overloaded'; 0 leaves it to the configuration"
@@ -83,27 +81,27 @@ class Options:
     )
     queue_target_ms: float = _option(
         -1.0,
-        "milliseconds: where the oldest request of a node has waited longer for 100 ms, those without a deadline that "
-        "waited twice as long are 'overloaded'; 0: never; -1: 50, or the time of 4 batches, and ten times that while "
+        "milliseconds: if the oldest request of a node has waited longer for 100 ms, those without a deadline that "
+        "waited twice as long get 'overloaded'; 0: never; -1: 50, or the time of 4 batches, and ten times that while "
         "no clients leave before they are answered",
         -1,
     )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")
     hang_seconds: float = _option(
-        30.0, "seconds for a batch, and for a worker's sign of life; then it is replaced; 0: no limit", 0
+        30.0, "seconds for a batch, and between a worker's heartbeats; then it is replaced; 0: no limit", 0
     )
     trace_ratio: float = _option(
-        -1.0, "OpenTelemetry's spans of this share of the requests, and of those whose caller wants it; -1: none", -1, 1
+        -1.0, "share of requests with OpenTelemetry spans, besides those whose caller asks for them; -1: none", -1, 1
     )
     repository_control: bool = _option(
         False, "load and unload a folder's models on --port as well, not on --http-port alone"
     )
-    no_page: bool = _option(False, "no page to try the pipeline on, which a browser gets at / of --port")
+    no_page: bool = _option(False, "no page to try the pipeline, at / of --port")
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(
         "none",
-        "requests of which a line with the client's uuid is logged; slow:100: above 100 ms, with times in each node:",
+        "requests to log, with the client's uuid; slow:100: above 100 ms, with times in each node:",
         choices=("none", "failed", "all", "slow:MS"),
     )
     server_timing: str = _option(
@@ -114,12 +112,12 @@ class Options:
 
     @property
     def device_numbers(self) -> list[str]:
-        """``devices``, one by one; none where all are visible to each worker."""
+        """``devices`` as a list; empty if each worker sees all."""
         return [part.strip() for part in self.devices.split(",") if part.strip()]
 
     @property
     def monitoring(self) -> str:
-        """Where ``MONITORING_PATHS`` are, for who asks for one at the other port. NOTE: 0 is a port not chosen yet."""
+        """A hint for ``MONITORING_PATHS`` on the other port. NOTE: port 0 is not chosen yet."""
         port = self.http_port
         return f"monitoring is on --http-port {port}" if port > 0 else "--http-port opens a port for monitoring"
 
@@ -131,12 +129,12 @@ class Options:
 
     @property
     def slow_seconds(self) -> float | None:
-        """Beyond which a request is logged, where slow ones are to be."""
+        """The seconds beyond which a request is logged, with ``slow:MS``."""
         found = _SLOW.fullmatch(self.log_requests)
         return None if found is None else float(found[1]) / 1000
 
     def device_of(self, index: int) -> str:
-        """That of the worker, or engine process, of this number; empty where all are visible to each."""
+        """The device of a worker or engine process; empty if each sees all."""
         numbers = self.device_numbers
         return numbers[index % len(numbers)] if numbers else ""
 
@@ -149,11 +147,11 @@ _ELSEWHERE = {
     "--gpus": "CUDA devices are --devices here, their numbers",
     "--http": "--port takes HTTP and Thrift, --http-port is for monitoring",
 }
-"""Flags of other servers, and what there is here in their place."""
+"""Flags of other servers, and their equivalents."""
 
 
 class _Join(argparse.Action):
-    """A flag that is given several times adds to its list."""
+    """Joins the values of a repeated flag."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
         earlier = getattr(namespace, self.dest)
@@ -161,7 +159,7 @@ class _Join(argparse.Action):
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
-    """Options from the command line; wrong ones end the process with status 2 and a line that says why."""
+    """Options from the command line; wrong ones end the process with status 2 and a message."""
     description = "Serve a pipeline over Thrift and HTTP."
     parser = ArgumentParser(prog="torchpipe-serve", description=description, elsewhere=_ELSEWHERE)
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
@@ -186,7 +184,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def markdown_table() -> list[str]:
-    """The rows that ``docs/service.md`` shows: flag, default, meaning."""
+    """The rows of the table in ``docs/service.md``: flag, default, meaning."""
     rows = []
     for option in _SETTINGS:
         default = "" if option.default == "" or option.default is False else f"`{option.default}`"

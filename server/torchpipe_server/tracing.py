@@ -1,4 +1,4 @@
-"""OpenTelemetry in a worker: its exporters, as ``OTEL_TRACES_EXPORTER`` and its like say."""
+"""OpenTelemetry in a worker, with the exporters set by ``OTEL_TRACES_EXPORTER`` and other variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from opentelemetry import trace
-from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # what distributions of OpenTelemetry are to use
+from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # meant for distributions of OpenTelemetry
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
 from torchpipe_py.errors import ConfigError
@@ -15,10 +15,10 @@ from torchpipe_py.methods.tracing import keep_fields_out_of_the_log
 
 
 def set_up() -> trace.TracerProvider:
-    """The process's provider, which takes every span: what is traced is decided before.
+    """Set up the process's provider, which takes every span: sampling is decided before.
 
-    It starts the exporters' threads, which a fork would not take along. ``ConfigError`` for what OpenTelemetry's
-    variables name and is not there.
+    It starts the exporters' threads, so call it after a fork. Raises ``ConfigError`` if OpenTelemetry's variables name
+    something that is missing.
     """
     keep_fields_out_of_the_log()
     environment = os.environ
@@ -30,7 +30,7 @@ def set_up() -> trace.TracerProvider:
         configurator: Any = _OTelSDKConfigurator
         configurator().configure(sampler=ParentBased(ALWAYS_ON))
     except Exception as error:
-        hint = "torchpipe_py[otel] brings otlp, and console is always there"
+        hint = "torchpipe_py[otel] includes otlp; console is always available"
         exporter = environment["OTEL_TRACES_EXPORTER"]
         raise ConfigError(
             f"--trace-ratio: OpenTelemetry cannot be set up (OTEL_TRACES_EXPORTER={exporter}; {hint}): {error}"
@@ -39,7 +39,7 @@ def set_up() -> trace.TracerProvider:
 
 
 def shut_down(provider: Any, seconds: float) -> bool:
-    """Export what is left, for so long at most; whether that was enough."""
+    """Export what is left for at most ``seconds``; returns whether that was enough."""
     thread = threading.Thread(target=provider.shutdown, name="torchpipe-flush", daemon=True)
     thread.start()
     thread.join(seconds)

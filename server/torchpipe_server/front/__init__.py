@@ -1,1 +1,1 @@
-"""Connections, and what happens between their bytes and the methods."""
+"""Connections: from the bytes of clients to calls of methods, and back."""

@@ -1,4 +1,4 @@
-"""One client's connection: what has arrived, the request in work, and what is still to be written."""
+"""One client's connection: unread input, the current request, and unsent output."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from torchpipe_server.wire.http import INVITATION
 
 logger = logging.getLogger("torchpipe_server")
 
-AHEAD_BYTES = 2**18  # that are read while a request is in work
-PARTS_BYTES = 2**16  # of an answer in parts that the system keeps for a client: more would be old when it is read
+AHEAD_BYTES = 2**18  # read ahead while a request is in work
+PARTS_BYTES = 2**16  # of a streamed answer that the system buffers for a client: more would be stale when read
 LINGER_SECONDS = 2.0
-STALLED_SECONDS = 60.0  # without room for another part of its answer
-ENDED_SECONDS = 1.0  # after a client's last byte, for its answer
-QUEUED_SECONDS = 0.01  # after the request of a client that has ended; what no instance has taken then is not computed
-REFUSED_SECONDS = 1.0  # for a client over the limit to ask, so that it can be answered
+STALLED_SECONDS = 60.0  # that a client may take no part of a streamed answer
+ENDED_SECONDS = 1.0  # to answer a client that has closed its side
+QUEUED_SECONDS = 0.01  # the least time of a request before it is dropped, unstarted, because its client closed its side
+REFUSED_SECONDS = 1.0  # for a client over the limit to send a request, which is refused
 
 
 class State(Enum):
-    """Of a connection. It only ever goes on to a state further down."""
+    """The state of a connection. It only moves down this list."""
 
     OPEN = auto()  # messages are read and answered
-    LEAVING = auto()  # the same, until the connection is idle: then this process closes it, or lets go of it
+    LEAVING = auto()  # the same, until the connection is idle: then this process closes it or gives it up
     CLOSING = auto()  # nothing more is read; what was read is answered
-    LINGERING = auto()  # all is written; what the client still sends is discarded, so that it reads the reply
-    CLOSED = auto()  # the socket is not this process's any more
+    LINGERING = auto()  # all is written; further input is discarded, so that the client reads the reply
+    CLOSED = auto()  # this process no longer has the socket
 
 
 OPEN, LEAVING, CLOSING, LINGERING, CLOSED = State
@@ -53,24 +53,24 @@ class Call:
         self.timer: asyncio.TimerHandle | None = None
 
     def done(self, result: Any) -> None:
-        """Answer with the result, or with the exception there is in its place."""
+        """Answer with the result, or with an exception."""
         self.connection.owner.answer(self, *self.service.reply(self.message, result))
 
     @staticmethod
     def of(done: Any) -> Call:
-        """The call that is answered by ``done``, for an answer that is written in parts."""
+        """The call to which ``done`` belongs, for a streamed answer."""
         call: Call = done.__self__
         return call
 
     def begin(self, head: bytes) -> None:
-        """Write the head of an answer in parts, which ends with the connection: nothing more is read."""
+        """Write the head of a streamed answer. It ends with the connection: nothing more is read."""
         self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PARTS_BYTES)
         self.connection.close_when_answered()
         self.write(head)
 
     def write(self, data: bytes) -> bool:
-        """Write a part; whether the client has room for more. On the loop; ``write_more`` of the ticket is called when
-        there is room again."""
+        """Write a part; returns whether there is room for more. On the loop's thread; ``write_more`` of the ticket is
+        called when there is room again."""
         connection = self.connection
         if data and connection.call is self and not connection.transport.is_closing():
             connection.last_active = monotonic()
@@ -82,34 +82,34 @@ class Call:
         self.connection.owner.answer(self, b"", method, OK)
 
     def expire(self) -> None:
-        """Its deadline is over."""
+        """Its deadline has passed."""
         self.cancel(DeadlineExceeded("not finished by its deadline"))
 
     def cancel(self, error: BaseException | None = None) -> None:
-        """End it, if it is still in work."""
+        """End it if it is still in work."""
         ticket = self.ticket
         self.over()
         if ticket is not None:
             ticket.cancel(error)
 
     def over(self) -> None:
-        """It is answered, or no longer waited for."""
+        """Release its timer and its ticket: it is answered or was given up."""
         if self.timer is not None:
             self.timer.cancel()
         self.ticket = self.timer = None
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Requests of a connection are answered one after the other, in their order. All of it is on the loop's thread::
+    """Answers the requests of a connection one at a time, in order. Everything runs on the loop's thread::
 
         OPEN ── drain, release, shed ──► LEAVING ── idle ──────────────────────────────► CLOSED
          └───────┬───────────────────────┘                                                 ▲
                  └─ last request, broken stream, end ──► CLOSING ── answered ──► LINGERING ┘
 
     In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
-    neither; only then the next one begins. ``owner`` is the `Server`. ``entry`` is the connection's slot in the
-    journal, for the process that goes on if this one dies. The buffer is asked for before any bytes come, which is when
-    the journal has to know.
+    neither; only then does the next one begin. ``owner`` is the `Server`. ``entry`` is the connection's slot in the
+    journal, for the process that takes over if this one dies. The transport asks for the buffer before bytes arrive,
+    and that is when the journal is updated.
     """
 
     __slots__ = (
@@ -126,12 +126,12 @@ class Connection(asyncio.BufferedProtocol):
         self.service: Service | None = None  # until the first bytes show the protocol
         self.reader: Any = _NoReader()
         self.call: Call | None = None
-        self.is_full = False  # a part of a reply is still to be written
+        self.is_full = False  # part of a reply is unsent
         self.is_reading = True
         self._is_scheduled = False
-        self.last_active = monotonic()  # when it was made, or a request began or was answered
+        self.last_active = monotonic()  # when it was accepted, or a request began or was answered
         self.message_since = 0.0  # when an unfinished message began, 0 if there is no such message
-        self.ended_at = 0.0  # when the client ended its side of the stream, else 0
+        self.ended_at = 0.0  # when the client closed its side, else 0
 
     # -- what the transport calls -------------------------------------------------------------------------------
 
@@ -170,20 +170,20 @@ class Connection(asyncio.BufferedProtocol):
             self.fail()
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. Nobody can see whether it still reads: it has a moment to be answered in."""
+        """The client closed its side. It may still read, so there is a moment to answer it."""
         if self.state is LINGERING or not self.is_busy:
             self.drop()
             return False
         self.ended_at = monotonic()
         self.close_when_answered()
         if self.call is not None:
-            getattr(self.call.ticket, "client_left", bool)()  # NOTE: now: the answer may be late by little
+            getattr(self.call.ticket, "client_left", bool)()  # NOTE: at once, since the answer may be due soon
             left = max(0.0, self.call.began + QUEUED_SECONDS - self.ended_at)
             self.owner.loop.call_later(left, self._end_queued, self.call)
         return True
 
     def _end_queued(self, call: Call) -> None:
-        """Where the request waits behind others, its client has most likely left: nearly none only ends its side."""
+        """Drop a request that has not started: a client that closes its side has nearly always left."""
         if self.call is call and not getattr(call.ticket, "is_running", True):
             self.drop()
 
@@ -204,7 +204,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.drop()
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- predicates --------------------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
@@ -213,12 +213,12 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is between two messages, as far as it was read."""
+        """Whether it is between two messages, judging by what was read."""
         return self.call is None and not self.is_full and not self.reader.pending_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What it keeps in memory: what was read and is not answered, and the unsent reply."""
+        """Bytes that it keeps in memory: unanswered input and the unsent reply."""
         unsent = self.transport.get_write_buffer_size() if self.is_full else 0
         held: int = self.reader.pending_bytes + unsent
         return held + (0 if self.call is None else self.call.size)
@@ -226,7 +226,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- requests -----------------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """`advance`; a defect ends this connection and nothing else."""
+        """Like `advance`, but a defect closes this connection only."""
         self._is_scheduled = False
         try:
             self.advance()
@@ -239,12 +239,12 @@ class Connection(asyncio.BufferedProtocol):
             self.owner.loop.call_soon(self.go_on)
 
     def fail(self) -> None:
-        """There is a defect, which is being handled."""
-        logger.exception("a defect; closing the connection")
+        """Close the connection after a defect; for use in an ``except`` clause."""
+        logger.exception("internal error; closing the connection")
         self.drop()
 
     def advance(self) -> None:
-        """Begin the next request, if it is whole. Others of this connection wait until it is answered."""
+        """Begin the next request if it is complete. Later ones wait until it is answered."""
         if self.state is CLOSED or self.state is LINGERING or self.call is not None or self.is_full:
             return
         reader = self.reader
@@ -277,10 +277,10 @@ class Connection(asyncio.BufferedProtocol):
     def _begin(self, message: Any) -> None:
         reader, service, owner = self.reader, self.service, self.owner
         assert service is not None
-        # NOTE: the call keeps what the answer needs. An image is not kept until then.
+        # NOTE: the call keeps only what the answer needs, not the image.
         self.call = call = Call(self, service, message.head or message, message.size, monotonic())
         self.last_active = call.began
-        owner.held_bytes += message.size  # what was read may take more memory than it had bytes
+        owner.held_bytes += message.size  # a decoded message may take more memory than its bytes
         self.entry.begin(message)
         if not reader.pending_bytes:
             self._marks[self._base] = CLEAN
@@ -306,8 +306,8 @@ class Connection(asyncio.BufferedProtocol):
                 call.timer = owner.loop.call_later(max(0.0, deadline - perf_counter()), call.expire)
 
     def answered(self, call: Call, data: bytes, now: float) -> None:
-        """The request in work has its reply."""
-        if self.call is not call:  # the connection is closed meanwhile
+        """Write the reply of the request in work."""
+        if self.call is not call:  # the connection was closed meanwhile
             return
         self.call = None
         call.over()
@@ -322,10 +322,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._go_on_soon()  # NOTE: a refusal is answered in `advance`
 
     def refuse(self, error: ProtocolError) -> None:
-        """The stream cannot be read any further: ``error`` is the last answer, if there is a request for it."""
+        """Stop reading a broken stream: ``error`` becomes the last answer, if a request has begun."""
         self.reader.abandon(error)
         if self.call is not None or self.is_full:
-            self.close_when_answered()  # and `next` raises it, once what came before is answered
+            self.close_when_answered()  # and `next` raises it once the requests before it are answered
             return
         request, self.reader = self.reader.request, _NoReader()
         self.message_since = 0.0
@@ -336,22 +336,22 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._begin(request.refused(error))
 
-    # -- its end ------------------------------------------------------------------------------------------------
+    # -- ending -------------------------------------------------------------------------------------------------
 
     def close_when_answered(self) -> None:
-        """Read nothing more, and close it after the last reply."""
+        """Read nothing more; close the connection after the last reply."""
         if self.state in (OPEN, LEAVING):
             self.state = CLOSING
 
     def leave(self) -> None:
-        """This process is to close it, or to let go of it, as soon as it is idle."""
+        """Close the connection, or give it up, as soon as it is idle."""
         if self.state is OPEN:
             self.state = LEAVING
         if self.state is LEAVING and self.transport is not None and self.is_idle:
             self.owner.let_leave(self)
 
     def _linger(self) -> None:
-        """Everything is written: the client gets the time to read it before the reset."""
+        """Everything is written: give the client time to read it before the reset."""
         if self.ended_at or self.transport.is_closing():
             self.drop()
             return
@@ -364,18 +364,18 @@ class Connection(asyncio.BufferedProtocol):
         self._read(True)
 
     def drop(self) -> None:
-        """Close it: the client is gone. What is still queued is not computed."""
+        """Close the connection because the client is gone; a queued request is dropped."""
         if self.state is CLOSED:
             return
         with suppress(OSError):  # the client was faster
-            self.sock.shutdown(socket.SHUT_RDWR)  # others hold copies of it
+            self.sock.shutdown(socket.SHUT_RDWR)  # other processes hold copies of it
         call = self._let_go()
         if call is not None:
             call.cancel()
         self.owner.forget(self, True)
 
     def abandon(self) -> None:
-        """Close this process's copy of the socket, on which another one goes on: a reply that is made is not sent."""
+        """Close this process's copy of the socket, which another one serves; a reply that is still made is dropped."""
         if self.state is not CLOSED:
             call = self._let_go()
             if call is not None:
@@ -392,13 +392,13 @@ class Connection(asyncio.BufferedProtocol):
     # -- the clock ----------------------------------------------------------------------------------------------
 
     def check_time(self, now: float) -> None:
-        """Enforce the limits that are a matter of time."""
+        """Enforce the time limits."""
         self.entry.remember(self.message_since or self.last_active)
         seconds, silent, is_over = self.owner.options.message_seconds, now - self.last_active, False
         if self.state is LINGERING:
             is_over = silent >= LINGER_SECONDS
         elif self.is_full:
-            # The client does not take its reply. Of one in parts it loses some for a while.
+            # The client does not read its reply. A streamed one loses parts for a while.
             is_over = silent > (seconds if self.call is None else STALLED_SECONDS)
         elif self.ended_at:
             is_over = now - self.ended_at >= ENDED_SECONDS
@@ -409,7 +409,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.refuse(ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
         else:
             is_over = 0 < self.owner.options.idle_seconds < silent or (self.is_refused and silent > REFUSED_SECONDS)
-            # NOTE: a buffer may have been asked for without any bytes for it.
+            # NOTE: the transport may have asked for a buffer and then had no bytes for it.
             if self._marks[self._base] == TOUCHED and self.state in (OPEN, LEAVING) and self.is_idle:
                 self._marks[self._base] = CLEAN
         if is_over:
@@ -418,7 +418,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- small parts --------------------------------------------------------------------------------------------
 
     def _choose_service(self) -> None:
-        """Choose the protocol by the first bytes, once there are enough."""
+        """Choose the protocol by the first bytes once there are enough."""
         start = self.reader.data
         self.service = self.owner.services.of(start)
         if self.service is not None:
@@ -437,7 +437,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class _NoReader:
-    """Of a connection whose protocol is not known yet, or on which nothing more is read."""
+    """The reader of a connection whose protocol is unknown, or on which nothing more is read."""
 
     request = None
     awaits_invitation = is_paused = False

@@ -1,4 +1,4 @@
-"""What came of the requests: counted by method and outcome, those of the pipe timed, and logged if that is wanted."""
+"""Counts requests by method and outcome, times those of the pipe, and logs them if enabled."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchpipe_server.logs.handler import REQUESTS
 
 logger = logging.getLogger(REQUESTS)
 
-NAME_CHARACTERS = 200  # of a client's name for its request, in a log line
+NAME_CHARACTERS = 200  # of a request's id in a log line
 
 
 class RequestCounters:
     """For one thread. ``logged`` is ``--log-requests``; slow requests are logged elsewhere, with their times.
 
-    ``is_logging``: whether anything uses the requests' names. ``timed`` names the methods whose time is in the
-    histogram: a probe is answered in no time.
+    ``is_logging``: whether the ids of requests are used. ``timed`` names the methods whose times enter the histogram:
+    probes would distort it.
     """
 
     def __init__(self, logged: str, timed: AbstractSet[str] = frozenset()) -> None:
@@ -33,7 +33,7 @@ class RequestCounters:
         self._seconds = 0.0
 
     def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
-        """A request was answered ``seconds`` after its message was complete."""
+        """Count a request that was answered ``seconds`` after its message was complete."""
         self._counts[method, outcome] += 1
         if method in self._timed:
             self._latency[int(seconds * 1e6).bit_length()] += 1
@@ -62,11 +62,9 @@ def log_request(
     parts = []
     if times is not None:
         fields["nodes"] = times
-        parts = [
-            f" {node}: {', '.join(f'{phase} {one:g}' for phase, one in of.items())};" for node, of in times.items()
-        ]
-    # The name is in quotes, so that it looks like nothing else on the line.
+        parts = [f" {node}: {', '.join(f'{phase} {ms:g}' for phase, ms in of.items())};" for node, of in times.items()]
+    # The id is quoted, so that it cannot imitate another part of the line.
     args = json.dumps(name, ensure_ascii=False), method, outcome, ms, "".join(parts).rstrip(";")
     text, more = "%s %s %s %.3f ms%s", {"fields": fields}
-    # Past --log-level: --log-requests says whether there are such lines.
+    # Bypasses --log-level: --log-requests alone decides.
     logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, args, None, extra=more))

@@ -1,9 +1,9 @@
-"""What a process that may die at any moment is doing with each connection, in memory that outlives it.
+"""Records in shared memory what a worker does with each connection, so that the record outlives the worker.
 
-The supervisor keeps every client's socket. When a worker dies, the journal says which connections it held at the
-boundary between two messages (another worker goes on with those) and which request it was working on (which is answered
-with an error), so that no client waits for an answer that cannot come. It also records which connections
-are idle, and since when, so that the supervisor can close one without asking its worker.
+The supervisor keeps every client's socket. When a worker dies, the journal shows which of its connections were between
+two messages (another worker serves those) and which requests were in work (the supervisor answers those with an error),
+so that no client waits for an answer that cannot come. It also records which connections are idle, and since when, so
+that the supervisor can close one without asking its worker.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Request = Message | HttpRequest
 
 SLOT_BYTES = 72
 _NAME_BYTES = 56
-_head = Struct(f"<BBi{_NAME_BYTES}s")  # protocol, and whether it is oneway; length of the name, sequence number, name
+_head = Struct(f"<BBi{_NAME_BYTES}s")  # protocol and whether it is oneway; length of the name, sequence number, name
 _seqid, _SEQID_AT = Struct("<i"), 4
 _time = Struct("d")
-_TIME_BYTES = 64  # before the time, a double that is aligned: it is read while another process writes it
+_TIME_BYTES = 64  # before the time, an aligned double: it is read while another process writes it
 _NO_REQUEST = 255  # in place of the protocol, before the first request
 
-CLEAN, TOUCHED = 0, 1  # the stream: at a boundary; or bytes were taken that are no whole, begun request
+CLEAN, TOUCHED = 0, 1  # the stream: at a boundary, or bytes were read of a request that has not begun
 IDLE, BUSY, REPLYING = 0, 1, 2  # the request in work
 
 _PROTOCOLS: list[Any] = [
@@ -41,9 +41,9 @@ _CODES = {protocol: index for index, protocol in enumerate(_PROTOCOLS)}
 
 
 class SharedMemory:
-    """``size`` bytes, zero at first, in a file without a name; a child process that is started with them shares them.
+    """``size`` bytes, zero at first, in an anonymous file; a child process that is started with them shares them.
 
-    The file is sealed: to shorten it would kill every process that reads it.
+    The file is sealed, because shortening it would kill every process that reads it.
     """
 
     def __init__(self, name: str, size: int, fd: int | None = None) -> None:
@@ -59,7 +59,7 @@ class SharedMemory:
         return _attach, (self._name, self._size, reduction.DupFd(self._fd))
 
     def close(self) -> None:
-        """Give the descriptor back, after which no further process can share the bytes; ``view`` stays."""
+        """Close the descriptor, after which no further process can share the bytes; ``view`` remains valid."""
         os.close(self._fd)
 
 
@@ -80,23 +80,23 @@ class Journal:
         return Journal, (self.count, self._memory)
 
     def close(self) -> None:
-        """No process is started with it any more; what is written there stays."""
+        """Close it for new processes; its content remains."""
         self._memory.close()
 
     def begin(self, index: int, now: float) -> None:
-        """A new connection has the slot, since ``now``, as ``monotonic``; it has asked nothing."""
+        """Give the slot to a new connection, at ``now`` of ``monotonic``; it has sent no request."""
         base = index * SLOT_BYTES
         self._view[base : base + 3] = bytes((CLEAN, IDLE, _NO_REQUEST))
         self._times[index] = now
 
     def entry(self, index: int) -> Entry:
-        """The slot of a connection, for the process that serves it; wiped: what the last owner did is forgotten."""
+        """The slot of a connection, for the process that serves it; clears what the last owner recorded."""
         return Entry(self._view, index * SLOT_BYTES)
 
     def idle(self, indexes: Iterable[int], has_asked: bool) -> Iterator[int]:
-        """Slots where nothing is in work or half read, the longest idle first: those that ever asked something, or not.
+        """Idle slots, the longest idle first: those that have sent a request, or those that have not.
 
-        Those that are in use again when their turn comes are left out.
+        Slots that are in use again when their turn comes are left out.
         """
         view, times = self._view, self._times.tolist()
         streams, works, requests = (bytes(view[at::SLOT_BYTES]) for at in range(3))
@@ -105,7 +105,7 @@ class Journal:
             for index in indexes
             if streams[index] == CLEAN and works[index] == IDLE and (requests[index] != _NO_REQUEST) is has_asked
         ]
-        heapify(idle)  # NOTE: mostly one is wanted, and a flood of newcomers has this done often
+        heapify(idle)  # NOTE: most callers take one, and a flood of new connections calls this often
         while idle:
             time, index = heappop(idle)
             now = self.is_idle(index), view[index * SLOT_BYTES + 2] != _NO_REQUEST, self._times[index]
@@ -113,15 +113,15 @@ class Journal:
                 yield index
 
     def is_idle(self, index: int) -> bool:
-        """Whether nothing is in work or half read there."""
+        """Whether nothing is in work or half read."""
         base = index * SLOT_BYTES
-        # NOTE: in this order, since a request that has begun is in work before its bytes count as taken.
+        # NOTE: in this order: a request is marked as in work before its stream is marked clean.
         return self._view[base] == CLEAN and self._view[base + 1] == IDLE
 
     def read(self, index: int) -> tuple[Request | None, bool]:
-        """A connection as its dead owner left it: the request that is to be answered, without a body.
+        """How a dead worker left a connection: the request to be answered, without its body.
 
-        And whether it is unknown what the client has received, or has yet to send.
+        And whether it is unknown what the client has received or still has to send.
         """
         base = index * SLOT_BYTES
         stream, work = self._view[base], self._view[base + 1]
@@ -129,7 +129,7 @@ class Journal:
             return None, stream != CLEAN
         code, size, seqid, name = _head.unpack_from(self._view, base + 2)
         protocol, is_oneway = divmod(code, 2)
-        # NOTE: whatever is there: the process may have died of bytes that had it write anywhere.
+        # NOTE: trust nothing here: a worker that crashed may have overwritten it.
         if work != BUSY or not 0 < size <= _NAME_BYTES or protocol >= len(_PROTOCOLS):
             return None, True
         called = name[:size].decode(errors="replace")
@@ -142,9 +142,9 @@ class Journal:
 
 
 class Entry:
-    """One connection's slot, written by the process that serves it: ``view[base]`` is its stream, then comes its work.
+    """One connection's slot, written by the process that serves it: its stream at ``view[base]``, then its work.
 
-    A step is recorded before it is taken: a process may be killed between any two.
+    A step is recorded before it is taken, because the process may be killed in between.
     """
 
     __slots__ = ("_name", "_protocol", "base", "view")
@@ -156,11 +156,11 @@ class Entry:
         view[base : base + 2] = bytes((CLEAN, IDLE))
 
     def remember(self, last_active: float) -> None:
-        """When the client last did something, as ``monotonic``; updated twice a second."""
+        """Record when the client was last active, by ``monotonic``; called twice a second."""
         _time.pack_into(self.view, self.base + _TIME_BYTES, last_active)
 
     def begin(self, message: Request) -> None:
-        """The request's work begins."""
+        """Record the request that begins."""
         view, base = self.view, self.base
         if message.name == self._name and message.protocol == self._protocol and not message.is_oneway:
             _seqid.pack_into(view, base + _SEQID_AT, message.seqid)

@@ -17,7 +17,7 @@ Loop = asyncio.AbstractEventLoop
 
 
 def new_loop(is_fast: bool = True) -> Loop:
-    """A loop of its own for this thread; what its callbacks raise is logged, and it goes on."""
+    """A new loop; exceptions in its callbacks are logged and do not stop it."""
     make: Callable[[], Loop] = asyncio.SelectorEventLoop
     if is_fast and os.environ.get("TORCHPIPE_LOOP") != "asyncio":
         with suppress(ImportError):
@@ -34,11 +34,11 @@ def _log(loop: Loop, context: dict[str, Any]) -> None:
     if isinstance(error, (OSError, asyncio.CancelledError)):
         logger.debug("%s: %s", context.get("message"), error)  # a client that is gone
     else:
-        logger.error("a defect: %s", context.get("message"), exc_info=error)
+        logger.error("internal error: %s", context.get("message"), exc_info=error)
 
 
 def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any) -> None:
-    """Call the function on the loop's thread; never, once the loop is closed."""
+    """Call the function on the loop's thread; does nothing once the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
@@ -46,19 +46,19 @@ def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any
 
 
 class Inbox:
-    """What any thread puts in is taken on the loop's thread, in its order.
+    """A queue from any thread to the loop's thread.
 
-    The loop is woken once for all that comes until it is there; the oldest of more than ``most`` are lost.
+    The loop is woken once for everything that is put before it runs; beyond ``most`` the oldest items are lost.
     """
 
     def __init__(self, loop: Loop, take: Callable[..., object], most: int | None = None) -> None:
         self._loop, self._take = loop, take
         self._items: deque[tuple[Any, ...]] = deque(maxlen=most)
         self._is_awake = False
-        self._thread = 0  # of the loop, once it was there
+        self._thread = 0  # of the loop, once known
 
     def put(self, *item: Any) -> None:
-        """Have ``take(*item)`` called, in the loop's next round."""
+        """Have the loop call ``take(*item)`` in its next round."""
         self._items.append(item)
         if not self._is_awake:
             self._is_awake = True
@@ -69,12 +69,12 @@ class Inbox:
 
     def _take_all(self) -> None:
         self._is_awake, self._thread = False, get_ident()
-        for _ in range(len(self._items)):  # NOTE: what is put in meanwhile comes in the next round
+        for _ in range(len(self._items)):  # NOTE: what is put meanwhile is taken in the next round
             self._take(*self._items.popleft())
 
 
 def every(loop: Loop, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
-    """Call the function so often, the first time after ``seconds``; a call of what this returns ends that."""
+    """Call the function every ``seconds``, first after ``seconds``; calling what this returns ends it."""
     handle: asyncio.TimerHandle
 
     def again() -> None:

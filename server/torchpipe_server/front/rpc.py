@@ -1,4 +1,4 @@
-"""Serves gRPC on a port of its own: each worker has a listener, and calls run on the worker's loop."""
+"""Serves gRPC on its own port: each worker listens there, and calls run on the worker's loop."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from torchpipe_server.wire.http import MAX_HEAD_BYTES
 
 logger = logging.getLogger("torchpipe_server")
 
-MOST_AHEAD = 16  # requests of a stream that are in work, or whose answers wait for the client
+MOST_AHEAD = 16  # requests of a stream in work or with unread answers
 TICK_SECONDS = 0.5
-MOST_WATCHED = 4096  # bytes of a message that is kept, and read at each tick
-PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # of a connection whose client may be gone without a word
-CLIENT_PROBE_MS = 10_000  # a client that asks more often whether the service is there, is sent away
+MOST_WATCHED = 4096  # bytes of a watch's message, which is kept and parsed at each tick
+PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # of a connection whose client may have vanished
+CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
 
 
 class _Call:
@@ -43,9 +43,9 @@ class _Call:
         self.server, self.rpc = server, rpc
         self.future: asyncio.Future[WireAnswer] = server.loop.create_future()
         self.began = monotonic()
-        self.reading: asyncio.Task[Any] | None = None  # what waits for its message
-        self.answered = 0.0  # since when the client has an answer to take
-        self.peer: Callable[[], str] = str  # once it has entered, until it leaves
+        self.reading: asyncio.Task[Any] | None = None  # the task that waits for its message
+        self.answered = 0.0  # since when an answer waits for the client
+        self.peer: Callable[[], str] = str  # from its admission to its end
         self.size = 0
         self.request_id = ""
         self.message = b""  # of a watch
@@ -53,7 +53,7 @@ class _Call:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, data: Any, context: Any) -> None:
-        """Start what the message asks for."""
+        """Start the method that the message calls."""
         server, method = self.server, self.rpc.method
         self.began = monotonic()
         try:
@@ -68,7 +68,7 @@ class _Call:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
             kind: Any = method.args
             message = parsed(kind, data, server.options.max_items, server.text)
-            request = RpcRequest(message, *_said(context), server.is_ending)
+            request = RpcRequest(message, *_metadata_of(context), server.is_ending)
             if server.counters.is_logging:
                 self.request_id = method.request_id(request)
             ticket = method.start(request, self.done)
@@ -81,21 +81,21 @@ class _Call:
                 self._timer = server.loop.call_later(max(0.0, deadline - perf_counter()), self._expire)
 
     def done(self, result: Any) -> None:
-        """Answer with the result, or with the exception there is in its place."""
+        """Answer with the result, or with an exception."""
         self.server.answer(self, WireAnswer.of(self.rpc.method, result, self.server.reply))
 
     def hold(self, size: int) -> None:
-        """Count what is kept of it, in bytes; negative for what is not any more."""
+        """Count ``size`` more bytes that it keeps in memory; negative when they are freed."""
         self.size += size
         self.server.held_bytes += size
 
     def over(self) -> None:
-        """It is answered, or its client is gone."""
+        """Release what it holds: it is answered, or its client is gone."""
         self.hold(-self.size)
         if self._timer is not None:
             self._timer.cancel()
         ticket, self._ticket, self._timer = self._ticket, None, None
-        # NOTE: a call whose client leaves is cancelled, and with it the future that it waits for.
+        # NOTE: grpc cancels the call of a client that leaves, and with it the future.
         if ticket is not None and (self.future.cancelled() or not self.future.done()):
             is_late = ticket.deadline is not None and perf_counter() >= ticket.deadline
             ticket.cancel(DeadlineExceeded("not finished by its deadline") if is_late else None)
@@ -106,9 +106,9 @@ class _Call:
 
 
 class RpcServer:
-    """Serves the methods at ``options.host`` and ``options.grpc_port``, once ``listen`` was called.
+    """Serves the methods at ``options.host`` and ``options.grpc_port`` after ``listen``.
 
-    ``drain`` answers what was accepted, for ``drain_seconds`` at most. All but ``answer`` is for the loop's thread.
+    ``drain`` answers accepted calls for at most ``drain_seconds``. Everything but ``answer`` is for the loop's thread.
     """
 
     def __init__(self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters) -> None:
@@ -127,7 +127,7 @@ class RpcServer:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def listen(self, done: Callable[[], object]) -> None:
-        """Take connections from now on, with the other processes that do; ``done`` is called when it does."""
+        """Start to accept connections, beside the other workers; then call ``done``."""
         if self._listening is None and self._ending is None:
             logging.getLogger("grpc._cython.cygrpc").addFilter(_is_defect)
             self._stop_ticks = every(self.loop, TICK_SECONDS, self._tick)
@@ -146,11 +146,11 @@ class RpcServer:
         done()
 
     def service(self, details: Any) -> Any:
-        """What grpc asks a handler of methods: that of the call, or none."""
+        """The handler of a call's method, or ``None``; grpc calls this."""
         return self._handlers.get(details.method)
 
     def drain(self) -> None:
-        """Take no further call, answer those that there are, and end streams between two messages."""
+        """Take no further calls, answer those in work, and end streams between two messages."""
         if self._ending is None:
             self._ending = self.loop.create_task(self._end())
 
@@ -159,21 +159,21 @@ class RpcServer:
             self._draining.set_result(None)
         if self._server is None:
             return
-        # NOTE: not to be hurried when no call is left here: some that grpc has taken are not here yet.
+        # NOTE: wait even if no call is known here: grpc may have accepted some that it has not passed on.
         await self._server.stop(self.options.drain_seconds)
 
     @property
     def is_ending(self) -> bool:
-        """Whether it takes no further call."""
+        """Whether it takes no further calls."""
         return self._draining.done()
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended as it was asked to, or its time for that is over."""
+        """Whether the drain is complete or its time is over."""
         return self._server is None or (self._ending is not None and self._ending.done())
 
     def close(self) -> bool:
-        """End every call there is, when the loop does not run any more; whether there was none."""
+        """End all calls, once the loop no longer runs; returns whether there were none."""
         busy = len(self._calls)
         self._stop_ticks()
         if busy:
@@ -183,17 +183,17 @@ class RpcServer:
         return not busy
 
     def _tick(self) -> None:
-        """End the calls whose messages do not come; where room gets scarce, also those whose answers nobody takes."""
+        """End calls whose messages do not arrive; when room is scarce, also those whose answers are not read."""
         options, late = self.options, monotonic() - self.options.message_seconds
         for call in list(self._calls):
             if call.reading is not None and call.began < late:
                 task, call.reading = call.reading, None
                 task.cancel()
         stalled: set[str] = set()
-        # NOTE: grpc cannot end one of them alone: all that is sent to the client waits for it, the end too.
+        # NOTE: grpc cannot end one such call: whatever it sends to the client waits for the same connection.
         if 2 * len(self._calls) >= options.max_connections or 2 * self.held_bytes > options.max_held_bytes:
             stalled = {call.peer() for call in self._calls if 0 < call.answered < late}
-        if self.is_ending:  # which a watch would delay that waits for its client
+        if self.is_ending:  # a watch whose client does not read would delay it
             recent = monotonic() - TICK_SECONDS
             watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered < recent}
             stalled |= {call.peer() for call in watches} - {call.peer() for call in self._calls - watches}
@@ -211,17 +211,17 @@ class RpcServer:
         async def serve_watch(messages: Any, context: Any) -> None:
             await self._serve_watch(rpc, context)
 
-        # NOTE: a call of one message is read as a stream, so that the time for that can be bounded.
+        # NOTE: a call of one message is read as a stream, so that its time can be bounded.
         if rpc.is_stream or rpc.is_watch:
             return grpc.stream_stream_rpc_method_handler(serve_stream if rpc.is_stream else serve_watch)
         return grpc.stream_unary_rpc_method_handler(serve_one)
 
     def _enter(self, call: _Call, context: Any) -> bool:
-        """Whether there is room for the call; it takes room until all of its answer is sent."""
+        """Admit the call if there is room, which it takes until its answer is sent; returns whether there was."""
         most = self.options.max_connections
         is_full = len(self._calls) >= most
         if call.rpc.is_watch:
-            # NOTE: it lasts as long as its client likes; half of the room is left to calls that end.
+            # NOTE: a watch lasts as long as its client likes; half of the room is kept for other calls.
             is_full |= 2 * sum(other.rpc.is_watch for other in self._calls) >= most
         if is_full:
             text = f"more than {counted(most, 'call')} at a time, or half of them watches (--max-connections)"
@@ -235,7 +235,7 @@ class RpcServer:
             call.peer = str
             call.over()
 
-        # NOTE: not by the context's own callbacks: it refers to itself then, and is kept until garbage is collected.
+        # NOTE: a callback of the context would make a reference cycle, which keeps it until garbage collection.
         task: Any = asyncio.current_task()
         task.add_done_callback(leave)
         return True
@@ -247,7 +247,7 @@ class RpcServer:
                 data = await context.read()
                 call.reading = None
                 call.begin(data, context)
-                del data  # NOTE: what grpc keeps of an error, until garbage is collected, has this frame
+                del data  # NOTE: grpc keeps this frame with an error until garbage collection
             except asyncio.CancelledError:
                 if call.reading is not None:
                     raise  # its client is gone
@@ -257,7 +257,7 @@ class RpcServer:
 
     async def _reply(self, call: _Call, answer: WireAnswer, context: Any) -> bytes:
         self._count(call, answer)
-        call.answered = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has taken it
+        call.answered = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has read it
         if answer.code is not None:
             await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
         if call in self._calls:
@@ -270,7 +270,7 @@ class RpcServer:
         self.counters.add(call.rpc.name, answer.outcome, monotonic() - call.began, call.request_id)
 
     async def _serve_stream(self, rpc: Rpc, context: Any) -> None:
-        """Requests of a stream are in work side by side, and are answered in their order."""
+        """Run the requests of a stream concurrently and answer them in order."""
         place = _Call(self, rpc)
         if not self._enter(place, context):
             await self._reply(place, await place.future, context)
@@ -295,7 +295,7 @@ class RpcServer:
                 room.release()
 
         writing = self.loop.create_task(write())
-        writing.add_done_callback(lambda _: room.release())  # the reader may wait for it
+        writing.add_done_callback(lambda _: room.release())  # the reader may be waiting for it
         reading: asyncio.Task[Any] | None = None
         try:
             is_over = False
@@ -320,12 +320,12 @@ class RpcServer:
                 if task is not None:
                     task.cancel()
                     with suppress(BaseException):
-                        await task  # NOTE: also where it has ended, or its error would be logged
+                        await task  # NOTE: even if it has ended, or asyncio would log its error
             for call in under_way:
                 call.over()
 
     async def _serve_watch(self, rpc: Rpc, context: Any) -> None:
-        """Only the first answer is counted, and only that can be an error."""
+        """Repeat a call and send each answer that differs. Only the first is counted, and only it can be an error."""
         watch, sent, was_ending = _Call(self, rpc), b"", self.is_ending
         data = await self._serve_one(watch, context)
         while True:
@@ -333,7 +333,7 @@ class RpcServer:
                 watch.answered = monotonic()
                 await context.write(data)
                 sent, watch.answered = data, 0.0
-            if was_ending:  # NOTE: not before an answer that says so
+            if was_ending:  # NOTE: after the answer that reports it
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is ending: watch again")
             await asyncio.wait({self._draining}, timeout=TICK_SECONDS)
             call, was_ending = _Call(self, rpc), self.is_ending
@@ -349,12 +349,12 @@ def _settle(call: _Call, answer: WireAnswer) -> None:
 
 
 def _is_defect(record: logging.LogRecord) -> bool:
-    """Not what grpc logs of a client that is gone before it took its answer."""
+    """Whether grpc's log record is worth keeping: not for a client that left before it read its answer."""
     return not record.exc_info or not isinstance(record.exc_info[1], grpc.aio.InternalError)
 
 
 def _disconnect(peers: AbstractSet[str], port: int) -> None:
-    """End the connections at this port from peers, as grpc names them. Their calls are cancelled then."""
+    """Close the connections of ``peers``, in grpc's notation, to this port, which cancels their calls."""
     if not peers:
         return
     logger.warning("gRPC: %s took no answers: disconnected", counted(len(peers), "client"))
@@ -371,20 +371,20 @@ def _disconnect(peers: AbstractSet[str], port: int) -> None:
                         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _said(context: Any) -> tuple[dict[str, str], float | None]:
-    """Metadata and deadline of a call; metadata in bytes is not read."""
+def _metadata_of(context: Any) -> tuple[dict[str, str], float | None]:
+    """Metadata and milliseconds to the deadline of a call; binary metadata is left out."""
     fields = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
     seconds = context.time_remaining()
     return fields, None if seconds is None else max(1000 * seconds, 0.001)
 
 
 def settings(options: Options) -> list[tuple[str, int]]:
-    """The limits, as grpc takes them. NOTE: what a compressed message becomes is not bounded: none is read."""
+    """The limits as options of grpc. NOTE: grpc cannot bound decompressed messages, so compression is off."""
     most, forever = options.max_connections, 2**31 - 1
     return [
         ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", options.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # it is bounded before
+        ("grpc.max_send_message_length", -1),  # answers are bounded before
         ("grpc.max_concurrent_streams", max(1, most // 2)),
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_metadata_size", MAX_HEAD_BYTES),

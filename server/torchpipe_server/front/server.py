@@ -1,4 +1,4 @@
-"""Serves connections: begins their requests, and takes the answers from the threads that made them."""
+"""Serves connections: starts their requests and writes the answers that other threads produce."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchpipe_server.wire.errors import ProtocolError
 
 logger = logging.getLogger("torchpipe_server")
 
-# Below malloc's threshold for mapping memory anew each time. What a round reads of a connection is bounded by it, too.
+# Below malloc's threshold for mapping memory. It also bounds what one round of the loop reads of a connection.
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
 
@@ -28,9 +28,9 @@ TICK_SECONDS = 0.5
 class Server:
     """Serves the connections that it is given.
 
-    ``drain`` answers what was accepted and closes each connection then. ``release`` and ``shed`` let go of connections
-    between two of their messages, unclosed, for another process to go on with. ``on_gone(slot, is_closed)`` is called
-    for each connection that was closed or let go of. All of it, but for ``answer``, is for the thread of the loop.
+    ``drain`` answers accepted requests, then closes each connection. ``release`` and ``shed`` give up connections
+    between two messages without closing them, for another process to serve. ``on_gone(slot, is_closed)`` is called for
+    each connection that was closed or given up. Everything but ``answer`` is for the loop's thread.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Server:
     ) -> None:  # fmt: skip
         self.loop, self.services, self.options, self._on_gone = loop, services, options, on_gone
         self.counters = RequestCounters(options.log_requests, timed)
-        self.received = memoryview(bytearray(RECEIVE_BYTES))  # what a connection reads, until it is asked to take it
-        self.held_bytes = 0  # at least what the connections hold
+        self.received = memoryview(bytearray(RECEIVE_BYTES))  # into which every connection reads
+        self.held_bytes = 0  # an upper bound of what the connections hold
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
         self.answer = Inbox(loop, self.send).put
-        """Takes a call, the bytes of its answer, and method and outcome to count; from any thread."""
+        """Takes a call, the bytes of its answer, and method and outcome to count; for any thread."""
         self._ending_until: float | None = None
         self._is_draining = False
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
@@ -54,16 +54,16 @@ class Server:
     def adopt(
         self, sock: socket.socket, slot: int, entry: Entry, is_refused: bool = False, is_answered: bool = False
     ) -> None:
-        """Serve the connection, a socket that does not block, from now on.
+        """Serve a connection, given as a non-blocking socket.
 
-        One that ``is_answered`` is closed once its client has had the time to read the last answer.
+        If ``is_answered``, it is closed once its client has had time to read the last answer.
         """
         connection = Connection(self, sock, slot, entry, is_refused)
         if is_answered:
             connection.close_when_answered()
         self._connections.add(connection)
         task = self.loop.create_task(self._connect(connection))
-        self._adopting.add(task)  # the loop keeps no reference
+        self._adopting.add(task)  # the loop keeps no strong reference
         task.add_done_callback(self._adopting.discard)
 
     async def _connect(self, connection: Connection) -> None:
@@ -73,15 +73,15 @@ class Server:
             connection.drop()
 
     def forget(self, connection: Connection, is_closed: bool) -> None:
-        """The connection is not served any more."""
+        """Drop a connection that is no longer served."""
         if connection in self._connections:
             self._connections.discard(connection)
             self._on_gone(connection.slot, is_closed)
 
     def let_leave(self, connection: Connection) -> None:
-        """An idle connection leaves: it is closed, or goes on in another process."""
+        """Let an idle connection go: close it, or give it up to another process."""
         if self._is_draining:
-            # NOTE: what the client has sent already is read in a moment, and answered.
+            # NOTE: what the client has already sent is read in a moment and answered.
             if not has_unread(connection.sock):
                 connection.drop()
         else:
@@ -89,7 +89,7 @@ class Server:
             self.forget(connection, False)
 
     def close_slowest(self) -> bool:
-        """Close the connection whose client has kept it waiting longest; ``False`` where all have a request in work."""
+        """Close the connection that has waited longest for its client; ``False`` if all have a request in work."""
         waiting = [connection for connection in self._connections if connection.call is None]
         if waiting:
             min(waiting, key=lambda connection: connection.message_since or connection.last_active).drop()
@@ -97,25 +97,25 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """How many it serves."""
+        """The number of connections."""
         return len(self._connections)
 
     def send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
-        """``answer``, on the thread of the loop, without waiting for its next round."""
+        """Like ``answer``, but at once; for the loop's thread."""
         now = monotonic()
         self.counters.add(method, outcome, now - call.began, call.request_id)
         call.connection.answered(call, data, now)
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- ending -------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Answer everything that was accepted, for ``drain_seconds`` at most, and close."""
+        """Answer accepted requests, for at most ``drain_seconds``, and close."""
         if not self._is_draining:
             self._is_draining = True
             self._end()
 
     def release(self) -> None:
-        """Let go of every connection as soon as it is between two messages; those that are not in time, are closed."""
+        """Give up every connection as soon as it is between two messages; close those that are late."""
         if self._ending_until is None:
             self._end()
 
@@ -124,25 +124,25 @@ class Server:
         self.shed(len(self._connections))
 
     def shed(self, count: int) -> None:
-        """Let go of so many connections, each as soon as it is between two messages."""
+        """Give up ``count`` connections, each as soon as it is between two messages."""
         for connection in list(itertools.islice(self._connections, count)):
             connection.leave()
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether it is draining or releasing."""
         return self._ending_until is not None
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended as it was asked to, or its time for that is over."""
+        """Whether no connection is left, or the time to drain or release is over."""
         until = self._ending_until
         return until is not None and (not self._connections or monotonic() >= until)
 
     def close(self) -> bool:
-        """End every connection there is; whether none of them still had a request to be answered.
+        """Close all connections; returns whether none of them had an unanswered request.
 
-        One whose request is in work is let go of: the supervisor, which holds its socket too, answers in its place.
+        One with a request in work is given up: the supervisor, which also holds its socket, answers it.
         """
         busy = sum(connection.is_busy for connection in self._connections)
         if busy:
@@ -169,10 +169,10 @@ class Server:
                 connection.fail()
 
     def bound_memory(self) -> None:
-        """Where all connections together really hold too much, those end that hold most, until it fits again.
+        """If all connections together hold too much, free the memory of those that hold most.
 
-        A reply that its client does not take is dropped, a message that is not whole or waits is refused. What is in
-        work stays.
+        This drops connections with an unsent reply, and refuses messages that are incomplete or waiting. Requests in
+        work stay.
         """
         limit = self.options.max_held_bytes
         if self.held_bytes <= limit:
@@ -191,7 +191,7 @@ class Server:
 
 
 def has_unread(sock: socket.socket) -> bool:
-    """Whether the client has sent bytes that are unread."""
+    """Whether unread bytes of the client are waiting."""
     try:
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:

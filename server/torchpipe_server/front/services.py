@@ -1,4 +1,4 @@
-"""A port's protocols: what makes calls of methods from messages of Thrift and requests over HTTP."""
+"""The protocols of a port: turn Thrift messages and HTTP requests into calls of methods."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torchpipe_server.wire.thrift_reader import BadArgumentsError, ThriftReader
 logger = logging.getLogger("torchpipe_server")
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-_ROUTE = "route"  # what a head is known to take, the parameters, and what it is counted as
+_ROUTE = "route"  # a head's known route, parameters, and name among the counters
 
 
 def reply_bound(size: int) -> Bound:
-    """The bound of a reply, under the name that users know."""
+    """The bound of a reply, named by its option."""
     return Bound(size, "--max-reply-bytes")
 
 
@@ -34,7 +34,7 @@ def reply_bound(size: int) -> Bound:
 
 
 class UnknownMethodError(Exception):
-    """A message for a method that the service does not have."""
+    """A message for an unknown method."""
 
 
 _UNDECLARED: Mapping[type, tuple[int, str]] = {
@@ -44,9 +44,9 @@ _UNDECLARED: Mapping[type, tuple[int, str]] = {
 
 
 class ThriftService:
-    """Methods, called by messages of Thrift. One for all connections; ``reply`` is for any thread, the rest for one.
+    """Methods called by Thrift messages, for all connections. ``reply`` is for any thread, the rest for one.
 
-    ``other`` is called by a message for a method that is not there; it has no result.
+    ``other`` is called for an unknown method; it has no result.
     """
 
     def __init__(self, methods: Mapping[str, Method], options: Options, other: Method | None = None) -> None:
@@ -55,11 +55,11 @@ class ThriftService:
         self._args = {name: method.args for name, method in methods.items()}
 
     def reader(self) -> ThriftReader:
-        """What cuts the bytes of a new connection into messages."""
+        """A reader that splits the bytes of a new connection into messages."""
         return ThriftReader(self._options, self._args.get)
 
     def decode(self, message: Message) -> tuple[Method, Any]:
-        """What the message calls, and the arguments. Raises what is wrong with either."""
+        """The method that the message calls, and the arguments. Raises what is wrong with either."""
         error = message.error
         if isinstance(error, ProtocolError):
             failure: TorchpipeError = InvalidRequest(str(error))
@@ -76,18 +76,18 @@ class ThriftService:
         return method, args
 
     def reply(self, message: Message, result: Any) -> tuple[bytes, str, str]:
-        """The answer that carries a result struct, or the exception there is in its place; what to count it as."""
+        """The answer with a result struct or an exception; the method and the outcome to count."""
         method = self._methods.get(message.name)
         if isinstance(result, BaseException):
             try:
                 if method is None or type(result) in _UNDECLARED:
                     raise result
                 result = method.fail(result)
-            except BaseException as error:  # what the method does not declare becomes what every client understands
+            except BaseException as error:  # an undeclared exception becomes one that every client understands
                 kind, outcome = _UNDECLARED.get(type(error), (TApplicationException.INTERNAL_ERROR, ""))
                 if outcome:
                     text = str(error)
-                else:  # NOTE: whatever its own methods do, which may leave the loop
+                else:  # NOTE: `report` is safe whatever the methods of the exception do
                     outcome, text = report(error)
                     text = f"{type(error).__name__}: {text}"
                 return self._exception(message, kind, text, outcome)
@@ -103,15 +103,15 @@ class ThriftService:
 
     def _exception(self, message: Message, kind: int, text: str, outcome: str) -> tuple[bytes, str, str]:
         data = b"" if message.is_oneway else message.reply(TApplicationException(kind, text))
-        # NOTE: what a client makes up must not become a name among the counters.
+        # NOTE: a client's invented name must not become a counter.
         return data, message.name if message.name in self._methods else "unknown", outcome
 
 
 class HttpService:
-    """Routes, called by HTTP requests. One for all connections; ``reply`` is for any thread, the rest for one.
+    """Routes called by HTTP requests, for all connections. ``reply`` is for any thread, the rest for one.
 
-    ``headers`` are those of each answer besides its own; ``failure`` makes an answer of an error. ``other`` is called
-    by a request that no route takes.
+    ``headers`` are added to each answer; ``failure`` turns an error into an answer. ``other`` is called for a request
+    without a route.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class HttpService:
         self._methods, self._headers, self._failure, self._other = methods, headers, failure, other
 
     def reader(self) -> HttpReader:
-        """What cuts the bytes of a new connection into requests."""
+        """A reader that splits the bytes of a new connection into requests."""
         return HttpReader(self._methods, self._body_bytes)
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
-        """What the request calls, and the request. Raises what is wrong with it."""
+        """The method that the request calls, and the request. Raises what is wrong with it."""
         found = request.known.get(_ROUTE)
         if found is None:
             try:
@@ -143,27 +143,27 @@ class HttpService:
         return route.method, request
 
     def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
-        """The answer that carries an ``HttpAnswer``, or the exception there is in its place; what to count it as."""
+        """The answer with an ``HttpAnswer`` or an exception; the method and the outcome to count."""
         found = request.known.get(_ROUTE)
-        name = "http" if found is None else found[2]  # NOTE: a client's own path must not become a counter
+        name = "http" if found is None else found[2]  # NOTE: a client's invented path must not become a counter
         try:
             if isinstance(result, BaseException):
                 raise result
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
             return request.answer(result, self._headers), name, OK
-        except BaseException as error:  # a header that cannot be sent, too
+        except BaseException as error:  # also for a header that cannot be sent
             answer = self._failure(request, error) if self._failure else error_answer(error)
             return request.answer(answer, self._headers), name, code_of(error)
 
 
 def code_of(error: BaseException) -> str:
-    """What the error is counted as."""
+    """The outcome under which the error is counted."""
     return error.kind if isinstance(error, ProtocolError) else errors.code_of(error)
 
 
 def error_answer(error: BaseException) -> HttpAnswer:
-    """``{"error": …, "code": …, "retry_after_ms": …}`` under the status that belongs to the code."""
+    """``{"error": …, "code": …, "retry_after_ms": …}`` with the status of the code."""
     if isinstance(error, ProtocolError):
         status = error.status if isinstance(error, HttpError) else answers.STATUSES.get(error.kind, 400)
         failure = answers.failure_of(status, error.kind, error.detail)
@@ -172,12 +172,12 @@ def error_answer(error: BaseException) -> HttpAnswer:
     return json_answer(failure.body, failure.status, failure.headers)
 
 
-TELLING_BYTES = 5  # no request of any protocol is shorter
+SHORTEST_REQUEST = 5  # no request of any protocol is shorter
 _TEXT = frozenset(b"\t\r\n" + bytes(range(0x20, 0x7F)))
 
 
 Service = ThriftService | HttpService
-"""One protocol: what cuts its bytes into requests, what they call, and replies."""
+"""One protocol: its reader, its methods and its replies."""
 
 
 class Services(NamedTuple):
@@ -187,16 +187,16 @@ class Services(NamedTuple):
     http: Service
 
     def of(self, data: bytes) -> Service | None:
-        """That in which a stream begins so; ``None`` while it may be either."""
-        start = data[:TELLING_BYTES]
+        """The protocol of a stream that begins with ``data``; ``None`` while it may be either."""
+        start = data[:SHORTEST_REQUEST]
         if not _TEXT.issuperset(start):
             return self.thrift
         # Text is HTTP: for Thrift it would be a name of 150 MB and more, or a frame, whose fifth byte is not text.
-        return self.http if len(start) == TELLING_BYTES else None
+        return self.http if len(start) == SHORTEST_REQUEST else None
 
 
 def services_of(served: Served, options: Options) -> Services:
-    """What answers, within the limits of the options."""
+    """The protocols of what is served, within the limits of the options."""
     return Services(
         ThriftService(served.methods, options),
         HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),

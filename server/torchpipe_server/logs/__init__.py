@@ -1,4 +1,4 @@
-"""Log lines: nobody waits for them, and no client writes one."""
+"""Log lines: writing them blocks no other thread, and clients cannot forge them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchpipe_server.options import Options
 
 
 def set_up_logging(options: Options) -> None:
-    """Everything goes where stderr leads now, in the form and from the level on that the options say."""
+    """Log to the current stderr, in the format and from the level that the options set."""
     formatter = JsonFormatter() if options.log_format == "json" else TextFormatter()
     logging.basicConfig(level=options.log_level.upper(), handlers=[QueuedHandler(os.dup(2), formatter)], force=True)
 
 
 def dropped_lines() -> int:
-    """How many log lines of this process were dropped."""
+    """The number of log lines that this process dropped."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedHandler))

@@ -1,4 +1,4 @@
-"""A record as one line that no text within it can end: text for a person, JSON for a machine."""
+"""Formats records as single lines, whatever text they contain: for people, or as JSON."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from abc import abstractmethod
 from datetime import datetime, timezone
 from typing import Any
 
-# What a pipe takes whole (PIPE_BUF), less a byte: lines of several processes do not mix.
+# Less than a pipe writes atomically (PIPE_BUF), so that lines of several processes do not mix.
 LINE_BYTES = 4095
 
 _CONTINUED = "\n  | "  # before each line of a traceback: no record begins like that
 
 
 def escape(text: str) -> str:
-    """The text with what is not printable written out: controls, line separators, marks that turn the direction."""
+    """Escape unprintable characters: controls, line separators, marks that change the direction."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def message_of(record: logging.LogRecord) -> str:
-    """The record's message, whatever its arguments do."""
+    """The record's message, even if its arguments cannot be formatted."""
     try:
         return record.getMessage()
     except BaseException as error:
         template = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
-        return f"{template} ({type(error).__name__}: it cannot be put into words)"
+        return f"{template} ({type(error).__name__}: it cannot be formatted)"
 
 
 class LineFormatter(logging.Formatter):
-    """Gives lines of ``LINE_BYTES`` at most, their end included; of what is too long the middle is left out."""
+    """Makes lines of at most ``LINE_BYTES`` with their end; the middle of longer ones is left out."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of a form's own, without its end."""
+        """The line of a record, without its end."""
         texts = {"message": message_of(record)}
         if record.exc_info:
             texts["traceback"] = self.formatException(record.exc_info)
@@ -43,15 +43,15 @@ class LineFormatter(logging.Formatter):
             line = self.compose(record, {name: _without_middle(text, most) for name, text in texts.items()})
             if len(line.encode("utf-8", "backslashreplace")) < LINE_BYTES or not most:
                 return line
-            most = most * 3 // 4  # nobody knows what a character takes before it is written out
+            most = most * 3 // 4  # the size of a character is only known after escaping
 
     @abstractmethod
     def compose(self, record: logging.LogRecord, texts: dict[str, str]) -> str:
-        """The line of the record, with these texts: its message, and its traceback if it has one."""
+        """Make the line from ``texts``: the message, and the traceback if there is one."""
 
 
 class TextFormatter(LineFormatter):
-    """Time, level, logger, pid, message; a traceback follows on lines of its own, each of which is marked."""
+    """Time, level, logger, pid, message; a traceback follows on separate, marked lines."""
 
     def compose(self, record: logging.LogRecord, texts: dict[str, str]) -> str:
         """The line."""
@@ -63,11 +63,11 @@ class TextFormatter(LineFormatter):
 
 
 class JsonFormatter(LineFormatter):
-    """An object a line: time (ISO 8601, UTC), level, logger, pid, message, the record's ``fields``, any traceback."""
+    """One object per line: time (ISO 8601, UTC), level, logger, pid, message, ``fields``, traceback if any."""
 
     def compose(self, record: logging.LogRecord, texts: dict[str, str]) -> str:
         """The line."""
-        said: dict[str, Any] = {
+        members: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -76,12 +76,12 @@ class JsonFormatter(LineFormatter):
             **getattr(record, "fields", {}),
         }
         if "traceback" in texts:
-            said["traceback"] = texts["traceback"]
-        return json.dumps(said).replace("\x7f", "\\u007f")
+            members["traceback"] = texts["traceback"]
+        return json.dumps(members).replace("\x7f", "\\u007f")
 
 
 def _without_middle(text: str, size: int) -> str:
-    """The text, or so many characters of its beginning and its end."""
+    """The text, shortened to about ``size`` characters by leaving out its middle."""
     if len(text) <= size:
         return text
     left_out = f" [... {len(text) - size} characters ...] "

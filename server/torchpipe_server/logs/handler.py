@@ -1,4 +1,4 @@
-"""A thread writes the log lines, so that a reader who stops holds up nothing else."""
+"""Writes log lines on a thread, so that a reader that stops blocks nothing else."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torchpipe_server.logs.repeats import Repeats
 
 QUEUE_BYTES = 4 * 2**20
 FLUSH_SECONDS = 1.0
-REQUESTS = "torchpipe_server.requests"  # the logger of --log-requests, which the operator wants in full
+REQUESTS = "torchpipe_server.requests"  # the logger of --log-requests, which is never limited
 
-_REPORT_SECONDS = 10.0  # from one report of what was held back or dropped to the next
-_OVERHEAD_BYTES = 100  # what a waiting line takes besides its text
+_REPORT_SECONDS = 10.0  # between reports of limited and dropped lines
+_OVERHEAD_BYTES = 100  # of memory for a waiting line besides its text
 
 
 class QueuedHandler(logging.Handler):
-    """Makes lines of records where they are logged; a thread writes them, as many at once as a pipe takes whole.
+    """Formats records where they are logged; a thread writes the lines, several at once up to ``LINE_BYTES``.
 
-    Owns the descriptor ``fd``, which may be closed, full or never read: no error is raised, and ``flush`` waits for
-    ``FLUSH_SECONDS`` at most.
+    Owns the descriptor ``fd``, which may be closed, full or never read: no error is raised, and ``flush`` waits at most
+    ``FLUSH_SECONDS``.
     """
 
     def __init__(self, fd: int, formatter: LineFormatter) -> None:
@@ -39,26 +39,26 @@ class QueuedHandler(logging.Handler):
 
     def _start(self) -> None:
         self._owner = os.getpid()
-        self._put_bytes = self._refused = 0  # counted by those who log
-        self._taken_bytes = self._unwritten = 0  # counted by the thread that writes
+        self._put_bytes = self._refused = 0  # counted by the logging threads
+        self._taken_bytes = self._unwritten = 0  # counted by the writing thread
         self._reported, self._report_at = 0, 0.0
-        # Lines, and what to call once the lines before it are written; None ends the thread.
-        # NOTE: it takes no lock. The garbage collector may run anywhere in it, and what it ends may log.
+        # Lines, and functions to call once the lines before them are written; None ends the thread.
+        # NOTE: lock-free, because the garbage collector may run anywhere, and finalisers may log.
         self._queue: SimpleQueue[bytes | Callable[[], object] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="log-lines", daemon=True).start()
 
     @property
     def dropped(self) -> int:
-        """Lines that were not written: the queue was full, or the descriptor did not take them."""
+        """Lines not written because the queue was full or writing failed."""
         return self._refused + self._unwritten
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record's line if there is room for it, and count it otherwise."""
+        """Queue the record's line if there is room; otherwise count it."""
         if self._owner != os.getpid():
-            self._start()  # this process was forked: the thread is not here
+            self._start()  # after a fork: the thread does not exist here
         try:
             line = self._line(record)
-        except Exception:  # a field that JSON does not know, say
+        except Exception:  # such as a field that JSON cannot represent
             self._refused += 1
             return
         if self._put_bytes - self._taken_bytes >= QUEUE_BYTES:
@@ -68,7 +68,7 @@ class QueuedHandler(logging.Handler):
         self._queue.put(line)
 
     def flush(self) -> None:
-        """Wait until everything is written and reported, but not long."""
+        """Wait until everything is written, for at most ``FLUSH_SECONDS``."""
         if not self._is_closed and self._owner == os.getpid():
             is_written = threading.Event()
             self._queue.put(self._report)
@@ -76,7 +76,7 @@ class QueuedHandler(logging.Handler):
             is_written.wait(FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Let the thread write what is there, close the descriptor and end."""
+        """Let the thread write what is queued, close the descriptor and end."""
         if not self._is_closed:
             self._is_closed = True
             for last in (self._report, partial(os.close, self._fd), None):
@@ -110,7 +110,7 @@ class QueuedHandler(logging.Handler):
             self._report()
 
     def _report(self) -> None:
-        """Write what was held back and how much was dropped since the last report."""
+        """Report the lines limited and dropped since the last report."""
         self._report_at = monotonic() + _REPORT_SECONDS
         for summary in self._repeats.summaries():
             self._write(self._line(summary))
@@ -126,12 +126,12 @@ class QueuedHandler(logging.Handler):
             self._unwritten += lines.count(b"\n")
 
     def _is_written(self, data: bytes) -> bool:
-        """Write it, for however long that takes; whether it was taken."""
+        """Write ``data``, however long that takes; returns whether that succeeded."""
         rest = memoryview(data)
         while rest:
             try:
                 rest = rest[os.write(self._fd, rest) :]
-            except BlockingIOError:  # the process that started the service made it non-blocking
+            except BlockingIOError:  # the parent of the service made it non-blocking
                 poller = select.poll()
                 poller.register(self._fd, select.POLLOUT)
                 poller.poll()

@@ -1,4 +1,4 @@
-"""Of log lines that come again and again some are written; the rest is counted and reported."""
+"""Limits repeated log lines, and reports how many were left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_CAUSES = 8
 
 @dataclass
 class _Place:
-    """Where lines come from. ``held`` lines were not written; ``summary`` is made of the first."""
+    """A place in the code that logs. ``held`` lines were not written; ``summary`` is made from the first."""
 
     credit: float
     at: float
@@ -33,21 +33,21 @@ class _Place:
 
 
 class Repeats(logging.Filter):
-    """Bounds the lines from each place in the code, except those of level DEBUG and of the logger ``unbounded``.
+    """Limits the lines from each place in the code, except at level DEBUG and from the logger ``unbounded``.
 
-    What counts is the place, and the types of the exception and its causes, not the message: a client may have a part
-    in that. For any thread.
+    A place is identified by code line and types of the exception and its causes, not by the message, which clients may
+    influence. For any thread.
     """
 
     def __init__(self, unbounded: str = "", clock: Callable[[], float] = monotonic) -> None:
         super().__init__()
         self._unbounded, self._clock = unbounded, clock
         self._places: dict[Any, _Place] = {}
-        # NOTE: the garbage collector may run in the middle of it, and what it ends may log.
+        # NOTE: re-entrant, because the garbage collector may run anywhere, and finalisers may log.
         self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be written; otherwise it is counted."""
+        """Whether to write the record; otherwise it is counted."""
         if record.levelno <= logging.DEBUG or record.name == self._unbounded:
             return True
         kinds = _kinds(record)
@@ -56,7 +56,7 @@ class Repeats(logging.Filter):
         with self._lock:
             now = self._clock()
             if key not in self._places and len(self._places) >= MAX_PLACES:
-                key = None  # shared by all that find no room
+                key = None  # shared by all places beyond the limit
             place = self._places.setdefault(key, _Place(BURST, now))
             place.credit = min(BURST, place.credit + (now - place.at) * LINES_PER_SECOND)
             place.at = now
@@ -66,13 +66,13 @@ class Repeats(logging.Filter):
             place.held += 1
             if place.summary is None:
                 place.summary = copy(record)
-                # Not what it keeps alive: arguments and frames.
+                # Without arguments and frames, which it would keep alive.
                 place.summary.msg, place.summary.args = message_of(record)[:_SUMMARY_CHARACTERS], None
                 place.summary.exc_info = None
             return False
 
     def summaries(self) -> list[logging.LogRecord]:
-        """Records that report what was held back since the last call."""
+        """Records that report the lines left out since the last call."""
         records = []
         with self._lock:
             for place in self._places.values():
@@ -86,7 +86,7 @@ class Repeats(logging.Filter):
 
 
 def _kinds(record: logging.LogRecord) -> tuple[type, ...]:
-    """The types of what was raised and of its causes: a backend's exception is the cause of a ``BackendError``."""
+    """The types of the exception and its causes: a backend's exception is the cause of a ``BackendError``."""
     kinds: list[type] = []
     error = record.exc_info[1] if record.exc_info else None
     while error is not None and len(kinds) < _MOST_CAUSES:

@@ -1,4 +1,4 @@
-"""Lines of stderr as log records: of libraries, tracebacks, programs that a backend starts."""
+"""Turns lines on stderr into log records: output of libraries, tracebacks, programs that a backend starts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 
 logger = logging.getLogger("stderr")
 
-REST_BYTES = 2000  # so much without an end is taken for a line
+REST_BYTES = 2000  # without a line end count as a line
 KEPT_LINES = 5
 RECENT_SECONDS = 5.0
 READ_BYTES = 2**16  # at a time
-LAST_READS = 4  # once the process has ended: a program that it has started may go on writing
+LAST_READS = 4  # after the end of the process; a program that it started may go on writing
 
 _line_end = re.compile(rb"[\r\n]+")
 
 
 class StderrLines:
-    """Makes a record of each line. ``process`` is whose lines they are, if not this one's. For any thread.
+    """Makes a record of each line, for any thread. ``process`` is the pid of another process that wrote them.
 
-    A client may have a part in a library's words, its line ends too: each record begins with a bar, so that neither a
-    person nor a program that looks into messages takes one for a line of the service's own.
+    Clients may influence what libraries write, including line ends. Each record begins with a bar, so that it cannot be
+    mistaken for a line of the service.
     """
 
     def __init__(self, process: int | None = None) -> None:
@@ -40,10 +40,10 @@ class StderrLines:
         self._is_logging = False
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the stream."""
+        """Add bytes of the stream."""
         with self._lock:
             if self._is_logging:
-                return  # NOTE: a user's handler may write what is logged here on sys.stderr, and so on
+                return  # NOTE: a custom log handler may write these records to sys.stderr again
             *lines, self._rest = _line_end.split(self._rest + data)
             if len(self._rest) > REST_BYTES:
                 lines.append(self._rest)
@@ -57,7 +57,7 @@ class StderrLines:
                 self._is_logging = False
 
     def recent(self) -> list[str]:
-        """The last lines, if they were written a moment ago."""
+        """The last lines, if they are recent."""
         return [_text(line) for at, line in self._kept if at > monotonic() - RECENT_SECONDS]
 
     def _log(self, text: str) -> None:
@@ -68,9 +68,9 @@ class StderrLines:
 
 
 class StderrPipe:
-    """The end of a pipe to read from that is the stderr of another process; owns it.
+    """Owns the read end of a pipe that is the stderr of another process.
 
-    The process that reads it has the last lines when the other one is gone.
+    Thereby the last lines are known after that process is gone.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pipe: Connection, process: int) -> None:
@@ -79,7 +79,7 @@ class StderrPipe:
         loop.add_reader(pipe.fileno(), self._read)
 
     def close(self) -> None:
-        """Read what is left, and close it."""
+        """Read the rest, then close the pipe."""
         if self._pipe.closed:
             return
         for _ in range(LAST_READS):
@@ -87,10 +87,10 @@ class StderrPipe:
                 break
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-        self.lines.feed(b"\n")  # it may have ended in the middle of a line
+        self.lines.feed(b"\n")  # ends an incomplete line
 
     def _read(self) -> bool:
-        """Whether there was anything."""
+        """Read once; returns whether there was data."""
         try:
             data = os.read(self._pipe.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -106,7 +106,7 @@ def _text(line: bytes) -> str:
 
 
 class _Raw(io.RawIOBase):
-    """What is below a text stream."""
+    """The raw stream below ``sys.stderr``."""
 
     def __init__(self) -> None:
         self._lines = StderrLines()
@@ -123,9 +123,9 @@ class _Raw(io.RawIOBase):
 
 
 def take_over_stderr(descriptor: int = 2) -> None:
-    """Make log records of what is written on ``sys.stderr``, and send what is written on 2 to ``descriptor``.
+    """Make log records of output on ``sys.stderr``, and redirect descriptor 2 to ``descriptor``.
 
-    A library writes there past Python. The log itself must have been set up before: it goes where 2 led then.
+    Native libraries write to descriptor 2 directly. Set up logging before: it keeps using the original stderr.
     """
     if descriptor != 2:
         os.dup2(descriptor, 2)
@@ -134,12 +134,12 @@ def take_over_stderr(descriptor: int = 2) -> None:
 
 
 def open_standard_streams() -> None:
-    """Open those of the descriptors 0 to 2 that are closed: the next socket would take their place, and their lines."""
+    """Open closed descriptors among 0 to 2: otherwise a socket would take their place and get their output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
@@ -147,13 +147,13 @@ def open_standard_streams() -> None:
 
 
 def print_line(descriptor: int, text: str) -> threading.Thread:
-    """Write a line that is not a log record, on a thread: a reader that has stopped holds up nothing else."""
+    """Write a plain line on a thread, so that a reader that has stopped blocks nothing."""
 
     def write() -> None:
         try:
             os.write(descriptor, f"{text}\n".encode("utf-8", "backslashreplace"))
         except OSError:
-            logger.info("%s; nobody reads descriptor %d", text, descriptor)
+            logger.info("%s; cannot write to descriptor %d", text, descriptor)
 
     thread = threading.Thread(target=write, name="torchpipe-print", daemon=True)
     thread.start()

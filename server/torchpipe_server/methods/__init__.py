@@ -1,1 +1,1 @@
-"""What the methods of a worker do."""
+"""The methods that a worker serves."""

@@ -1,4 +1,4 @@
-"""Python values to the contract's structs and back."""
+"""Converts Python values to the contract's structs and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
 
 def to_python(value: Any) -> Any:
-    """A ``Value`` as what a pipeline works on; exactly one field must be set, or ``InvalidRequest``."""
+    """A ``Value`` as a Python value; ``InvalidRequest`` unless exactly one field is set."""
     names = [name for name in _VALUE_FIELDS if getattr(value, name) is not None]
     if len(names) != 1:
         raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(names) or 'none'}")
@@ -36,10 +36,10 @@ def _to_tensor(tensor: Any) -> torch.Tensor:
 
 
 def to_values(idl: Any, key: str, value: Any) -> dict[str, Any]:
-    """What a pipeline wrote under ``key``, as named ``Value``s.
+    """A pipeline's value under ``key`` as named ``Value``s.
 
-    Dicts and lists of texts, numbers and the like, boxes for instance, become a text: JSON. So do ``(label, score)``
-    and a list of such pairs, best first; beside them stand ``label`` and ``score``, those of the first.
+    Dicts and lists, such as boxes, become JSON text. So do ``(label, score)`` and lists of such pairs, best first, with
+    ``label`` and ``score`` of the first beside them.
     """
     is_pair = wire.is_label_and_score(value)
     if is_pair or wire.is_ranking(value):
@@ -67,7 +67,7 @@ def _field(idl: Any, key: str, value: Any) -> dict[str, Any]:
         return {"number": wire.finite(key, value)}
     if isinstance(value, (dict, list, tuple)):
         return {"text": _json(key, value)}
-    raise NoResult(f"{key!r} holds a {type(value).__name__}, which has no form on the wire")
+    raise NoResult(f"{key!r} holds a {type(value).__name__}, which the wire format does not support")
 
 
 def _json(key: str, value: Any) -> str:
@@ -81,9 +81,9 @@ def _from_array(idl: Any, key: str, value: Any) -> Any:
 
 
 def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
-    """``(label, score)`` as it is; of a list of such pairs the first; a label alone with its ``score``.
+    """A label and its score: from a pair, the first of a list of pairs, or a label and ``score``.
 
-    Of a tensor of logits, 1×C, the most probable class and its softmax probability.
+    For a tensor of logits, 1×C: the most probable class and its softmax probability.
     """
     if wire.is_ranking(result):
         result = result[0]
@@ -91,7 +91,7 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
         if wire.is_label_and_score((result, score)):
             result = result, score
         elif isinstance(result, list) and not result:
-            raise NoResult("the result is an empty list: no class has the score that is asked for")
+            raise NoResult("the result is an empty list: no class reaches the required score")
         elif isinstance(result, torch.Tensor) and result.numel() and result.numel() == result.shape[-1]:
             values = result.detach().float().cpu().numpy().ravel()
             exponentials = np.exp(values - values.max())

@@ -1,4 +1,4 @@
-"""A custom service: any Thrift IDL, and a class whose methods are coroutines and use the pipe."""
+"""Custom services: any Thrift IDL, and a class whose coroutines use the pipe."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Handler:
                 label, score = (await self.run({"data": image}))["result"]
                 return label
 
-    ``service`` is the service that ``thriftpy2.load`` made of the IDL. For each of its methods the class has one of the
-    same name, with the arguments in the IDL's order: ``async def``, or plain where it has nothing to wait for. What it
-    returns is the answer. An exception that the IDL declares reaches the client as it is; any other one as a
-    ``TApplicationException`` with its type and message. Methods run on the worker's event loop and must not block; they
-    may await ``self.run`` and whatever else asyncio has.
+    ``service`` is the service that ``thriftpy2.load`` made from the IDL. The class defines each of its methods by name,
+    with the arguments in the IDL's order, as ``async def`` or, if it awaits nothing, as a plain method. The returned
+    value is the answer. Exceptions that the IDL declares reach the client as they are; others become a
+    ``TApplicationException`` with type and message. Methods run on the worker's event loop and must not block; they
+    may await ``self.run`` and anything of asyncio.
 
-    ``routes`` are the paths that answer HTTP on the same port, ``{"POST /photos": "upload"}``: the method of that name
-    is given the request, with its ``body``, ``fields``, ``query`` and ``parameters``. A dict or a list that it returns
-    is answered as JSON, a text and bytes as they are. Either ``service`` or ``routes`` may be left out.
+    ``routes`` maps paths for HTTP on the same port to methods, ``{"POST /photos": "upload"}``. Such a method gets the
+    request, with its ``body``, ``fields``, ``query`` and ``parameters``. A returned dict or list is sent as JSON, text
+    and bytes as they are. Either ``service`` or ``routes`` may be left out.
     """
 
     service: ClassVar[Any] = None
@@ -50,13 +50,13 @@ class Handler:
 
 
 class Run:
-    """The pipe, to be awaited: ``data = await self.run({"data": image})``."""
+    """An awaitable pipe: ``data = await self.run({"data": image})``."""
 
     def __init__(self, run: pipe) -> None:
         self._pipe = run
 
     async def __call__(self, data: Data, timeout: float | None = None) -> Data:
-        """The finished dict, the one that was given. Raises what ends the request, and why it has no ``result``."""
+        """Run ``data`` and return it. Raises the error of the request, or the reason why it has no ``result``."""
         await self._pipe.acall(data, timeout)
         if "result" not in data:
             raise reason(data, "result")
@@ -64,36 +64,36 @@ class Run:
 
 
 class RunningMethod:
-    """A coroutine of the handler as a task of the worker's loop."""
+    """A coroutine of the handler, run as a task of the worker's loop."""
 
     def __init__(self, coroutine: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None
-        self.ended: BaseException | None = None  # why it is to end
+        self.ended: BaseException | None = None  # the reason why it was cancelled
         self._coroutine, self._finish = coroutine, finish
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(self._end)
 
     def cancel(self, error: BaseException | None = None) -> None:
-        """Cancel the coroutine; ``error`` is its outcome."""
+        """Cancel the coroutine; its outcome is ``error``."""
         self.ended = self.ended or error or CancelledError()
         self._task.cancel()
 
     async def _run(self) -> None:
         try:
             value = await self._coroutine
-        except BaseException as error:  # also ``SystemExit``: requests of others are in this process
+        except BaseException as error:  # also ``SystemExit``: this process has other requests
             self._finish(None, self.ended if isinstance(error, asyncio.CancelledError) and self.ended else error)
         else:
             self._finish(value, None)
 
     def _end(self, task: asyncio.Task) -> None:
-        if task.cancelled():  # before it began: later `_run` takes that for the method's end
+        if task.cancelled():  # before it began; otherwise `_run` handles it
             self._coroutine.close()
             self._finish(None, self.ended or CancelledError())
 
 
 class CustomHandler:
-    """A user's handler as the server's methods. Raises ``ConfigError`` for a class that does not fit its service."""
+    """Turns a custom handler into methods and routes. Raises ``ConfigError`` if the class does not fit its service."""
 
     def __init__(self, cls: type, run: pipe, deadline_ms: float = 0.0) -> None:
         self._place = f"--handler {cls.__module__}:{cls.__qualname__}"
@@ -138,7 +138,7 @@ class CustomHandler:
 
 
 def load_handler(reference: str) -> type:
-    """The class of ``package.module:Class`` or ``file.py:Class``; ``ConfigError`` if there is no such class."""
+    """The class named by ``package.module:Class`` or ``file.py:Class``. Raises ``ConfigError``."""
     module_name, _, class_name = reference.partition(":")
     if not module_name or not class_name:
         raise ConfigError(f"--handler {reference}: expected package.module:Class or file.py:Class")
@@ -157,7 +157,7 @@ def load_handler(reference: str) -> type:
 def _call(
     function: Callable[..., Any], args: list[Any], seconds: float, answer: Callable[[Any], Any], done: Done
 ) -> RunningMethod | None:
-    """Begin a method; ``done`` is given the ``answer`` that is made of its value, or of that of its coroutine."""
+    """Start a method; ``done`` gets the ``answer`` made from its value or its coroutine's, or the error."""
 
     def finish(value: Any, error: BaseException | None) -> None:
         try:
@@ -174,7 +174,7 @@ def _call(
 
 
 def _http_answer(value: Any) -> HttpAnswer:
-    """What a route's method returned as an answer."""
+    """The returned value of a route's method as an answer."""
     if isinstance(value, HttpAnswer):
         return value
     if isinstance(value, (bytes, bytearray)):
@@ -185,13 +185,13 @@ def _http_answer(value: Any) -> HttpAnswer:
 
 
 def _answer(result: type, value: Any) -> Any:
-    """What the method returned as its result struct."""
+    """The returned value of a method as its result struct."""
     name = result.__name__.removesuffix("_result")
     is_void = all(spec[1] != "success" for spec in result.thrift_spec.values())  # type: ignore[attr-defined]
     if is_void and value is not None:
-        raise TypeError(f"{name} returned a {type(value).__name__}; in the IDL it is void")
+        raise TypeError(f"{name} returned a {type(value).__name__}; the IDL declares it void")
     if not is_void and value is None:
-        raise TypeError(f"{name} returned None; in the IDL it has a result")
+        raise TypeError(f"{name} returned None; the IDL declares a result")
     return result() if is_void else result(success=value)
 
 

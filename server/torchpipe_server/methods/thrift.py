@@ -1,4 +1,4 @@
-"""What the service's methods do: arguments to a pipe's requests, outcomes to result structs."""
+"""The methods of ``InferenceService``: arguments become requests of a pipe, outcomes become result structs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchpipe_server.methods.conversion import to_label_and_score, to_python, t
 
 
 class InferenceHandler:
-    """``InferenceService`` on a pipe. Methods are started by the I/O thread and finished by the pipe's threads.
+    """``InferenceService`` on a pipe. The I/O thread starts methods, the pipe's threads finish them.
 
-    ``max_batch`` bounds the images of one call, ``max_reply_bytes`` what is copied for a reply.
+    ``max_batch`` bounds the images of one call, ``max_reply_bytes`` the values copied into a reply.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class InferenceHandler:
         self._service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(self._service.ping_args, self._ping),
-            # There is no room for the fields of a trace.
+            # Its arguments have no fields for a trace.
             "infer_batch": self._method(
                 "infer_batch", self._infer_batch, lambda args: _given(args, "params").uuid, lambda args: (None, None)
             ),
@@ -138,7 +138,7 @@ def _given(args: Any, name: str) -> Any:
 
 
 def _outcome_of(result: Any) -> str:
-    """Of a list with some errors the first one's code."""
+    """The outcome to count; for a list with errors, the code of the first."""
     if result.error is not None:
         return str(result.error.code)
     if not isinstance(result.success, list):

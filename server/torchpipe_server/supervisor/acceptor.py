@@ -1,4 +1,4 @@
-"""Opens a listening socket, and takes its connections as long as there are descriptors for them."""
+"""Opens a listening socket and accepts connections while descriptors are available."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torchpipe_server.front.loop import Loop
 
 logger = logging.getLogger("torchpipe_server")
 
-EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM, EAGAIN))  # no descriptor, memory or process is left for now
+EXHAUSTED = frozenset((EMFILE, ENFILE, ENOBUFS, ENOMEM, EAGAIN))  # out of descriptors, memory or processes
 LISTEN_BACKLOG = 1024
 ACCEPTS_AT_ONCE = 64
 RETRY_SECONDS = 0.5
-# The system completes a short address: of 0 it makes 0.0.0.0, which is every interface.
+# The system completes a short address: 0 becomes 0.0.0.0, which is every interface.
 _NUMERIC = re.compile(r"(?:.*\.)?(?:[0-9]+|0[xX][0-9a-fA-F]*)")
 _USUAL = ("127.0.0.1", "0.0.0.0", "localhost", "::1", "::")
 
-# A peer that is gone without a word is noticed, both while nothing is sent and while it takes nothing.
+# Detect a peer that has vanished, both while the connection is idle and while it does not read.
 PROBE_AFTER_SECONDS, PROBE_EVERY_SECONDS, PROBES = 60, 10, 6
 UNANSWERED_SECONDS = 120
 
 Take = Callable[[socket.socket, str], object]
-"""Takes a connected socket that does not block, and the address it is connected to."""
+"""Takes a connected non-blocking socket and the address of its peer."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at a full IP address, or that of a name: an IPv4 one, if it has any. ``::`` is IPv4 too.
+    """A socket that listens at an IP address or a name's, IPv4 preferred; ``::`` accepts IPv4 as well.
 
-    ``OSError`` says what would be an address.
+    Raises ``OSError`` with a suggestion for anything else.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else []
@@ -50,14 +50,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Acceptor:
-    """Gives each connection to ``take``. Where no descriptor is left it calls ``make_room`` and tries again later."""
+    """Gives each connection to ``take``. Out of descriptors, it calls ``make_room`` and retries later."""
 
     def __init__(self, loop: Loop, listener: socket.socket, take: Take, make_room: Callable[[], object]) -> None:
         self._loop, self._listener, self._take, self._make_room = loop, listener, take, make_room
         self._is_open = False
         self._resumes: asyncio.TimerHandle | None = None  # while it is paused
         listener.setblocking(False)
-        # What is set of a listener holds for each connection that it accepts.
+        # Accepted connections inherit the options of the listener.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             (socket.TCP_NODELAY, 1),
@@ -69,12 +69,12 @@ class Acceptor:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def start(self) -> None:
-        """Accept from now on."""
+        """Start to accept."""
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Take what the system has accepted already, then close the port."""
+        """Take the connections that the system has already accepted, then close the port."""
         if self._listener.fileno() < 0:
             return
         if self._is_open:
@@ -85,14 +85,14 @@ class Acceptor:
         self._listener.close()
 
     def pause(self) -> None:
-        """Leave connections to the system's queue until ``resume``, or for a moment."""
-        # NOTE: level-triggered, the listener would report ready without end.
+        """Leave connections in the system's queue until ``resume``, or for ``RETRY_SECONDS``."""
+        # NOTE: the loop would report the listener as ready all the time.
         self._loop.remove_reader(self._listener.fileno())
         if self._resumes is None:
             self._resumes = self._loop.call_later(RETRY_SECONDS, self.resume)
 
     def resume(self) -> None:
-        """Go on before the pause is over."""
+        """End the pause."""
         if self._resumes is not None:
             self._resumes.cancel()
             self._resumes = None

@@ -1,4 +1,4 @@
-"""One worker or engine process as the supervisor sees it."""
+"""One worker or engine process, seen from the supervisor."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from torchpipe_server.worker.channel import Channel
 
 logger = logging.getLogger("torchpipe_server")
 
-LOOK_SECONDS = 1.0  # between two looks at a worker's signs of life
-SHORTEST_HANG_SECONDS = 1.0  # a beat every BEAT_SECONDS shows nothing sooner
-RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as one that answers nobody
-RETIRE_SECONDS = 0.5  # for a worker with something that hangs to finish the rest
-MOST_UNREAD = 2**12  # messages that a worker may leave unread and still have its clients' wishes answered
+LOOK_SECONDS = 1.0  # between two checks of a worker's heartbeat
+SHORTEST_HANG_SECONDS = 1.0  # heartbeats every BEAT_SECONDS cannot show a hang sooner
+RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as not responding
+RETIRE_SECONDS = 0.5  # for a worker with a hung batch or a dead instance to finish its other requests
+MOST_UNREAD = 2**12  # messages that a worker may leave unread before its control messages count as misbehaviour
 
 State = Literal["starting", "ready", "draining", "gone"]
 Reason = Literal["died", "silent", "stuck", "hung_batch", "dead_instance", "misbehaved", "dismissed"]
-"""Why a worker ended, or is to be ended: by itself or from outside; no sign of life; its I/O loop did one thing for too
-long; a batch runs for too long; the thread of an instance has ended; it sent a message that no worker sends; it is not
-needed, and has nothing to answer yet."""
+"""Why a worker ended or is to be ended: it exited or was killed from outside; no heartbeat; one step of its I/O loop
+took too long; a batch took too long; the thread of an instance ended; it sent an invalid message; it is not needed and
+has served nothing yet."""
 
 _PROBLEMS: dict[Reason, str] = {
-    "silent": "gives no sign of life",
-    "stuck": "has an I/O loop that is stuck",
+    "silent": "has no heartbeat",
+    "stuck": "has a stuck I/O loop",
     "hung_batch": "has a batch that does not end",
     "dead_instance": "has lost the thread of an instance",
 }
 
 
 class Child:
-    """A worker or engine process that was forked; ``name`` is what the log calls it.
+    """A forked worker or engine process; ``name`` is its name in the log.
 
-    ``on_message(child, message)`` gets what it sends, ``on_exit(child)`` its end, which its pidfd alone reports: a
-    process that it has started may hold the channel open. The end of the channel has it killed.
+    ``on_message(child, message)`` is called for its messages and ``on_exit(child)`` for its end. Only the pidfd reports
+    the end, because a process that it has started may hold the channel open. If the channel ends, it is killed.
 
-    ``connections`` are the slots, in the journal, of those that it serves. ``failure`` is why it could not start, as it
-    reported. ``reason`` is why it ended, or is ended.
+    ``connections`` are the journal slots of the connections that it serves. ``failure`` is the reported reason why it
+    could not start. ``reason`` is why it ended or is to be ended.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Child:
         self.connections: set[int] = set()
         self.clients: set[Child] = set()  # of an engine process: the workers that it serves
         self.failure = ""
-        self.answered: bool | None = None  # whether it ended with every request answered, once it has
+        self.answered: bool | None = None  # once it ended: whether with every request answered
         self.stats: dict[str, Any] = {}
         self.graph = ""
         self.reason: Reason = "died"
-        self.must_listen = self.listens = False  # at gRPC's port
-        self.has_served = self.has_streams = False  # whether it was given a connection or a client; streams to read
-        self.is_asked = False  # for its figures
+        self.must_listen = self.listens = False  # at the port of gRPC
+        self.has_served = self.has_streams = False  # whether it got a connection or a client; streams to read
+        self.is_asked = False  # for statistics
         self.started_at = monotonic()
         self.ready_at = 0.0
         self.process = forked.process
@@ -77,11 +77,11 @@ class Child:
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
         self._heartbeat = forked.heartbeat
         self._signs = forked.heartbeat.read()
-        self._silent_s = 0.0  # without a sign of life
-        # In a row, the looks at which it had no link to its engine process, and at which a batch ran for too long.
+        self._silent_s = 0.0  # without a heartbeat
+        # Consecutive checks at which it had no link to its engine process, and at which a batch was overdue.
         self.unlinked_looks = self._overdue_looks = 0
         self._pidfd = forked.pidfd
-        self._channel = Channel(loop, forked.sock, self._hear, self.kill, is_trusted=False)
+        self._channel = Channel(loop, forked.sock, self._receive, self.kill, is_trusted=False)
         self.stderr = StderrPipe(loop, forked.stderr, self.pid)
         loop.add_reader(self._pidfd, self._ended)
 
@@ -92,29 +92,29 @@ class Child:
 
     @property
     def is_serving(self) -> bool:
-        """Whether it has figures."""
+        """Whether it has statistics."""
         return self.state in ("ready", "draining")
 
     @property
     def responds(self) -> bool:
-        """Whether it has shown lately that it makes progress, and has a link to its engine process."""
+        """Whether it has made progress lately and has a link to its engine process."""
         return self._makes_progress and self._heartbeat.is_linked
 
     @property
     def _makes_progress(self) -> bool:
         return max(self._silent_s, self._signs.loop_s) < RESPONDS_SECONDS
 
-    # -- signs of life ------------------------------------------------------------------------------------------------
+    # -- health -----------------------------------------------------------------------------------------------------
 
     def look(self, hang_seconds: float) -> None:
-        """Once in ``LOOK_SECONDS``: ask it for figures, or end it where something in it is stuck for good."""
+        """Ask it for statistics, or end it if something in it hangs; called every ``LOOK_SECONDS``."""
         reason = self.problem(hang_seconds)
         if reason is None:
             if self.is_serving:
                 self.ask_stats()
-        elif self.reason == "died":  # it is not being ended yet
+        elif self.reason == "died":  # nothing ends it yet
             logger.error("%s (pid %d) %s: replacing it", self.name, self.pid, _PROBLEMS[reason])
-            # NOTE: what cannot be finished is answered once the worker is dead, by the supervisor.
+            # NOTE: once the worker is dead, the supervisor answers what it could not finish.
             if self.is_ready and self.connections and reason in ("hung_batch", "dead_instance"):
                 self._loop.call_later(RETIRE_SECONDS, self.kill)
                 self.release(reason)
@@ -122,15 +122,15 @@ class Child:
                 self.kill(reason)
 
     def problem(self, hang_seconds: float) -> Reason | None:
-        """Once in ``LOOK_SECONDS``: what is wrong with it, if anything; ``hang_seconds`` of 0 are no limit."""
-        # NOTE: one that makes no progress would not take the link.
+        """What is wrong with it, if anything; called every ``LOOK_SECONDS``. ``hang_seconds`` of 0 means no limit."""
+        # NOTE: a worker without progress would not accept the link.
         is_unlinked = self._makes_progress and not self._heartbeat.is_linked
         self.unlinked_looks = self.unlinked_looks + 1 if is_unlinked else 0
         if not self.is_serving:
             return None
         before, self._signs = self._signs, self._heartbeat.read()
-        # NOTE: looks are counted, not seconds: a machine that slept must not find all its workers hanging. For the
-        # same reason a batch has to be overdue twice: that of a machine that slept is over by then.
+        # NOTE: count checks, not seconds: after a suspend of the machine, not all workers hang. For the same reason a
+        # batch must be overdue twice.
         self._silent_s = self._silent_s + LOOK_SECONDS if self._signs.beats == before.beats else 0.0
         is_overdue = 0 < hang_seconds < self._signs.batch_s
         self._overdue_looks = self._overdue_looks + 1 if is_overdue else 0
@@ -141,32 +141,32 @@ class Child:
             return "stuck"
         if self._overdue_looks >= 2:
             return "hung_batch"
-        if self._signs.dead and self.is_ready:  # at its end, a worker's instances end as well
+        if self._signs.dead and self.is_ready:  # a worker that ends closes its instances
             return "dead_instance"
         return None
 
     def rss_bytes(self) -> int:
-        """Memory that is resident, what it shares with others included."""
+        """Resident memory, including shared pages."""
         try:
             with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
         except (OSError, IndexError):
             return 0
 
-    # -- what it is to do ---------------------------------------------------------------------------------------------
+    # -- commands -------------------------------------------------------------------------------------------------
 
     def send(self, type_: str, descriptor: int = -1, **fields: Any) -> None:
-        """Send it a message; it gets a copy of ``descriptor``. ``OSError`` where none is left for the copy."""
+        """Send it a message and a copy of ``descriptor``. ``OSError`` if no descriptor is left for the copy."""
         self._channel.send({"type": type_, **fields}, descriptor)
 
     def give(self, sock: socket.socket, slot: int, is_refused: bool) -> None:
-        """Let it serve the connection."""
+        """Give it a connection to serve."""
         self.has_served = True
         self.connections.add(slot)
         self.send("connection", sock.fileno(), slot=slot, is_refused=is_refused)
 
     def link(self, engine: Child) -> None:
-        """Give this worker and its engine process the two ends of a way to each other."""
+        """Connect this worker and its engine process by a socket pair."""
         self.unlinked_looks = 0
         try:
             ours, theirs = socket.socketpair()
@@ -177,28 +177,28 @@ class Child:
                 self.send("link", theirs.fileno())
         except OSError as error:
             logger.error("%s and %s cannot be linked: %s", self.name, engine.name, error)
-            self._heartbeat.tell_linked(False)
+            self._heartbeat.set_linked(False)
 
     def ask_stats(self) -> None:
-        """It answers with a message of that type; one answer for all who ask until then."""
+        """Ask for statistics, unless an answer is already awaited; it comes as a message."""
         if not self.is_asked:
             self.is_asked = True
             self.send("stats")
 
     def release(self, reason: Reason = "died") -> None:
-        """Have it give back all connections, and end."""
+        """Have it give back all connections and end."""
         self.reason = reason
         self._finish("release")
 
     def drain(self) -> None:
-        """Have it answer what was accepted, and end; at once, where it has not begun to serve."""
+        """Have it answer accepted requests and end; kill it if it has not begun to serve."""
         if self.state == "starting":
             self.kill("dismissed")
         else:
             self._finish("drain")
 
     def kill(self, reason: Reason = "died") -> None:
-        """End it now."""
+        """Kill it."""
         if self.reason == "died":
             self.reason = reason
         if self.state != "gone":
@@ -206,7 +206,7 @@ class Child:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it now, and forget it."""
+        """Kill it and release its resources."""
         if self.state != "gone":
             self.kill()
             self.state = "gone"
@@ -216,8 +216,8 @@ class Child:
             self.stderr.close()
 
     def forget(self) -> None:
-        """Let go of the descriptors that its exit code came by."""
-        with suppress(ValueError):  # it has not come: they stay until this object goes
+        """Close the descriptors that report its exit code."""
+        with suppress(ValueError):  # no exit code yet: they stay until this object is collected
             self.process.close()
 
     def _finish(self, how: str) -> None:
@@ -225,21 +225,21 @@ class Child:
             self.state = "draining"
             self.send(how)
 
-    # -- what it sends ------------------------------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------------------
 
-    def _hear(self, line: bytes, descriptor: int) -> None:
+    def _receive(self, line: bytes, descriptor: int) -> None:
         try:
             message = figures.parse_message(line)
             self._note(message)
         except (ValueError, RecursionError) as error:
-            logger.error("killing %s (pid %d): its message is not one of a worker: %s", self.name, self.pid, error)
+            logger.error("killing %s (pid %d): invalid message: %s", self.name, self.pid, error)
             self._channel.close()
             self.kill("misbehaved")
         else:
             self._on_message(self, message)
 
     def _note(self, message: figures.Message) -> None:
-        """Note what it reports of itself; ``ValueError`` for what it has no reason to send now."""
+        """Record what it reports about itself; ``ValueError`` for a message that is out of place."""
         match message:
             case figures.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
@@ -261,6 +261,6 @@ class Child:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")
 
     def _ended(self) -> None:
-        self._channel.hear_out()
+        self._channel.drain()
         self.close()
         self._on_exit(self)

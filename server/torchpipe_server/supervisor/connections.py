@@ -1,4 +1,4 @@
-"""Every client's connection: which worker has it, and which process goes on with it when that one cannot."""
+"""Every client's connection: which worker serves it, and which process takes over if that worker cannot."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from torchpipe_server.supervisor.slots import Slots, slots_for
 
 logger = logging.getLogger("torchpipe_server")
 
-HOLD_SECONDS = 0.4  # connections wait so long for a worker: then another one serves them, or they get an error
-ANSWER_SECONDS = 0.25  # of the fallback: a client that repeats at once must not keep the supervisor busy
-LOOK_SECONDS = 0.5  # workers note as often which connections were active
+HOLD_SECONDS = 0.4  # that connections wait for a worker; then another one serves them, or they get an error
+ANSWER_SECONDS = 0.25  # delay of the fallback: clients that retry at once must not keep the supervisor busy
+LOOK_SECONDS = 0.5  # workers update the journal as often
 
 
 class Connections:
-    """Holds a socket of each connection for as long as the client does.
+    """Keeps a copy of each client's socket until the client closes it.
 
-    A worker of ``ready()`` serves it. Without a worker it is held for a moment, then the fallback serves it, a server
-    that answers every request with an error, until a worker is ready. It moves between two messages.
+    A worker of ``ready()`` serves the connection. Without a worker it waits for ``HOLD_SECONDS``; then the fallback, a
+    server that answers every request with an error, serves it until a worker is ready. Connections move only between
+    two messages.
 
-    While a worker that died is replaced, ``is_recovering()``, connections that may bring what killed it wait for the
-    next one as well: new ones, and those with a request that was lost. The others must not lose their worker to it.
+    While a dead worker is being replaced (``is_recovering()``), suspect connections wait for its successor, so that
+    they cannot kill the other workers too: new ones, and those with a lost request.
     """
 
     def __init__(
@@ -58,19 +59,19 @@ class Connections:
         self._fallback_server = Server(loop, self._fallback.services, options, self._left)
         self._sockets: dict[int, socket.socket] = {}
         self._loop = loop
-        self._held: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, each with a timer
+        self._held: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, with their timers
         self._is_ending = False
-        self._silent: Iterator[int] = iter(())  # slots of connections that never asked anything
-        self._looked_at = 0.0  # when they were looked for
+        self._silent: Iterator[int] = iter(())  # idle slots without any request so far
+        self._looked_at = 0.0  # when they were listed
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Accept connections from now on."""
+        """Start to accept connections."""
         self._acceptor.start()
 
     def drain(self) -> None:
-        """Close the port, having taken what the system has accepted; no connection is held for a worker any more."""
+        """Take what the system has accepted and close the port; connections no longer wait for a worker."""
         self._acceptor.close()
         self._is_ending = True
         held, self._held = self._held, {}
@@ -81,18 +82,18 @@ class Connections:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the fallback serves no connection any more, or the time for that is over."""
+        """Whether the fallback serves no connection, or its time is over."""
         return self._fallback_server.is_finished or not self._fallback_server.connections
 
     def close(self) -> None:
-        """Close every connection there is."""
+        """Close all connections."""
         self._fallback_server.close()
         for slot in list(self._sockets):
             self._close(slot)
         self.journal.close()
 
     def figures(self) -> tuple[Figures, Figures]:
-        """Of the connections, and of the requests that were answered here."""
+        """Statistics of the connections and of the requests that the fallback answered."""
         connections = {
             "open": self._slots.open,
             "max": self._options.max_connections,
@@ -102,15 +103,15 @@ class Connections:
         }
         return connections, self._fallback_server.counters.summary()
 
-    # -- what workers do ------------------------------------------------------------------------------------------
+    # -- events of workers ------------------------------------------------------------------------------------------
 
     def gone(self, child: Child, slot: int, is_closed: bool) -> None:
-        """The worker serves the connection no more: it is closed, or goes on elsewhere."""
+        """A worker closed a connection or gave it up."""
         child.connections.discard(slot)
         self._left(slot, is_closed)
 
     def became_ready(self, child: Child) -> None:
-        """A worker is ready, perhaps the first: it gets what is held, and its share of what the others serve."""
+        """Give a new worker the waiting connections and its share of those that the other workers serve."""
         held, self._held = self._held, {}
         for slot, timer in held.items():
             timer.cancel()
@@ -123,12 +124,12 @@ class Connections:
                 other.send("shed", count=len(other.connections) - share - 1)
 
     def died(self, child: Child) -> int:
-        """Go on with a dead worker's connections; how many requests or replies were lost with it."""
+        """Take over the connections of a dead worker; returns how many requests or replies were lost."""
         slots, child.connections = sorted(child.connections), set()
         return sum([self._take_over(slot) for slot in slots])
 
     def _take_over(self, slot: int) -> bool:
-        """Answer the request in work, and give the connection to another worker; whether anything was lost."""
+        """Answer the request in work and place the connection elsewhere; returns whether anything was lost."""
         request, is_lost = self.journal.read(slot)
         if request is not None:
             error = WorkerDied("the worker process ended while it had the request")
@@ -144,13 +145,13 @@ class Connections:
                 return True
             is_lost = is_lost or not is_written
         if is_lost or self._is_ending:
-            is_lost = is_lost or has_unread(self._sockets[slot])  # nobody reads it any more
+            is_lost = is_lost or has_unread(self._sockets[slot])  # which no process will read
             self._close(slot)
         else:
             self._place(slot, is_suspect=request is not None)
         return request is not None or is_lost
 
-    # -- where a connection is --------------------------------------------------------------------------------------
+    # -- placement -------------------------------------------------------------------------------------------------
 
     def _take(self, sock: socket.socket, peer: str) -> None:
         place = self._slots.take(peer)
@@ -165,18 +166,18 @@ class Connections:
             self._acceptor.pause()
 
     def _evict(self, slots: Collection[int]) -> int | None:
-        """Hang up on the idlest of them: the process that serves it reads the end, and reports it closed."""
+        """Shut down the idlest of ``slots``: the process that serves it sees the end and reports it closed."""
         for slot in self._idle():
-            # NOTE: the journal is read once more, since the worker may have read what was unread before.
+            # NOTE: read the journal once more, since the worker may have read those bytes meanwhile.
             if slot in slots and not has_unread(self._sockets[slot]) and self.journal.is_idle(slot):
                 self._hang_up(slot)
                 return slot
         return None
 
     def _idle(self) -> Iterator[int]:
-        """Slots of idle connections: those that never asked anything, then those that did, the longest idle first."""
-        # NOTE: in a flood of newcomers the first are looked for now and then: what came since is younger. There is no
-        # `yield from`, which would end the iterator that the next call goes on with.
+        """Slots of idle connections, the longest idle first: those without any request, then the others."""
+        # NOTE: in a flood of new connections the first list is reused for a while: later ones are younger. `yield from`
+        # would close the iterator, which the next call continues.
         if monotonic() - self._looked_at < LOOK_SECONDS:
             for slot in self._silent:
                 yield slot
@@ -190,7 +191,7 @@ class Connections:
             self._sockets[slot].shutdown(socket.SHUT_RDWR)
 
     def _place(self, slot: int, is_suspect: bool = False) -> None:
-        """Give the connection to the worker with the fewest, or let it wait for one."""
+        """Give the connection to the worker with the fewest connections, or let it wait for a worker."""
         children = self._ready()
         if children and not (is_suspect and self._is_recovering()):
             self._give(slot, min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0))))
@@ -200,15 +201,15 @@ class Connections:
             self._held[slot] = self._loop.call_later(HOLD_SECONDS, self._hold_no_longer, slot)
 
     def _give(self, slot: int, child: Child) -> None:
-        self.journal.entry(slot)  # wiped: the next owner may die before it has seen the connection
+        self.journal.entry(slot)  # clears it: the new worker may die before it has the connection
         try:
             child.give(self._sockets[slot], slot, self._slots.is_refused(slot))
         except OSError as error:
-            logger.error("a connection cannot be handed over: %s", error)
+            logger.error("cannot pass a connection to a worker: %s", error)
             self.gone(child, slot, True)
 
     def _give_to_fallback(self, slot: int, is_answered: bool = False) -> None:
-        """Answer its requests with errors until there is a worker, or close it where its last one ``is_answered``."""
+        """Answer its requests with errors until a worker is ready; if ``is_answered``, only close it."""
         sock = _Borrowed(fileno=self._sockets[slot].fileno())
         self._fallback_server.adopt(sock, slot, self.journal.entry(slot), is_answered=is_answered)
 
@@ -236,22 +237,22 @@ class Connections:
 
 
 class _Borrowed(socket.socket):
-    """The supervisor's own socket, for the fallback to use: it takes no descriptor, of which none may be left."""
+    """A socket that shares the supervisor's descriptor, because no free one may be left."""
 
     def close(self) -> None:
-        """Leave it to its owner."""
+        """Leave the descriptor to its owner."""
         self.detach()
 
 
 class Unavailable(TorchpipeError):
-    """No worker is there; one is being started."""
+    """No worker is running; one is being started."""
 
     code = "unavailable"
     retry_after_ms = 500
 
 
 class Fallback:
-    """A handler that refuses. ``idl`` is that of InferenceService, or ``None`` where a custom one is served."""
+    """Refuses every request. ``idl`` is that of InferenceService, or ``None`` for a custom service."""
 
     def __init__(self, loop: Loop, idl: Any, options: Options) -> None:
         service = getattr(idl, "InferenceService", None)

@@ -1,4 +1,4 @@
-"""Workers and engine processes: started, watched, replaced when they die, and by the next generation at a reload."""
+"""Starts, watches and replaces workers and engine processes, and swaps generations at a reload."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from torchpipe_server.worker.worker import HUNG
 
 logger = logging.getLogger("torchpipe_server")
 
-FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # between them
-EXHAUSTED_DELAY = 1.0  # where descriptors, memory or threads were missing
-SETTLED_SECONDS = 1.0  # a worker that was ready for so long can work
-RECOVER_SECONDS = 1.0  # after a death, the next worker is expected
-FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to be there
-EXIT_CODE_SECONDS = 0.2  # for the process that workers are forked from to report how one has ended
+FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # seconds between attempts
+EXHAUSTED_DELAY = 1.0  # after a lack of descriptors, memory or threads
+SETTLED_SECONDS = 1.0  # a worker that was ready this long works
+RECOVER_SECONDS = 1.0  # within which the successor of a dead worker is expected
+FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to arrive
+EXIT_CODE_SECONDS = 0.2  # for the fork server to report an exit code
 
 
 class Fleet:
-    """``options.workers`` workers. ``tables`` is the configuration, ``load`` gives that of a reload, or ConfigError.
+    """``options.workers`` workers. ``tables`` is the configuration; ``load`` reads it again or raises ``ConfigError``.
 
-    A slot of a generation is filled by one process after the other. A reload builds the ``_next`` generation beside the
-    one that serves, ``now``, and swaps them once all its workers are ready. Processes of neither are ``_leaving``.
-    ``on_failure(problem)`` is called where no worker can be started.
+    Each slot of a generation is filled by one process after another. A reload builds the ``_next`` generation beside
+    the serving one, ``now``, and swaps them once all its workers are ready. Processes of neither are ``_leaving``.
+    ``on_failure(problem)`` is called if no worker can be started.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Fleet:
         on_failure: Callable[[str], object],
     ) -> None:
         self.now = Generation(tables, options)
-        self._next: Generation | None = None  # while a reload is under way
-        self.past = figures.NOTHING  # figures of workers that have ended
-        self.restarts: Counter[str] = Counter()  # by reason, "failed_start" besides those of a child
-        self.has_begun = False  # all workers were ready, or given up
-        self.has_lost = False  # a request that was accepted, since the stop began
+        self._next: Generation | None = None  # during a reload
+        self.past = figures.NOTHING  # statistics of workers that have ended
+        self.restarts: Counter[str] = Counter()  # by ``Reason``, or "failed_start"
+        self.has_begun = False  # every worker was ready or given up
+        self.has_lost = False  # an accepted request, since the stop began
         self._loop, self._options, self._connections = loop, options, connections
-        self.on_message: Callable[[Child, Any], object] = lambda *_: None  # those not about processes
+        self.on_message: Callable[[Child, Any], object] = lambda *_: None  # for messages that are not about processes
         self._load, self._on_failure = load, on_failure
         self._forker = Forker(loop, options, connections.journal, self._wants, self._forked)
         self._leaving: set[Child] = set()
@@ -64,59 +64,59 @@ class Fleet:
 
     @property
     def tables(self) -> Any:
-        """The configuration that is served."""
+        """The configuration being served."""
         return self.now.tables
 
     @property
     def _slots(self) -> list[WorkerSlot]:
-        """Of the generation that serves, and of the next one."""
+        """The slots of the serving and of the next generation."""
         next_ = self._next  # read once: a reload may end meanwhile
         return [*dict.fromkeys([*self.now.slots, *(next_.slots if next_ else ())])]
 
     @property
     def ready(self) -> list[Child]:
-        """Those that take connections; where some respond, only they."""
+        """Workers that take connections; if some respond, only those."""
         ready = [worker.child for worker in self.now.workers if worker.child is not None and worker.child.is_ready]
         return [child for child in ready if child.responds] or ready
 
     @property
     def is_recovering(self) -> bool:
-        """Whether a worker that served connections died a moment ago, and the next one is not ready."""
+        """Whether a worker with connections died recently and its successor is not ready."""
         since = monotonic() - RECOVER_SECONDS
         return any(worker.died_at > since for worker in self.now.workers)
 
     @property
     def is_responding(self) -> bool:
-        """Whether a worker is there that would answer, with what it needs for that."""
+        """Whether some worker would answer requests now, with all engine processes ready."""
         return all(engine.is_ready for engine in self.now.engines) and any(child.responds for child in self.ready)
 
     @property
     def children(self) -> list[Child]:
-        """All whose process is there, or was until a moment ago."""
+        """All processes that run, or ended a moment ago."""
         return [*(slot.child for slot in self._slots if slot.child is not None), *self._leaving]
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, on_begun: Callable[[], object]) -> None:
-        """Start them all; ``on_begun`` is called once they are ready, but for those that were given up."""
+        """Start all processes; ``on_begun`` is called once every worker is ready or given up."""
         self._on_begun = on_begun
         self._begin(self.now)
 
     def drain(self) -> None:
-        """Have each answer what it accepted, and end."""
+        """Have every process answer accepted requests and end."""
         self._is_ending = True
         self._changes.stop("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
 
     def close(self) -> None:
-        """End what is left, also what is being forked."""
+        """Kill what is left, including processes being forked."""
         self._forker.close()
         for child in self.children:
             child.close()
 
     def _drain_rest(self) -> None:
-        """Drain the processes that stay longest: until no other one hands over connections or has requests for them."""
+        """Drain the serving processes once no leaving one passes connections or requests to them."""
         if not self._leaving:
             self._drain(self.children)
 
@@ -126,27 +126,27 @@ class Fleet:
                 child.drain()
 
     def _begin(self, generation: Generation) -> None:
-        """Start the engine processes, and then, once they are ready, the workers."""
+        """Start the engine processes and, once they are ready, the workers."""
         if all(engine.is_ready for engine in generation.engines):
             generation.has_started_workers = True
         for slot in generation.workers if generation.has_started_workers else generation.engines:
             self._forker.fork(slot)
 
     def _wants(self, slot: WorkerSlot) -> bool:
-        """Whether it belongs to a generation that serves or is to serve; for any thread."""
+        """Whether the slot belongs to the serving or the next generation; for any thread."""
         return not self._is_ending and slot in self._slots
 
     def _forked(self, slot: WorkerSlot, forked: Forked | Exception) -> None:
         if isinstance(forked, Exception):
             self._not_forked(slot, forked)
         elif self._wants(slot):
-            slot.child = Child(self._loop, slot.name, forked, self._hear, self._ended)
+            slot.child = Child(self._loop, slot.name, forked, self._receive, self._ended)
             self._link(slot)
         else:
-            forked.abandon()  # of a reload that was given up meanwhile, or too late
+            forked.abandon()  # its reload was given up, or the service is stopping
 
     def _not_forked(self, slot: WorkerSlot, error: Exception) -> None:
-        logger.error("%s cannot be started: %s", slot.name, error or type(error).__name__)
+        logger.error("cannot start %s: %s", slot.name, error or type(error).__name__)
         if self._is_successor(slot):
             self._give_up_reload(f"{slot.name} cannot be started")
         elif self._wants(slot):
@@ -160,13 +160,13 @@ class Fleet:
         for child in self.children:
             child.look(self._options.hang_seconds)
         for slot in self._slots:
-            # NOTE: at the second look, as its engine process may have died a moment ago.
+            # NOTE: at the second check, since its engine process may just have died.
             if slot.child is not None and slot.child.unlinked_looks >= 2 and not self._is_ending:
                 self._link(slot)
 
-    # -- what becomes of a worker -------------------------------------------------------------------------------
+    # -- events of processes ----------------------------------------------------------------------------------
 
-    def _hear(self, child: Child, message: figures.Message) -> None:
+    def _receive(self, child: Child, message: figures.Message) -> None:
         match message:
             case figures.Ready():
                 self._became_ready(child)
@@ -181,7 +181,7 @@ class Fleet:
         return next((slot for slot in self._slots if slot.child is child), None)
 
     def _is_successor(self, slot: WorkerSlot) -> bool:
-        """Whether it belongs to the next generation alone."""
+        """Whether the slot belongs to the next generation only."""
         return self._next is not None and slot in self._next.slots and slot not in self.now.slots
 
     def _became_ready(self, child: Child) -> None:
@@ -200,7 +200,7 @@ class Fleet:
                 self._connections.became_ready(child)
 
     def _have_listen(self, children: list[Child]) -> None:
-        """Have them listen at gRPC's port, beside the others."""
+        """Have them listen at the port of gRPC as well."""
         for child in children:
             if not child.must_listen and self._options.grpc_port >= 0:
                 child.must_listen = True
@@ -218,7 +218,7 @@ class Fleet:
             logger.info("%s is back (pid %d)", engine.name, engine.child.pid)
 
     def _link(self, worker: WorkerSlot) -> None:
-        """Link a worker to its engine process, where both are there."""
+        """Link a worker to its engine process if both run."""
         generation = self._next if self._next is not None and self._is_successor(worker) else self.now
         engine = generation.engine_of(worker) if worker.role == "worker" else None
         if engine is None or worker.child is None or engine.child is None or not engine.is_ready:
@@ -226,9 +226,9 @@ class Fleet:
         worker.child.link(engine.child)
 
     def _serve_if_complete(self) -> None:
-        """Serve with the first generation, or the next one of a reload, once its workers are ready and listen.
+        """Serve with the first or the next generation once its workers are ready and listen.
 
-        The first one serves without those that were given up.
+        The first one also serves without workers that were given up.
         """
         generation = self._next or self.now
         ready = [worker.child for worker in generation.workers if worker.child is not None and worker.is_ready]
@@ -273,29 +273,29 @@ class Fleet:
             child.process.join(EXIT_CODE_SECONDS)
             self.has_lost = self.has_lost or lost > 0 or bool(child.clients) or child.answered is False
         how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
-        words = f"; its last words: {' / '.join(last)}" if (last := child.stderr.lines.recent()) else ""
-        what = "what it had is answered by its workers" if child.clients else f"requests lost: {lost}"
-        # A process that ends so has logged, as an error, which backend does not return.
+        words = f"; its last lines: {' / '.join(last)}" if (last := child.stderr.lines.recent()) else ""
+        what = "its workers answer its requests" if child.clients else f"requests lost: {lost}"
+        # A process that exits so has already logged, as an error, which backend does not return.
         is_logged = self._is_ending and child.process.exitcode == HUNG
         level = logging.WARNING if is_logged else logging.ERROR
         logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, words)
 
     def _replace(self, slot: WorkerSlot, child: Child) -> None:
-        # NOTE: an engine process gets workers before there are requests; until then that is no sign.
+        # NOTE: engine processes are linked to workers before any request, so until then that proves nothing.
         is_settled = child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS
         if child.ready_at:
             slot.failures = 0
         if self._is_successor(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
         elif is_settled or (child.has_served and self.has_begun):
-            # NOTE: it can start and serve. A client whose requests end workers must not keep the others waiting.
+            # NOTE: it can start and serve, so restart at once: requests that kill workers must not delay others.
             self._count_restart(slot, child.reason)
             slot.pauses = 0
             self._forker.fork(slot)
         elif child.failure and not self.has_begun:
-            self._on_failure(child.failure)  # what a configuration lacks, it lacks at the next attempt too
+            self._on_failure(child.failure)  # another attempt would fail in the same way
         elif child.ready_at:
-            # NOTE: it did start: that does not count as a failed attempt, after some of which the service ends.
+            # NOTE: it did start, so this is not a failed attempt; several of those end the service.
             logger.error("%s ended as soon as it was ready", slot.name)
             self._count_restart(slot, child.reason)
             self._pause(slot)
@@ -308,12 +308,12 @@ class Fleet:
         self.restarts[reason] += 1
 
     def _pause(self, slot: WorkerSlot) -> None:
-        """Another attempt, later each time."""
+        """Start it again, after a longer pause each time."""
         slot.pauses += 1
         self._loop.call_later(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (slot.pauses - 1)), self._forker.fork, slot)
 
     def _failed_start(self, slot: WorkerSlot) -> None:
-        """Another attempt, unless enough in a row have failed."""
+        """Start it again, unless too many attempts in a row have failed."""
         self._count_restart(slot, "failed_start")
         slot.failures += 1
         if slot.failures < START_ATTEMPTS:
@@ -322,7 +322,7 @@ class Fleet:
         slot.is_given_up = True
         logger.critical("%s is given up after %d attempts to start it", slot.name, slot.failures)
         if self._next is not None and slot in self._next.engines:
-            self._give_up_reload(f"{slot.name} cannot be started")  # its workers would wait forever for that one
+            self._give_up_reload(f"{slot.name} cannot be started")  # its workers would wait for it forever
         else:
             self._end_if_hopeless()
         self._serve_if_complete()
@@ -335,20 +335,20 @@ class Fleet:
     # -- reload -------------------------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Replace all of them, by workers of the configuration as it is now; a reload under way starts over."""
+        """Replace all workers by those of the current configuration; a reload in progress starts over."""
         self._wants_reload = not self.has_begun
         if self._wants_reload or self._is_ending:
             return
         if self._next is not None:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
-            self._reload_ended("a reload came in between")
-        self._begin_reload(self._load, lambda problem: None)  # the log has it
+            self._reload_ended("interrupted by a reload")
+        self._begin_reload(self._load, lambda problem: None)  # it is logged
 
     def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
-        """Serve what ``load`` gives once reloads under way are over; ``done`` gets why not, or "" when it serves.
+        """Serve what ``load`` returns, after a reload in progress; then call ``done`` with "" or why that failed.
 
-        ``Overloaded`` where that cannot be begun now.
+        Raises ``Overloaded`` if it cannot be queued now.
         """
         if self._is_ending or not self.has_begun:
             raise Overloaded("the service is starting or stopping", RETRY_MS)
@@ -361,7 +361,7 @@ class Fleet:
             self._begin_reload(*change)
 
     def _reload_ended(self, problem: str) -> None:
-        self._changes.tell(problem)
+        self._changes.report(problem)
         self._loop.call_soon(self._begin_change)
 
     def _begin_reload(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
@@ -376,7 +376,7 @@ class Fleet:
         self._begin(self._next)
 
     def _swap(self, last: Child) -> None:
-        """The successors serve from now on; those before them hand over their connections and end."""
+        """Let the next generation serve; the one before passes on its connections and ends."""
         assert self._next is not None
         before, self.now, self._next = self.now, self._next, None
         for old, new in zip(before.workers, self.now.workers, strict=True):
@@ -392,7 +392,7 @@ class Fleet:
         self._reload_ended("")
 
     def _give_up_reload(self, problem: str) -> None:
-        logger.error("not reloaded, everything stays as it is: %s", problem)
+        logger.error("not reloaded, keeping the old configuration: %s", problem)
         self._dismiss_successors()
         self._reload_ended(problem)
         self._end_if_hopeless()
@@ -403,7 +403,7 @@ class Fleet:
             child.kill("dismissed")
 
     def _leave(self, slots: list[WorkerSlot]) -> list[Child]:
-        """The processes of a generation that serves no more, or never will, but for engines that go on."""
+        """Mark the processes of a generation that no longer serves as leaving, except engines that stay."""
         children = [slot.child for slot in slots if slot.child is not None and slot not in self.now.engines]
         self._leaving.update(children)
         return children

@@ -24,10 +24,9 @@ _MAKERS: dict[Role, Callable[[Start], Worker | EngineProcess]] = {"worker": Work
 
 
 class Forked(NamedTuple):
-    """A worker or engine process, and what the supervisor has of it.
+    """A worker or engine process, and the supervisor's handles of it.
 
-    Its end of the channel, the memory in which the process gives signs of life, and the end of the pipe to read from
-    that is the process's stderr.
+    ``sock`` is the supervisor's end of the channel, ``heartbeat`` shared memory, ``stderr`` the read end of a pipe.
     """
 
     process: Any
@@ -37,7 +36,7 @@ class Forked(NamedTuple):
     stderr: Connection
 
     def abandon(self) -> None:
-        """End a process that nobody wants."""
+        """Kill a process that is no longer wanted."""
         self.process.kill()
         self.sock.close()
         self.stderr.close()
@@ -49,19 +48,18 @@ Done = Callable[[Any, "Forked | Exception"], object]
 
 
 class Forker:
-    """Starts workers and engine processes, one at a time, each on a thread.
+    """Starts workers and engine processes, one at a time, each on its own thread.
 
-    ``is_wanted(slot)`` is for the thread that forks; ``done(slot, forked or error)`` is called on the loop's.
+    ``is_wanted(slot)`` is called on that thread, ``done(slot, forked or error)`` on the loop's.
 
-    That may take seconds, in which the loop has to answer: the process that they are forked from has to import
-    everything first.
+    A start may take seconds, because the fork server first imports everything; the loop must stay responsive.
     """
 
     def __init__(self, loop: Loop, options: Options, journal: Journal, is_wanted: IsWanted, done: Done) -> None:
         self._loop, self._options, self._journal = loop, options, journal
         self._is_wanted, self._done = is_wanted, done
-        self._lock = threading.Lock()  # held while a fork is under way
-        self._unclaimed: list[Forked] = []  # processes that ``done`` did not get yet
+        self._lock = threading.Lock()  # held during a fork
+        self._unclaimed: list[Forked] = []  # processes not yet passed to ``done``
         self._is_closed = False
 
     def fork(self, slot: Any) -> None:
@@ -72,9 +70,9 @@ class Forker:
             self._done(slot, OSError(errno.EAGAIN, str(error)))
 
     def close(self) -> None:
-        """End what ``done`` did not get, and start nothing any more."""
+        """Kill processes not yet passed to ``done``, and start no more."""
         self._is_closed = True
-        with suppress(IndexError):  # NOTE: the thread that forks may call this as well
+        with suppress(IndexError):  # NOTE: the forking thread may call this at the same time
             while True:
                 self._unclaimed.pop().abandon()
 

@@ -1,4 +1,4 @@
-"""The processes of one configuration, and the changes that wait for the next one."""
+"""The processes of one configuration, and the changes that wait for a reload."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from torchpipe_server.worker.service import engine_processes, has_engine
 logger = logging.getLogger("torchpipe_server")
 
 START_ATTEMPTS = 5  # of a worker that ends before it is ready
-MOST_CHANGES = 16  # that wait for a reload to be over
+MOST_CHANGES = 16  # waiting for a reload to finish
 RETRY_MS = 1000  # after a refused change
 
 Change = tuple[Callable[[], Any], Callable[[str], object]]
-"""What gives a configuration, and what gets the reason why it is not served, or "" once it is."""
+"""A function that returns a configuration, and one that gets "" once it is served, or the reason why not."""
 
 
 class Changes:
-    """Those that wait for a reload to be over, and who gets the outcome of the one under way."""
+    """Changes that wait for a reload to finish, and the callback of the one in progress."""
 
     def __init__(self) -> None:
-        self.done: Callable[[str], object] | None = None  # of the one under way, not called yet
+        self.done: Callable[[str], object] | None = None  # of the one in progress, not called yet
         self._waiting: deque[Change] = deque()
 
     def add(self, change: Change) -> None:
-        """Have it wait; ``Overloaded`` where too many do."""
+        """Queue a change; ``Overloaded`` if too many wait."""
         if len(self._waiting) >= MOST_CHANGES:
             raise Overloaded(f"more than {MOST_CHANGES} changes wait", RETRY_MS)
         self._waiting.append(change)
 
     def next(self) -> Change | None:
-        """That which has waited longest."""
+        """The change that has waited longest, if any."""
         return self._waiting.popleft() if self._waiting else None
 
-    def tell(self, problem: str) -> None:
-        """Report the outcome of the one under way, once."""
+    def report(self, problem: str) -> None:
+        """Report the outcome of the change in progress, once."""
         done, self.done = self.done, None
         if done is not None:
             done(problem)
 
     def stop(self, problem: str) -> None:
-        """Report that to all."""
-        self.tell(problem)
+        """Report ``problem`` to all."""
+        self.report(problem)
         while (change := self.next()) is not None:
             change[1](problem)
 
 
-@dataclass(eq=False)  # NOTE: two that look alike are not the same: one may be of a reload that was given up
+@dataclass(eq=False)  # NOTE: equal slots differ: one may belong to a reload that was given up
 class WorkerSlot:
-    """One worker or engine process of a generation, whichever process it is now, and its configuration.
+    """The place of a worker or engine process in a generation, filled by one process after another.
 
-    ``child`` is none while it is being forked, and during the pause before the next attempt.
+    ``child`` is ``None`` during a fork and during the pause before the next attempt.
     """
 
     index: int
@@ -68,27 +68,27 @@ class WorkerSlot:
     child: Child | None = None
     restarts: int = 0
     pauses: int = 0  # since it last worked for a while
-    failures: int = 0  # starts that failed, since the last one that did not
+    failures: int = 0  # failed starts in a row
     is_given_up: bool = False
     died_at: float = 0.0  # when its last process died with connections; 0 once the next one is ready
 
     @property
     def is_ready(self) -> bool:
-        """Whether its process takes connections, or links."""
-        child = self.child  # asked by other threads as well
+        """Whether its process takes connections or links."""
+        child = self.child  # read once: other threads call this too
         return child is not None and child.is_ready
 
     @property
     def name(self) -> str:
-        """For a line in the log."""
+        """Its name in the log."""
         return f"{self.role} {self.index}"
 
 
 class Generation:
-    """``workers``, and where nodes are shared by several of them, ``engines``: as many for each device.
+    """``workers`` and, if they share nodes, ``engines``: the same number for each device.
 
-    Engine processes of the generation ``before`` go on where the shared nodes are the same: then their models are not
-    loaded again. Where code of the user's own is imported it may have changed, and they do not.
+    Engine processes of the generation ``before`` are kept if the shared nodes are the same, so that models are not
+    loaded again; not if custom code is imported, which may have changed.
     """
 
     def __init__(self, tables: Any, options: Options, before: Generation | None = None) -> None:
@@ -97,7 +97,7 @@ class Generation:
         self.has_started_workers = False
         self.tables, self._files = tables, {}
         if has_engine(options, tables):
-            # NOTE: looked at before anybody reads the files: what changes meanwhile is different at the next reload.
+            # NOTE: recorded before the files are read: a change meanwhile is then noticed at the next reload.
             self._files = shared_files(tables)
             if before is not None and not options.import_code and self._shares_with(before):
                 self.engines = before.engines
@@ -114,7 +114,7 @@ class Generation:
             logger.warning("--engines %d does nothing: %s", options.engines, reason)
 
     def log_engines(self, options: Options, before: Generation | None = None) -> None:
-        """Log which engine processes run its shared nodes, and whether they are those of the generation ``before``."""
+        """Log which engine processes run its shared nodes, and whether they are kept from ``before``."""
         if not self.engines:
             return
         named = [
@@ -128,25 +128,25 @@ class Generation:
         )  # fmt: skip
 
     def _shares_with(self, before: Generation) -> bool:
-        """Whether the engine processes of the generation before run what those of this one would."""
+        """Whether the engine processes of ``before`` run the same shared nodes as this generation."""
         are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
         return are_ready and self._files == before._files and same_shared(before.tables, self.tables)
 
     @property
     def slots(self) -> list[WorkerSlot]:
-        """All of them."""
+        """All slots."""
         return [*self.engines, *self.workers]
 
     def engine_of(self, worker: WorkerSlot) -> WorkerSlot | None:
-        """One on the worker's device."""
+        """The engine process of a worker, on the same device."""
         return self.engines[worker.index % len(self.engines)] if self.engines else None
 
     def hopeless(self) -> str:
-        """Why it will never serve; empty while it may."""
+        """Why it will never serve; empty if it may."""
         for slots in (self.workers, self.engines):
             if slots and all(slot.is_given_up for slot in slots):
                 return f"no {slots[0].role} can be started, after {START_ATTEMPTS} attempts each"
         missing = [engine.name for engine in self.engines if engine.is_given_up]
-        if missing and not self.has_started_workers:  # which wait for all of them
+        if missing and not self.has_started_workers:  # workers wait for all engines
             return f"{missing[0]} cannot be started, after {START_ATTEMPTS} attempts"
         return ""

@@ -1,7 +1,7 @@
-"""The models of a folder, loaded and unloaded while the service runs.
+"""Loads and unloads the models of a folder while the service runs.
 
-Either is a reload: new workers with the new set of models take over, and the old ones end, with all memory that they
-held. Where the new ones cannot start, the old ones stay.
+Both are reloads: new workers with the new set of models take over, and the old ones end, which frees all their memory.
+If the new ones cannot start, the old ones stay.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger("torchpipe_server")
 
 
 class Repository:
-    """Of the folder that ``fleet`` serves."""
+    """The folder that ``fleet`` serves."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._problems: dict[str, str] = {}  # why a model that the folder has could not be loaded, the last time
+        self._problems: dict[str, str] = {}  # why the last attempt to load a model failed
 
     def index(self) -> list[dict[str, str]]:
-        """Each version that is served or lies in the folder, with ``state`` and ``reason``."""
+        """Each version that is served or in the folder, with ``state`` and ``reason``."""
         served: Folder = self._fleet.tables
         files = self._files()
         keys = dict.fromkeys([*served, *(f"{name}/{version}" for name, each in files.items() for version in each)])
@@ -40,14 +40,14 @@ class Repository:
         return found
 
     def control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
-        """``load`` or ``unload`` the model; ``done`` is told what came of it, once it serves or everything stays."""
+        """``load`` or ``unload`` the model; ``done`` is called with the status and body of the outcome."""
         began = monotonic()
 
         def finish(problem: str) -> None:
             served: Folder = self._fleet.tables
             if problem:
                 if action == "load" and name in self._files() and not served.versions(name):
-                    self._problems[name] = describe_error(ConfigError(problem))  # clients read it: no folders
+                    self._problems[name] = describe_error(ConfigError(problem))  # without folders: clients read it
                 done(400, {"error": f"failed to {action} {name[:80]!r}: {problem}", "code": "config"})
                 return
             self._problems.pop(name, None)
@@ -62,11 +62,11 @@ class Repository:
             done(failed.status, failed.body)
 
     def _files(self) -> dict[str, dict[str, str]]:
-        """What lies in the folder, by model and version."""
+        """The files of the folder, by model and version."""
         try:
             return find_models(self._fleet.tables.source)
         except ConfigError as error:
-            logger.error("models that are not served are not found: %s", error)
+            logger.error("cannot list the models of the folder: %s", error)
             return {}
 
     def _changed(self, action: str, name: str) -> Folder:
@@ -77,5 +77,5 @@ class Repository:
             raise ConfigError(f"no such model is served; {nearest(name[:80], served.names)}")
         rest = served.without(name)
         if not rest:
-            raise ConfigError("it is the only model; stop the service instead")
+            raise ConfigError("the only model cannot be unloaded; stop the service instead")
         return rest

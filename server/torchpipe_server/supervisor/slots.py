@@ -1,4 +1,4 @@
-"""Which connections there may be: a slot for each, a share for each address, and who leaves when all are taken."""
+"""Bounds the connections: a slot for each, a share for each address, and idle ones evicted when all are taken."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Callable, Collection
 from ipaddress import IPv6Address, ip_address, ip_network
 
 REFUSED_AT_ONCE = 128  # connections over the limit that still get an answer
-RESERVED_FILES, FILES_OF_A_WORKER = 32, 12  # that the supervisor opens beside its connections; a reload included
+RESERVED_FILES, FILES_OF_A_WORKER = 32, 12  # that the supervisor opens besides connections, including a reload
 HTTP_CONNECTIONS = 64
 
 Evict = Callable[[Collection[int]], "int | None"]
-"""Closes one connection of those that hold the slots, if one is idle; its slot is released later."""
+"""Closes one idle connection of these slots, if there is one; its slot is released later."""
 
 
 class Slots:
-    """Gives each connection a slot until ``release``. ``max_connections`` are served, some more get 'overloaded'.
+    """Gives each connection a slot until ``release``. ``max_connections`` are served; a few more get 'overloaded'.
 
-    A newcomer takes the place of an idle connection: of its own address where that has its share already.
-    ``per_address`` 0 is half of the connections, and no bound for this machine.
+    At a limit, a new connection replaces an idle one: of its own address if that has used up its share. ``per_address``
+    0 means half of the connections, without a bound for this machine.
     """
 
     def __init__(self, max_connections: int, per_address: int, evict: Evict) -> None:
         self._max, self._per_address, self._evict = max_connections, per_address, evict
         self._count = slots_for(max_connections)
         self._free = list(range(self._count))[::-1]
-        self._served: dict[int, str] = {}  # slot: whom it counts for
+        self._served: dict[int, str] = {}  # slot: the address that it counts for
         self._shares: dict[str, set[int]] = {}
         self._refused: set[int] = set()
         self._evicted: set[int] = set()
@@ -32,16 +32,16 @@ class Slots:
 
     @property
     def open(self) -> int:
-        """How many are taken."""
+        """The number of used slots."""
         return self._count - len(self._free)
 
     @property
     def is_short(self) -> bool:
-        """Whether there is none, but will be soon."""
+        """Whether no slot is free, but one will be soon."""
         return not self._free and bool(self._evicted)
 
     def is_refused(self, slot: int) -> bool:
-        """Whether the connection is over the limit, and is only answered so."""
+        """Whether the connection is over the limit and gets only a refusal."""
         return slot in self._refused
 
     def take(self, peer: str) -> tuple[int, bool] | None:
@@ -67,7 +67,7 @@ class Slots:
         return slot, not is_served
 
     def release(self, slot: int) -> None:
-        """The connection is closed."""
+        """Free the slot of a closed connection."""
         self._leave(slot)
         self._evicted.discard(slot)
         self._free.append(slot)
@@ -95,7 +95,7 @@ class Slots:
 
 
 def _owner(peer: str) -> tuple[str, bool]:
-    """An IPv4 address, or the IPv6 network that one host has for itself; whether it is this machine."""
+    """The IPv4 address or the IPv6 /64 network of a peer, and whether it is this machine."""
     address = ip_address(peer.partition("%")[0])
     if isinstance(address, IPv6Address):
         address = address.ipv4_mapped or address
@@ -105,16 +105,16 @@ def _owner(peer: str) -> tuple[str, bool]:
 
 
 def slots_for(max_connections: int) -> int:
-    """How many slots connections take, those over the limit included."""
+    """The number of slots, including those over the limit."""
     return max_connections + min(REFUSED_AT_ONCE, max_connections // 2 + 4)
 
 
 def http_connections(files: int) -> int:
-    """How many connections the HTTP port may have where so many files may be open."""
+    """The most connections of the HTTP port, if ``files`` may be open."""
     return min(HTTP_CONNECTIONS, files // 8)
 
 
 def most_connections(files: int, workers: int) -> int:
-    """How many connections a service can serve where so many files may be open; 0 if there are too few."""
+    """The most connections that a service can serve, if ``files`` may be open; 0 if there are too few."""
     left = files - RESERVED_FILES - FILES_OF_A_WORKER * workers - http_connections(files)
     return next((count for count in range(left, 0, -1) if slots_for(count) <= left), 0)

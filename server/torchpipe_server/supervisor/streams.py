@@ -1,4 +1,4 @@
-"""Which worker reads which stream, and the workers' results and figures of them, for clients."""
+"""Distributes streams among workers, and passes results and statistics on to clients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snaps
 logger = logging.getLogger("torchpipe_server")
 
 MOST_SUBSCRIBERS = 32
-EVENTS_WAITING = 16  # of a subscriber that does not read: 32 MiB for all of them at most
+EVENTS_WAITING = 16  # of a subscriber that does not read; at most 32 MiB for all
 HEARTBEAT_SECONDS = 10.0
 SNAPSHOT_SECONDS = 5.0  # for a worker to draw a frame
 
 
 def read_tables(file: str) -> Mapping[str, Any]:
-    """The table of each stream of a file, all checked, or ``ConfigError``; without a file there are none."""
+    """The checked tables of the streams in a file; none without a file. Raises ``ConfigError``."""
     if not file:
         return {}
     tables = parse_toml(file)
@@ -36,7 +36,7 @@ def read_tables(file: str) -> Mapping[str, Any]:
 
 
 class NoStreamError(TorchpipeError):
-    """There is no such stream, or nothing to show of it."""
+    """An unknown stream, or one that has nothing to show."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ class NoStreamError(TorchpipeError):
 
 
 class Subscriber:
-    """A client that gets the results of a stream as they come. One that is too slow loses the oldest."""
+    """A client that receives the results of a stream; if it is too slow, it loses the oldest."""
 
     deadline = None
 
@@ -53,16 +53,16 @@ class Subscriber:
         self._call, self._on_left = call, on_left
         self._waiting: deque[bytes] = deque(maxlen=EVENTS_WAITING)
         self._lost = 0
-        call.begin(head + b": results of frames\n\n")  # with a comment, for clients that wait for the first bytes
+        call.begin(head + b": results of frames\n\n")  # a comment, for clients that wait for the first bytes
 
     def put(self, event: bytes, missed: int) -> None:
-        """One more event, after ``missed`` that were not sent here."""
+        """Add an event, after ``missed`` that the worker did not send."""
         self._lost += missed + (len(self._waiting) == EVENTS_WAITING)
         self._waiting.append(event)
         self.write_more()
 
     def write_more(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write waiting events while there is room."""
         while self._waiting and self._call.write(b""):
             if self._lost:
                 lost, self._lost = self._lost, 0
@@ -71,12 +71,12 @@ class Subscriber:
                 self._call.write(self._waiting.popleft())
 
     def beat(self) -> None:
-        """Show that the connection is alive."""
+        """Write a comment that keeps the connection alive."""
         if self._call.write(b""):
             self._call.write(b": heartbeat\n\n")
 
     def end(self) -> None:
-        """There will be no more events."""
+        """End the answer: there are no more events."""
         self._call.write(b"event: end\ndata: {}\n\n")
         self._call.end("GET /streams/{name}/events")
 
@@ -86,33 +86,33 @@ class Subscriber:
 
 
 class SharedStreams:
-    """The streams of a file, whose ``tables`` are read, shared out among the workers: each is read by one of them.
+    """Distributes the streams of ``file``, with their ``tables``, among the workers; one worker reads each.
 
-    A stream stays with its worker as long as that is there, and until another one has two fewer.
+    A stream stays with its worker until the worker ends or another worker has at least two fewer.
     """
 
     def __init__(self, loop: Loop, file: str, tables: Mapping[str, Any]) -> None:
         self._file, self._next, self._loop = file, tables, loop
-        self._tables = tables  # of the generation that serves
+        self._tables = tables  # of the serving generation
         self._generation: object = None
         self._readers: dict[str, Child] = {}
-        self._workers: dict[Child, int] = {}  # and their numbers
+        self._workers: dict[Child, int] = {}  # with their numbers
         self._given: dict[Child, Mapping[str, Any]] = {}
         self._subscribers: dict[str, set[Subscriber]] = {}
         self._asked: dict[str, tuple[list[Done], TimerHandle]] = {}
         every(loop, HEARTBEAT_SECONDS, self._beat)
 
     def close(self) -> None:
-        """End the answers of all clients: there are no more events."""
+        """End the answers of all clients."""
         self._tables = {}
         self._end_removed()
 
     def load(self) -> None:
-        """Read the file again, for the next generation of workers. ``ConfigError`` for a mistake in it."""
+        """Read the file again, for the next generation of workers. Raises ``ConfigError``."""
         self._next = read_tables(self._file)
 
     def share_out(self, generation: object, workers: dict[Child, int]) -> None:
-        """Give each stream to one of the workers that are ready; at once again where these or the streams change."""
+        """Give each stream to one of the ready workers; call it again when these or the streams change."""
         if generation is self._generation and workers == self._workers:
             return
         if generation is not self._generation:
@@ -131,7 +131,7 @@ class SharedStreams:
         self._readers = {name: child for child, each in names.items() for name in each}
         for name in [name for name in self._asked if self._readers.get(name) is not before.get(name)]:
             self._answer(name, NoStreamError("unavailable", f"its worker no longer reads {name!r}"))
-        # NOTE: those that only lose some come first: a device can be opened once.
+        # NOTE: workers that only lose streams come first, because a device can be opened only once.
         for child in sorted(names, key=lambda child: bool(self._given[child].keys() - given.get(child, {}).keys())):
             tables = self._given[child]
             if tables != given.get(child, {}):
@@ -141,7 +141,7 @@ class SharedStreams:
                 self._watch(child)
 
     def figures(self, totals: Mapping[str, Any]) -> Figures:
-        """Of each stream: how it is, and the totals of all that have read it."""
+        """State and totals of each stream."""
         figures = {}
         nothing = {"decoded": 0, "reconnects": 0, "frames": {}, "age": None}
         for name in self._tables:
@@ -157,10 +157,10 @@ class SharedStreams:
             }
         return figures
 
-    # -- who asks -----------------------------------------------------------------------------------------------------
+    # -- clients ------------------------------------------------------------------------------------------------------
 
     def subscribe(self, name: str, head: bytes, done: Done) -> Subscriber:
-        """Send the stream's results to a client from now on; ``NoStreamError`` where there is none, or no place."""
+        """Start to send the stream's results to a client; ``NoStreamError`` if it is unknown or too many follow."""
         self._check(name)
         if sum(map(len, self._subscribers.values())) >= MOST_SUBSCRIBERS:
             raise NoStreamError("unavailable", f"{counted(MOST_SUBSCRIBERS, 'client')} follow streams already")
@@ -170,7 +170,7 @@ class SharedStreams:
         return subscriber
 
     def snapshot(self, name: str, done: Done) -> None:
-        """``done(jpeg)``, or with the ``NoStreamError`` that says why not. All who ask at a time get the same."""
+        """Call ``done`` with a JPEG or a ``NoStreamError``. Concurrent callers get the same."""
         self._check(name)
         if name in self._asked:
             self._asked[name][0].append(done)
@@ -181,8 +181,8 @@ class SharedStreams:
             self._asked[name] = [done], self._loop.call_later(SNAPSHOT_SECONDS, self._answer, name, late)
             self._readers[name].send("snapshot", name=name)
 
-    def hear(self, child: Child, message: Event | Snapshot) -> None:
-        """A worker's message about a stream; it is too late once another worker reads that."""
+    def receive(self, child: Child, message: Event | Snapshot) -> None:
+        """Pass on a worker's message about a stream; ignored if another worker reads the stream by now."""
         name = message.stream
         if self._readers.get(name) is not child:
             return
@@ -210,7 +210,7 @@ class SharedStreams:
         self._watch(self._readers.get(subscriber.stream))
 
     def _watch(self, child: Child | None) -> None:
-        """Have a worker send the results of those of its streams that clients follow."""
+        """Have a worker send the results of its streams that clients follow."""
         if child is not None:
             child.send("watch", names=[name for name in self._given[child] if self._subscribers.get(name)])
 

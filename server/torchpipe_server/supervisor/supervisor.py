@@ -1,7 +1,7 @@
-"""Owns the port and every client's connection, watches the workers, and answers for all of them.
+"""Owns the port and every client's connection, watches the workers, and reports on all of them.
 
-It runs one loop on one thread and imports no torch. Connections are handed on between two messages, so that a client
-notices neither a reload nor a restart, beyond an error for the one request that a dead worker had.
+It runs one loop on one thread and imports no torch. Connections move between two messages, so that clients notice
+neither a reload nor a restart, except for an error for the request that a dead worker had.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 
 logger = logging.getLogger("torchpipe_server")
 
-STEP_SECONDS = 0.1  # between two looks at whether the stop is over
-ASK_SECONDS = 1.0  # for workers to report their figures
-ASK_STEP_SECONDS = 0.005  # between two looks at whether they have
+STEP_SECONDS = 0.1  # between two checks whether the stop is complete
+ASK_SECONDS = 1.0  # for workers to report their statistics
+ASK_STEP_SECONDS = 0.005  # between two checks whether they have
 EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
-KILL_SECONDS = 1.0  # beyond those, for those that were killed to be gone, and for what they had to be answered
+KILL_SECONDS = 1.0  # after those, for killed workers to end and their requests to be answered
 
 
 class Supervisor:
     """``run`` serves on the calling thread until ``stop``.
 
-    ``load`` gives the configuration, now and at each reload; it may raise ``ConfigError``. ``idl`` is that of
-    InferenceService, or ``None`` where another one is served.
+    ``load`` returns the configuration, now and at each reload, or raises ``ConfigError``. ``idl`` is that of
+    InferenceService, or ``None`` for a custom service.
     """
 
     def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
@@ -60,9 +60,9 @@ class Supervisor:
             return tables
 
         self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
-        self._fleet.on_message = self._hear
+        self._fleet.on_message = self._receive
         self.repository = Repository(self._fleet) if isinstance(tables, Folder) else None
-        self.monitoring: Any = None  # the other port, closed at the end
+        self.monitoring: Any = None  # the monitoring port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
         self._problem = ""
         self._has_lost = self._is_accepting = self._has_killed = False
@@ -74,7 +74,7 @@ class Supervisor:
     # -- from any thread ----------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop accepting, let the workers answer what was accepted, end. Safe in a signal handler."""
+        """Stop accepting, answer accepted requests, end. Safe in a signal handler."""
         call_from_any_thread(self.loop, self._begin_stop)
 
     def reload(self) -> None:
@@ -84,9 +84,9 @@ class Supervisor:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[], object]) -> bool:
-        """Until stopped; whether every accepted request was answered. ``on_ready`` is called when all workers are.
+        """Serve until stopped; returns whether every accepted request was answered.
 
-        ``ConfigError`` where no worker can be started.
+        ``on_ready`` is called once all workers are ready. Raises ``ConfigError`` if no worker can be started.
         """
         self._on_ready = on_ready
         self._fleet.start(self._open)
@@ -108,7 +108,7 @@ class Supervisor:
         self.loop.call_soon(self._on_ready)
 
     def _fail(self, problem: str) -> None:
-        """The service cannot go on."""
+        """End the service because of ``problem``."""
         self._problem = self._problem or problem
         self.loop.stop()
 
@@ -122,7 +122,7 @@ class Supervisor:
 
     def _step(self) -> None:
         if self._stopping_until is None:
-            if self._fleet.has_begun:  # NOTE: else files that the first worker plays would begin anew at the next ones
+            if self._fleet.has_begun:  # NOTE: later ones would restart files that the first worker plays
                 workers = self._fleet.now.workers
                 ready = {worker.child: worker.index for worker in workers if worker.child and worker.child.is_ready}
                 self.streams.share_out(self._fleet.now, ready)
@@ -138,9 +138,9 @@ class Supervisor:
         elif is_late or (not children and self._connections.is_drained):
             self.loop.stop()
 
-    def _hear(self, child: Child, message: Any) -> None:
+    def _receive(self, child: Child, message: Any) -> None:
         if not isinstance(message, Control):
-            self.streams.hear(child, message)
+            self.streams.receive(child, message)
         else:  # a client of the worker loads or unloads a model
 
             def done(status: int, body: Figures) -> None:
@@ -153,21 +153,21 @@ class Supervisor:
             else:
                 self.repository.control(message.action, message.name, done)
 
-    # -- what it answers ----------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken, and a worker is there that would answer them."""
+        """Whether requests are accepted and a worker would answer them."""
         return self._is_accepting and self._stopping_until is None and self._fleet.is_responding
 
     @property
     def graph(self) -> str:
-        """The pipeline as SVG; empty as long as no worker is ready."""
+        """The pipeline as SVG; empty until a worker is ready."""
         graphs = [worker.child.graph for worker in self._fleet.now.workers if worker.child]
         return next(filter(None, graphs), "")
 
     def ask(self, answer: Callable[[Figures], object]) -> None:
-        """Call ``answer(figures)`` with what ``/stats`` shows: all who ask at a time get the same."""
+        """Call ``answer`` with the statistics of ``/stats``. Concurrent callers get the same."""
         self._asking.append(answer)
         if len(self._asking) == 1:
             asked = [child for child in self._fleet.children if child.is_serving]

@@ -1,13 +1,13 @@
-"""Why a stream of bytes cannot be read, in every protocol."""
+"""Errors of unreadable byte streams, for every protocol."""
 
 from __future__ import annotations
 
 
 class ProtocolError(Exception):
-    """The byte stream is broken: no later message of this connection can be found.
+    """A broken byte stream, in which no later message can be found.
 
     kind: "not_thrift", "bad_version", "bad_message", "bad_frame", "bad_type", "bad_varint", "negative_size",
-        "too_large" or "too_deep"; of HTTP also "bad_request". detail: one line for a person.
+        "too_large" or "too_deep"; for HTTP also "bad_request". detail: one line for people.
     """
 
     def __init__(self, kind: str, detail: str) -> None:

@@ -1,6 +1,6 @@
 """HTTP/1.1: bytes become requests, and answers become bytes. No sockets, no threads, no clock.
 
-httptools reads header fields. Where a head and a body end is decided here: nothing is read before it is bounded.
+httptools parses header fields. The ends of heads and bodies are found here, with every size bounded first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_HEAD_BYTES = 8192
 MAX_FIELDS = 64
 SMALL_CHUNKS = 64
 CHUNK_BYTES = 1024
-"""A body has so many chunks that are shorter, no more: each costs the same."""
+"""A body has at most ``SMALL_CHUNKS`` shorter chunks, because each chunk costs the same."""
 INVITATION = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/(\d)\.(\d)\r?\n")
@@ -33,7 +33,7 @@ _TARGET = re.compile(rf"(?:(?i:https?)://(?![/?:]|$)({_HOST})(?=[/?]|$))?(/[^?#]
 
 
 class HttpError(ProtocolError):
-    """Bytes that are no request, or one that is not answered; nothing that follows them can be read."""
+    """An invalid or unsupported request, after which nothing can be read."""
 
     def __init__(self, status: int, text: str, kind: str = "bad_request") -> None:
         super().__init__(kind, text)
@@ -44,32 +44,32 @@ class HttpError(ProtocolError):
 
 
 class HttpReader:
-    """Cuts a byte stream into requests. One per connection.
+    """Splits the byte stream of one connection into requests.
 
-    ``methods`` are those that are read, ``body_bytes`` the most that a body may have.
+    ``methods`` are the accepted ones, ``body_bytes`` is the largest body.
     """
 
     def __init__(self, methods: frozenset[str], body_bytes: int) -> None:
         self._methods, self._body_bytes = methods, body_bytes
-        self._data, self._at = b"", 0  # what was received, and the first byte of it that is not read yet
+        self._data, self._at = b"", 0  # received bytes, and the index of the first unread one
         self._head = b""  # of the last request
         self._template: HttpRequest | None = None
         self._head_size = 0  # of the unfinished request
-        self._request: HttpRequest | None = None  # its head is read, its body is not
+        self._request: HttpRequest | None = None  # with its head read, its body not yet
         self._body: bytes | bytearray = b""
-        self._left = 0  # bytes of the body, or of its chunk, that are still to be read
-        self._chunks = 0  # whose lines are read
+        self._left = 0  # unread bytes of the body or of its chunk
+        self._chunks = 0  # begun so far
         self._is_at_trailers = False
         self._broken: HttpError | None = None
-        self.is_over = False  # after the last request: what follows is not read
+        self.is_over = False  # after the last request: the rest is ignored
         self.awaits_invitation = False
-        """Whether the client waits to be asked for the body of its request (``Expect: 100-continue``)."""
+        """Whether the client waits for ``100 Continue`` before it sends the body."""
 
     is_paused = False
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes held here that belong to no request that was returned."""
+        """Bytes held here of requests that were not returned yet."""
         if self._broken is not None:
             return 0
         return len(self._data) - self._at + len(self._body) + (self._head_size if self._request is not None else 0)
@@ -82,12 +82,12 @@ class HttpReader:
         return self._request
 
     def feed(self, data: bytes) -> None:
-        """Take what was received."""
+        """Add received bytes."""
         if self._broken is None and not self.is_over:
             self._data, self._at = self._data[self._at :] + data if self._at < len(self._data) else data, 0
 
     def next(self) -> HttpRequest | None:
-        """The next request; ``None`` if it is not whole. Raises ``HttpError``, from then on each time."""
+        """The next request; ``None`` if it is incomplete. After a first ``HttpError``, raises it every time."""
         if self._broken is not None:
             raise HttpError(self._broken.status, self._broken.detail, self._broken.kind)
         data, at, head = self._data, self._at, self._head
@@ -108,7 +108,7 @@ class HttpReader:
             raise
 
     def abandon(self, error: ProtocolError) -> None:
-        """Give up the unfinished request, whatever it holds; ``error`` is what a further ``next`` raises."""
+        """Give up the unfinished request; further calls of ``next`` raise ``error``."""
         status = error.status if isinstance(error, HttpError) else 400
         self._broken = HttpError(status, error.detail, error.kind)
         self._body, self._data, self._at = b"", b"", 0
@@ -128,7 +128,7 @@ class HttpReader:
         return request.with_body(body)
 
     def _read_head(self) -> HttpRequest | None:
-        """Begin a request, if all of its head is there."""
+        """Begin a request if its head is complete."""
         data, at = self._data, self._at
         if at < len(data) and data[at] < 0x21:
             if (empty := _EMPTY_LINES.match(data, at)) is not None:
@@ -140,26 +140,26 @@ class HttpReader:
             return None
         line = _REQUEST_LINE.match(data, at, end)
         if line is None:
-            raise HttpError(400, "the first line is no method, target and version")
+            raise HttpError(400, "the first line is not a method, a target and a version")
         self._request = request = HttpRequest(line[1].decode(), is_last=True)  # until all of the head is read
         if line[3] != b"1":
             raise HttpError(505, "this port speaks HTTP/1.1")
         if request.method not in self._methods:
-            raise HttpError(501, f"{request.method[:20]} is not served, only {', '.join(sorted(self._methods))}")
+            raise HttpError(501, f"{request.method[:20]} is not supported, only {', '.join(sorted(self._methods))}")
         request.fields = fields = read_fields(data[line.end() : end])
         is_old = line[4] == b"0"
         if not is_old and "host" not in fields:
-            raise HttpError(400, "no Host")
+            raise HttpError(400, "the field Host is missing")
         if fields.get("transfer-encoding", "chunked").lower() != "chunked":
-            raise HttpError(501, "a body comes in chunks or as it is, in no other Transfer-Encoding")
+            raise HttpError(501, "the only supported Transfer-Encoding is chunked")
         _read_target(request, line[2].decode())
         options = fields.get("connection", "").lower()
-        request.is_last = is_old or ("close" in options and "close" in {one.strip() for one in options.split(",")})
+        request.is_last = is_old or ("close" in options and "close" in {each.strip() for each in options.split(",")})
         self._at, self._head_size, self._is_at_trailers, self._chunks, self._left = end, end - at, False, 0, 0
         if "transfer-encoding" in fields:
             request.length = None
         else:
-            # NOTE: of thousands of zeros Python makes no int.
+            # NOTE: Python refuses to convert thousands of zeros.
             request.length = self._left = int(fields.get("content-length", "").lstrip("0") or 0)
         if self._left > self._body_bytes:
             request.is_last = True
@@ -170,7 +170,7 @@ class HttpReader:
         return request
 
     def _find_end(self) -> int | None:
-        """Where the head that begins here ends, or the trailers; ``None`` while that is not there."""
+        """The end of the head or the trailers that begin here; ``None`` if it has not arrived."""
         found = _HEAD_END.search(self._data, self._at, self._at + MAX_HEAD_BYTES)
         size = (found.end() if found else len(self._data)) - self._at
         if size > MAX_HEAD_BYTES:
@@ -182,12 +182,12 @@ class HttpReader:
         return found.end() if found else None
 
     def _read_bytes(self) -> bool:
-        """Take what is there of the body, or of its chunk; whether that is all of it."""
+        """Read available bytes of the body or its chunk; returns whether it is complete."""
         piece = self._data[self._at : self._at + self._left]
         self._at += len(piece)
         self._left -= len(piece)
         if not self._body:
-            self._body = piece  # most come in one piece: it is not copied again
+            self._body = piece  # most bodies come in one piece, which is not copied
         else:
             if isinstance(self._body, bytes):
                 self._body = bytearray(self._body)
@@ -195,7 +195,7 @@ class HttpReader:
         return not self._left
 
     def _read_chunks(self) -> bool:
-        """Take what is there of a body in chunks, and the trailers; whether that is all of them."""
+        """Read available chunks and trailers; returns whether the body is complete."""
         while not self._is_at_trailers:
             if not (self._read_bytes() and self._read_chunk_line()):
                 return False
@@ -207,19 +207,19 @@ class HttpReader:
         return True
 
     def _read_chunk_line(self) -> bool:
-        """Begin a chunk, or the trailers; whether all of the line before it is there."""
+        """Begin a chunk or the trailers; returns whether the line before it is complete."""
         data, at, until = self._data, self._at, self._at + _CHUNK_LINE_BYTES
         line = (_NEXT_CHUNK_LINE if self._chunks else _CHUNK_LINE).match(data, at, until)
         if line is None:
             if data.find(b"\n", at + 2 if self._chunks else at, until) >= 0:
-                raise HttpError(400, "the line of a chunk is no size, or does not end with CR LF")
+                raise HttpError(400, "the line before a chunk is not a size that ends with CR LF")
             if len(data) >= until:
-                raise HttpError(400, f"the line of a chunk has more than {_CHUNK_LINE_BYTES} bytes")
+                raise HttpError(400, f"the line before a chunk has more than {_CHUNK_LINE_BYTES} bytes")
             return False
         self._left = int(line[1], 16)
         self._chunks += 1
         self._is_at_trailers = not self._left
-        # NOTE: the line feed of the last one is left: an empty line after it ends the trailers.
+        # NOTE: leave the line feed of the last one: with the empty line after it, it ends the trailers.
         self._at = line.end() - self._is_at_trailers
         if len(self._body) + self._left > self._body_bytes:
             raise self._too_large()
@@ -230,7 +230,7 @@ class HttpReader:
     def _too_large(self) -> HttpError:
         if self._body_bytes:
             return HttpError(413, f"a body of more than {self._body_bytes} bytes (--max-message-bytes)", "too_large")
-        return HttpError(413, "a request has no body here", "too_large")
+        return HttpError(413, "this port does not accept request bodies", "too_large")
 
 
 def _read_target(request: HttpRequest, text: str) -> None:
@@ -240,8 +240,8 @@ def _read_target(request: HttpRequest, text: str) -> None:
     host, path, query = target.groups()
     if path == "*" and (request.method != "OPTIONS" or host is not None):
         raise HttpError(400, f"the target * is for OPTIONS, not {request.method}")
-    if _FIELD_HOST.fullmatch(request.host) is None:  # two of them, too
-        raise HttpError(400, "the field Host is no name of a host")
+    if _FIELD_HOST.fullmatch(request.host) is None:  # also for two hosts
+        raise HttpError(400, "the field Host is not the name of a host")
     if host is not None:
         request.fields = {**request.fields, "host": host}
     request.path, request.query = path or "/", query or ""
@@ -249,7 +249,7 @@ def _read_target(request: HttpRequest, text: str) -> None:
 
 
 class _Fields(dict[str, str]):
-    """Header fields as httptools reports them; those of one name are joined."""
+    """Header fields as httptools reports them; equal names are joined."""
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.lower().decode(), value.rstrip(b" \t").decode("latin-1")
@@ -257,18 +257,18 @@ class _Fields(dict[str, str]):
 
 
 def read_fields(lines: bytes) -> Mapping[str, str]:
-    """Lines of header fields up to the empty one, their names in lower case. Raises ``HttpError``.
+    """Header fields up to the empty line, with names in lower case. Raises ``HttpError``.
 
-    A second Content-Length, one beside Transfer-Encoding, folded lines, blanks before a colon: each is refused.
+    It refuses a second Content-Length or one beside Transfer-Encoding, folded lines, and blanks before a colon.
     """
     fields = _Fields()
     parser = HttpRequestParser(fields)
-    # RFC 9112 2.2 allows a line feed alone; codings are checked by the caller.
+    # RFC 9112 2.2 allows a bare line feed; the caller checks transfer codings.
     parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_transfer_encoding=True)
     try:
         parser.feed_data(b"POST / HTTP/1.1\r\n%b" % lines)
     except HttpParserUpgrade:
-        pass  # a server may ignore the wish
+        pass  # a server may ignore an upgrade
     except HttpParserError as error:
         raise HttpError(400, str(error)[:80]) from None
     return fields

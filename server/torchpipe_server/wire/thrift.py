@@ -1,7 +1,7 @@
-"""Messages of Thrift: how a stream of them is written, and results as bytes.
+"""Thrift messages: detects the protocol of a stream, and encodes results.
 
-A client speaks one of the framings (buffered, which puts nothing around a message, or framed) and one of the protocols
-(binary, binary without a version as old clients write it, compact); the first bytes tell which.
+A client uses one of two transports (buffered, which adds nothing around a message, or framed) and one of the protocols
+binary, binary without a version (old clients) and compact; the first bytes show which.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _length = Struct(">I")  # of a frame
 
 
 class Framing(NamedTuple):
-    """How a connection's client writes, and so how it is answered. ``protocol``: "binary", "binary_old", "compact"."""
+    """The transport and protocol of a connection. ``protocol``: "binary", "binary_old", "compact"."""
 
     framed: bool
     protocol: str
@@ -33,9 +33,9 @@ class Framing(NamedTuple):
 class Message:
     """A complete message.
 
-    name: of the method. seqid: signed, 32 bits. protocol: how it came. args: of the method's class, fields that were
-    not sent are None; None if there is no such method. error: what is wrong with the arguments, or why the message was
-    not read to its end. size: what the message holds in memory, about.
+    name: of the method. seqid: signed, 32 bits. args: of the method's class, with None for fields that were not sent;
+    None for an unknown method. error: what is wrong with the arguments, or why the message was not read to its end.
+    size: estimated bytes in memory.
     """
 
     __slots__ = ("args", "error", "is_oneway", "name", "protocol", "seqid", "size")
@@ -50,14 +50,14 @@ class Message:
         self.size = 0
 
     def refused(self, error: ProtocolError) -> Message:
-        """The same, not read to its end because of ``error``."""
+        """Mark the message as not read to its end because of ``error``; returns it."""
         self.error = error
         return self
 
     def reply(self, payload: Any) -> bytes:
-        """The answer that carries an object of the method's result struct, or an error that the IDL does not declare.
+        """Encode the answer: ``payload`` is the method's result struct, or a `TApplicationException`.
 
-        The latter is a `TApplicationException`.
+        The latter is for errors that the IDL does not declare.
         """
         try:
             return _encode(self, payload)
@@ -66,7 +66,7 @@ class Message:
 
 
 def detect(buffer: bytes | bytearray) -> Framing | None:
-    """What a stream that begins so is written in; ``None`` while it may be several. Raises `ProtocolError`."""
+    """The framing of a stream that begins with ``buffer``; ``None`` while undecided. Raises `ProtocolError`."""
     start = bytes(buffer[:5])
     if start.startswith(b"\x82"):
         return Framing(False, "compact")
@@ -75,13 +75,13 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
     if start[:1] >= b"\x80" and start != b"\x80":
         raise ProtocolError("not_thrift", f"a stream that begins with {start[0]:#04x}")
     if start.startswith(b"\x16\x03"):
-        raise ProtocolError("not_thrift", "TLS, which a proxy in front of this port ends (docs/deployment.md)")
+        raise ProtocolError("not_thrift", "TLS; a proxy in front of this port must terminate it (docs/deployment.md)")
     if start.startswith(bytes(4)):
         raise ProtocolError("not_thrift", "a stream that begins with a zero length")
     if len(start) < 5:
         return None
     length, fifth = _length.unpack_from(start)[0], start[4]
-    framed = {0x80: "binary", 0x82: "compact", 0x00: "binary_old"}  # the last one begins with the length of a name
+    framed = {0x80: "binary", 0x82: "compact", 0x00: "binary_old"}  # binary_old begins with the length of a name
     if fifth in framed:
         return Framing(True, framed[fifth])
     if length <= NAME_BYTES and 0x20 < fifth < 0x7F:
@@ -93,7 +93,7 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
 
 
 def _sendable(value: Any) -> Any:
-    """A copy without halves of surrogate pairs, which UTF-8 cannot encode; thriftpy2 would refuse the whole answer."""
+    """A copy without lone surrogates, which UTF-8 cannot encode: thriftpy2 would refuse the whole answer."""
     if isinstance(value, str):
         return answers.utf8_text(value).decode()
     if isinstance(value, dict):

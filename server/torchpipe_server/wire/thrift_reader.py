@@ -1,8 +1,8 @@
 """Thrift: bytes become messages with their arguments. No sockets, no threads, no clock.
 
-One walk over a message bounds every size in it, finds its end and makes its arguments. thriftpy2 only writes: reading,
-it takes a map's elements for what was declared, whatever their type on the wire, so that unchecked lengths reach its C
-code; and it does not notice missing required fields.
+One pass over a message bounds every size, finds the end and builds the arguments. thriftpy2 is only used for writing:
+its reader assumes the declared types of a map's elements, whatever their type on the wire, so that unchecked lengths
+reach its C code; and it does not notice missing required fields.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.thrift import CALL, NAME_BYTES, ONEWAY, Framing, Message, detect
 
-SLICE_STEPS = 256  # values of one walk before it pauses: 0.2 to 0.5 ms
+SLICE_STEPS = 256  # values before the walk pauses, after 0.2 to 0.5 ms
 I32_VARINT, I64_VARINT = 5, 10  # bytes at most
-TEXT_BYTES = 4  # that a byte of a text takes as Python keeps it, at most
-ITEM_BYTES = 256  # that an item takes besides its contents: its part of an object, of a tensor or of a request
+TEXT_BYTES = 4  # of memory for each byte of text, at most
+ITEM_BYTES = 256  # of memory for each item besides its content
 
 _u8, _u16, _u32, _i32, _i16 = (Struct(f">{form}") for form in "BHIih")
 
 _BOOL, _STRING, _STRUCT, _MAP, _BYTES = TType.BOOL, TType.STRING, TType.STRUCT, TType.MAP, TType.BINARY
 
-# What is read of a fixed size, by type: its bytes and its reader. Of other types the walk reads more than that.
+# Values of a fixed size, by type: their bytes and a function that reads one.
 _Fixed = Mapping[int, "tuple[int, Callable[[Any, int], Any]]"]
 _BINARY: _Fixed = {
     ttype: (Struct(form).size, Struct(form).unpack_from)
@@ -45,7 +45,7 @@ _COMPACT: _Fixed = {
     TType.DOUBLE: (8, Struct("<d").unpack_from),
 }
 _BITS = {TType.I16: 16, TType.I32: 32, TType.I64: 64}  # of the compact protocol's integers
-# The types of the compact protocol, in its order; two of them are bools.
+# The types of the compact protocol, in order; two are bools.
 _OF_COMPACT = [
     TType.STOP, TType.BOOL, TType.BOOL, TType.BYTE, TType.I16, TType.I32, TType.I64, TType.DOUBLE, TType.STRING,
     TType.LIST, TType.SET, TType.MAP, TType.STRUCT, -1, -1, -1,
@@ -53,28 +53,28 @@ _OF_COMPACT = [
 _VARYING = frozenset({TType.STRING, TType.STRUCT, TType.MAP, TType.SET, TType.LIST})
 
 Walk = Generator[int, None, Any]
-"""A part of the walk over a message. It yields how long the buffer must be for it to go on, 0 if it only pauses."""
+"""A part of the walk over a message. It yields the length that the buffer must have to continue, or 0 to pause."""
 
 Spec = Any
-"""Of a value that is wanted, as thriftpy2 has it: a type, or a type and what is in it: a class, a spec or two."""
+"""The declared type of a value, in thriftpy2's form: a type, or a type with a class, a spec or a pair of specs."""
 
 
 class BadArgumentsError(Exception):
-    """A whole message whose body does not fit the method's arguments. The stream is intact."""
+    """A complete message that does not fit the method's arguments; the stream is intact."""
 
 
 class TextTooLargeError(InvalidRequest):
-    """Texts beyond ``--max-text-bytes``: decoded they would take up to four times their bytes, and time to search."""
+    """Text beyond ``--max-text-bytes``: decoded, it would take up to four times its bytes."""
 
     code = "too_large"
 
 
 class ThriftReader:
-    """Cuts a byte stream into messages. One per connection.
+    """Splits the byte stream of one connection into messages.
 
     ``limits`` bound a message: ``max_message_bytes``, ``max_text_bytes``, ``max_items`` and ``max_depth``.
-    ``args_of(name)`` gives the class of a method's arguments; None for a method that does not exist.
-    The walk over a message is a generator, which goes on where it was when more bytes have come.
+    ``args_of(name)`` returns the class of a method's arguments, None for an unknown method. The walk over a message is
+    a generator, which continues when more bytes have arrived.
     """
 
     awaits_invitation = is_over = False
@@ -84,39 +84,39 @@ class ThriftReader:
         self._framing: Framing | None = None
         self._is_compact, self._fixed = False, _BINARY
         self._buffer: bytes | bytearray = b""
-        self._start = 0  # the first byte in it that belongs to no message that was returned
-        self._at = 0  # where the walk is
-        self._end = 0  # of what there is of the message
-        self._limit = sys.maxsize  # where the message must have ended
+        self._start = 0  # the first byte after the last returned message
+        self._at = 0  # the position of the walk
+        self._end = 0  # of the available bytes of the message
+        self._limit = sys.maxsize  # the last possible end of the message
         self._items = self._text_bytes = self._steps = 0
-        self._error: Exception | None = None  # what is wrong with the arguments, first
+        self._error: Exception | None = None  # the first error in the arguments
         self._walk: Walk | None = None
-        self._usual: tuple[str, bytes, Any, Any, Any] | None = None  # of calls like the last one; see _read_usual
-        self._needed = 0  # bytes that the buffer must have before the walk can go on
-        self._broken: tuple[str, str] | None = None  # not the exception: its traceback would keep the buffers
+        self._usual: tuple[str, bytes, Any, Any, Any] | None = None  # the form of the last call; see _read_usual
+        self._needed = 0  # length of the buffer with which the walk can continue
+        self._broken: tuple[str, str] | None = None  # not the exception, whose traceback would keep the buffers
         self.request: Message | None = None
-        """The unfinished message, once its header has arrived: an error can be answered by name."""
+        """The unfinished message, once its header has arrived; an error can then be answered."""
         self.is_paused = False
-        """Whether the last `next` ended within a message of many items: another one goes on."""
+        """Whether the last `next` paused within a long message; the next call continues."""
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes held here that belong to no message that was returned."""
+        """Bytes held here of messages that were not returned yet."""
         return len(self._buffer) - self._start
 
     def feed(self, data: bytes) -> None:
-        """Take what was received."""
+        """Add received bytes."""
         if self._broken is not None:
             return
         if self._walk is None:
             self._buffer, self._start = self._buffer[self._start :] + data if self.pending_bytes else data, 0
-        else:  # NOTE: positions in the message stay what they are.
+        else:  # NOTE: positions in the message must stay valid
             if isinstance(self._buffer, bytes):
                 self._buffer = bytearray(self._buffer)
             self._buffer += data
 
     def next(self) -> Message | None:
-        """The next message; ``None`` if it is not whole. Raises `ProtocolError`, from then on each time."""
+        """The next message; ``None`` if it is incomplete. After a first `ProtocolError`, raises it every time."""
         if self._broken is not None:
             raise ProtocolError(*self._broken)
         size = len(self._buffer)
@@ -142,14 +142,14 @@ class ThriftReader:
 
     def _ended(self, message: Message, end: int) -> Message:
         self._start = end
-        if end == len(self._buffer):  # NOTE: an idle connection holds nothing of its last message
+        if end == len(self._buffer):  # NOTE: an idle connection keeps no memory of its last message
             self._buffer, self._start = b"", 0
         return message
 
     def abandon(self, error: ProtocolError) -> None:
-        """Give up the unfinished message, whatever it holds; ``error`` is what a further `next` raises."""
+        """Give up the unfinished message; further calls of `next` raise ``error``."""
         if self._walk is None and self.pending_bytes:
-            with suppress(ProtocolError):  # so that the error is answered by name
+            with suppress(ProtocolError):  # read the name, so that the error can be answered
                 self.request = self.next() or self.request
         self._broken = error.kind, error.detail
         self._buffer, self._start, self._walk, self.is_paused = b"", 0, None, False
@@ -172,7 +172,7 @@ class ThriftReader:
                 raise ProtocolError("negative_size" if size else "bad_frame", f"a frame of {size} bytes")
         self._limit = self._at + (size or limits.max_message_bytes)
         self._end = min(self._end, self._limit)
-        # A frame that is too large is refused once its header has come: with name and number it can be answered.
+        # Refuse a too large frame only after its header: the answer needs name and number.
         message = self.request = yield from self._header(framing)
         if size > limits.max_message_bytes:
             text = f"a frame of {size} bytes; the limit is {limits.max_message_bytes} (--max-message-bytes)"
@@ -180,10 +180,10 @@ class ThriftReader:
         begin, cls = self._at, self._args_of(message.name)
         message.args = yield from self._struct(cls, 1)
         if framing.framed and self._at != self._limit:
-            raise ProtocolError("bad_frame", "the frame goes on after its message")
+            raise ProtocolError("bad_frame", "the frame has bytes after its message")
         message.error = self._error
         message.size = self._at - begin + TEXT_BYTES * self._text_bytes + ITEM_BYTES * self._items
-        # NOTE: what had just these fields was within the limits of fields and depth.
+        # NOTE: a call with exactly these fields is within the limits of items and depth.
         if 1 < self._items == 1 + len(_texts_of(cls)[1]) and not (
             self._is_compact or message.error or message.is_oneway
         ):
@@ -192,7 +192,7 @@ class ThriftReader:
         return message
 
     def _header(self, framing: Framing) -> Walk:
-        """What precedes the arguments, as a `Message`."""
+        """The header before the arguments, as a `Message`."""
         kind = seqid = 0
         if framing.protocol == "compact":
             version = yield from self._number(_u16)
@@ -218,11 +218,11 @@ class ThriftReader:
         if framing.protocol != "compact":
             seqid = yield from self._number(_i32)
         if kind not in (CALL, ONEWAY):
-            raise ProtocolError("bad_message", f"a message of type {kind} is no call")
+            raise ProtocolError("bad_message", f"a message of type {kind} is not a call")
         return Message(name, kind == ONEWAY, seqid, framing)
 
     def _struct(self, cls: Any, depth: int) -> Walk:
-        """An object of the class; ``None`` without a class."""
+        """An object of ``cls``; ``None``, skipping it, without a class."""
         made, (fields, required) = (None, _SKIPPED) if cls is None else (cls(), _declared(cls))
         is_compact, number = self._is_compact, 0
         while True:
@@ -254,7 +254,7 @@ class ThriftReader:
                 if ttype != declared:
                     self._blame(place, f"is of type {ttype}, not {declared}")
                     spec = None
-            if is_compact and ttype == _BOOL:  # the type of a bool field is its value
+            if is_compact and ttype == _BOOL:  # the type contains the value of a bool field
                 value: Any = head & 15 == 1
             else:
                 value = yield from self._value(ttype, spec, depth, place)
@@ -266,7 +266,7 @@ class ThriftReader:
         return made
 
     def _value(self, ttype: int, spec: Spec, depth: int, place: str) -> Walk:
-        """A value of this type, which is the spec's; ``None`` without a spec: the value is skipped."""
+        """A value of type ``ttype``; ``None`` without a spec, in which case it is skipped."""
         self._steps += 1
         if not self._steps % SLICE_STEPS:
             yield 0
@@ -283,7 +283,7 @@ class ThriftReader:
         if ttype in _BITS:  # of the compact protocol
             zigzag = yield from self._varint(I64_VARINT)
             if spec is not None and zigzag >> _BITS[ttype]:
-                self._blame(place, f"is a number of more than {_BITS[ttype]} bits")
+                self._blame(place, f"has more than {_BITS[ttype]} bits")
             return (zigzag >> 1) ^ -(zigzag & 1)
         if ttype not in _VARYING:
             raise ProtocolError("bad_type", f"type {ttype}")
@@ -323,7 +323,7 @@ class ThriftReader:
         return None if inner is None else made
 
     def _compact_head(self, is_map: bool) -> Walk:
-        """How many elements there are, and the type of each: of a map two."""
+        """The number of elements, and their types: one, or two for a map."""
         size = (yield from self._size()) if is_map else 1
         if not size:
             return 0, []
@@ -333,11 +333,11 @@ class ThriftReader:
         return head >> 4 if head < 0xF0 else (yield from self._size()), [_OF_COMPACT[head & 15]]
 
     def _read_usual(self, name: str, head: bytes, args: Any, object_: Any, fields: Any) -> tuple[Message, int] | None:
-        """The call that begins at ``_start``, and where it ends, if it is like the last one of its connection.
+        """The call that begins at ``_start`` and its end, if it has the form of the connection's last call.
 
-        Nearly all are: of the same method, whose arguments are ``args``, in the binary protocol, all fields there and
-        in order. ``head`` is what comes before their number, ``object_`` and ``fields`` are those of `_texts_of`.
-        ``None`` for another one, or one that is not whole or right: the walk says what that is.
+        Nearly all have: the same method with arguments ``args``, in the binary protocol, with all fields in order.
+        ``head`` is what precedes the sequence number; ``object_`` and ``fields`` are from `_texts_of`. Otherwise, and
+        for an incomplete or invalid call, returns ``None``, and the walk reads it.
         """
         assert self._framing is not None
         buffer, start, limits, framed = self._buffer, self._start, self._limits, self._framing.framed
@@ -368,17 +368,17 @@ class ThriftReader:
     # -- small parts ------------------------------------------------------------------------------------------------
 
     def _wait(self, count: int) -> Walk:
-        """Go on when so many bytes are there."""
+        """Wait for ``count`` more bytes."""
         while (until := self._at + count) > self._end:
             if until > self._limit:
                 if self._framing is not None and self._framing.framed:
-                    raise ProtocolError("bad_frame", "the message goes on after the end of its frame")
+                    raise ProtocolError("bad_frame", "the message exceeds its frame")
                 most = self._limits.max_message_bytes
                 raise ProtocolError("too_large", f"the message has more than {most} bytes (--max-message-bytes)")
             yield until
 
     def _varint(self, most: int) -> Walk:
-        """An unsigned number of so many bytes at most."""
+        """An unsigned number of at most ``most`` bytes."""
         value = 0
         for shift in range(0, 7 * most, 7):
             if self._at >= self._end:
@@ -398,14 +398,14 @@ class ThriftReader:
         return size
 
     def _number(self, form: Struct) -> Walk:
-        """One of a fixed size."""
+        """A number of a fixed size."""
         if self._at + form.size > self._end:
             yield from self._wait(form.size)
         at, self._at = self._at, self._at + form.size
         return form.unpack_from(self._buffer, at)[0]
 
     def _bytes(self, size: int, is_wanted: bool = True) -> Walk:
-        """So many of them; ``None`` if they are skipped."""
+        """``size`` bytes; ``None`` if they are skipped."""
         if self._at + size > self._end:
             yield from self._wait(size)
         at, self._at = self._at, self._at + size
@@ -415,7 +415,7 @@ class ThriftReader:
         self._text_bytes += len(data)
         most = self._limits.max_text_bytes
         if self._text_bytes > most:
-            text = f"texts of {self._text_bytes} bytes or more; the limit is {most} (--max-text-bytes)"
+            text = f"text of {self._text_bytes} bytes or more; the limit is {most} (--max-text-bytes)"
             self._error = self._error or TextTooLargeError(text)
             return ""
         try:
@@ -434,13 +434,13 @@ class ThriftReader:
             raise ProtocolError("too_large", f"more than {most} fields and elements in a message (--max-items)")
 
 
-_END = bytes(2)  # of the arguments and the object in them
+_END = bytes(2)  # the ends of the arguments and of the object in them
 
 
 @lru_cache(maxsize=256)
 def _texts_of(cls: Any) -> tuple[Any, Sequence[tuple[bytes, str, bool]]]:
-    """Of arguments that are one object of texts and bytes its class, and what comes before the size of each field, the
-    field's name, and whether it is a text; no fields for other arguments.
+    """For arguments that are one object of text and bytes: its class, and for each field the bytes before its size,
+    its name and whether it is text. No fields for other arguments.
     """
     specs = [] if cls is None else list(cls.thrift_spec.items())
     if len(specs) != 1 or specs[0][1][0] != _STRUCT:
@@ -456,7 +456,7 @@ def _texts_of(cls: Any) -> tuple[Any, Sequence[tuple[bytes, str, bool]]]:
 
 @lru_cache(maxsize=256)
 def _declared(cls: Any) -> tuple[Mapping[int, tuple[int, str, Spec, str]], Sequence[str]]:
-    """Of a class: by a field's number its type on the wire, name, spec and place; the names of required fields."""
+    """For a class: type on the wire, name, spec and place of each field by number; the names of required fields."""
     fields = {}
     for number, (ttype, name, *more) in cls.thrift_spec.items():
         spec = (ttype, more[0]) if len(more) > 1 else ttype
@@ -469,7 +469,7 @@ _SKIPPED: tuple[Mapping[int, Any], Sequence[str]] = {}, ()
 
 @lru_cache(maxsize=256)
 def _inside(is_map: bool, inner: Any) -> tuple[list[int], Any]:
-    """Of a container's spec: the types on the wire, and the specs of key and value."""
+    """For a container: the types of its elements on the wire, and the specs of key and value."""
     specs = inner if is_map else (inner, inner)
     types = [spec if isinstance(spec, int) else spec[0] for spec in specs]
     return [_STRING if ttype == _BYTES else ttype for ttype in types[not is_map :]], specs

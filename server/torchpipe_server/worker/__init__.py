@@ -1,1 +1,1 @@
-"""A worker process: one pipe, its handlers."""
+"""A worker process: one pipe and its methods."""

@@ -1,4 +1,4 @@
-"""Messages between the supervisor and a worker: JSON objects, one a line, some with a descriptor."""
+"""Messages between the supervisor and a worker: one JSON object per line, some with a descriptor."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchpipe_server.front.loop import Loop
 
 logger = logging.getLogger("torchpipe_server")
 
-_PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment, but the other side is there
-_RECEIVE_BYTES = 2**14  # in a round of the loop, which answers nobody else meanwhile
-_DESCRIPTORS = 64  # at most in one receive, of a side that is trusted
-_LAST_RECEIVES = 256  # more than the system keeps of a process that has ended
-LINE_BYTES = 8 * 2**20  # of a message of the side that is not trusted
-WITH_DESCRIPTOR = b"+"  # before a message that a descriptor belongs to
+_PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the moment; try again
+_RECEIVE_BYTES = 2**14  # in one round of the loop, so that it stays short
+_DESCRIPTORS = 64  # at most in one receive from a trusted side
+_LAST_RECEIVES = 256  # more than the system buffers for a process that has ended
+LINE_BYTES = 8 * 2**20  # of a message from an untrusted side
+WITH_DESCRIPTOR = b"+"  # the prefix of a message with a descriptor
 
 
 class Channel:
     """One end of a pair of Unix sockets on a loop. ``send`` is for the loop's thread and never blocks.
 
-    ``on_message(line, descriptor)`` owns the descriptor, -1 where there is none, or there was no room for it;
-    ``on_end()`` is called once, when the other side is gone. The supervisor trusts no worker: a side that
-    ``is_trusted`` not can give no descriptor, and a line of more than ``LINE_BYTES`` is its end.
+    ``on_message(line, descriptor)`` owns the descriptor, which is -1 if there is none or no free number was left.
+    ``on_end()`` is called once, when the other side is gone. Unless it ``is_trusted`` (the supervisor trusts no
+    worker), the other side cannot pass descriptors, and a line of more than ``LINE_BYTES`` ends the channel.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Channel:
         self._most_descriptors = _DESCRIPTORS if is_trusted else 0
         self._most_bytes: float = inf if is_trusted else LINE_BYTES
         self._on_message, self._on_end = on_message, on_end
-        self._received = b""  # of a line that is not whole
+        self._received = b""  # an incomplete line
         self._descriptors: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, int]] = deque()
         self.is_closed = False
@@ -53,9 +53,9 @@ class Channel:
         loop.add_reader(sock.fileno(), self._receive)
 
     def send(self, message: dict[str, Any], descriptor: int = -1) -> None:
-        """Send a message; the other side gets a copy of ``descriptor``, which the caller may close afterwards.
+        """Send a message, with a copy of ``descriptor``, which the caller may close afterwards.
 
-        ``OSError`` where the message has to wait and no descriptor is left for the copy.
+        Raises ``OSError`` if the message must wait and no descriptor is left for the copy.
         """
         if self.is_closed:
             return
@@ -69,28 +69,28 @@ class Channel:
 
     @property
     def unsent(self) -> int:
-        """How many messages wait for the other side to read."""
+        """The number of messages that wait to be sent."""
         return len(self._unsent)
 
     def finish(self, seconds: float) -> None:
-        """Wait, for so long at most, until the system has taken all that was sent: the loop goes round no more."""
+        """Wait for at most ``seconds`` until everything is sent, once the loop no longer runs."""
         if not self.is_closed:
             self._sock.settimeout(seconds)
             self._flush()
 
-    def hear_out(self) -> None:
-        """The other side is gone: what it has sent is all there is, whoever else holds its socket."""
-        for _ in range(_LAST_RECEIVES):  # a process that it has left behind may send without end
+    def drain(self) -> None:
+        """Read what is left from a process that has ended, then end the channel."""
+        for _ in range(_LAST_RECEIVES):  # a process that it started may go on sending
             if not self._receive():
                 break
         self._end()
 
     def close(self) -> None:
-        """Without ``on_end``."""
+        """Close the channel without calling ``on_end``."""
         if self.is_closed:
             return
         self.is_closed = True
-        # NOTE: the channel and its owner refer to each other: without this, the garbage collector would end them.
+        # NOTE: breaks the reference cycle of channel and owner.
         self._on_message = lambda line, descriptor: None
         self._on_end = lambda: None
         self._loop.remove_reader(self._sock.fileno())
@@ -114,7 +114,7 @@ class Channel:
         self._loop.remove_writer(self._sock.fileno())
 
     def _write(self, data: memoryview, descriptor: int) -> int:
-        """How many bytes the system has taken, or nobody ever will."""
+        """The number of bytes sent; all of them if the other side is gone."""
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))] if descriptor >= 0 else []
         try:
             return self._sock.sendmsg([data], extra)
@@ -123,16 +123,16 @@ class Channel:
         except OSError as error:
             if error.errno in _PASSING:
                 return 0
-            # NOTE: later, since what it has sent before its end is still to be heard.
-            self._loop.call_soon(self.hear_out)
+            # NOTE: later, after what it sent before its end was read.
+            self._loop.call_soon(self.drain)
             return len(data)
 
     def _receive(self) -> bool:
-        """Whether there was anything."""
+        """Read once; returns whether there was data."""
         if self.is_closed:
             return False
         try:
-            # The system closes descriptors that there is no room for.
+            # The system closes descriptors that do not fit.
             data, descriptors, flags, _ = socket.recv_fds(
                 self._sock, _RECEIVE_BYTES, self._most_descriptors, socket.MSG_CMSG_CLOEXEC
             )
@@ -141,7 +141,7 @@ class Channel:
         except OSError:
             data, descriptors, flags = b"", [], 0
         if self._most_descriptors:
-            # NOTE: a receive brings one message's descriptor at most, and ends with it.
+            # NOTE: a receive returns at most one message's descriptor, and ends with it.
             self._descriptors.extend([-1] if flags & socket.MSG_CTRUNC else descriptors)
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
@@ -150,7 +150,7 @@ class Channel:
         if not data:
             self._end()
         elif len(self._received) > self._most_bytes:
-            logger.error("a process has sent more than %d bytes without a line end", LINE_BYTES)
+            logger.error("a process sent more than %d bytes without a newline", LINE_BYTES)
             self._end()
         return bool(data)
 

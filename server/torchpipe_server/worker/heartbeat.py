@@ -1,4 +1,4 @@
-"""A worker's signs of life, which no queue and no busy loop can delay: a thread writes them, the supervisor reads."""
+"""A worker's heartbeat: a thread writes to shared memory, which the supervisor reads, however busy the loop is."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BEAT_SECONDS = 0.5
 
 
 class Signs(NamedTuple):
-    """What a worker has told last.
+    """What a heartbeat reports.
 
-    ``beats``: how often it has told anything. ``loop_s``: seconds for which its I/O loop has been at one thing, in
-    steps of ``BEAT_SECONDS``. ``batch_s``: seconds that the oldest batch runs. ``dead``: instances whose thread ended.
+    ``beats``: the number of heartbeats so far. ``loop_s``: seconds since its I/O loop last made a round, in steps of
+    ``BEAT_SECONDS``. ``batch_s``: seconds that the oldest batch has run. ``dead``: instances whose thread has ended.
     """
 
     beats: float
@@ -29,59 +29,58 @@ class Signs(NamedTuple):
     dead: float
 
 
-_UNLINKED = len(Signs._fields)  # the place of the number after them
+_UNLINKED = len(Signs._fields)  # the index of the number after these
 
 
 class Heartbeat:
-    """Shared memory for the signs: the worker that is started with it writes, the supervisor reads."""
+    """Shared memory for ``Signs``: the worker that is started with it writes, the supervisor reads."""
 
     def __init__(self) -> None:
         self._memory = SharedMemory("torchpipe-heartbeat", 8 * (_UNLINKED + 1))
 
     def read(self) -> Signs:
-        """What was told last; all zero before."""
+        """The last signs; all zero before the first."""
         return Signs(*self._memory.view.cast("d")[:_UNLINKED])
 
     def write(self, signs: Signs) -> None:
-        """Tell."""
-        # NOTE: a number at a time, each of them whole: the supervisor may look in between.
+        """Write the signs; each number is written atomically, and the supervisor may read in between."""
         view = self._memory.view.cast("d")
         for index in reversed(range(_UNLINKED)):
             view[index] = signs[index]
 
     @property
     def is_linked(self) -> bool:
-        """Whether the worker has a link to its engine process, or needs none as far as it has told."""
+        """Whether the worker has a link to its engine process or needs none."""
         return not self._memory.view.cast("d")[_UNLINKED]
 
-    def tell_linked(self, is_linked: bool) -> None:
-        """Tell that, from any thread and before the first beat."""
+    def set_linked(self, is_linked: bool) -> None:
+        """Report whether there is a link; for any thread, also before the first heartbeat."""
         self._memory.view.cast("d")[_UNLINKED] = not is_linked
 
     def close(self) -> None:
-        """No process is started with it any more; what is written there stays."""
+        """Close it for new processes; its content remains."""
         self._memory.close()
 
 
-class Heart:
-    """A thread of a worker that tells ``BEAT_SECONDS`` after ``BEAT_SECONDS`` how its loop and its pipe are.
+class HeartbeatThread:
+    """A thread that reports every ``BEAT_SECONDS`` on the worker's loop and its pipe, until the process ends.
 
-    ``stats`` are the pipe's. It runs as long as the process does, and beside whatever keeps the loop's thread busy.
+    ``stats`` returns the statistics of the pipe.
     """
 
     def __init__(self, heartbeat: Heartbeat, loop: Loop, stats: Callable[[], dict[str, Any]]) -> None:
         self._heartbeat, self._loop, self._stats = heartbeat, loop, stats
         self._beats = self._idle_beats = 0
-        self._has_turned = True  # whether the loop has gone round since the last beat
+        self._has_turned = True  # whether the loop made a round since the last heartbeat
 
     def start(self) -> None:
-        """Beat from now on, the first time before this returns."""
+        """Write the first heartbeat, then start the thread."""
         self.beat()
         threading.Thread(target=self._run, name="torchpipe-heart", daemon=True).start()
 
     def beat(self) -> None:
-        """Tell how things are now."""
-        # NOTE: beats are counted, not seconds: a process that was stopped must not find its loop stuck.
+        """Write a heartbeat."""
+        # NOTE: count heartbeats, not seconds: after a stop of the process, its loop is not stuck.
         if self._has_turned:
             self._idle_beats, self._has_turned = 0, False
             call_from_any_thread(self._loop, setattr, self, "_has_turned", True)
@@ -99,4 +98,4 @@ class Heart:
             try:
                 self.beat()
             except Exception:
-                logger.exception("a heartbeat is missed")
+                logger.exception("missed a heartbeat")

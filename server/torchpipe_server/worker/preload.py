@@ -1,4 +1,4 @@
-"""Imported once, by the process that the workers are forked from: they share its memory and start at once.
+"""Imported by the fork server, so that workers share its memory and start quickly.
 
 Nothing here may start a thread or touch a GPU.
 """
@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 
-# A service manager signals every process of the group; this one ends with the supervisor.
+# A service manager signals the whole process group; this process ends with the supervisor.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
@@ -18,7 +18,7 @@ supervisor, folder = os.getppid(), os.environ.pop("TORCHPIPE_FORK_FOLDER", "")
 
 
 def remove_folder() -> None:
-    """The socket's, where the supervisor was killed and cannot do it."""
+    """Remove the folder of the socket if the supervisor was killed and could not."""
     if os.getppid() != supervisor:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -26,13 +26,13 @@ def remove_folder() -> None:
 if folder:
     atexit.register(remove_folder)
 
-gc.disable()  # a fifth of the time of the imports, which leave next to nothing to collect
+gc.disable()  # saves a fifth of the time of the imports, which leave hardly any garbage
 
-# It has done its work for this process, and is not meant for programs that a backend starts.
+# It was meant for this process, not for programs that backends start.
 if os.environ.get("PYTHONSAFEPATH") == "torchpipe-serve":
     del os.environ["PYTHONSAFEPATH"]
 
-# Without this ONNX Runtime, from 1.29 on, starts a thread here that reports to its maker which models it loads.
+# From 1.29 on, ONNX Runtime would start a thread that reports to its maker which models it loads.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 with contextlib.suppress(ImportError):
     import onnx  # noqa: F401
@@ -52,7 +52,7 @@ from torchpipe_py.idl import load_idl  # noqa: E402
 with contextlib.suppress(ImportError):
     import uvloop  # noqa: F401
 
-# What nearly every worker needs, and takes longer to import than to build.
+# Nearly every worker needs these, and importing them takes longer than building them.
 for name in ("DecodeMat", "Mat2Tensor", "OnnxTensor"):
     with contextlib.suppress(ImportError):
         Registry().find_backend(name)

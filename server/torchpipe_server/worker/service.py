@@ -1,4 +1,4 @@
-"""What a process runs and answers: its plan, and the usual service or a custom one."""
+"""What a process runs and serves: its plan, and the standard service or a custom one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
-    """The plan of the configuration for one of so many processes that run it.
-
-    What the options say otherwise is written into ``tables``.
-    """
+    """The plan of the configuration, run by ``processes`` processes; options that override it change ``tables``."""
     from torchpipe_py.plan.build import plan_pipeline
     from torchpipe_py.plan.folder import Folder
 
@@ -42,7 +39,7 @@ def has_engine(options: Options, tables: Any) -> bool:
 
 
 def engine_processes(options: Options, tables: Any) -> int:
-    """How many run the shared nodes, if there are any: no more than workers."""
+    """The number of engine processes, if there are shared nodes: at most one per worker."""
     from torchpipe_py.plan.sharing import decodes_on_gpu
 
     each = options.engines or (2 if decodes_on_gpu(tables) else 1)
@@ -50,7 +47,7 @@ def engine_processes(options: Options, tables: Any) -> int:
 
 
 def served_maker(options: Options, control: Control | None = None) -> Callable[[pipe], Served]:
-    """What makes the methods that are served, the usual or custom ones, on a pipe."""
+    """A function that makes the served methods, standard or custom, on a pipe."""
     if not options.handler:
         return partial(usual_service, options, control=control)
     from torchpipe_server.methods.custom import CustomHandler, load_handler
@@ -87,5 +84,5 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
 
 
 def limit_delays(run: pipe, options: Options) -> None:
-    """Have the pipe refuse what waits too long."""
+    """Have the pipe refuse requests that wait too long."""
     run.limit_delays(None if options.queue_target_ms < 0 else options.queue_target_ms / 1000)

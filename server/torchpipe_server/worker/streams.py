@@ -1,4 +1,4 @@
-"""The streams that the supervisor gave this worker: read, run through its pipe, and reported."""
+"""Reads the streams that the supervisor gave this worker, runs them through its pipe, and reports results."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchpipe_server")
 
 OUTCOMES = {"ok": "results", "error": "errors", "dropped": "dropped", "stale": "stale", "skipped": "skipped"}
-"""What becomes of a frame, and the key of ``Streams.stats``."""
-SNAPSHOT_SIDE = 1920  # pixels: a larger frame is made smaller once its boxes are drawn
+"""Outcomes of frames, and their keys in ``Streams.stats``."""
+SNAPSHOT_SIDE = 1920  # pixels; a larger frame is shrunk after its boxes are drawn
 EVENT_BYTES = 2**16
-EVENTS_WAITING = 256  # for the loop, and as many for the supervisor to read; others are lost
+EVENTS_WAITING = 256  # for the loop, and as many for the supervisor; others are dropped
 TEXT_CHARACTERS = 500
-RATE_POINTS, RATE_SECONDS = 6, 1.0  # the frame rate is that between the first and the last of so many looks
+RATE_POINTS, RATE_SECONDS = 6, 1.0  # samples, and seconds between them, from which the frame rate is taken
 
 
 class _Report:
-    """What this worker knows of a stream besides ``Streams.stats``."""
+    """What this worker records about a stream besides ``Streams.stats``."""
 
     def __init__(self) -> None:
-        self.before: Counter[str] = Counter()  # of readings of it that this worker has ended
+        self.before: Counter[str] = Counter()  # totals of earlier readers of the stream
         self.last: Frame | None = None
         self.problem = ""
         self.is_failing = False
         self.ages, self.age_sum = [0] * PLACES, 0.0
-        self.events = self.sent = 0  # events so far, and how many there were at the last one that was sent
+        self.events = self.sent = 0  # events so far, and the number of the last one sent
         self.rate: deque[tuple[float, int]] = deque(maxlen=RATE_POINTS)
 
     def frames_per_second(self, results: int) -> float:
-        """Of the last seconds, by the looks at ``results`` that are made here."""
+        """The rate over the last seconds; each call may take a sample of ``results``."""
         now = monotonic()
         if not self.rate or now - self.rate[-1][0] >= RATE_SECONDS:
             self.rate.append((now, results))
@@ -54,7 +54,7 @@ class _Report:
 
 
 class WorkerStreams:
-    """``channel`` leads to the supervisor.
+    """Streams on the pipe ``run``; ``channel`` leads to the supervisor.
 
     A thread takes the results. ``set``, ``watch``, ``snapshot`` and ``close`` are for the loop's thread.
     """
@@ -72,7 +72,7 @@ class WorkerStreams:
         threading.Thread(target=self._take_results, name="torchpipe-stream-results", daemon=True).start()
 
     def set(self, tables: Mapping[str, Any], file: str) -> None:
-        """Read these streams and no others; those whose table is as before go on. ``file`` is where they stand."""
+        """Read exactly these streams; those with an unchanged table continue. ``file`` is where they are defined."""
         reading = self._streams.stats()
         for name in list(reading):
             if tables.get(name) != self._tables[name]:
@@ -87,29 +87,29 @@ class WorkerStreams:
             try:
                 self._streams.add(name, beside=file, **tables[name])
                 report.problem = ""
-            except TorchpipeError as error:  # the file is gone since the supervisor looked
+            except TorchpipeError as error:  # its file was removed meanwhile
                 report.problem = str(error)
                 logger.error("%s", error)
         self._tables = tables
         self._has_changed.set()
 
     def watch(self, names: list[str]) -> None:
-        """Send the results of these streams, and of no others."""
+        """Send the results of exactly these streams."""
         self._watched = frozenset(names)
 
     def snapshot(self, name: str) -> None:
-        """Send the last frame of the stream, with its boxes, as JPEG; nothing once it is closed."""
+        """Send the last frame of the stream, with its boxes, as JPEG; nothing after ``close``."""
         if not self._is_closed:
             self._draws.submit(self._draw, name)
 
     def close(self) -> None:
-        """Read no stream any more; what is in the pipe is finished."""
+        """Stop reading; frames in the pipe are finished."""
         self._is_closed = True
         self.set({}, "")
         self._draws.shutdown(wait=False, cancel_futures=True)
 
     def figures(self) -> dict[str, Any]:
-        """Of each stream that this worker reads or has read: the counts so far, and how it is now."""
+        """Totals and current state of each stream that this worker reads or has read."""
         reading = self._streams.stats()
         figures = {}
         for name, report in list(self._reports.items()):
@@ -139,8 +139,8 @@ class WorkerStreams:
                 try:
                     self._take(frame)
                 except Exception:
-                    logger.exception("a result of stream %r is not reported", frame.stream)
-            self._has_changed.wait()  # NOTE: the iteration ends with the last stream; there may be others later
+                    logger.exception("cannot report a result of stream %r", frame.stream)
+            self._has_changed.wait()  # NOTE: the iteration ends with the last stream; others may follow later
             self._has_changed.clear()
 
     def _take(self, frame: Frame) -> None:
@@ -173,7 +173,7 @@ class WorkerStreams:
 
         report = self._reports.get(name)
         frame = report.last if report is not None else None
-        message = {"type": "snapshot", "stream": name, "jpeg": "", "problem": "no frame has come yet"}
+        message = {"type": "snapshot", "stream": name, "jpeg": "", "problem": "no frame has arrived yet"}
         if frame is not None and frame.image is not None:
             try:
                 image = draw_boxes(frame.image, frame.result)
@@ -183,11 +183,11 @@ class WorkerStreams:
                 jpeg = base64.b64encode(cv2.imencode(".jpg", image)[1].tobytes()).decode()
                 message.update(jpeg=jpeg, problem="")
             except Exception as error:
-                logger.exception("the boxes of stream %r cannot be drawn", name)
+                logger.exception("cannot draw the boxes of stream %r", name)
                 message["problem"] = _text(f"its boxes cannot be drawn: {describe(error)}")
         call_from_any_thread(self._loop, self._channel.send, message)
 
 
 def _text(text: str) -> str:
-    """A bounded text that every reader of JSON takes."""
+    """The text, shortened and encodable as UTF-8."""
     return text[:TEXT_CHARACTERS].encode("utf-8", "replace").decode()

@@ -1,5 +1,8 @@
-"""A worker: one pipe, one I/O thread, the connections that the supervisor hands over. An engine process: the pipe of
-the shared nodes, for the workers whose ways to it the supervisor hands over."""
+"""Workers and engine processes.
+
+A worker has one pipe, one I/O thread, and connections from the supervisor. An engine process runs the shared nodes for
+the workers that the supervisor links to it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from torchpipe_server.logs import dropped_lines, set_up_logging
 from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
 from torchpipe_server.worker.channel import Channel
-from torchpipe_server.worker.heartbeat import Heart, Heartbeat
+from torchpipe_server.worker.heartbeat import Heartbeat, HeartbeatThread
 from torchpipe_server.worker.service import engine_processes, has_engine, make_plan, served_maker
 
 if TYPE_CHECKING:
@@ -43,24 +46,28 @@ logger = logging.getLogger("torchpipe_server")
 
 SWITCH_SECONDS = 0.0005
 PR_SET_PDEATHSIG = 1
-HUNG = 3  # the exit status of a process whose backend does not return
-# For the supervisor to take the last words, and for a backend to return once every request is answered or given up.
+HUNG = 3  # exit status of a process with a backend that does not return
+# For the supervisor to read the last messages, and for backends to return at the end.
 CLOSE_SECONDS = 2.0
-END_SECONDS = 0.25  # between two looks at whether the time to end is over
+END_SECONDS = 0.25  # between two checks whether the process is to end
 _WITH_DESCRIPTOR = ("connection", "link")  # messages
-ORPHANED = {"models": [], "error": "the supervisor is gone", "code": "unavailable"}  # as the outcome of any control
-NO_DESCRIPTOR = "there is no link to the engine process: no descriptor is left for it"
+ORPHANED = {
+    "models": [],
+    "error": "the supervisor is gone",
+    "code": "unavailable",
+}  # the answer to any control
+NO_DESCRIPTOR = "cannot link to the engine process: no descriptor is left"
 
 
-Hear = dict[str, Callable[..., object]]
+Handlers = dict[str, Callable[..., object]]
 Figures = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker or engine process is started with.
+    """The arguments of a worker or engine process.
 
-    ``tables`` is the configuration, ``sock`` its end of the channel, ``stderr`` where its libraries' lines go.
+    ``tables`` is the configuration, ``sock`` its end of the channel, ``stderr`` a pipe for the output of libraries.
     """
 
     index: int
@@ -73,12 +80,12 @@ class Start:
 
 
 def run_process(start: Start, make: Callable[[Start], Worker | EngineProcess]) -> None:
-    """The main function of a worker or engine process, which ``make`` loads.
+    """The main function of a worker or engine process, which ``make`` creates.
 
-    It ends when the supervisor wants it. Once that is gone, a worker ends as well, an engine process with the last
-    worker.
+    It ends when the supervisor asks for it. If the supervisor is gone, a worker ends too, and an engine process with
+    its last worker.
     """
-    # A terminal, and a service manager, signal all processes at once: what to do is for the supervisor to say.
+    # Terminals and service managers signal all processes at once; only the supervisor acts on it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(start.options)
@@ -94,20 +101,20 @@ def run_process(start: Start, make: Callable[[Start], Worker | EngineProcess]) -
         except Exception as error:
             _send_failed(start.sock, error)
             return
-        die_with_parent(False)  # from here on it notices by itself, and answers what it has accepted
-        gc.freeze()  # what was loaded stays; the collector need not look at it again and again
+        die_with_parent(False)  # from here on it notices by itself and answers accepted requests
+        gc.freeze()  # loaded models stay: the collector need not traverse them
         made.serve()
     except Exception:
-        logger.exception("a defect; the process ends")
+        logger.exception("internal error; the process ends")
         raise
     finally:
-        logging.shutdown()  # the process ends without what a program does at its exit
+        logging.shutdown()  # the process ends without Python's exit handlers
 
 
 def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
-    """End this process with ``status``, or with ``HUNG`` where a backend still runs, which is logged.
+    """End this process with ``status``, or with ``HUNG`` if a backend still runs a batch, which is already logged.
 
-    It does not wait for backends that are being closed: those on a GPU take seconds, and end with the process.
+    It does not wait for backends to close: on a GPU that takes seconds, and they end with the process anyway.
     """
     if is_closed:
         sys.exit(status)
@@ -117,18 +124,19 @@ def end_process(run: pipe, is_closed: bool, status: int) -> NoReturn:
 
 
 class Post:
-    """The way of a worker or engine process to the supervisor.
+    """The connection of a worker or engine process to the supervisor.
 
-    ``hear`` has what takes the fields of a message, by its type; ``figures`` are what the supervisor gets, ``stats``
-    the pipe's. ``on_orphaned`` is called when the supervisor is gone.
+    ``handlers`` take the fields of messages, by type; ``figures`` returns what the supervisor gets, ``stats`` the
+    pipe's statistics. ``on_orphaned`` is called when the supervisor is gone.
     """
 
     def __init__(
-        self, start: Start, loop: Loop, hear: Hear, figures: Figures, stats: Figures, on_orphaned: Callable[[], object]
-    ) -> None:
-        self._loop, self._hear, self._figures = loop, hear, figures
+        self, start: Start, loop: Loop, handlers: Handlers, figures: Figures, stats: Figures,
+        on_orphaned: Callable[[], object],
+    ) -> None:  # fmt: skip
+        self._loop, self._handlers, self._figures = loop, handlers, figures
         self.channel = Channel(loop, start.sock, self._take, on_orphaned)
-        self._heart = Heart(start.heartbeat, loop, stats)
+        self._heart = HeartbeatThread(start.heartbeat, loop, stats)
         self.send = self.channel.send
 
     def run(self, graph: str) -> None:
@@ -138,7 +146,7 @@ class Post:
         self._loop.run_forever()
 
     def end(self, answered: bool) -> None:
-        """The last words: whether every accepted request was answered."""
+        """Send the last message: whether every accepted request was answered."""
         self.send({"type": "end", "answered": answered, "stats": self._all_figures()})
         self.channel.finish(CLOSE_SECONDS)
 
@@ -148,9 +156,9 @@ class Post:
         if type_ == "stats":
             self.send({"type": "stats", "stats": self._all_figures()})
         elif type_ in _WITH_DESCRIPTOR:
-            self._hear[type_](descriptor, **message)
+            self._handlers[type_](descriptor, **message)
         else:
-            self._hear[type_](**message)
+            self._handlers[type_](**message)
 
     def _all_figures(self) -> dict[str, Any]:
         return {
@@ -163,7 +171,7 @@ class Post:
 
 
 class Worker:
-    """Serves the connections that come from the supervisor, and reports what becomes of them."""
+    """Serves connections from the supervisor, and reports when they end."""
 
     def __init__(self, start: Start) -> None:
         from torchpipe_py import pipe
@@ -171,15 +179,15 @@ class Worker:
         options = start.options
         self._loop, self._journal = new_loop(), start.journal
         self._engine: EngineClient | None = None
-        self._provider: Any = None  # of spans
-        self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # that wait for their outcome
+        self._provider: Any = None  # of trace spans
+        self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
         make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
             from torchpipe_py.proc.engine import EngineClient, pipe_of_worker
 
-            self._engine = EngineClient(partial(_watch, self._loop), start.heartbeat.tell_linked)
+            self._engine = EngineClient(partial(_watch, self._loop), start.heartbeat.set_linked)
             meet(self._engine, start)
             self._run = pipe_of_worker(self._plan, self._engine)
         else:
@@ -197,13 +205,13 @@ class Worker:
         self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
         self._rpc: RpcServer | None = None
         if options.grpc_port >= 0:
-            # NOTE: imported after the fork, which its threads would not survive; it logs what clients send.
+            # NOTE: import it after the fork, which its threads would not survive. It would log what clients send.
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")
             from torchpipe_server.front.rpc import RpcServer
 
             self._rpc = RpcServer(self._loop, served.rpcs, options, self._server.counters)
         every(self._loop, END_SECONDS, self._end_if_finished)
-        hear: Hear = {
+        handlers: Handlers = {
             "connection": self._adopt,
             "link": self._adopt_link,
             "outcome": lambda id, status, body: self._controls.pop(id)(status, body),
@@ -212,16 +220,16 @@ class Worker:
             "release": partial(self._end, self._server.release),
             "drain": partial(self._end, self._server.drain),
         }
-        self._post = Post(start, self._loop, hear, self._figures, self._run.stats, self._orphaned)
+        self._post = Post(start, self._loop, handlers, self._figures, self._run.stats, self._orphaned)
         self._streams: WorkerStreams | None = None
         if options.streams:
             from torchpipe_server.worker.streams import WorkerStreams
 
             self._streams = streams = WorkerStreams(self._run, self._loop, self._post.channel)
-            hear.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
+            handlers.update(streams=streams.set, watch=streams.watch, snapshot=streams.snapshot)
 
     def serve(self) -> NoReturn:
-        """Until the supervisor ends it, and the process with it."""
+        """Serve until the supervisor ends this process."""
         self._post.run(_draw(self._plan))
         answered = self._server.close()
         if self._rpc is not None:
@@ -232,7 +240,7 @@ class Worker:
             from torchpipe_server import tracing
 
             if not tracing.shut_down(self._provider, CLOSE_SECONDS):
-                logger.warning("spans are lost: the exporter did not take them within %g s", CLOSE_SECONDS)
+                logger.warning("spans are lost: the exporter was not done within %g s", CLOSE_SECONDS)
         end_process(self._run, is_closed, 0 if answered else 1)
 
     def _end(self, how: Callable[[], object]) -> None:
@@ -256,7 +264,7 @@ class Worker:
             self._engine.attach(socket.socket(fileno=descriptor))
 
     def _control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
-        """Have the supervisor load or unload a model, or list all; on the loop's thread."""
+        """Have the supervisor load or unload a model, or list all; for the loop's thread."""
         if self._post.channel.is_closed:
             done(503, ORPHANED)
             return
@@ -269,7 +277,7 @@ class Worker:
         self._end_if_finished()
 
     def _orphaned(self) -> None:
-        logger.error("the supervisor is gone: answering what was accepted, then ending")
+        logger.error("the supervisor is gone: answering accepted requests, then ending")
         for done in self._controls.values():
             done(503, ORPHANED)
         self._end(self._server.drain)
@@ -287,14 +295,14 @@ class Worker:
         if self._streams is not None:
             stats["streams"] = self._streams.figures()
         if self._engine is not None:
-            # NOTE: the nodes that the engine process runs are in its own figures.
+            # NOTE: the engine process reports its nodes itself.
             stats["nodes"] = {name: node for name, node in stats["nodes"].items() if name not in self._engine.sections}
             stats["hand_over"] = self._engine.figures.as_dict()
         return stats
 
 
 class EngineProcess:
-    """Serves the workers that the supervisor links to it until that ends it."""
+    """Serves the workers that the supervisor links to it, until the supervisor ends it."""
 
     def __init__(self, start: Start) -> None:
         from torchpipe_py.proc.engine import EngineServer
@@ -303,19 +311,19 @@ class EngineProcess:
         plan = make_plan(start.options, start.tables, engine_processes(start.options, start.tables))
         self._server = EngineServer(plan)
         self._loop = new_loop(is_fast=False)
-        hear: Hear = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
-        self._requests = RequestCounters("").summary()  # those of clients are the workers'
-        self._post = Post(start, self._loop, hear, self._figures, self._server.pipe.stats, self._orphaned)
+        handlers: Handlers = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
+        self._requests = RequestCounters("").summary()  # always zero: the workers count the requests of clients
+        self._post = Post(start, self._loop, handlers, self._figures, self._server.pipe.stats, self._orphaned)
 
     def serve(self) -> NoReturn:
-        """Until the supervisor ends it, and the process with it."""
+        """Serve until the supervisor ends this process."""
         self._post.run("")
         self._post.end(True)
         end_process(self._server.pipe, self._server.close(CLOSE_SECONDS), 0)
 
     def _attach(self, descriptor: int) -> None:
         if descriptor < 0:
-            logger.error("a worker cannot be linked: no descriptor is left for it")
+            logger.error("cannot link a worker: no descriptor is left")
         else:
             self._server.attach(socket.socket(fileno=descriptor))
 
@@ -328,7 +336,7 @@ class EngineProcess:
 
 
 def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
-    """Have what ``fd`` announces taken on the loop; ``None`` ends that."""
+    """Call ``take`` on the loop whenever ``fd`` is readable; ``None`` ends that."""
     if take is None:
         call_from_any_thread(loop, loop.remove_reader, fd)
     else:
@@ -336,25 +344,25 @@ def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
 
 
 def set_up_process(options: Options) -> None:
-    """Import the user's own code, and have libraries, Python and malloc do as a process with a pipe needs it."""
+    """Import custom code, and tune libraries, Python and malloc for a process with a pipe."""
     from torchpipe_py.malloc import keep_freed_memory
     from torchpipe_py.registry import import_all
 
     import_all(options.import_code)
-    limit_threads()  # NOTE: after that code, which may have set them otherwise
+    limit_threads()  # NOTE: after custom code, which may have set them
     keep_freed_memory()
 
 
 def meet(engine: EngineClient, start: Start) -> None:
-    """Wait for an engine process, and the links that the supervisor makes to it, until one reports what it runs."""
+    """Wait for links from the supervisor until an engine process reports what it runs."""
     while True:
-        # NOTE: links are all that the supervisor sends to a worker that starts.
+        # NOTE: a starting worker gets no other messages than links.
         data, descriptors, _, _ = socket.recv_fds(start.sock, 4096, 1)
         if not data:
             raise OSError(errno.EPIPE, "the supervisor is gone")
         if not descriptors:
             logger.error(NO_DESCRIPTOR)
-            start.heartbeat.tell_linked(False)
+            start.heartbeat.set_linked(False)
             continue
         os.set_inheritable(descriptors[0], False)
         if engine.meet(socket.socket(fileno=descriptors[0])):
@@ -362,18 +370,18 @@ def meet(engine: EngineClient, start: Start) -> None:
 
 
 def limit_threads() -> None:
-    """Set OpenCV and PyTorch to one thread, since the instances are the parallelism."""
+    """Set OpenCV and PyTorch to one thread each: parallelism comes from the instances."""
     import cv2
     import torch
 
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
-    # A thread that comes back from OpenCV, or from a GPU, waits this long at most for Python's lock (default: 5 ms).
+    # After a call of OpenCV or a GPU, a thread waits at most this long for the GIL (default: 5 ms).
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def die_with_parent(is_wanted: bool) -> None:
-    """Whether the system is to kill this process when the one that it was forked from ends: models load for minutes."""
+    """Have the system kill this process when its parent ends, or not: loading models takes minutes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if is_wanted else 0)
 
 
@@ -382,32 +390,32 @@ def _send_failed(sock: socket.socket, error: Exception) -> None:
 
     is_known = isinstance(error, TorchpipeError)
     if not is_known:
-        logger.exception("the process cannot start")
+        logger.exception("cannot start")
     text = str(error) if is_known else f"{type(error).__name__}: {error}"
     sock.setblocking(True)
     sock.sendall(json.dumps({"type": "failed", "message": text}).encode() + b"\n")
 
 
 def _draw(plan: Pipeline) -> str:
-    """The graph as SVG, empty where it cannot be drawn."""
+    """The graph as SVG, empty if it cannot be drawn."""
     from torchpipe_py.tools.draw.render import live_svg
 
     try:
         return live_svg(plan)
     except Exception:
-        logger.exception("the graph cannot be drawn")
+        logger.exception("cannot draw the graph")
         return ""
 
 
 def used_gpus() -> list[dict[str, Any]]:
-    """Memory of the devices that this process uses, all processes' together."""
+    """Memory of the GPUs that this process uses, by all processes."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     gpus = []
     for index in range(torch.cuda.device_count()):
-        if torch.cuda.memory_reserved(index):  # asking costs a context on a device that is not in use
+        if torch.cuda.memory_reserved(index):  # on an unused device, the query would create a context
             free, total = torch.cuda.mem_get_info(index)
             number = int(visible[index]) if index < len(visible) and visible[index].isdigit() else index
             name = torch.cuda.get_device_name(index)

@@ -186,7 +186,7 @@ def test_the_start_line_says_where_it_listens_and_how_it_is_opened(host, shown, 
         assert line.startswith("serving x.toml ")
         assert line.endswith(f" on {shown}:{port} (pid {os.getpid()})")
         assert ("--host 0.0.0.0" in line) is is_local
-        assert second == f"http://127.0.0.1:{http.getsockname()[1]}/ shows how it does (--http-host 0.0.0.0 opens it)"
+        assert second == f"http://127.0.0.1:{http.getsockname()[1]}/ is the status page (--http-host 0.0.0.0 opens it)"
         if host == "::":
             connect(port).close()  # over IPv4
 

@@ -79,7 +79,7 @@ def test_the_texts_of_a_message_are_smaller_than_it_is():
         for sizes in ([1001], [600, 600], [100] * 10):
             error = infer_error(client, {f"{index:04}": IDL.Value(text="x" * size) for index, size in enumerate(sizes)})
             assert error.code == "too_large"
-            assert re.fullmatch(r"texts of 1\d{3} bytes or more; the limit is 1000 \(--max-text-bytes\)", error.message)
+            assert re.fullmatch(r"text of 1\d{3} bytes or more; the limit is 1000 \(--max-text-bytes\)", error.message)
 
 
 def test_a_text_in_work_counts_as_python_keeps_it(register: Register):

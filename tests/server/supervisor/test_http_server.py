@@ -157,5 +157,5 @@ def test_a_defect_is_answered_and_logged_once(caplog):
         assert server.ask("/metrics").status == 500
         assert server.ask("/live").status == 200
     (record,) = caplog.records
-    assert record.getMessage() == "/metrics cannot be answered"
+    assert record.getMessage() == "internal error in /metrics"
     assert record.exc_info is not None

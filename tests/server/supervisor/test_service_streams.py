@@ -134,11 +134,11 @@ def test_a_slow_client_loses_the_oldest_events_and_is_told_how_many(monkeypatch:
     monkeypatch.setattr(module, "Call", SimpleNamespace(of=lambda done: done.call))
     subscriber: Subscriber = shared.subscribe("a", b"head\n", follow)
     assert reader.watched == ["a"]
-    shared.hear(reader, Event("a", "0", 0))
-    shared.hear(Reader(), Event("a", "of who does not read it", 0))
+    shared.receive(reader, Event("a", "0", 0))
+    shared.receive(Reader(), Event("a", "of who does not read it", 0))
     call.has_room = False
     for number in range(1, 6):
-        shared.hear(reader, Event("a", str(number), int(number == 4)))
+        shared.receive(reader, Event("a", str(number), int(number == 4)))
     assert call.written == b"head\n: results of frames\n\ndata: 0\n\n"
     call.has_room, call.written = True, b""
     subscriber.write_more()
@@ -275,7 +275,7 @@ def test_the_last_frame_is_a_jpeg(service: Followed) -> None:
     for path, status, text in (
         ("streams/yord/snapshot.jpg", 404, "no stream 'yord'; did you mean 'yard'?\n"),
         ("streams/yord/events", 404, "no stream 'yord'; did you mean 'yard'?\n"),
-        ("streams/garbled/snapshot.jpg", 503, "'garbled': no frame has come yet\n"),
+        ("streams/garbled/snapshot.jpg", 503, "'garbled': no frame has arrived yet\n"),
     ):
         assert service.get(path) == (status, text)
 

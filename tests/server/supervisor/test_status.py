@@ -108,7 +108,7 @@ def test_paths_and_what_they_answer(served: Served):
         assert (head.status, head.kind, head.length, head.body) == (code, kind, len(answer.body), b"")
     for method in ("POST", "PUT", "DELETE"):
         answer = served.ask("/infer", method)
-        assert (answer.status, answer.text) == (501, f"{method} is not served, only GET, HEAD; {elsewhere}")
+        assert (answer.status, answer.text) == (501, f"{method} is not supported, only GET, HEAD; {elsewhere}")
     for path in MONITORING_PATHS:
         assert served.ask(path).status == 200
         answer = Answer(served.port, path)

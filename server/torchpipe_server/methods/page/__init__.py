@@ -1,4 +1,4 @@
-"""The page to try a pipe on, at ``/`` for browsers, and ``POST /try``, which it asks."""
+"""A page to try a pipe on, at ``/`` for browsers, and ``POST /try``, which the page calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from torchpipe_server.front.services import error_answer, reply_bound
 from torchpipe_server.options import Options
 
 MOST_TRIES = 4
-"""Of a worker, at a time: a try costs more than an answer."""
+"""Concurrent tries in a worker: a try costs more than a plain request."""
 
 _OVERVIEW = {
     "torchpipe_py": torchpipe_py.__version__,
-    "GET /": "this; for browsers, a page to try images on",
+    "GET /": "this overview; in a browser, a page to try images on",
     "POST /infer": "the result for an image: curl --data-binary @image.jpg",
     "GET /v2": "the Open Inference Protocol",
     "GET /openapi.json": "a description of all paths",
@@ -41,7 +41,7 @@ _FOLDER = Path(__file__).resolve().parent
 
 
 class PageHandler:
-    """Routes on a pipe. The page offers the choice of ``models``."""
+    """The routes of the page, on a pipe. It offers a choice of ``models``."""
 
     def __init__(self, run: pipe, models: Sequence[Model], deadlines: Deadlines, options: Options) -> None:
         self._pipe, self._deadlines = run, deadlines
@@ -56,12 +56,12 @@ class PageHandler:
         done(self._page if "text/html" in request.fields.get("accept", "") else self._overview)
 
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
-        """Like ``POST /infer``; besides the answer there is what happened at each node."""
+        """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
         asked = read_request(request.body, request.query, request.fields, self._text)
         seconds = self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))
         if not self._tries.acquire(blocking=False):
-            raise Overloaded(f"more than {MOST_TRIES} are being tried at once", retry_after_ms=1000)
+            raise Overloaded(f"more than {MOST_TRIES} tries at once", retry_after_ms=1000)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             ended = perf_counter()
@@ -80,10 +80,10 @@ class PageHandler:
                 self._tries.release()
                 done(result)
 
-            # NOTE: an instance's thread is here, and images take milliseconds to be written.
+            # NOTE: this is an instance's thread, and encoding images takes milliseconds.
             try:
                 threading.Thread(target=give, name="torchpipe-try", daemon=True).start()
-            except RuntimeError:  # there can be no more threads
+            except RuntimeError:  # no more threads can be started
                 give()
 
         try:
@@ -95,7 +95,7 @@ class PageHandler:
 
 
 def _nodes(timeline: Timeline, began: float) -> list[dict[str, Any]]:
-    """Times in milliseconds, ``start_ms`` since the request came."""
+    """Times of each node in milliseconds; ``start_ms`` counts from the arrival of the request."""
     pictures = {id(visit): picture for visit, picture in timeline.pictures or ()}
     return [
         {
@@ -120,13 +120,13 @@ def _image(picture: Picture) -> dict[str, Any]:
 
 
 def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
-    """One document; browsers run no other script for it than the one beside this file, and ask no other host."""
+    """The page as one document, whose policy allows only the script beside this file and no other host."""
     script, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("try.js", "try.css"))
     text = (_FOLDER / "try.html").read_text(encoding="utf-8")
     named = [{"name": each.name, "version": each.version, "node_name": each.node_name or ""} for each in models]
     for mark, part in (
         ("MONITORING", str(monitoring_port)), ("STYLE", style), ("SCRIPT", script),
-        ("MODELS", escape(json.dumps(named))),  # NOTE: the last, since names may have any characters
+        ("MODELS", escape(json.dumps(named))),  # NOTE: last, since names may have any characters
     ):  # fmt: skip
         text = text.replace(f"@{mark}@", part, 1)
     hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]

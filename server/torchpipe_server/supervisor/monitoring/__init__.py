@@ -1,1 +1,1 @@
-"""The monitoring port: figures of all processes, as JSON, metrics and a page."""
+"""The monitoring port: statistics of all processes as JSON, metrics and a page."""

@@ -1,4 +1,4 @@
-"""What workers report, checked message by message, and the figures of several workers as those of one service."""
+"""Checks the messages of workers, and combines their statistics into those of the service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchpipe_py.runtime.record.statistics import COUNTS
 
 Figures = dict[str, Any]
 
-# Of a node: what there is now, and what is counted since the start.
+# Of a node: current values, and totals since the start.
 NOW = ("instances", "alive", "queued", "busy")
 TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
 HISTOGRAMS = ("queue", "batch_wait", "compute")
@@ -28,7 +28,7 @@ NOTHING: Figures = {
     "streams": {},
     "log_lines_dropped": 0,
 }
-"""The totals of no worker."""
+"""The totals before any worker has reported."""
 
 
 # -- messages -------------------------------------------------------------------------------------------------------
@@ -41,12 +41,12 @@ _Histogram = Annotated[list[_Number], Meta(min_length=COUNTS, max_length=COUNTS)
 
 
 def _object(keys: dict[str, Any], total: bool = True) -> Any:
-    """A JSON object that has these keys, if ``total`` all of them; others are left out."""
+    """A JSON object with these keys, all required if ``total``; other keys are dropped."""
     make: Any = TypedDict
     return make("object", keys, total=total)
 
 
-_list: Any = list  # mypy takes what is in brackets for a type
+_list: Any = list  # mypy would read the brackets as a type
 _dict: Any = dict
 
 _NODE = _object(
@@ -84,30 +84,30 @@ _STATS = _object(
 
 
 class Ready(Struct, tag="ready"):
-    """It takes connections; ``graph`` is the pipeline as SVG."""
+    """The worker takes connections; ``graph`` is the pipeline as SVG."""
 
     graph: str
 
 
 class Listening(Struct, tag="listening"):
-    """It takes connections at gRPC's port, as the supervisor wanted."""
+    """The worker takes connections at the port of gRPC, as requested."""
 
 
 class Failed(Struct, tag="failed"):
-    """It cannot start."""
+    """The process cannot start."""
 
     message: str
 
 
 class Gone(Struct, tag="gone"):
-    """It serves the connection no more: it, or the client, has closed it, or else another process goes on with it."""
+    """The worker no longer serves a connection: it is closed, or another process is to serve it."""
 
     slot: int
     is_closed: bool
 
 
 class Control(Struct, tag="control"):
-    """A client wants a model loaded or unloaded, or the list of all; ``id`` is the worker's, for the outcome."""
+    """A client's request to load or unload a model, or to list all; the outcome is sent with the same ``id``."""
 
     id: Annotated[int, Meta(ge=0, lt=2**62)]
     action: Literal["load", "unload", "index"]
@@ -115,20 +115,20 @@ class Control(Struct, tag="control"):
 
 
 class Stats(Struct, tag="stats"):
-    """The figures that the supervisor asked for."""
+    """The statistics that the supervisor requested."""
 
     stats: _STATS  # type: ignore[valid-type]
 
 
 class End(Struct, tag="end"):
-    """It ends; whether every accepted request was answered."""
+    """The process ends; ``answered``: with every accepted request answered."""
 
     answered: bool
     stats: _STATS  # type: ignore[valid-type]
 
 
 class Event(Struct, tag="event"):
-    """The result of a frame, a line of JSON; ``missed`` events before it were not sent."""
+    """The result of a frame as a line of JSON; ``missed`` events before it were dropped."""
 
     stream: str
     data: Annotated[str, Meta(max_length=2**17, pattern=r"^[^\r\n]*\Z")]
@@ -136,7 +136,7 @@ class Event(Struct, tag="event"):
 
 
 class Snapshot(Struct, tag="snapshot"):
-    """The last frame of a stream as JPEG, or the ``problem`` that there is none."""
+    """The last frame of a stream as JPEG, or why there is none."""
 
     stream: str
     jpeg: bytes
@@ -146,14 +146,14 @@ class Snapshot(Struct, tag="snapshot"):
 Message = Ready | Listening | Failed | Gone | Control | Stats | End | Event | Snapshot
 
 parse_message: Callable[[bytes], Message] = Decoder(Message).decode
-"""A worker's message. It has read bytes from clients: ``ValueError`` or ``RecursionError`` for anything else."""
+"""Parses a worker's message. Workers read hostile bytes: ``ValueError`` or ``RecursionError`` if it is invalid."""
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
 def add(one: Any, other: Any) -> Any:
-    """Numbers are added, lists element by element, dicts key by key."""
+    """Add numbers; lists element by element, dicts key by key."""
     if isinstance(one, dict):
         both = {key: add(one[key], other[key]) for key in one.keys() & other.keys()}
         return {**one, **other, **both}
@@ -163,7 +163,7 @@ def add(one: Any, other: Any) -> Any:
 
 
 def add_past(past: Figures, ended: Figures) -> Figures:
-    """The totals of all workers that have ended, one more of them."""
+    """Add a worker that has ended to the totals of those before it."""
     nodes = {name: {key: node[key] for key in SINCE_START} for name, node in ended["nodes"].items()}
     streams = {name: {**stream, "now": {}} for name, stream in ended["streams"].items()}
     totals: Figures = add(past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes, "streams": streams})
@@ -171,9 +171,9 @@ def add_past(past: Figures, ended: Figures) -> Figures:
 
 
 def service_figures(alive: Sequence[Figures], past: Figures) -> Figures:
-    """What the workers that are there have reported last, with the totals of those that were (``add_past``).
+    """The last statistics of running workers, with the totals of those that ended (``add_past``).
 
-    The nodes are those that there are now: those of an earlier configuration are forgotten.
+    Only nodes of the running workers are included, not those of an earlier configuration.
     """
     totals = reduce(add_past, alive, past)
     nodes: dict[str, list[Figures]] = {}

@@ -1,4 +1,4 @@
-"""The figures as Prometheus metrics; names follow those of Triton where there is one of the kind."""
+"""Statistics as Prometheus metrics, named after those of Triton where it has an equivalent."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNTER, _GAUGE, _HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 _Row = tuple[Any, str, str, str, dict[Any, Any]]
-"""A metric: its kind, its name, what it says, its label, and its values by label; a histogram's are its arguments."""
+"""A metric: kind, name, help, labels, and values by label; for a histogram, the arguments of ``add_metric``."""
 
 
 def render(figures: dict[str, Any]) -> bytes:
-    """What ``/metrics`` answers, of what ``/stats`` does."""
+    """The content of ``/metrics``, from that of ``/stats``."""
     collector: Any = SimpleNamespace(collect=lambda: _families(figures))
     return generate_latest(collector)
 
@@ -44,7 +44,7 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
     workers = {worker["index"]: worker for worker in figures["workers"]}
     gpus = {gpu["index"]: gpu for gpu in figures["gpus"]}
     answered = {
-        (method, answers.utf8_text(outcome).decode()): count  # a handler's own code
+        (method, answers.utf8_text(outcome).decode()): count  # a custom handler's code may be any text
         for method, outcomes in requests["by_method"].items()
         for outcome, count in outcomes.items()
     }
@@ -55,26 +55,26 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
             "method outcome", answered),
         (_HISTOGRAM, "torchpipe_request_seconds", "Time of a call that runs the pipe, in a worker", "", {(): latency}),
         (_GAUGE, "torchpipe_requests_pending", "Requests in flight in the pipelines", "", {(): requests["inflight"]}),
-        (_GAUGE, "torchpipe_connections", "Connections that are open", "", {(): connections["open"]}),
-        (_COUNTER, "torchpipe_connections_accepted", "Since the start", "", {(): connections["accepted"]}),
-        (_COUNTER, "torchpipe_connections_refused", "At the limit", "", {(): connections["refused"]}),
-        (_COUNTER, "torchpipe_connections_evicted", "Idle ones, for a newcomer", "", {(): connections["evicted"]}),
-        (_COUNTER, "torchpipe_worker_restarts", "Workers and engine processes started again, by why they ended",
+        (_GAUGE, "torchpipe_connections", "Open connections", "", {(): connections["open"]}),
+        (_COUNTER, "torchpipe_connections_accepted", "Accepted connections", "", {(): connections["accepted"]}),
+        (_COUNTER, "torchpipe_connections_refused", "Refused at the limit", "", {(): connections["refused"]}),
+        (_COUNTER, "torchpipe_connections_evicted", "Idle ones closed for new ones", "", {(): connections["evicted"]}),
+        (_COUNTER, "torchpipe_worker_restarts", "Restarts of workers and engine processes, by reason",
             "reason", {"died": 0, **figures["restarts_by_reason"]}),
-        (_COUNTER, "torchpipe_log_lines_dropped", "Log lines that the reader was too slow for", "",
+        (_COUNTER, "torchpipe_log_lines_dropped", "Log lines dropped because the reader was too slow", "",
             {(): figures["log_lines_dropped"]}),
         (_GAUGE, "torchpipe_workers", "Worker processes, by state", "state", _states(figures["workers"])),
         (_GAUGE, "torchpipe_worker_resident_bytes", "Memory of a worker", "worker", _column(workers, "rss_bytes")),
-        (_GAUGE, "torchpipe_worker_responding", "1 where a worker makes progress", "worker",
+        (_GAUGE, "torchpipe_worker_responding", "1 if a worker makes progress", "worker",
             _column(workers, "responding")),
-        (_GAUGE, "torchpipe_ready", "1 where requests are taken", "", {(): figures["ready"]}),
+        (_GAUGE, "torchpipe_ready", "1 if requests are accepted", "", {(): figures["ready"]}),
         (_GAUGE, "torchpipe_uptime_seconds", "Since the start", "", {(): figures["uptime_s"]}),
         (_GAUGE, "torchpipe_engine_processes", "Processes that run shared nodes, by state", "state",
             _states(figures["engines"])),
         (_COUNTER, "torchpipe_hand_over_requests", "Answers of engine processes", "", {(): hand_over["requests"]}),
         (_COUNTER, "torchpipe_hand_over_seconds",
-            "Time of these: waiting for a slot, on their way there, in there, on their way back", "part", parts),
-        (_GAUGE, "torchpipe_gpu_memory_used_bytes", "Memory of a GPU in use, by all processes", "gpu",
+            "Their time: waiting for a slot, on the way there, inside, on the way back", "part", parts),
+        (_GAUGE, "torchpipe_gpu_memory_used_bytes", "Memory of a GPU used by all processes", "gpu",
             _column(gpus, "used_bytes")),
         (_GAUGE, "torchpipe_gpu_memory_bytes", "Memory of a GPU", "gpu", _column(gpus, "total_bytes")),
     ]  # fmt: skip
@@ -104,8 +104,8 @@ def _streams(streams: dict[str, Any], bounds_ms: list[float]) -> Iterable[_Row]:
     return [
         (_COUNTER, "torchpipe_stream_frames", "Frames of a stream, by outcome", "stream outcome", frames),
         (_COUNTER, "torchpipe_stream_reconnects", "Times that a stream was opened again", "stream", reconnects),
-        (_GAUGE, "torchpipe_stream_playing", "1 where frames of a stream come", "stream", playing),
-        (_HISTOGRAM, "torchpipe_stream_age_seconds", "Time of a frame from when it came to its result", "stream", ages),
+        (_GAUGE, "torchpipe_stream_playing", "1 if a stream delivers frames", "stream", playing),
+        (_HISTOGRAM, "torchpipe_stream_age_seconds", "Time from a frame's arrival to its result", "stream", ages),
     ]
 
 
@@ -118,12 +118,12 @@ def _states(processes: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _times(counts: list[int], sum_ms: float, bounds_ms: list[float]) -> tuple[list[tuple[str, float]], float]:
-    """Cumulated counts by upper bound in seconds, and the sum in seconds."""
+    """Cumulative counts by upper bound in seconds, and the sum in seconds."""
     return _cumulated([bound / 1000 for bound in bounds_ms], counts), sum_ms / 1000
 
 
 def _sizes(batch_sizes: dict[int, int], most: int) -> tuple[list[tuple[str, float]], float]:
-    """By powers of two, and always the same: of a bound that appears later, nobody knows what it was before."""
+    """Buckets by powers of two, the same from the start: one that appeared later would lack its past."""
     bounds = [2**power for power in range((max([most, *batch_sizes]) - 1).bit_length() + 1)]
     counts = [0] * (len(bounds) + 1)
     for size, count in batch_sizes.items():

@@ -1,4 +1,4 @@
-"""The monitoring port: health for an orchestrator, figures for a monitor, a page for a person."""
+"""The monitoring port: health checks, statistics, and a page for people."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from torchpipe_server.supervisor.supervisor import Supervisor
 
 logger = logging.getLogger("torchpipe_server")
 
-REQUEST_SECONDS = 10.0  # for a client to send its request, a pause before it included, and to take the answer
-ASK_PAUSE_SECONDS = 0.05  # between two questions for the workers' figures, however many clients ask
+REQUEST_SECONDS = 10.0  # for a client to send its request, including a pause before it, and to read the answer
+ASK_PAUSE_SECONDS = 0.05  # between two requests to the workers, however many clients ask
 REPLY_BYTES = 2**26
 METHODS = frozenset({"GET", "HEAD"})
 EVENTS = "text/event-stream"
-CONTROL_BYTES = 2**16  # of a request to load or unload a model; its body is not read
+CONTROL_BYTES = 2**16  # of a request to load or unload a model; its body is ignored
 
 _PAGE = Path(__file__).resolve().parent / "page"
 _HEADERS = {
     "Cache-Control": "no-store",
-    # The drawing has its own styles.
+    # The drawing has inline styles.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -54,9 +54,9 @@ _INFERENCE = ("/infer", "/openapi.json", "/v2")
 
 
 class StatusServer:
-    """Answers ``most`` clients at once on the loop; of more, the one that is read or written longest is closed.
+    """Serves up to ``most`` clients on the loop; beyond, it closes the connection that has waited longest.
 
-    ``images_port`` is the one that takes images.
+    ``images_port`` is the port that takes images.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StatusServer:
         host, self.port = listener.getsockname()[:2]
         self._is_local = ip_address(host.partition("%")[0]).is_loopback
         self._figures: dict[str, Any] = {}
-        self._made: dict[str, HttpAnswer] = {}  # of these figures
+        self._made: dict[str, HttpAnswer] = {}  # from these figures
         self._fresh_until = 0.0
         self._paths: Mapping[str, Callable[[HttpRequest, Done], Any]] = {
             "/": _constant(_file("index.html", "text/html")),
@@ -118,7 +118,7 @@ class StatusServer:
     def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
         if not drawing:
-            return _text(503, "no worker has drawn it yet")
+            return _text(503, "no worker has drawn the graph yet")
         return HttpAnswer(200, "image/svg+xml", drawing.encode())
 
     def _follow(self, request: HttpRequest, done: Done) -> Cancellable | None:
@@ -134,7 +134,7 @@ class StatusServer:
         self._service.streams.snapshot(_name(request), answer)
 
     def _answer_figures(self, name: str, request: HttpRequest, done: Done) -> None:
-        """The workers are asked once in ``ASK_PAUSE_SECONDS``, and each answer is made once, for all clients."""
+        """Ask the workers once per ``ASK_PAUSE_SECONDS``, and make each answer once for all clients."""
 
         def answer(figures: dict[str, Any]) -> None:
             if figures is not self._figures:
@@ -152,7 +152,7 @@ class StatusServer:
             self._service.ask(answer)
 
     def _failure(self, request: HttpRequest, error: BaseException) -> HttpAnswer:
-        """Plain text: the port is for people and probes."""
+        """An error as plain text, since the port is for people and probes."""
         path = request.path[:80]
         if isinstance(error, RouteError) and self._refuses(request):
             return _FOREIGN
@@ -160,7 +160,7 @@ class StatusServer:
             hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
             return _text(404, f"no {path}; {hint}")
         if code_of(error) == "internal":
-            logger.error("%s cannot be answered", path, exc_info=error)
+            logger.error("internal error in %s", path, exc_info=error)
             return _text(500, "internal error; see the log")
         hint = "" if request.method in ("", *self._methods) else f"; {self._elsewhere}"
         status = getattr(error, "status", answers.STATUSES.get(code_of(error), 400))
@@ -172,7 +172,7 @@ _FORMS: Mapping[str, Callable[[dict[str, Any]], HttpAnswer]] = {
     "streams": lambda figures: json_answer({"streams": figures["streams"]}),
     "metrics": lambda figures: HttpAnswer(200, CONTENT_TYPE, render(figures)),
 }
-"""Answers that show the service's figures."""
+"""Answers that show statistics."""
 
 
 def _repository_paths(repository: Repository) -> Mapping[str, Callable[[HttpRequest, Done], Any]]:
@@ -192,7 +192,7 @@ def _constant(answer: HttpAnswer) -> Callable[[HttpRequest, Done], object]:
 
 
 def _name(request: HttpRequest) -> str:
-    """The stream's, which may have any characters."""
+    """The name of the stream, which may have any characters."""
     return unquote(request.parameters["name"], errors="replace")
 
 
@@ -201,7 +201,7 @@ def _file(name: str, kind: str) -> HttpAnswer:
 
 
 def _is_foreign(host: str) -> bool:
-    """Whether the name was looked up in the DNS: a page of that name may lead its reader's browser here."""
+    """Whether the host is a DNS name, through which a web page could reach this port (DNS rebinding)."""
     name = re.sub(r":\d*$", "", host).lower().rstrip(".")
     if "." not in name or name.startswith("[") or name.endswith(".localhost"):
         return False
@@ -216,4 +216,4 @@ def _text(status: int, text: str) -> HttpAnswer:
     return HttpAnswer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
 
 
-_FOREIGN = _text(421, "this port answers requests to this machine's own names only; --http-host opens it to others")
+_FOREIGN = _text(421, "this port only answers requests addressed to localhost; --http-host opens it to others")
