@@ -26,6 +26,7 @@ from torchpipe_py.plan.build import plan_pipeline
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+NORMALISE = {"mean": ", ".join(map(str, MEAN)), "std": ", ".join(map(str, STD))}
 
 
 def _is_there(module: str) -> bool:

@@ -90,26 +90,17 @@ def test_subsampled_chroma_is_near_opencvs(subsampling: int, decoder: str) -> No
 
 
 @needs_nvimgcodec
-def test_nvimgcodec_gives_an_image_the_same_pixels_beside_any_others() -> None:
-    mats = [photo(90 + number, 130 - number, number) for number in range(6)]
-    kinds: list[dict[str, Any]] = [{}, {"progressive": True}, {"mode": "L"}, {"subsampling": 0}, {"subsampling": 1}, {}]
-    images = [jpeg(mat, **kind) for mat, kind in zip(mats, kinds, strict=True)]
-    with backend_of({"backend": "DecodeTensor", "decoder": "nvimgcodec", "unchecked": True, "max": 24}) as backend:
-        alone = [forward(backend, [one])[0]["result"] for one in images]
-        order = np.random.default_rng(0).permutation(24) % 6
-        together = forward(backend, [images[number] for number in order])
-    assert all(torch.equal(item["result"], alone[number]) for item, number in zip(together, order, strict=True))
-
-
-@needs_nvimgcodec
 def test_nvimgcodec_decodes_batch_after_batch_as_it_decodes_one_image() -> None:
+    """Whatever else is in its batch: images of other sizes and of other kinds, and broken ones."""
     sizes = [(90, 130)] * 8 + [(130, 90)] * 4 + [(375, 500)] * 4 + [(33, 17), (900, 1200)]
     images = [jpeg(photo(*size, number), subsampling=0) for number, size in enumerate(sizes)]
     images[3] = jpeg(photo(90, 130, 3), subsampling=0, progressive=True)  # the engines do not take it
+    images[4] = jpeg(photo(90, 130, 4), mode="L")
+    images += [jpeg(photo(90, 130, 5), subsampling=1), jpeg(photo(95, 125, 6))]
     config: dict[str, Any] = {"backend": "DecodeTensor", "decoder": "nvimgcodec", "unchecked": True}
     with backend_of(config) as backend:
         alone = [forward(backend, [data])[0]["result"] for data in images]
-    for data, image in zip(images, alone, strict=True):
+    for data, image in zip(images[:-2], alone, strict=False):
         assert np.abs(as_rgb(image).astype(int) - by_opencv(data)).max() <= 3
     broken = len(images)
     images.append(images[12][:2000] + images[12][-2:])

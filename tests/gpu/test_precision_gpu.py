@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from device import backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
+from device import NORMALISE, backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
 from onnx import helper
-from test_tensorrt import NORMALISE, resnet_config, small_model
+from test_tensorrt import resnet_config, small_model
 
 from torchpipe_py.backends.base import Backend
 from torchpipe_py.backends.model.engine.api import is_lean, load_tensorrt, profile_range

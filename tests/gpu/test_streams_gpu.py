@@ -49,9 +49,7 @@ def test_every_instance_has_a_stream_of_its_own(register: Register, backend: str
     seen = set()
     with pipe(node) as one, pipe(node) as two:
         for run in (one, two, one, two):
-            item = {"data": 0}
-            run(item)
-            seen.add(item["result"])
+            seen.add(run({"data": 0})["result"])
     assert len(seen) == 2
     assert torch.cuda.default_stream().cuda_stream not in seen
 
@@ -60,9 +58,7 @@ def test_neighbours_in_a_sequence_wait_each_for_its_own(register: Register) -> N
     slow, look = register(type("SlowSingle", (Slow,), {"max": Backend.max})), register(Looker)
     config = {"backend": f"S[SyncTensor[{slow}],{look},SyncTensor[{slow}],{look}]"}
     with pipe(config) as run:
-        item = {"data": torch.zeros(1, 3, 8, 8, device="cuda")}
-        run(item)
-    assert item["idle"] == [True, True]
+        assert run({"data": torch.zeros(1, 3, 8, 8, device="cuda")})["idle"] == [True, True]
 
 
 def test_a_nested_one_uses_the_outer_ones_stream(register: Register) -> None:
@@ -84,10 +80,8 @@ def test_results_are_complete_when_they_leave(register: Register) -> None:
     name = register(Slow)
     with pipe({"backend": f"SyncTensor[{name}]", "instance_num": 2}) as run:
         for number in range(20):
-            item = {"data": torch.full((1, 3, 64, 64), float(number), device="cuda")}
-            run(item)
-            other = torch.cuda.Stream()
-            with torch.cuda.stream(other):  # ordered with nothing
+            item = run({"data": torch.full((1, 3, 64, 64), float(number), device="cuda")})
+            with torch.cuda.stream(torch.cuda.Stream()):  # ordered with nothing
                 assert item["result"].sum().item() == (number + 1) * 3 * 64 * 64
 
 
@@ -105,8 +99,7 @@ def test_memory_dropped_on_the_way_is_not_used_again_too_soon(register: Register
         def client(seed: int) -> None:
             for number in range(60):
                 value = (seed * 60 + number) % 250
-                item = {"data": np.full((64, 64, 3), value, np.uint8)}
-                run(item)
+                item = run({"data": np.full((64, 64, 3), value, np.uint8)})
                 if not bool((item["result"] == value + 1).all()):
                     wrong.append((value, item["result"].unique().tolist()))
 
@@ -118,8 +111,7 @@ def test_a_tensor_still_in_the_making_on_the_default_stream_is_waited_for() -> N
     with pipe({"backend": "SyncTensor[ResizeTensor]", "resize_h": 8, "resize_w": 8}) as run:
         for number in range(10):
             torch.cuda._sleep(20_000_000)
-            item = {"data": torch.full((1, 3, 64, 64), float(number), device="cuda")}
-            run(item)
+            item = run({"data": torch.full((1, 3, 64, 64), float(number), device="cuda")})
             assert bool((item["result"] == number).all())
 
 
@@ -137,11 +129,9 @@ def test_mat2tensor_goes_to_the_gpu_and_to_the_cpu_if_told() -> None:
 def test_device_id_is_where_the_work_is_done() -> None:
     config = {"backend": "SyncTensor[S[Mat2Tensor,ResizeTensor]]", "resize_h": 8, "resize_w": 8, "device_id": 1}
     with pipe(config) as run:
-        item = {"data": photo(20, 30, 0)}
-        run(item)
-        assert item["result"].device == torch.device("cuda", 1)
+        result = run({"data": photo(20, 30, 0)})["result"]
+        assert result.device == torch.device("cuda", 1)
     with pipe({**config, "backend": "SyncTensor[ResizeTensor]", "device_id": 0}) as run:
-        moved = {"data": item["result"]}
-        run(moved)
-        assert moved["result"].device == torch.device("cuda", 0)
-        assert torch.equal(moved["result"].cpu(), item["result"].cpu())
+        moved = run({"data": result})["result"]
+        assert moved.device == torch.device("cuda", 0)
+        assert torch.equal(moved.cpu(), result.cpu())

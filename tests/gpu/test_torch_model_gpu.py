@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device import MEAN, STD, backend_of, forward, needs_gpu, normalised, photo
+from device import NORMALISE, backend_of, forward, needs_gpu, normalised, photo
 from torch_files import Small, save_small
 
 pytestmark = [needs_gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -45,9 +45,8 @@ def test_a_model_file_gives_what_the_module_gives(tmp_path: Path, kind: str, cud
         "model": model,
         "trusted": True,
         "max": 8,
-        "mean": ", ".join(map(str, MEAN)),
-        "std": ", ".join(map(str, STD)),
         "cuda_graph": cuda_graph,
+        **NORMALISE,
     }
     with backend_of(config) as backend:
         for count in (1, 3, 8, 8, 1):

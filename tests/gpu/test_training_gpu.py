@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from device import decoders, jpeg, needs_gpu, needs_torchvision, photo, two_devices
 from torch.utils.data import DataLoader
-from training_data import same, taken, write_images
+from training_data import RandomOffset, same, taken, write_classes, write_images
 
 from torchpipe_py import pipe
 from torchpipe_py.training import (
@@ -73,8 +71,7 @@ class Noise:
     """Draws from every generator there is, that of the GPU too; lasts a while on the GPU."""
 
     def __call__(self, image: Any) -> Any:
-        drawn = float(torch.rand(1)) + random.random() + float(np.random.random())
-        image = TensorToTensor()(image) + drawn
+        image = RandomOffset()(image)
         return image + torch.rand(image.shape, device=image.device)
 
 
@@ -202,14 +199,7 @@ def test_the_prefetcher_gives_every_batch_unharmed() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes that differ in color; 32 images to train on, 9 to validate with."""
-    for part, count in (("train", 32), ("val", 9)):
-        for number in range(count):
-            name, color = (("blue", (40, 60, 220)), ("red", (220, 60, 40)))[number % 2]
-            mat = np.clip(photo(64, 80, number) * 0.2 + np.array(color) * 0.8, 0, 255).astype(np.uint8)
-            place = tmp_path / "data" / part / name
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"{number:02d}.jpg").write_bytes(jpeg(mat))
+    write_classes(tmp_path / "data", 32, 9)
     return tmp_path / "data"
 
 
