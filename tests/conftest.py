@@ -154,25 +154,29 @@ def jpeg() -> bytes:
     return encode(picture(375, 500), ".jpg", cv2.IMWRITE_JPEG_QUALITY, 90)
 
 
-def save_model(
-    path: Path,
+def model_of(
     nodes: list[onnx.NodeProto],
     inputs: dict[str, list[int | str]],
     outputs: dict[str, list[int | str]],
     constants: dict[str, np.ndarray] | None = None,
     dtype: int = TensorProto.FLOAT,
-) -> str:
-    """Write an ONNX model; ``inputs`` and ``outputs`` give dimensions by name, a string is a free one."""
+) -> onnx.ModelProto:
+    """An ONNX model; ``inputs`` and ``outputs`` give dimensions by name, a string is a free one."""
     graph = helper.make_graph(
         nodes,
         "test",
         [helper.make_tensor_value_info(name, dtype, dims) for name, dims in inputs.items()],
         [helper.make_tensor_value_info(name, dtype, dims) for name, dims in outputs.items()],
-        [numpy_helper.from_array(value, name) for name, value in (constants or {}).items()],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     onnx.checker.check_model(model)
-    onnx.save(model, str(path))
+    return model
+
+
+def save_model(path: Path, *args: Any, **more: Any) -> str:
+    """Write the ``model_of`` the other arguments; its path."""
+    onnx.save(model_of(*args, **more), str(path))
     return str(path)
 
 

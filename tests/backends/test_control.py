@@ -100,8 +100,7 @@ def test_no_rows_are_an_empty_list(register: Register, array: Any) -> None:
     assert ask(graph("MapReduce", register), array)[0]["result"] == []
     keys = {"split": "data,k", "merge": "result,k"}
     with pipe(graph("MapReduce", register, **keys)) as run:
-        data = run({"data": array, "k": [], "node_name": "all"})
-    assert data["result"] == []
+        assert run({"data": array, "k": [], "node_name": "all"})["result"] == []
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,34 @@ FRAMINGS = [(framed, compact) for framed in (False, True) for compact in (False,
 BINARY_CALL = 0x80010001
 
 
-class Client:
+class Asks:
+    """What both clients share: their ``receive`` raises the error that an answer carries."""
+
+    send_batch: Any
+    receive: Any
+    call: Any
+    close: Any
+
+    def infer_batch(self, data: bytes) -> tuple[str, float]:
+        result = self.receive(self.send_batch(data))
+        return result.label, result.score
+
+    def error_of(self, method: str, **args: Any) -> Any:
+        """The `InferenceError` that the call is answered with."""
+        try:
+            result = self.call(method, **args)
+        except IDL.InferenceError as error:
+            return error
+        raise AssertionError(f"no error but {result!r}")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Client(Asks):
     """Thrift, by thriftpy2; `send` and `receive` apart, so that calls can be pipelined."""
 
     def __init__(self, port: int, framed: bool = False, compact: bool = False, timeout: float = WAIT) -> None:
@@ -74,10 +101,6 @@ class Client:
     def send_batch(self, data: bytes) -> int:
         return self.send("infer_batch", params=IDL.InferenceParams(uuid="test", data=data))
 
-    def infer_batch(self, data: bytes) -> tuple[str, float]:
-        result = self.receive(self.send_batch(data))
-        return result.label, result.score
-
     def infer_many(self, items: list[bytes], deadline_ms: int | None = None, priority: int | None = None) -> list[Any]:
         params = [IDL.InferenceParams(uuid="test", data=item) for item in items]
         return self.call("infer_many", params=params, deadline_ms=deadline_ms, priority=priority)
@@ -90,22 +113,8 @@ class Client:
         assert answer.uuid == "test"
         return answer.outputs
 
-    def error_of(self, method: str, **args: Any) -> Any:
-        """The `InferenceError` that the call is answered with."""
-        try:
-            result = self.call(method, **args)
-        except IDL.InferenceError as error:
-            return error
-        raise AssertionError(f"no error but {result!r}")
-
     def close(self) -> None:
         self._transport.close()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 class Response(NamedTuple):
@@ -114,7 +123,7 @@ class Response(NamedTuple):
     body: bytes
 
 
-class HttpClient:
+class HttpClient(Asks):
     """Reads strictly what RFC 9112 lets a server send. An error that an answer carries is raised as Thrift's is."""
 
     def __init__(self, port: int) -> None:
@@ -173,19 +182,9 @@ class HttpClient:
         assert fields.get("retry-after") == (None if retry_after_ms is None else str(-(-retry_after_ms // 1000)))
         raise IDL.InferenceError(code=answer["code"], message=answer["error"], retry_after_ms=retry_after_ms)
 
-    def infer_batch(self, data: bytes) -> tuple[str, float]:
-        self.send_batch(data)
-        result = self.receive()
-        return result.label, result.score
-
-    def error_of(self, method: str, params: Any) -> Any:
+    def call(self, method: str, params: Any) -> Any:
         assert method == "infer_batch"
-        self.send_batch(params.data)
-        try:
-            result = self.receive()
-        except IDL.InferenceError as error:
-            return error
-        raise AssertionError(f"no error but {result!r}")
+        return self.receive(self.send_batch(params.data))
 
     def ping(self) -> None:
         self.send(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -193,12 +192,6 @@ class HttpClient:
 
     def close(self) -> None:
         self.sock.close()
-
-    def __enter__(self) -> HttpClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 every_client = pytest.mark.parametrize("client_type", [Client, HttpClient], ids=["thrift", "http"])

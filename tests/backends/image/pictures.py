@@ -22,6 +22,13 @@ def saved(kind: str, height: int = 24, width: int = 32, mode: str = "RGB", **opt
     return file.getvalue()
 
 
+def turned(orientation: int) -> bytes:
+    """A small JPEG whose EXIF says how it is shown."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return saved("JPEG", exif=exif)
+
+
 def png_chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 

@@ -27,11 +27,11 @@ from pictures import (
     png_of,
     saved,
     tiff,
+    turned,
     webp_chunks,
     webp_of,
     with_scans,
 )
-from PIL import Image
 
 from torchpipe_py import ConfigError, DecodeError, InvalidRequest, pipe
 from torchpipe_py.backends.image.decode import HeaderCheck, declared_size, to_formats
@@ -47,8 +47,7 @@ LOSSY, LOSSLESS = saved("WEBP"), saved("WEBP", lossless=True)
 def decode(data: Any, **config: Any) -> dict[str, Any]:
     """The dict after one request."""
     with pipe({"backend": "DecodeMat", **config}) as run:
-        run(item := {"data": data})
-    return item
+        return run({"data": data})
 
 
 # -- headers ----------------------------------------------------------------------------------------------------------
@@ -308,19 +307,13 @@ def test_eight_megabytes_cost_bounded_time(data: bytes) -> None:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def turned() -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by a quarter
-    return saved("JPEG", exif=exif)
-
-
 DECODED = {
     **{name: data for name, data in GOOD.items() if name.split()[-1] not in ("gif", "tiff", "ppm", "pgm")},
     "16 bit png": encode(picture(20, 30).astype(np.uint16) * 257, ".png"),
     "16 bit gray png": encode(picture(20, 30)[:, :, 0].astype(np.uint16) * 257, ".png"),
     "one pixel": encode(picture(20, 30)[:1, :1], ".png"),
     "one column": encode(picture(10000, 30)[:, :1].copy()),
-    "turned": turned(),
+    "turned": turned(6),
 }
 
 

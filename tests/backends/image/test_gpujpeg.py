@@ -13,26 +13,19 @@ import pytest
 import torch
 from broken_jpegs import KINDS, broken, join, segments
 from kit.fake_gpu import cpu_as_gpu
-from pictures import jpeg_segment, saved
-from PIL import Image
+from pictures import jpeg_segment, saved, turned
 
 from torchpipe_py import BackendUnavailable, DecodeError, pipe
 from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.image import gpujpeg
 from torchpipe_py.backends.image.decode import HeaderCheck
 from torchpipe_py.backends.image.gpujpeg import DecodeTensor, read_header
-from torchpipe_py.backends.image.jpeg import MOST_MCUS, ORIENTATION, WholeCheck
+from torchpipe_py.backends.image.jpeg import MOST_MCUS, WholeCheck
 
 SEEDS = Path(broken_jpegs.__file__).parent / "seeds" / "jpegs"
 SLOPE = np.linspace(0, 200, 48 * 64 * 3).reshape(48, 64, 3).astype(np.uint8)
 JPEG = broken_jpegs.encode(SLOPE)
 CUT = JPEG[:-200] + b"\xff\xd9"
-
-
-def turned(orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    return saved("JPEG", exif=exif)
 
 
 # -- headers ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from conftest import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_kit import FLAGS, Data, made, noise, refusal, run, to_mat, to_tensor
+from image_kit import FLAGS, NO_MATS, Data, made, noise, refusal, run, to_mat, to_tensor
 from PIL import Image
 
 from torchpipe_py import pipe
@@ -326,7 +326,6 @@ def test_pillow_resize_takes_the_passes_in_pillows_order(old: Size, new: Size, v
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
-NO_MATS = [b"bytes", *map(np.zeros, ((4, 4, 3), 4, (0, 4, 3)), (np.float64, np.uint8, np.uint8)), torch.zeros(3)]
 NO_IMAGES = [b"bytes", noise(4, 4), torch.zeros(3), torch.zeros(2, 3, 4, 4), torch.zeros(1, 3, 0, 4), [torch.zeros(3)]]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import picture
 from kit.fake_gpu import cpu_as_gpu
+from model_kit import answer
 
 from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends import cuda
@@ -256,13 +257,6 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return make
 
 
-def run_batch(config: dict[str, Any], values: list[Any]) -> list[dict[str, Any]]:
-    items = [{"data": value} for value in values]
-    with pipe(config) as run:
-        run(items)
-    return items
-
-
 def test_the_profile_is_that_of_the_whole_shape(build: Any) -> None:
     profiles = [((1, 3, 8, 8), (4, 3, 8, 8)), ((1, 3, 16, 16), (4, 3, 16, 16)), ((3, 3, 32, 32), (4, 3, 32, 32))]
     engine, config = build((-1, 3, -1, -1), profiles, max="4;4;4", min="1;1;3")
@@ -280,7 +274,7 @@ def test_the_lean_runtime_wants_version_compatible_engines(build: Any, monkeypat
     monkeypatch.delattr(TRT, "Builder")
     with pytest.raises(BackendUnavailable, match=r"lean runtime of .* runs version-compatible engines only"):
         pipe(config)
-    run_batch({**config, "version_compatible": True}, [picture(8, 8)])
+    answer({**config, "version_compatible": True}, picture(8, 8))
     assert len(engine.runs) > 0
 
 
@@ -305,6 +299,4 @@ def test_a_run_that_fails_is_told_in_tensorrts_words(build: Any) -> None:
         with pytest.raises(BackendError, match="TensorRT did not run the batch: its own words"):
             run({"data": np.zeros((8, 8, 3), np.uint8)})
         engine.fails = False
-        item = {"data": torch.zeros(3, 8, 8)}
-        run(item)
-        assert item["result"].shape == (1, 2)
+        assert run({"data": torch.zeros(3, 8, 8)})["result"].shape == (1, 2)

@@ -13,7 +13,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from conftest import model_of
+from onnx import TensorProto, helper
 
 from torchpipe_py import BackendUnavailable, ConfigError
 from torchpipe_py.backends.model.check import to_bounds
@@ -119,25 +120,21 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 def small(scale: float = 1.0, op: str = "Conv") -> bytes:
     """Conv 3×3, ReLU and a mean, weights of about ``scale``; or with a QuantizeLinear before it."""
     weight = np.random.default_rng(0).standard_normal((4, 3, 3, 3)).astype(np.float32) * scale
-    tensors = [numpy_helper.from_array(weight, "weight")]
+    constants: dict[str, Any] = {"weight": weight}
     nodes = [
         helper.make_node("Conv", ["x", "weight"], ["mapped"], name="conv", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["mapped"], ["positive"], name="relu"),
         helper.make_node("GlobalAveragePool", ["positive"], ["y"], name="mean"),
     ]
     if op == "QuantizeLinear":
-        tensors += [numpy_helper.from_array(np.float32(0.1), "scale"), numpy_helper.from_array(np.int8(0), "zero")]
+        constants |= {"scale": np.float32(0.1), "zero": np.int8(0)}
         nodes[0].input[0] = "steps"
         nodes = [
             helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["quantised"]),
             helper.make_node("DequantizeLinear", ["quantised", "scale", "zero"], ["steps"]),
             *nodes,
         ]
-    value = helper.make_tensor_value_info
-    shapes = [value("x", TensorProto.FLOAT, ["n", 3, 8, 8])], [value("y", TensorProto.FLOAT, ["n", 4, 1, 1])]
-    graph = helper.make_graph(nodes, "small", *shapes, tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    return bytes(model.SerializeToString())
+    return bytes(model_of(nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 4, 1, 1]}, constants).SerializeToString())
 
 
 SPEC = EngineSpec(model="m.onnx", onnx=small(), least=to_bounds(1), most=to_bounds(4))
