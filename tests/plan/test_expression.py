@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.refusals import refusal
 
 from torchpipe_py import ConfigError
 from torchpipe_py.plan.expression import MAX_DEPTH, Call, parse_expression
@@ -19,19 +20,14 @@ def written(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "normal"),
     [
-        ("A", "A"),
         ("  A\n", "A"),
         ("_a.b-c9", "_a.b-c9"),
-        ("A[B]", "A[B]"),
         ("A [ B , C ]", "A[B,C]"),
-        ("S[A,(or)B,(swap)C]", "S[A,(or)B,(swap)C]"),
         ("S[( or ) B]", "S[(or)B]"),
-        ("S[(not[or])B]", "S[(not[or])B]"),
-        ("A[B[C[D]],E]", "A[B[C[D]],E]"),
-        ("A[X]&B&A", "A[X]&B&A"),
     ],
 )
 def test_good_text(text: str, normal: str) -> None:
+    """Normal text is in ``test_every_tree_survives_its_text``."""
     assert written(text) == normal
     assert written(normal) == normal
 
@@ -47,14 +43,11 @@ def test_tree() -> None:
     [
         ("", "expected a backend name, found the end", 1),
         ("   ", "expected a backend name, found the end", 4),
-        ("A[", "expected a backend name, found the end", 3),
         ("A[]", "expected a backend name, found ']'", 3),
         ("A[B", "expected ']', found the end", 4),
-        ("A[B,]", "expected a backend name, found ']'", 5),
         ("A[B C]", "expected ']', found 'C'", 5),
         ("A]", "unexpected ']' after a complete expression", 2),
         ("A,B", "unexpected ',' after a complete expression", 2),
-        ("A B", "unexpected 'B' after a complete expression", 3),
         ("A&", "expected a backend name, found the end", 3),
         ("&A", "expected a backend name, found '&'", 1),
         ("A[B&C]", "expected ']', found '&'", 4),
@@ -64,14 +57,11 @@ def test_tree() -> None:
         ("A[(x[y)B]", "expected ']', found ')'", 7),
         ("A[(or)]", "expected a backend name, found ']'", 7),
         ("1A", "unexpected '1'", 1),
-        ("A[é]", "unexpected 'é'", 3),
         ("A [ $ ]", "unexpected '$'", 5),
     ],
 )
 def test_bad_text(text: str, problem: str, column: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_expression(text)
-    assert str(caught.value).endswith(f"{problem} at column {column} of {text!r}")
+    assert refusal(text, parse_expression).endswith(f"{problem} at column {column} of {text!r}")
 
 
 def test_depth_is_bounded() -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import encode, picture, save_model
+from kit.refusals import refusal
 from onnx import helper
 
-from torchpipe_py import ConfigError, InvalidRequest, pipe
+from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.backends.image.mat import cvtColorMat
 from torchpipe_py.backends.image.ops import ResizeMat
 from torchpipe_py.backends.signature import ENCODED, MAT, NUMBERS, TENSOR
@@ -19,12 +20,6 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.registry import BUILT_IN_BACKENDS, Registry, default
 
 SIZE = {"resize_h": 8, "resize_w": 8}
-
-
-def refusal(config: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        plan_pipeline(config)
-    return str(caught.value)
 
 
 # -- what the classes say is what they do -----------------------------------------------------------------------------
