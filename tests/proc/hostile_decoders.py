@@ -35,7 +35,9 @@ class Hostile(ItemBackend):
             value = getattr(self, act, lambda _: "plain")(argument)
         except (OSError, subprocess.SubprocessError) as error:
             value = type(error).__name__
-        if value is not None:
+        if isinstance(value, NoResult):
+            item["error"] = value
+        elif value is not None:
             item["result"] = value if isinstance(value, np.ndarray) else picture_of(value)
 
     def pid(self, _: str) -> int:
@@ -92,6 +94,9 @@ class Hostile(ItemBackend):
     def no_result(self, _: str) -> None:
         return None
 
+    def refuse(self, text: str) -> NoResult:
+        return NoResult(text)
+
     def allocate(self, mebibytes: str) -> Any:
         return np.ones(int(mebibytes) * 2**20, np.uint8).sum()
 
@@ -139,12 +144,3 @@ class Hostile(ItemBackend):
 
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return 0
-
-
-class Empty(ItemBackend):
-    """Never has a result, and says why by an error of its own."""
-
-    isolation = Isolation.MOVES
-
-    def forward_item(self, item: dict[str, Any]) -> None:
-        item["error"] = NoResult("nothing here")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,18 +153,3 @@ class Closing(ItemBackend):
             threading.Event().wait()
         if self.file.endswith("raise"):
             raise ValueError("will not close")
-
-
-class StartsSlowly(ItemBackend):
-    """While the file ``hold`` is there, its setup does not end; it says in ``hold`` when it has begun."""
-
-    hold = Param(to_str, doc="path of a file")
-
-    def setup(self) -> None:
-        while os.path.exists(self.hold):
-            with suppress(FileNotFoundError), open(self.hold, "r+", encoding="ascii") as file:
-                file.write("begun")
-            time.sleep(0.005)
-
-    def forward_item(self, item: Data) -> None:
-        item["result"] = os.getpid()

@@ -53,22 +53,8 @@ def lose(worker: Worker, server: EngineServer) -> None:
 # -- results --------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_those_of_a_plain_pipe(register: Register) -> None:
-    """Two workers, many threads, a graph with a fork, a join, a section of two nodes, arrays in and out."""
-
-    class Scale(ItemBackend):
-        """``result`` is ``data`` times ``by``; nothing for what is negative."""
-
-        by = Param(int, 1, doc="factor")
-
-        def forward_item(self, item: Data) -> None:
-            item[f"seen_{self.by}"] = item["data"].shape
-            if item["data"][0] >= 0:
-                item["result"] = item["data"] * self.by
-
-    name = register(Scale)
-    config: dict[str, Any] = {
-        "global": {"backend": name, "instance_num": 2},
+GRAPHS: dict[str, dict[str, Any]] = {
+    "a fork, a join, a section of two nodes": {
         "root": {"by": 2, "next": "left,right"},
         "left": {"by": 3, "next": "more", "shared": True},
         "more": {"by": 5, "next": "join", "shared": True},
@@ -76,7 +62,32 @@ def test_results_are_those_of_a_plain_pipe(register: Register) -> None:
         "join": {"by": 11, "map": "more[result:data],right[result:other]", "next": "last", "shared": True},
         "last": {"by": 13, "next": "end", "shared": True},
         "end": {"by": 17},
-    }
+    },
+    "a filter that decides of the first shared node alone": {
+        "root": {"by": 2, "next": "fallback"},
+        "fallback": {"by": 3, "next": "more", "filter": "or", "shared": True},
+        "more": {"by": 5, "next": "last", "shared": True},
+        "last": {"by": 7, "next": "end", "shared": True},
+        "end": {"by": 11, "map": "more[data:before],last[result:data]"},
+    },
+}
+
+
+class Scale(ItemBackend):
+    """``result`` is ``data`` times ``by``; nothing for what is negative."""
+
+    by = Param(int, 1, doc="factor")
+
+    def forward_item(self, item: Data) -> None:
+        item[f"seen_{self.by}"] = item["data"].shape
+        if item["data"][0] >= 0:
+            item["result"] = item["data"] * self.by
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_results_are_those_of_a_plain_pipe(register: Register, graph: str) -> None:
+    """Two workers, many threads, arrays in and out."""
+    config = {"global": {"backend": register(Scale), "instance_num": 2}, **GRAPHS[graph]}
 
     def request(number: int) -> Data:
         return {"data": np.full(3 + number % 2000, number - 5, np.int64), "number": number, "text": "ä"}
@@ -93,29 +104,6 @@ def test_results_are_those_of_a_plain_pipe(register: Register) -> None:
         assert [worker.pipe.stats()["inflight"] for worker in workers] == [0, 0]
     for mine, theirs in zip(found, expected, strict=True):
         assert comparable(mine) == comparable(theirs)
-
-
-def test_a_filter_before_shared_nodes_decides_of_the_first_one_alone(register: Register) -> None:
-    class Join(ItemBackend):
-        """``result`` is ``data`` and the node's name."""
-
-        mark = Param(str, doc="the node's name")
-
-        def forward_item(self, item: Data) -> None:
-            item["result"] = item["data"] + self.mark
-
-    name = register(Join)
-    config: dict[str, Any] = {
-        "root": {"backend": name, "mark": "r", "next": "fallback"},
-        "fallback": {"backend": name, "mark": "f", "next": "more", "filter": "or", "shared": True},
-        "more": {"backend": name, "mark": "m", "next": "last", "shared": True},
-        "last": {"backend": name, "mark": "l", "next": "end"},
-        "end": {"backend": name, "mark": "e", "map": "more[data:before],last[result:data]"},
-    }
-    with plain_pipe(config) as plain, workers_of(config) as (worker,):
-        plain(expected := {"data": "d"})
-        worker.pipe(found := {"data": "d"})
-    assert found == expected == {"data": "drml", "before": "dr", "result": "drmle"}
 
 
 @pytest.mark.parametrize("array", [np.zeros(3), torch.zeros(3)], ids=["array", "tensor"])
@@ -446,29 +434,18 @@ def test_a_worker_that_is_gone_leaves_nothing_behind(register: Register) -> None
         held = gate.hold(other.pipe, {"data": "other"})
         futures = [gone.pipe.submit({"data": number}) for number in range(150)]
         eventually(lambda: queued(gone.server) == MOST_SLOTS)
-        gone.close()
+        assert gone.pipe.close()
         assert {type(error_of(future)) for future in futures} == {PipeClosed}
+        with pytest.raises(PipeClosed):
+            gone.pipe({"data": 1})
+        eventually(lambda: gone.engine.pending() == 0)
+        gone.close()
         eventually(lambda: gone.server.pipe.stats()["inflight"] == 1)
         gate.open()
         assert outcome(held)["result"] == "other"
         assert other.pipe({"data": 1})["result"] == 1
         eventually(lambda: gone.server.workers == 1)
     assert gate.batches == [["other"], [1]]
-
-
-def test_a_pipe_is_closed_with_calls_outstanding(register: Register) -> None:
-    gate = Gate()
-    with workers_of(shared(register(gate.backend))) as (worker,), gate:
-        futures = [gate.hold(worker.pipe, {"data": -1}), *[worker.pipe.submit({"data": n}) for n in range(200)]]
-        assert worker.pipe.close()
-        assert {type(error_of(future)) for future in futures} == {PipeClosed}
-        with pytest.raises(PipeClosed):
-            worker.pipe({"data": 1})
-        eventually(lambda: worker.server.pipe.stats()["inflight"] == 0)
-        eventually(lambda: worker.engine.pending() == 1)  # the slot of the one that a backend has
-        gate.open()
-        eventually(lambda: worker.engine.pending() == 0)
-    assert gate.batches == [[-1]]
 
 
 def test_links_come_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:

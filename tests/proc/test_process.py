@@ -1,15 +1,15 @@
-"""``Process``: what a backend in a worker process gives, what crosses over, and what happens when a worker dies."""
+"""``Process``: what a backend in a worker process gives, what crosses over, when a worker dies, and its limits."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import numpy as np
 import process_backends
 import psutil
 import pytest
+import torch
 from conftest import Register, picture
-from kit.waits import PROGRAM_WAIT, error_of
+from kit.leftovers import nothing_left  # noqa: F401
+from kit.steered import Steered
+from kit.waits import PROGRAM_WAIT, WAIT, error_of, eventually, outcome
 
 from torchpipe_py import (
     BackendError,
@@ -35,30 +38,10 @@ from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
 from torchpipe_py.errors import WorkerTraceback
 from torchpipe_py.plan.binding import FilterPlan
-from torchpipe_py.proc import child
+from torchpipe_py.proc import backends, child
 from torchpipe_py.proc.backends import Process
 
 Data = dict[str, Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Every worker is gone and reaped, and with it its descriptors and what it shared."""
-    gc.collect()  # what earlier tests left behind must not go in the middle of this one
-    fds, shared = len(os.listdir("/proc/self/fd")), shared_memory()
-    children = set(psutil.Process().children())
-    yield
-    gc.collect()
-    assert set(psutil.Process().children()) - children == set()
-    assert len(os.listdir("/proc/self/fd")) <= fds
-    assert shared_memory() - shared == set()
-
-
-def shared_memory() -> set[str]:
-    """But for what other programs beside the tests have of ``multiprocessing`` and PyTorch, and no backend here."""
-    mine = f"torch_{os.getpid()}_"
-    names = os.listdir("/dev/shm")
-    return {name for name in names if name.startswith(mine) or not name.startswith(("sem.mp-", "torch_"))}
 
 
 def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:
@@ -69,7 +52,7 @@ def backend(cls: type, label: str = "Process[X]", **params: Any) -> Process:
 
 
 @pytest.fixture(scope="module")
-def obedient(nothing_left: None) -> Iterator[Process]:
+def obedient() -> Iterator[Process]:
     """One for all tests: a process takes a second to start, and is replaced where it died."""
     process = backend(process_backends.Obedient)
     process.setup()
@@ -104,10 +87,9 @@ def test_a_registered_class_with_init_and_forward(register: Register) -> None:
 
 
 def test_a_process_in_a_process() -> None:
-    item: Data = {"data": MAT}
+    mat = picture(120, 160)
     with pipe({"backend": "Process[Process[Identity]]"}) as p:
-        p(item)
-    np.testing.assert_array_equal(item["result"], MAT)
+        np.testing.assert_array_equal(p({"data": mat})["result"], mat)
 
 
 def test_a_batch_goes_as_one(obedient: Process) -> None:
@@ -116,11 +98,6 @@ def test_a_batch_goes_as_one(obedient: Process) -> None:
     assert [item["result"][1:] for item in items] == [(4, number) for number in range(4)]
     assert (obedient.min(), obedient.max()) == (1, 4)
     assert obedient.signature() == Signature(outputs=(TensorSpec("pid"),))
-
-
-# -- what crosses over --------------------------------------------------------------------------------------------
-
-MAT = picture(120, 160)
 
 
 def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +145,6 @@ def test_an_error_of_setup_is_the_same_kind_here(how: str, kind: type[Exception]
     with pytest.raises(kind, match=message):
         unfit.setup()
     unfit.close()
-
-
-def test_first_available_goes_on(register: Register) -> None:
-    item: Data = {"data": 1}
-    config = {"backend": f"FirstAvailable[Process[{register(process_backends.Unfit)}],Identity]", "how": "unavailable"}
-    with pipe(config) as p:
-        p(item)
-    assert item["result"] == 1
 
 
 def test_a_class_that_no_other_process_can_import(register: Register) -> None:
@@ -273,14 +242,11 @@ def test_a_worker_for_which_there_is_nothing_left_is_started_later(
 
 
 def test_close_closes_the_backend_and_ends_the_worker(tmp_path: Path) -> None:
-    for word in ("closed", "raise"):
+    for word, ends in (("closed", nullcontext()), ("raise", pytest.raises(ValueError, match="will not close"))):
         closing = backend(process_backends.Closing, file=str(tmp_path / word))
         closing.setup()
         pid = forward(closing, 1)["result"]
-        if word == "raise":
-            with pytest.raises(ValueError, match="will not close"):
-                closing.close()
-        else:
+        with ends:
             closing.close()
         closing.close()
         assert (tmp_path / word).read_text() == "closed"
@@ -399,3 +365,66 @@ def test_an_import_that_fails(tmp_path: Path, text: str | None, problem: str) ->
     with pytest.raises(ConfigError, match=problem):
         import_code(str(file))
     assert "fails_to_import" not in sys.modules
+
+
+# -- limits: seconds for a batch, memory for its process --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
+def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, the process would never answer; what is to be answered has a minute, on a busy machine too."""
+    monkeypatch.setattr(backends, "loaded_torch", lambda: None)  # importing it takes each process two seconds
+    with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
+        backend = p._runtime.nodes["node"].instances[0].backend
+        assert backend._keeper.max_seconds == WAIT
+        p(item := {"data": "pid"})
+        os.kill(item["result"][0], signal.SIGSTOP)
+        backend._keeper.max_seconds = 0.2
+        with pytest.raises(WorkerDied, match=r"took longer than 0\.2 s and was ended"):
+            p({"data": "pid"})
+        backend._keeper.max_seconds = WAIT
+        p(other := {"data": "pid"})
+        assert other["result"][0] != item["result"][0]
+
+
+def test_memory_beyond_the_limit_is_refused(register: Register) -> None:
+    """PyTorch is imported before the limit holds: it maps more than any limit that suits a backend."""
+    with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_memory": 64}) as p:
+        p(item := {"data": "plain", "tensor": torch.ones(2)})
+        assert item["tensor"].tolist() == [1, 1]
+        p({"data": "allocate", "mebibytes": 16})
+        with pytest.raises(BackendError, match="MemoryError"):
+            p({"data": "allocate", "mebibytes": 128})
+        p(item := {"data": "plain"})
+        assert item["result"][2] == "plain"
+
+
+@pytest.fixture
+def held(
+    register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[pipe]:
+    """A pipe whose process has died, and the setup of the next one does not end while there is a file ``hold``.
+
+    The parameter, if there is one, is how long a start may take.
+    """
+    monkeypatch.setattr(backends, "START_SECONDS", getattr(request, "param", backends.START_SECONDS))
+    with pipe({"backend": f"Process[{register(Steered)}]", "folder": str(tmp_path)}) as p:
+        (tmp_path / "hold").touch()
+        with pytest.raises(WorkerDied):
+            p({"data": "die"})
+        yield p
+
+
+def test_the_start_of_another_process_is_no_batch_that_hangs(held: pipe, tmp_path: Path) -> None:
+    future = held.submit({"data": "x"})
+    eventually((tmp_path / "entered").exists)
+    node = held.stats()["nodes"]["node"]
+    assert (node["busy"], node["oldest_batch_s"]) == (1, 0.0)
+    (tmp_path / "hold").unlink()
+    assert outcome(future)["result"] == ("x", 1.0)
+
+
+@pytest.mark.parametrize("held", [0.05], indirect=True)
+def test_a_start_that_takes_too_long(held: pipe) -> None:
+    with pytest.raises(WorkerDied, match=r"cannot be started again: .* took longer than 0\.05 s and was ended"):
+        held({"data": "x"})
