@@ -12,7 +12,7 @@ in=tests/gpu
 case ${1:-} in
   1) files="$in/test_decode_gpu.py $in/test_streams_gpu.py $in/test_tensor_backends_gpu.py $in/test_torch_model_gpu.py $in/test_training_gpu.py" ;;
   2) files=$in/test_tensorrt.py ;;
-  3) files="$in/test_engine_cache_gpu.py $in/test_precision_gpu.py $in/test_quantised_gpu.py" ;;
+  3) files="$in/test_engine_cache_gpu.py $in/test_precision_gpu.py" ;;
   *) files=$in; set -- all "$@" ;;
 esac
 shift

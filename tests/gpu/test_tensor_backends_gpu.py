@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from device import needs_gpu, two_devices
-from image_kit import Data, made, noise, run, to_mat, to_tensor
-from test_ops import ON_TENSORS, SIZES, Case, by_pillow
+from image_kit import Data, noise, run, to_tensor
+from test_ops import ON_TENSORS, SIZES, Case
 
 from torchpipe_py import pipe
 
@@ -55,14 +55,6 @@ def test_each_operation_gives_what_it_gives_on_the_cpu(case: Case, size: tuple[i
 def test_color(color: str, dtype: torch.dtype) -> None:
     tolerance = CLOSE if color == "gray" and dtype == torch.float16 else 0
     check_same("cvtColorTensor", to_tensor(noise(20, 30)).to(dtype), tolerance, color=color)
-
-
-def test_pillow_resize_is_pillows_to_the_bit() -> None:
-    with made("PillowResizeTensor", resize_h=33, resize_w=47) as backend:
-        for height, width in np.random.default_rng(1).integers(1, 300, (60, 2)).tolist():
-            mat = noise(height, width, seed=height)
-            backend.forward([item := {"data": to_tensor(mat).cuda()}])
-            assert np.array_equal(to_mat(item["result"]), by_pillow(mat, (33, 47))), (height, width)
 
 
 @pytest.fixture
