@@ -138,6 +138,32 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         *((["load", "--img_dir", "x", flag, "4"], f"{flag} 4; {instead}\n") for flag, instead in ELSEWHERE.items()),
         *((["load", flag, "4"], f"{flag}, {instead}\n") for flag, instead in ELSEWHERE.items()),
+        *(
+            (["load", "--img_dir", "x", flag, str(value)], flag)
+            for flag, value in (
+                *(("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")),
+                *(("--json", "/nowhere/x.json"), ("--html", "/nowhere/x.html")),
+                *((flag, 10**20) for flag in ("--total_number", "--request_batch", "--warmup")),
+            )
+        ),
+        *(
+            (["parity", "a.toml", "b.toml", "--img_dir", ".", flag, value], flag)
+            for flag, value in (
+                *(("--limit", "0"), ("--torchvision", "any"), ("--worst", "-1"), ("--max-mean", "nan")),
+                *(("--max-mean", "-1"), ("--min-agreement", "1.1"), ("--max-drop", "101")),
+                *(("--html", "no/such/folder/x.html"), ("--json", ".")),
+            )
+        ),
+        (["parity", "a.toml", "b.toml"], "--img_dir"),
+        *(
+            (["quantize", "pipe.toml", "--img_dir", ".", *options], said)
+            for options, said in (
+                (["--max-drop", "101"], "argument --max-drop: expected points of accuracy, 0 to 100, got '101'"),
+                (["--out", "model.trt"], "expected a name that ends in .onnx, got 'model.trt'; model.onnx, say"),
+                (["--keep", "-1"], "expected a whole number, at least 0, got '-1'"),
+                (["--max_dorp", "1"], "unrecognized arguments: --max_dorp 1; did you mean '--max-drop'?"),
+            )
+        ),
         (["quantise"], "argument COMMAND: invalid choice: 'quantise'; did you mean 'quantize'?"),
         (["load", "--transport", "frame"], "argument --transport: invalid choice: 'frame'; did you mean 'framed'?"),
         (["quantize", "x.toml", "--img-dri", "y"], "arguments are required: --img_dir; there is --img-dri, did you "),
@@ -148,7 +174,7 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
     ],
 )
-def test_the_nearest_flag_or_choice_is_told(command: list[str], message: str, capsys: Any) -> None:
+def test_a_wrong_argument_is_told_with_what_is_nearest(command: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         main(command)
     assert caught.value.code == 2

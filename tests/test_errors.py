@@ -7,20 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from conftest import Register
 
 import torchpipe_py
-from torchpipe_py import (
-    Backend,
-    BackendUnavailable,
-    ConfigError,
-    SetupError,
-    TorchpipeError,
-    pipe,
-)
+from torchpipe_py import TorchpipeError
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import counted, nearest
 from torchpipe_py.files import output_problem
@@ -42,24 +34,7 @@ def test_an_error_can_be_sent_as_json(kind: type[Exception]) -> None:
     assert json.loads(json.dumps(error.as_dict())) == {"code": error.code, "message": "why", **when}
 
 
-class Raises(Backend):
-    """Cannot be set up."""
-
-    error: ClassVar[Exception]
-
-    def setup(self) -> None:
-        raise self.error
-
-
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
-@pytest.mark.parametrize("error", [BackendUnavailable("no GPU"), KeyError("model"), ConfigError("no such color")])
-def test_what_keeps_a_pipe_from_being_built(register: Register, kind: type[Exception], error: Exception) -> None:
-    """The C++ library raises the one or the other, depending on the place."""
-    with pytest.raises(kind) as caught:
-        pipe({"backend": register(type("Raises", (Raises,), {"error": error}))})
-    assert type(caught.value) is (type(error) if isinstance(error, TorchpipeError) else SetupError)
-    with pytest.raises(kind):
-        pipe({"instance_num": "dd"})
+FLAGS = [f"--flag{index}" for index in range(38)]
 
 
 @pytest.mark.parametrize(
@@ -69,12 +44,8 @@ def test_what_keeps_a_pipe_from_being_built(register: Register, kind: type[Excep
         ("zzz", ["swap", "or"], "valid: or, swap"),
         ("zzz", [], "none is valid here"),
         ("Nom9", [f"Name{index}" for index in range(38)], "the nearest of 38: Name9, Name29, Name19"),
-        (
-            "--clients",
-            [f"--flag{index}" for index in range(38)] + ["--request_client"],
-            "the nearest of 39: --request_client",
-        ),
-        ("--x", [f"--flag{index}" for index in range(38)], "none of the 38 valid names is near"),
+        ("--clients", [*FLAGS, "--request_client"], "the nearest of 39: --request_client"),
+        ("--x", FLAGS, "none of the 38 valid names is near"),
     ],
 )
 def test_the_nearest_names(name: str, valid: list[str], clause: str) -> None:

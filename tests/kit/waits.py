@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,12 @@ def outcome(future: Future[Any]) -> Any:
 
 def error_of(future: Future[Any]) -> BaseException | None:
     return future.exception(WAIT)
+
+
+def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A program, for as long as ``PROGRAM_WAIT`` at most: its exit status and what it printed."""
+    arguments = [*map(str, command)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False, **options)
 
 
 def eventually(is_true: Callable[[], object], what: str = "it does not come true", seconds: float = WAIT) -> None:

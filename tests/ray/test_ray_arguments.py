@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +23,51 @@ def test_words_become_values() -> None:
     assert tables == {"global": {"max": "3"}, "m.a": {"next": "y"}}
 
 
-def app(**given: Any) -> Any:
-    return read_arguments({"config": "a.toml", **given})
+A_KEY = " (a key of the configuration is node.key)"
 
 
 @pytest.mark.parametrize(
-    ("read", "message"),
+    ("given", "message"),
     [
-        (lambda: read_arguments({}), "app: the argument 'config' is missing, as in config=configs/demo.toml"),
+        ({"config": None}, "the argument 'config' is missing, as in config=configs/demo.toml"),
+        ({"replica": 2}, f"no argument 'replica'; did you mean 'replicas'?{A_KEY[:-1]}=value)"),
+        ({"replicas": "two"}, "argument 'replicas': expected an integer, got 'two'"),
+        ({"replicas": 0}, "argument 'replicas': expected at least 1, got 0"),
         (
-            lambda: app(replica=2),
-            "app: no argument 'replica'; did you mean 'replicas'? (a key of the configuration is node.key=value)",
+            {"max_replicas": 2, "scale_on": "queue"},
+            "argument 'scale_on': expected one of ongoing, queue_time, got 'queue'",
         ),
-        (lambda: app(replicas="two"), "app: argument 'replicas': expected an integer, got 'two'"),
-        (lambda: app(replicas=0), "app: argument 'replicas': expected at least 1, got 0"),
-        (
-            lambda: app(max_replicas=2, scale_on="queue"),
-            "app: argument 'scale_on': expected one of ongoing, queue_time, got 'queue'",
-        ),
-        (lambda: app(target=5), "app: argument 'target' is for scaling, which max_replicas turns on"),
-        (lambda: app(replicas=3, max_replicas=2), "app: argument 'max_replicas' = 2 is less than replicas"),
-        (
-            lambda: overridden(Tables({"global": {}, "model": {}}), {("modl", "max"): 3}),
-            "argument 'modl.max': config has no node 'modl'; did you mean 'model'?",
-        ),
-        (
-            lambda: read_user_config("b.toml", app()),
-            "user_config: expected config and node.key, each with a value, got a str",
-        ),
-        (
-            lambda: read_user_config({"replicas": 2}, app()),
-            "user_config: no 'replicas'; of app's arguments only config can change (a key of the configuration is "
-            "node.key)",
-        ),
-        (
-            lambda: read_user_config({"confg": "b"}, app()),
-            "user_config: no 'confg'; did you mean 'config'? (a key of the configuration is node.key)",
-        ),
+        ({"target": 5}, "argument 'target' is for scaling, which max_replicas turns on"),
+        ({"replicas": 3, "max_replicas": 2}, "argument 'max_replicas' = 2 is less than replicas"),
     ],
 )
-def test_wrong_arguments_are_named(read: Callable[[], Any], message: str) -> None:
+def test_wrong_arguments_are_named(given: dict[str, Any], message: str) -> None:
+    whole = {name: value for name, value in {"config": "a.toml", **given}.items() if value is not None}
     with pytest.raises(ConfigError) as error:
-        read()
-    assert str(error.value) == message
+        read_arguments(whole)
+    assert str(error.value) == f"app: {message}"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("b.toml", "expected config and node.key, each with a value, got a str"),
+        (
+            {"replicas": 2},
+            "no 'replicas'; of app's arguments only config can change (a key of the configuration is node.key)",
+        ),
+        ({"confg": "b"}, "no 'confg'; did you mean 'config'? (a key of the configuration is node.key)"),
+    ],
+)
+def test_what_cannot_be_exchanged_is_named(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_user_config(given, read_arguments({"config": "a.toml"}))
+    assert str(error.value) == f"user_config: {message}"
+
+
+def test_a_node_to_change_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"argument 'modl.max': config has no node 'modl'; did you mean 'model'\?"):
+        overridden(Tables({"global": {}, "model": {}}), {("modl", "max"): 3})
 
 
 def test_the_working_directory_of_a_node_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,12 +191,6 @@ def test_a_leader_that_waits_for_a_request_on_its_callers_thread_gets_it(registe
     assert [len(batch) for batch in second.batches] == [2]
 
 
-def test_a_long_chain_needs_no_deep_stack() -> None:
-    with pipe(chain(*["Identity"] * 300)) as p:
-        call(p, data := {"data": 1})
-        assert data["result"] == 1
-
-
 def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, restored: Registry) -> None:
     def closing(data: Data) -> Status:
         p.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from kit.backends import Gate
+from kit.backends import Company, Gate
 from kit.waits import WAIT, error_of, outcome
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest, ItemBackend, Overloaded, pipe
@@ -92,18 +92,13 @@ def test_no_time_at_all() -> None:
 
 def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> None:
     """Not exactly at the deadline, when it is missed; a busy machine may miss one, and another that has more time."""
-    slow_node = Gate(blocks=lambda data: data == "slow")
-    batches = Gate(most=4, blocks=lambda data: False)
-    config = {
-        "a": {"backend": register(slow_node.backend), "instance_num": 2, "next": "b"},
-        "b": {"backend": register(batches.backend), "batching_timeout": 60_000},
-    }
-    with pipe(config) as p, slow_node:
-        slow = slow_node.hold(p, {"data": "slow"})
+    company = Company(register)
+    with pipe(company.nodes) as p, company.gate:
+        slow = company.gate.hold(p, {"data": "slow"})
         timeouts = (0.1 * 1.5**number for number in range(14))
         assert any(error_of(p.submit({"data": "hurried"}, timeout=timeout)) is None for timeout in timeouts)
         assert not slow.done()
-        slow_node.open()
+        company.gate.open()
         outcome(slow)
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Register
 from kit.backends import Echo, Gate
-from kit.waits import PROGRAM_WAIT, WAIT, error_of, eventually, in_threads, outcome
+from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run
 
 import torchpipe_py.runtime.runtime
 from torchpipe_py import (
@@ -199,13 +197,6 @@ print("parent ends")
 """
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False
-    )
-
-
 TWO_CALLBACKS = """
 import os, threading
 from torchpipe_py import pipe
@@ -232,7 +223,7 @@ os._exit(0)
     ids=["a forked child refuses, and a pipe that nobody closes ends", "two callbacks close at once"],
 )
 def test_programs_that_would_hang(program: str, output: str) -> None:
-    done = run_python(program)
+    done = run(sys.executable, "-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, output, "")
 
 
@@ -278,6 +269,8 @@ def test_a_failing_setup_ends_everything(
     with pytest.raises(kind) as caught:
         pipe(config)
     assert type(caught.value) is kind
+    assert isinstance(caught.value, ValueError), "the C++ library raises the one"
+    assert isinstance(caught.value, RuntimeError), "or the other, depending on the place"
     what = f"{raised.__name__}: " if kind is SetupError else ""
     assert str(caught.value) == f"config: node 'b': SyncTensor[{name}]: {what}no such thing"
     assert isinstance(caught.value.__cause__, raised)

@@ -86,25 +86,16 @@ def test_gives_errors_as_values(run: pipe) -> None:
 
 
 def test_the_newest_item_waits(register: Register) -> None:
-    gate, started, all_read = threading.Event(), threading.Event(), threading.Event()
-
-    class Gated(ItemBackend):
-        def forward_item(self, item: dict[str, Any]) -> None:
-            started.set()
-            assert gate.wait(WAIT)
-            item["result"] = item["data"]
+    gate = Gate(blocks=lambda data: data == 0)
 
     def source() -> Iterator[dict[str, Any]]:
         yield {"data": 0}
-        assert started.wait(WAIT)
-        for index in range(1, 10):
-            yield {"data": index}
-        all_read.set()
+        gate.wait_entered()
+        yield from items(*range(1, 10))
+        gate.open()
 
-    with pipe({"backend": register(Gated)}) as run:
-        results = run.map(source(), ahead=1, newest=True)
-        threading.Thread(target=lambda: all_read.wait(WAIT) and gate.set(), daemon=True).start()
-        assert [done["result"] for done in results] == [0, 9]
+    with pipe({"backend": register(gate.backend)}) as run, gate:
+        assert [done["result"] for done in run.map(source(), ahead=1, newest=True)] == [0, 9]
 
 
 def test_what_the_iterable_raises_is_raised(run: pipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, EchoFour, Gate
-from kit.waits import WAIT, all_idle, error_of, eventually, outcome
-from test_lifecycle import run_python
+from kit.waits import WAIT, all_idle, error_of, eventually, outcome, run
 
 import torchpipe_py.runtime.runtime
 from torchpipe_py import BackendError, PipeClosed, Registry, Status, pipe
@@ -221,7 +221,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_hung_backend_lets_the_interpreter_exit(end: str) -> None:
-    ended = run_python(HUNG + ENDS[end])
+    ended = run(sys.executable, "-c", HUNG + ENDS[end])
     assert ended.returncode == (1 if end == "an exception" else 0), ended.stderr
     assert "given up" in ended.stdout
     assert ended.stderr.count(NOT_RETURNED) == 1, ended.stderr

@@ -88,13 +88,6 @@ def web_server(respond):
         thread.join()
 
 
-def wait_for(condition, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("decoder", ["pyav", "opencv"])
 def test_gives_every_frame_in_order(video, decoder):
     with bright() as run, Streams(run, {"a": {"source": str(video), "keep": "all", "decoder": decoder}}) as streams:
@@ -213,7 +206,7 @@ def test_adds_and_removes_streams(video):
         streams.add("b", **forever)
         with pytest.raises(ConfigError, match="'b'"):
             streams.add("b", **forever)
-        wait_for(lambda: next(streams).stream == "b")
+        eventually(lambda: next(streams).stream == "b")
         streams.remove("a")
         streams.remove("b")
         list(streams)  # what is in the pipe comes, and then it ends
@@ -231,7 +224,7 @@ def test_streams_that_were_removed_leave_nothing(video):
         files, threads = open_files(), threading.active_count()
         for number in range(30):
             streams.add(name := f"stream {number}", source=str(video), keep="all", repeat=True)
-            wait_for(lambda name=name: next(streams).stream == name)
+            eventually(lambda name=name: next(streams).stream == name)
             streams.remove(name)
         assert open_files() <= files
         assert threading.active_count() <= threads
