@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import Load, Report, load_of, progress
 from torchpipe_py import Registry, pipe
+from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.streams import Streams
 from torchpipe_py.streams.config import read_streams
 from torchpipe_py.streams.source import read_pictures
@@ -41,6 +42,7 @@ BREAK_SECONDS = (0.5, 2.0)  # until a source breaks
 
 def streams(args: argparse.Namespace) -> Report:
     """Streams as live in growing numbers, some of them broken, and files at full speed."""
+    keep_freed_memory()  # as ``torchpipe watch`` and the service do
     report = Report(f"streams: {FPS} fps each, for a model that takes half of them; QPS are frames, latency their age")
     with tempfile.TemporaryDirectory() as folder:
         video, short, file = (Path(folder, name) for name in ("a.ts", "b.ts", "c.ts"))
@@ -141,8 +143,7 @@ def _broken(report: Report, video: Path, short: Path, seconds: float) -> int:
         late[is_broken] = sum(age > _late_s(count) for each in others.values() for age in each)
         note = ", ".join(f"{kind} {stats[kind]['reconnects']} times opened again" for kind in BROKEN)
         name = "the others of {} streams, three " + ("broken" if is_broken else "over HTTP")
-        load = _load(others, seconds, f"{late[is_broken]} late; {note}")
-        report.add(name, count, load)
+        report.add(name, count, _load(others, seconds, f"{late[is_broken]} late; {note}"))
     return late[True] - late[False]
 
 

@@ -10,6 +10,7 @@ from threading import Timer
 from time import monotonic
 from typing import IO
 
+from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
@@ -22,6 +23,7 @@ def run_watch(options: argparse.Namespace) -> int:
     """0 when every stream has ended or the time is over, 1 where no frame had a result, 130 interrupted."""
     show = _window() if options.show else None
     results = 0
+    keep_freed_memory()
     with ExitStack() as stack:
         out = stack.enter_context(open(options.out, "wb")) if options.out else None
         lines: IO[bytes] = out or sys.stdout.buffer
