@@ -112,7 +112,8 @@ class Stream:
     def take(self) -> Waiting:
         """The oldest frame that waits; under the lock."""
         waiting = self.waiting.popleft()
-        self._has_room.notify_all()
+        if len(self.waiting) <= AHEAD // 2:  # NOTE: a wake-up costs as much as a small frame
+            self._has_room.notify_all()
         return waiting
 
     def drop(self, waiting: Waiting, why: str) -> None:
@@ -243,7 +244,8 @@ class Stream:
             self.waiting.append(Waiting(picture, number, seen, self._dropped_before))
             self._dropped_before = 0
             self._overdue_at = monotonic() + self.options.timeout + _GRACE
-            self._has_frame.notify()
+            if len(self.waiting) == 1:  # before, there was a frame to fetch already
+                self._has_frame.notify()
 
     def _is_due(self, pts: float | None) -> bool:
         """Whether ``fps`` lets a frame of that time through."""

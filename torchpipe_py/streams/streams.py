@@ -186,7 +186,8 @@ class Streams:
                     raise StopIteration
                 self._has_result.wait()
             frame = self._finished.popleft()
-            self._has_work.notify()
+            if len(self._finished) == self._most - 1:
+                self._has_work.notify()
             return frame
 
     # -- the way of a frame ---------------------------------------------------------------------------------------
@@ -307,5 +308,7 @@ class Streams:
             if not order and stream in self._removed:
                 self._removed.discard(stream)
                 del self._order[stream]
-            self._has_work.notify()
-            self._has_result.notify_all()
+            if stream.waiting or self._under_way == self._most - 1:  # NOTE: a feeder takes all that it finds
+                self._has_work.notify()
+            if self._finished or not self._under_way:
+                self._has_result.notify_all()
