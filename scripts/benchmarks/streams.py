@@ -153,7 +153,7 @@ def _file(report: Report, video: Path, compute_s: float) -> None:
     (options,) = read_streams({"a": table})
     start = monotonic()
     for picture in read_pictures(options, threading.Event()):
-        image = picture.to_mat()
+        image = picture.to_image()
     decoding = Load(FRAMES / (monotonic() - start))
     with _model(compute_s) as run:
         start = monotonic()

@@ -113,7 +113,7 @@ def test_streams_are_converted_side_by_side_and_each_enters_in_order(video, monk
     def reading(*args):
         with closing(read(*args)) as pictures:
             first = next(pictures)
-            yield first._replace(to_mat=lambda: both.wait() >= 0 and first.to_mat())
+            yield first._replace(to_image=lambda: both.wait() >= 0 and first.to_image())
             yield from pictures
 
     monkeypatch.setattr(pipe, "dispatch", entering)

@@ -11,16 +11,18 @@ COLOR = (80, 220, 60)
 """BGR."""
 
 
-def draw_boxes(image: np.ndarray, result: Any) -> np.ndarray:
-    """A copy of ``image`` (H×W×3 ``uint8`` BGR) with the boxes in ``result``, and the label of what has none.
+def draw_boxes(image: Any, result: Any) -> np.ndarray:
+    """A copy of ``image`` with the boxes in ``result``, and the label of what has none; H×W×3 ``uint8`` BGR.
 
+    ``image`` is as a ``Frame`` has it: the same, or a Tensor 1×3×H×W ``uint8`` RGB.
     A box is ``{"box": [left, top, right, bottom], "label": …, "score": …}`` in pixels of the image, or a list that
     begins with these four numbers. ``(label, score)`` of the whole image is written into its corner.
     """
     import cv2
 
-    drawn: np.ndarray = image.copy()
-    scale = max(0.4, image.shape[0] / 900)
+    is_mat = isinstance(image, np.ndarray)
+    drawn = image.copy() if is_mat else np.ascontiguousarray(image[0].flip(0).permute(1, 2, 0).cpu().numpy())
+    scale = max(0.4, drawn.shape[0] / 900)
     for box, text in _boxes(result):
         if box is not None:
             left, top, right, bottom = box

@@ -58,7 +58,13 @@ class StreamOptions:
         high=3600.0,
         doc="seconds to open it, and without a frame, after which it is opened again",
     )
-    decoder = Param(to_str, "auto", choices=("auto", "pyav", "opencv"), doc="`auto` is PyAV, or OpenCV without it")
+    decoder = Param(
+        to_str,
+        "auto",
+        choices=("auto", "pyav", "opencv", "pynvvideocodec"),
+        doc="`auto` is PyAV, or OpenCV without it; `pynvvideocodec` decodes on a GPU, and frames are Tensors there",
+    )
+    device_id = Param(to_int, 0, low=0, doc="the GPU of `pynvvideocodec`")
     hwaccel = Param(to_str, "", doc="PyAV's device for decoding, as `cuda` or `vaapi`; empty: the CPU")
     node_name = Param(to_str, "", doc="the root that its frames enter, where the configuration has several")
 

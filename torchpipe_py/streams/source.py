@@ -1,21 +1,21 @@
-"""Frames out of files, network streams and devices, by PyAV or OpenCV."""
+"""Frames out of files, network streams and devices, by PyAV, OpenCV, or PyAV and a GPU."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchpipe_py.errors import BackendUnavailable, first_line
 from torchpipe_py.streams.config import StreamOptions
+from torchpipe_py.streams.nvdec import GpuFrames, UndecodableError, to_tensor
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+logger = logging.getLogger("torchpipe_py")
 
 MOST_BROKEN = 100
 """Packets in a row that cannot be decoded, after which a stream is given up."""
@@ -32,8 +32,9 @@ class Picture(NamedTuple):
     """A decoded frame, still in the decoder's format: ``pts`` in seconds of the stream, if it has a clock."""
 
     pts: float | None
-    to_mat: Callable[[], NDArray[np.uint8]]
-    """H×W×3 ``uint8`` BGR."""
+    to_image: Callable[[], Any]
+    """H×W×3 ``uint8`` BGR; or, for ``decoder = "pynvvideocodec"``, a Tensor 1×3×H×W ``uint8`` RGB."""
+    color: str = "bgr"
 
 
 def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Picture]:
@@ -45,8 +46,9 @@ def read_pictures(options: StreamOptions, stop: threading.Event) -> Iterator[Pic
         try:
             import av
         except ImportError:
-            if options.decoder == "pyav":
-                raise BackendUnavailable("decoder = 'pyav' needs PyAV (pip install 'torchpipe_py[video]')") from None
+            if options.decoder != "auto":
+                needs = f"decoder = {options.decoder!r} needs PyAV (pip install 'torchpipe_py[video]')"
+                raise BackendUnavailable(needs) from None
         else:
             return _by_pyav(av, options, stop)
     return _by_opencv(options, stop)
@@ -75,35 +77,58 @@ def _by_pyav(av: Any, options: StreamOptions, stop: threading.Event) -> Iterator
         stream.thread_type = "NONE" if options.live else "AUTO"
         _check_size(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than declared
-        # One for all frames: to make one costs more than to convert a small frame.
-        reformat = av.video.reformatter.VideoReformatter().reformat
-        if int(av.__version__.partition(".")[0]) >= 17:  # before, there was one thread always
-            reformat = partial(reformat, threads=1)
+        decode = _decoding(av, stream, options)
         broken = 0
         try:
             for packet in container.demux(stream):
                 if stop.is_set():
                     return
                 try:
-                    frames = packet.decode()
-                except (av.error.InvalidDataError, av.error.EOFError) as error:
+                    pictures = decode(packet)
+                except (av.error.InvalidDataError, av.error.EOFError, UndecodableError) as error:
                     broken += 1
                     if broken > MOST_BROKEN:
                         raise SourceError(
                             f"{broken} packets in a row cannot be decoded: {first_line(error)}"
                         ) from error
                     continue
-                for frame in frames:
+                if pictures:
                     broken = 0
-                    _check_size(frame.width, frame.height)
-                    yield Picture(frame.time, partial(_to_mat, reformat, frame))
+                yield from pictures
         except (av.FFmpegError, OSError, ValueError) as error:
             raise _source_error(av, options, error) from error
 
 
-def _to_mat(reformat: Callable[..., Any], frame: Any) -> NDArray[np.uint8]:
-    mat: NDArray[np.uint8] = reformat(frame, format="bgr24").to_ndarray()
-    return mat
+def _decoding(av: Any, stream: Any, options: StreamOptions) -> Callable[[Any], list[Picture]]:
+    """The function that decodes a packet."""
+    is_for_gpu = options.decoder == "pynvvideocodec"
+    if is_for_gpu:
+        try:
+            gpu = GpuFrames(av, stream, options.device_id, options.live)
+            return lambda packet: [_gpu_picture(*each) for each in gpu.decode(packet)]
+        except BackendUnavailable as error:
+            logger.warning("stream %r: decoded on the CPU: %s", options.name, error)
+    # One for all frames: to make one costs more than to convert a small frame.
+    reformat = av.video.reformatter.VideoReformatter().reformat
+    if int(av.__version__.partition(".")[0]) >= 17:  # before, there was one thread always
+        reformat = partial(reformat, threads=1)
+
+    def to_image(frame: Any) -> Any:
+        mat = reformat(frame, format="rgb24" if is_for_gpu else "bgr24").to_ndarray()
+        return to_tensor(mat, options.device_id) if is_for_gpu else mat
+
+    def decode(packet: Any) -> list[Picture]:
+        frames = packet.decode()
+        for frame in frames:
+            _check_size(frame.width, frame.height)
+        return [Picture(frame.time, partial(to_image, frame), "rgb" if is_for_gpu else "bgr") for frame in frames]
+
+    return decode
+
+
+def _gpu_picture(pts: float | None, image: Any) -> Picture:
+    _check_size(image.shape[3], image.shape[2])
+    return Picture(pts, lambda: image, "rgb")
 
 
 def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceError:

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import ConfigError, NoResult, PipeClosed, describe
@@ -22,9 +20,6 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams.config import ALL, StreamOptions, read_stream, read_streams
 from torchpipe_py.streams.stream import Stream, Waiting
 from torchpipe_py.wire.json_values import json_line, to_json
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 STREAM_KEY = "stream"
 """Of a request: the name of the stream that its frame is of."""
@@ -49,8 +44,8 @@ class Frame:
     """Seconds of the stream's clock."""
     dropped_before: int
     """Frames since the one before that are not given: newer ones came, or they were stale."""
-    image: NDArray[np.uint8] | None = field(default=None, repr=False)
-    """H×W×3 ``uint8`` BGR, as it was decoded."""
+    image: Any = field(default=None, repr=False)
+    """As it was decoded: H×W×3 ``uint8`` BGR, or with ``pynvvideocodec`` a Tensor 1×3×H×W ``uint8`` RGB."""
     data: dict[str, Any] = field(default_factory=dict, repr=False)
     """The request's dict as the pipe left it."""
     result: Any = None
@@ -89,7 +84,7 @@ class Streams:
     by default one more than the instances of its widest node hold, and no more while as many results wait to be taken.
     Streams take turns by ``weight``.
     A frame whose request fails has ``error`` in place of ``result``. ``ConfigError`` for streams that cannot be read.
-    A request is ``{"data": image, "color": "bgr", "stream": name}``.
+    A request is ``{"data": image, "color": "bgr" or "rgb", "stream": name}``.
     """
 
     def __init__(
@@ -274,10 +269,10 @@ class Streams:
         on_done: Callable[[Any, BaseException | None], None] = lambda _, error: self._leave(stream, frame, error)  # noqa: E731
         try:
             try:
-                frame.image = waiting.picture.to_mat()
+                frame.image = waiting.picture.to_image()
             finally:
                 stream.is_converting = False  # NOTE: before it enters: what waits for it is not woken again
-            frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: "bgr", STREAM_KEY: frame.stream}
+            frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: waiting.picture.color, STREAM_KEY: frame.stream}
             if stream.options.node_name:
                 frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
             self._run.dispatch(frame.data, on_done)
