@@ -112,6 +112,17 @@ def test_a_wrong_message_is_refused(server: LocalServer, data: bytes, status: st
         assert answer.raw_output_contents == [struct.pack("<I", 3) + b"abc"]
 
 
+@pytest.mark.parametrize("outputs", [[], ["result"]])
+@pytest.mark.parametrize("id", ["", "größe"])
+def test_an_answer_has_the_id_and_the_outputs_of_its_request(server: LocalServer, outputs: list[str], id: str) -> None:
+    asked = Request(id=id, outputs=[{"name": name} for name in outputs]).SerializeToString()
+    with channel(server.grpc_port) as on:
+        answer = Answer.FromString(method(on)(GOOD + asked, timeout=WAIT))
+        assert (answer.id, [output.name for output in answer.outputs]) == (id, ["result"])
+        other = Request(outputs=[{"name": "other"}]).SerializeToString()
+        assert "no output 'other'" in code_of(lambda: method(on)(GOOD + other, timeout=WAIT))[1]
+
+
 def test_a_refused_message_is_let_go_at_once(server: LocalServer) -> None:
     refused = Request(model_name="let go").SerializeToString()
     gc.disable()

@@ -150,8 +150,8 @@ class Codec(Protocol):
     @property
     def is_binary(self) -> bool: ...
 
-    def plain(self, model: Model, root: Root, value: Any) -> Any:
-        """The answer to a request without wishes whose one item has this result; ``None`` where ``answer`` is to."""
+    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> Any:
+        """The answer to a plain request whose one item has this result; ``None`` where ``answer`` is to."""
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> Any:
         """The answer with these tensors, each of which is wanted as binary or not."""
@@ -239,7 +239,6 @@ class OpenInference:
         items = asked.items(root.inputs)
         count = len(items)
         asked.rows.clear()  # NOTE: inputs are kept no longer than the pipe keeps them
-        is_plain = not asked.outputs and asked.id is None and asked.is_binary == codec.is_binary
 
         def finish(outcomes: list[Any]) -> None:
             try:
@@ -250,8 +249,8 @@ class OpenInference:
             done(result)
 
         def finish_one(data: dict[str, Any], error: BaseException | None) -> None:
-            if error is None and is_plain and RESULT in data:
-                answer = codec.plain(model, root, data[RESULT])
+            if error is None and RESULT in data and asked.is_plain(codec.is_binary, data):
+                answer = codec.plain(model, root, asked, data[RESULT])
                 if answer is not None:
                     model.figures.add(1, began, True)
                     done(answer)

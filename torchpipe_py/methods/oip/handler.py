@@ -87,8 +87,10 @@ class OipHandler:
         admit = partial(self._core.admit, model, began) if model.deadlines.is_refusing else None
         return self._core.infer(model, read_infer(request.body, head, self._limits, admit), self, began, done)
 
-    def plain(self, model: Model, root: Root, value: Any) -> HttpAnswer | None:
+    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:
         """See ``Codec``."""
+        if asked.outputs or asked.id is not None:
+            return None
         templates = self._templates.get(root)
         if templates is None:
             names = [spec.name for spec in root.outputs]

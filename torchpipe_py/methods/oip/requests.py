@@ -15,7 +15,7 @@ from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import milliseconds
 from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
-_DATA = "data"
+_DATA, _RESULT = "data", "result"
 MOST_ITEM_VALUES = 2**12
 """Of one request: items of each input, and of ``BYTES`` elements. Each costs the same, however small."""
 NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
@@ -85,6 +85,15 @@ class InferRequest(NamedTuple):
     node_name: str | None
     deadline_ms: float | None
     priority: int = 0
+
+    def is_plain(self, is_binary: bool, data: Row) -> bool:
+        """Whether all outputs are of the result in ``data`` as it is, and come in this form."""
+        if not self.outputs:
+            return self.is_binary == is_binary
+        return all(
+            wanted.is_binary == is_binary and not wanted.classes and (wanted.name == _RESULT or wanted.name not in data)
+            for wanted in self.outputs
+        )
 
     def items(self, inputs: Sequence[TensorSpec]) -> list[Row]:
         """Of each item a dict for the pipe: the ``inputs`` of the root are its ``data``, others are keys."""
@@ -162,7 +171,7 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
     name, datatype, shape, data = inputs[0]
-    is_usual = len(inputs) == len(shape) == shape[0] == 1 and datatype == BYTES and 0 < len(name) <= NAME_CHARACTERS
+    is_usual = len(inputs) == 1 and shape in ([1], [1, 1]) and datatype == BYTES and 0 < len(name) <= NAME_CHARACTERS
     if is_usual and (element := only_element(data)) is not None:
         return [{name: element}]
     _check_names("inputs", [given.name for given in inputs])

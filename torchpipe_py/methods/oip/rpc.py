@@ -181,7 +181,7 @@ class OipRpcs:
                 done(RpcAnswer(made, outcome=failed["code"]))
                 return
             inner = result.message + (_FINAL_ANSWER if is_final else b"")
-            done(result._replace(message=b"\x12" + _varint(len(inner)) + inner))
+            done(result._replace(message=b"\x12" + _delimited(inner)))
 
         try:
             return self._infer(request, answer)
@@ -248,13 +248,15 @@ class OipRpcs:
 
     # -- answers ------------------------------------------------------------------------------------------------
 
-    def plain(self, model: Model, root: Root, value: Any) -> RpcAnswer | None:
+    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> RpcAnswer | None:
         """See ``Codec``."""
         templates = self._templates.get(root)
         if templates is None:
             names = [spec.name for spec in root.outputs]
             templates = self._templates[root] = _Templates(model.name, model.version, names)
-        found = templates.answer(value)
+        found = templates.answer(value, asked.outputs)
+        if found is not None and asked.id:
+            found += b"\x1a" + _delimited(asked.id.encode())
         return None if found is None else RpcAnswer(found)
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> RpcAnswer:
@@ -282,6 +284,7 @@ class _Templates:
             str: ((name, BYTES),),
             bytes: ((name, BYTES),),
         }
+        self._names = {kind: [name for name, _ in outputs] for kind, outputs in tensors.items()}
         self._starts: dict[type, bytes] = {
             kind: _ModelInferResponse(
                 model_name=model,
@@ -291,11 +294,13 @@ class _Templates:
             for kind, outputs in tensors.items()
         }
 
-    def answer(self, value: Any) -> bytes | None:
-        """``None`` for another result."""
+    def answer(self, value: Any, wanted: Sequence[Wanted]) -> bytes | None:
+        """``None`` for another result, or if other outputs are wanted."""
         kind = type(value)
         start = self._starts.get(kind)
         if start is None or (kind is int and not -(2**63) <= value < 2**63):
+            return None
+        if wanted and [output.name for output in wanted] != self._names[kind]:
             return None
         if kind is tuple:
             if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
@@ -319,7 +324,11 @@ def _element(value: str | bytes) -> bytes:
 
 def _raw(data: bytes) -> bytes:
     """A field 6 of a ``ModelInferResponse``, ``raw_output_contents``."""
-    return b"\x32" + _varint(len(data)) + data
+    return b"\x32" + _delimited(data)
+
+
+def _delimited(data: bytes) -> bytes:
+    return _varint(len(data)) + data
 
 
 def _varint(number: int) -> bytes:
