@@ -140,8 +140,8 @@ def test_another_size_than_that_of_the_model_is_refused(backend: str, tmp_path: 
     ]
     plan_pipeline({**keys, "resize_h": 64, "resize_w": 48})
     with pipe({"backend": "OnnxTensor", "model": keys["model"]}) as run:
-        run(item := {"data": picture(64, 49)})
-        assert "takes 1x3x64x48, got" in str(item["error"]), "what is refused is what the model would refuse"
+        error = str(run({"data": picture(64, 49)})["error"])
+        assert "takes 1x3x64x48, got" in error, "what is refused is what the model would refuse"
 
 
 @pytest.mark.parametrize("resize", ["LetterBoxMat,Mat2Tensor", "ResizePadMat", "Mat2Tensor,LetterBoxTensor"])

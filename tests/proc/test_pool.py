@@ -422,8 +422,7 @@ def test_the_next_node_reads_answers_where_they_lie(register: Register) -> None:
         for times in range(2):
             kept.clear()
             for number in range(20):
-                p(item := {"data": number})
-                assert item["result"] == number
+                assert p({"data": number})["result"] == number
             # Those that are kept stay as they are, and are copies where too many are kept.
             assert [int(array.max()) for array in kept] == [int(array.min()) for array in kept] == [*range(20)]
             assert [lies_in_a_slot(array) for array in kept] == [True] * 14 + [False] * 6, times
@@ -431,5 +430,4 @@ def test_the_next_node_reads_answers_where_they_lie(register: Register) -> None:
 
 def test_a_caller_gets_copies(register: Register) -> None:
     with pipe({"backend": f"Process[{register(process_backends.Fill)}]"}) as p:
-        p(item := {"data": 1})
-    assert not lies_in_a_slot(item["result"])  # type: ignore[arg-type]
+        assert not lies_in_a_slot(p({"data": 1})["result"])

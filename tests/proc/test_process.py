@@ -337,8 +337,7 @@ class Triple:
     import_code(str(file))
     try:
         with pipe({"backend": "Process[Triple]"}) as p:
-            p(item := {"data": 2})
-        assert item["result"] == 6
+            assert p({"data": 2})["result"] == 6
         import_code(str(file))  # once is enough
         other = tmp_path / "other" / "imported_by_path.py"
         other.parent.mkdir()
@@ -377,26 +376,23 @@ def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type, mon
     with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
         backend = p._runtime.nodes["node"].instances[0].backend
         assert backend._keeper.max_seconds == WAIT
-        p(item := {"data": "pid"})
-        os.kill(item["result"][0], signal.SIGSTOP)
+        pid = p({"data": "pid"})["result"][0]
+        os.kill(pid, signal.SIGSTOP)
         backend._keeper.max_seconds = 0.2
         with pytest.raises(WorkerDied, match=r"took longer than 0\.2 s and was ended"):
             p({"data": "pid"})
         backend._keeper.max_seconds = WAIT
-        p(other := {"data": "pid"})
-        assert other["result"][0] != item["result"][0]
+        assert p({"data": "pid"})["result"][0] != pid
 
 
 def test_memory_beyond_the_limit_is_refused(register: Register) -> None:
     """PyTorch is imported before the limit holds: it maps more than any limit that suits a backend."""
     with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_memory": 64}) as p:
-        p(item := {"data": "plain", "tensor": torch.ones(2)})
-        assert item["tensor"].tolist() == [1, 1]
+        assert p({"data": "plain", "tensor": torch.ones(2)})["tensor"].tolist() == [1, 1]
         p({"data": "allocate", "mebibytes": 16})
         with pytest.raises(BackendError, match="MemoryError"):
             p({"data": "allocate", "mebibytes": 128})
-        p(item := {"data": "plain"})
-        assert item["result"][2] == "plain"
+        assert p({"data": "plain"})["result"][2] == "plain"
 
 
 @pytest.fixture

@@ -78,16 +78,6 @@ def test_items_that_mix_are_refused(tmp_path: Path, name: str, size: int | str) 
     assert answer({**config, "max": 1}, torch.arange(6.0))["result"].shape == (1, 6)
 
 
-class TrainedNorm(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = torch.nn.BatchNorm2d(4, track_running_stats=False)  # statistics of the batch, also in eval()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
 class OneRow(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(1, -1)
@@ -96,10 +86,11 @@ class OneRow(torch.nn.Module):
 def test_torch_models_are_tried_too(tmp_path: Path) -> None:
     """An exported program says its shapes; TorchScript does not, and is tried with the first request."""
     example = torch.zeros(2, 4, 3, 3)
-    for module, told, found in ((TrainedNorm, "depends on what", "depends on"), (OneRow, "for every batch", "is 1x72")):
-        exported = torch_model(tmp_path / "model", module(), example, shapes=batched())
+    norm = torch.nn.BatchNorm2d(4, track_running_stats=False)  # statistics of the batch, also in eval()
+    for module, told, found in ((norm, "depends on what", "depends on"), (OneRow(), "for every batch", "is 1x72")):
+        exported = torch_model(tmp_path / "model", module, example, shapes=batched())
         refused({**exported, "max": 4}, told)
-        script = torch_model(tmp_path / "model", module()) | {"max": 4}
+        script = torch_model(tmp_path / "model", module) | {"max": 4}
         with pipe(script) as run, pytest.raises(BackendError, match=found):
             run({"data": torch.ones(1, 4, 3, 3)})
     config = torch_model(tmp_path / "one.pt2", torch.nn.ReLU(), torch.zeros(1, 4))
@@ -214,8 +205,7 @@ def test_an_image_without_a_batch(tmp_path: Path, size: list[int | str]) -> None
     for more, expected in (({}, planes), ({"mean": "1, 2, 3", "std": 2}, normal)):
         with pipe({**config, **more}) as run:
             for value in (mat, planes, planes[None], planes.float()):
-                run(item := {"data": value})
-                torch.testing.assert_close(item["result"], expected.float().mean((1, 2)))
+                torch.testing.assert_close(run({"data": value})["result"], expected.float().mean((1, 2)))
             assert [spec.dims[:2] for spec in run.signature().inputs] == [(1, 3)]
     refused({**config, "max": 2}, "input 'x' has a fixed batch of 3")
 
@@ -238,8 +228,7 @@ def test_torchscript(tmp_path: Path, more: Data, on_gpu: bool, monkeypatch: pyte
         cpu_as_gpu(monkeypatch)
     with pipe({**script, **more}) as run:
         for rows, count in ((FOUND, 3), (FOUND[:1] * 5, 5), (FOUND[:1], 1), (NOTHING, 0), (FOUND, 3)):
-            run(item := {"data": torch.tensor([[rows]])})
-            boxes, scores, found = item["result"]
+            boxes, scores, found = run({"data": torch.tensor([[rows]])})["result"]
             assert boxes.tolist() == [row[:4] for row in rows[:count]]
             assert (scores.shape, found.item()) == ((count,), count)
     with pipe({**script, "max": 2}) as run, pytest.raises(BackendError, match="or set max = 1"):
