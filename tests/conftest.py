@@ -124,6 +124,14 @@ def dataset(tmp_path: Path) -> Any:
     return write_images(tmp_path / "images", 11)
 
 
+@pytest.fixture(params=["threads", "asyncio"])
+def make(request: pytest.FixtureRequest) -> Any:
+    """Of the tests in ``client``: ``Client``, or the same calls of ``AsyncClient``."""
+    from kit.peer import CLIENTS
+
+    return CLIENTS[request.param]
+
+
 @pytest.fixture
 def workers_may_die() -> Iterator[None]:
     """Of the tests in ``training``: PyTorch's handler of SIGCHLD, which any DataLoader before may have set, is off.

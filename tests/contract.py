@@ -290,7 +290,7 @@ def _replica(house: House, path: str, body: bytes, **fields: str) -> Outcome:
     return _of_json(asyncio.run(house.replica.answer(request, pieces())).body)
 
 
-def as_rpc(asked: Asked) -> Any:
+def as_rpc(asked: Asked, model_name: str = "test") -> Any:
     """The message that asks so; a deadline that gRPC cannot say is a parameter."""
     from torchpipe_py.methods.oip.messages import message
 
@@ -300,7 +300,7 @@ def as_rpc(asked: Asked) -> Any:
     kinds = {int: "int64_param", float: "double_param", str: "string_param"}
     named = {"data": asked.data, **{name: text.encode() for name, text in asked.inputs.items()}}
     return message("inference.ModelInferRequest")(
-        model_name="test",
+        model_name=model_name,
         inputs=[{"name": name, "datatype": "BYTES", "shape": [1]} for name in named],
         outputs=[{"name": name} for name in asked.outputs or ()],
         parameters={name: {kinds[type(value)]: value} for name, value in given.items()},
@@ -344,8 +344,7 @@ def _of_rpc(found: Any) -> Outcome:
 def replica_rpc(house: House, asked: Asked) -> Outcome:
     from torchpipe_py.methods.oip.messages import message
 
-    given = as_rpc(asked)
-    given.model_name = "demo"
+    given = as_rpc(asked, "demo")
     if asked.deadline_ms is not None:
         given.parameters["deadline_ms"].double_param = asked.deadline_ms
     path = "/inference.GRPCInferenceService/ModelInfer"

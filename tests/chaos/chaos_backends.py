@@ -1,4 +1,4 @@
-"""Backends whose answer tells the question, for workers: ``--import``."""
+"""A backend whose answer tells the question, for workers: ``--import``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ class ChaosEcho(Backend):
     service_ms = Param(float, 0.0, doc="time of a batch")
     leak_bytes = Param(int, 0, doc="a planted leak")
     held_mib = Param(int, 0, doc="memory from setup on")
+    fault = Param(str, "", doc="of setup: raises, crashes, crashes once ready")
 
     def setup(self) -> None:
         self._held = b"x" * (self.held_mib * 2**20)
         self._kept: list[bytes] = []
+        if self.fault == "raises":
+            raise RuntimeError("a planted failure of setup")
+        if self.fault == "crashes":
+            os._exit(3)
+        if self.fault == "crashes once ready":
+            _crash_once_ready()
 
     def forward(self, items: list[dict[str, Any]]) -> None:
         time.sleep(self.service_ms / 1000)
@@ -36,28 +43,12 @@ class ChaosEcho(Backend):
         return self.most
 
 
-@register_backend
-class ChaosCrash(ChaosEcho):
-    """Ends its process: in ``setup``, or right after its worker has said that it is ready."""
+def _crash_once_ready() -> None:
+    """End this process right after it has said that it is ready."""
+    from torchpipe_server.worker.worker import Post
 
-    once_ready = Param(bool, False, doc="not in setup")
+    def run(post: Post, graph: str) -> None:
+        post.send({"type": "ready", "graph": graph})
+        os._exit(3)
 
-    def setup(self) -> None:
-        super().setup()
-        if not self.once_ready:
-            os._exit(3)
-        from torchpipe_server.worker.worker import Post
-
-        def run(post: Post, graph: str) -> None:
-            post.send({"type": "ready", "graph": graph})
-            os._exit(3)
-
-        Post.run = run  # type: ignore[method-assign]
-
-
-@register_backend
-class ChaosRaise(ChaosEcho):
-    """Cannot be set up."""
-
-    def setup(self) -> None:
-        raise RuntimeError("a planted failure of setup")
+    Post.run = run  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """Clients in threads: each asks, waits for its own answer, and asks again. Every second one speaks HTTP.
 
-What became of their requests is a ``Tally``; ``answered`` and its like say what is wrong with it, nothing if it passed.
+What became of their requests is a ``Tally``; ``check_answers`` and its like fail where something is wrong with it.
 """
 
 from __future__ import annotations
@@ -99,39 +99,29 @@ class Tally:
         return {"sent": self.sent, **self.ends, "longest_s": round(self.longest, 3)}
 
 
-def answered(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> list[str]:
+def check_answers(tally: Tally, within: float, codes: Iterable[str] = ("ok",)) -> None:
     """Every request has its own answer, of these codes and in time, or its connection was closed."""
     strange = {end: count for end, count in tally.ends.items() if end not in (*codes, *_OWN_END)}
-    return [
-        *([] if tally.ends["ok"] else ["no request was served"]),
-        *([f"answers {strange}"] if strange else []),
-        *above("seconds to an answer", tally.longest, within),
-    ]
+    assert tally.ends["ok"], "no request was served"
+    assert not strange, f"answers {strange}"
+    assert tally.longest <= within, f"{tally.longest:g} seconds to an answer, {within:g} are allowed"
 
 
-def closed_by_kills(closed: Sequence[tuple[float, float]], kills: Sequence[tuple[float, float]]) -> list[str]:
+def check_closed(tally: Tally, kills: Sequence[tuple[float, float]] = ()) -> None:
     """A connection may be closed where a worker had it that was killed, and nowhere else.
 
     kills: when, and by when another worker was there. What is sent later is not sent to the killed one.
     """
-    lost = [when for when in closed if not any(kill <= when[1] and when[0] <= back for kill, back in kills)]
-    return [f"{len(lost)} connections closed though nothing was killed"] if lost else []
+    lost = [one for one in tally.closed if not any(kill <= one[1] and one[0] <= back for kill, back in kills)]
+    assert not lost, f"{len(lost)} connections closed though nothing was killed"
 
 
-def grew(samples: Sequence[int], most: int, what: str) -> list[str]:
+def growth(samples: Sequence[int]) -> int:
     """From the median of the second half's first quarter to that of its last: a leak, not a warm-up."""
     half = samples[len(samples) // 2 :]
     quarter = len(half) // 4
     first, last = (sorted(part)[quarter // 2] for part in (half[:quarter], half[-quarter:]))
-    return above(f"{what}: its growth", last - first, most)
-
-
-def above(what: str, value: float, most: float) -> list[str]:
-    return [f"{what} is {value:g}, {most:g} are allowed"] if value > most else []
-
-
-def differs(what: str, value: object, expected: object) -> list[str]:
-    return [f"{what} is {value!r} in place of {expected!r}"] if value != expected else []
+    return last - first
 
 
 # -- the load -------------------------------------------------------------------------------------------------------

@@ -1,37 +1,18 @@
-"""A service with a backend of ``chaos_backends``."""
+"""A service with the backend of ``chaos_backends``."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from kit.monitored import Monitored
 from kit.services import LIGHT, ROOT
-from kit.waits import WAIT
 
 MEBIBYTE = 2**20
 BACKENDS = str(Path(__file__).with_name("chaos_backends.py"))
-ENVIRONMENT = dict(os.environ)
-"""As it was in the main thread: pytest changes ``os.environ`` between tests, while other threads start services."""
-
-
-def eventually(is_true: Callable[[], object], seconds: float = WAIT) -> bool:
-    """Whether it comes true in that time."""
-    until = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class Service(Monitored):
@@ -44,7 +25,7 @@ class Service(Monitored):
             self.write(name, **keys)
         flags = ("--log-level", "warning", "--import", BACKENDS, *args)
         config = self.config if models is None else self.config.parent
-        super().__init__(*flags, config=str(config), env={**ENVIRONMENT, "PYTHONPATH": LIGHT})
+        super().__init__(*flags, config=str(config), env={"PYTHONPATH": LIGHT})
 
     def write(self, name: str = "chaos", backend: str = "ChaosEcho", **node: Any) -> None:
         """Write a configuration."""
@@ -52,23 +33,6 @@ class Service(Monitored):
         file = self.config.parent / f"{name}.toml"
         file.parent.mkdir(exist_ok=True)
         file.write_text("[node]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items()))
-
-    def control(self, action: str, name: str) -> tuple[int, Any]:
-        """Load or unload a model: status and answer."""
-        connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=WAIT)
-        try:
-            connection.request("POST", f"/v2/repository/models/{name}/{action}")
-            answer = connection.getresponse()
-            return answer.status, json.load(answer)
-        finally:
-            connection.close()
-
-    def exit_code(self, seconds: float = WAIT) -> int | None:
-        """``None`` if it has not ended by then."""
-        try:
-            return self.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
 
     def shared_files(self) -> list[str]:
         """The files in ``/dev/shm`` that its processes have open, or mapped, but those of a Python that lies there."""

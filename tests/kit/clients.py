@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import re
 import socket
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
-from thriftpy2.thrift import TApplicationException, TMessageType
+from thriftpy2.thrift import TApplicationException, TException, TMessageType
 from thriftpy2.transport import TBufferedTransport, TFramedTransport, TSocket
 
 from kit.waits import WAIT
@@ -192,6 +193,46 @@ class HttpClient(Asks):
 
     def close(self) -> None:
         self.sock.close()
+
+
+def fetch(port: int, path: str, verb: str = "GET", body: Any = b"", **fields: str) -> Response:
+    """The answer, on a connection of its own. A body that is no bytes goes as JSON, a field's ``_`` as ``-``."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
+    try:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(verb, path, content, {name.replace("_", "-"): value for name, value in fields.items()})
+        answer = connection.getresponse()
+        return Response(answer.status, {name.lower(): text for name, text in answer.getheaders()}, answer.read())
+    finally:
+        connection.close()
+
+
+def ask(port: int, body: Any, path: str = "/infer", verb: str = "POST", **fields: str) -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    answer = fetch(port, path, verb, body, **fields)
+    assert answer.fields["content-type"] == "application/json"
+    return answer.status, json.loads(answer.body)
+
+
+def is_answered(client: Client) -> bool:
+    """Whether it is: while no worker is there, requests are answered with an error on the same connection."""
+    try:
+        client.ping()
+    except TApplicationException as error:
+        if "Unavailable" not in error.message:
+            raise
+        return False
+    return True
+
+
+def is_served(port: int) -> bool:
+    """Whether a newcomer is answered, and neither refused nor closed."""
+    try:
+        with Client(port) as client:
+            client.ping()
+    except (OSError, EOFError, TException):
+        return False
+    return True
 
 
 every_client = pytest.mark.parametrize("client_type", [Client, HttpClient], ids=["thrift", "http"])

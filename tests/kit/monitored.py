@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from kit.services import Process, told_at
+from kit.services import Process, SteeredProcess, told_at
 from kit.waits import is_alive
 
 
@@ -29,6 +29,10 @@ class Monitored(Process):
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a path of the monitoring port, given without its slash."""
         return told_at(self.address + path)
+
+    @property
+    def http_port(self) -> int:
+        return int(self.address.split(":")[2].strip("/"))
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -71,3 +75,13 @@ class Monitored(Process):
             with suppress(psutil.NoSuchProcess):
                 one.kill()
         super().__exit__(*error)
+
+
+class SteeredService(Monitored, SteeredProcess):
+    """Both."""
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, user's and system's."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)

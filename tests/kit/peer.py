@@ -253,6 +253,11 @@ class BlockingClient:
         self._loop.close()
 
 
+def label(client: Any, text: str = "a", **options: Any) -> str:
+    """What ``infer_batch`` answers."""
+    return str(client.infer_batch(text.encode(), **options).label)
+
+
 CLIENTS = {"threads": Client, "asyncio": BlockingClient}
 
 

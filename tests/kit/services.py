@@ -302,10 +302,15 @@ class SteeredProcess(Process):
     """
 
     def __init__(self, folder: Path, *args: str, tables: str = "", files: int = 0, **env: str) -> None:
-        self.folder, config = folder, folder / "steered.toml"
-        tables = tables or '[node]\nbackend = "Steered"\ninstance_num = 1\nFOLDER\n'
-        config.write_text(tables.replace("FOLDER", f'folder = "{folder}"'))
+        self.folder = folder
+        config = self.write(tables or '[node]\nbackend = "Steered"\ninstance_num = 1\nFOLDER\n')
         super().__init__("--import", FILE, *args, config=str(config), env={"PYTHONPATH": LIGHT, **env}, files=files)
+
+    def write(self, tables: str) -> Path:
+        """Write the configuration, for the next SIGHUP."""
+        config = self.folder / "steered.toml"
+        config.write_text(tables.replace("FOLDER", f'folder = "{self.folder}"'))
+        return config
 
     def wait_entered(self) -> None:
         """Until a request, or ``setup``, blocks; then for the next one."""

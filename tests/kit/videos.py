@@ -1,9 +1,12 @@
-"""Small videos for streams."""
+"""Small videos for streams, and a server of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +37,27 @@ def write_video(
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
+
+
+@contextmanager
+def web_server(respond: Callable[[BaseHTTPRequestHandler, int], object]) -> Iterator[int]:
+    """Answers each GET by ``respond(handler, number)``; yields its port."""
+    numbers = iter(range(1000))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            respond(self, next(numbers))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

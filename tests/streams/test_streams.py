@@ -9,12 +9,11 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kit.videos import write_video
+from kit.videos import web_server, write_video
 from kit.waits import WAIT, eventually
 
 from torchpipe_py import ConfigError, ItemBackend, Registry, pipe
@@ -62,30 +61,6 @@ def bright(backend="Bright", **keys):
     registry.register_backend(Slow)
     with pipe({"backend": backend, "instance_num": 2, **keys}, registry=registry) as run:
         yield run
-
-
-@contextmanager
-def web_server(respond):
-    """Answers each GET by ``respond(handler, number)``; yields its port."""
-    numbers = iter(range(1000))
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            respond(self, next(numbers))
-
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.mark.parametrize("decoder", ["pyav", "opencv"])
