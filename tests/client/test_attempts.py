@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from kit.peer import (
-    CLIENTS,
     ScriptedServer,
     answer,
     fails,
@@ -14,6 +11,7 @@ from kit.peer import (
     fails_undeclared,
     half,
     hang_up,
+    label,
     pauses,
     reset,
     stall,
@@ -35,17 +33,6 @@ from torchpipe_client import (
     UnknownNode,
     WorkerDied,
 )
-
-
-@pytest.fixture(params=CLIENTS)
-def make(request: pytest.FixtureRequest) -> Any:
-    """Client, or the same calls of AsyncClient."""
-    return CLIENTS[request.param]
-
-
-def label(client: Any, text: str = "a", **options: Any) -> str:
-    return str(client.infer_batch(text.encode(), **options).label)
-
 
 # -- errors of the service ------------------------------------------------------------------------------------------
 

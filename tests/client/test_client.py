@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kit.peer import CLIENTS
 from kit.services import SteeredProcess, reserved_port, serving
-from kit.waits import WAIT
+from kit.waits import WAIT, run
 from torchpipe_client import (
     ConnectionLost,
     DecodeError,
@@ -26,12 +24,6 @@ from torchpipe_client import (
     UnknownNode,
     WorkerDied,
 )
-
-
-@pytest.fixture(params=CLIENTS)
-def make(request: pytest.FixtureRequest) -> Any:
-    """Client, or the same calls of AsyncClient."""
-    return CLIENTS[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +69,7 @@ def test_a_value_comes_back_as_it_went(make, echo, sent, dtype):
 @pytest.mark.parametrize(
     ("method", "args", "text"),
     [
-        (
-            "infer",
-            [{"data": ["a", "b"]}],
-            r"^inputs\['data'\]\[0\]: a list cannot contain a str",
-        ),
+        ("infer", [{"data": ["a", "b"]}], r"^inputs\['data'\]\[0\]: a list cannot contain a str"),
         ("infer", [{"data": [1, "a"]}], r"a list of numbers with an element that is not a number of at most 64 bits"),
         ("infer", [{"data": [2**64]}], r"a list of numbers with an element that is not a number of at most 64 bits"),
         ("infer", [{"data": [-1, 2**63]}], r"^inputs\['data'\]: an integer of more than 64 bits"),
@@ -161,13 +149,7 @@ with Client(sys.argv[1]) as client:
 
 
 def test_it_needs_thriftpy2_and_no_more(echo):
-    def alone(*missing: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "error", "-c", ALONE, echo, *missing]
-        return subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
-
-    done = alone("numpy")
+    done = run(sys.executable, "-W", "error", "-c", ALONE, echo, "numpy")
     assert (done.returncode, done.stdout, done.stderr) == (0, "b'a'\n", "")
-    done = alone("thriftpy2")
-    assert done.stderr.splitlines()[-1].startswith(
-        "ImportError: torchpipe_client needs thriftpy2 (pip install thriftpy2)"
-    )
+    last = run(sys.executable, "-W", "error", "-c", ALONE, echo, "thriftpy2").stderr.splitlines()[-1]
+    assert last.startswith("ImportError: torchpipe_client needs thriftpy2 (pip install thriftpy2)")

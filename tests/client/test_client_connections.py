@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -16,10 +17,10 @@ from typing import Any
 
 import pytest
 from kit.peer import (
-    CLIENTS,
     BlockingClient,
     ScriptedServer,
     answer_and_hang_up,
+    label,
     other,
     pauses,
     reply,
@@ -27,29 +28,8 @@ from kit.peer import (
     stall,
 )
 from kit.waits import WAIT, in_threads
-from torchpipe_client import (
-    AsyncClient,
-    BadReply,
-    Client,
-    NotConnected,
-)
-
-
-@pytest.fixture(params=CLIENTS)
-def make(request: pytest.FixtureRequest) -> Any:
-    """Client, or the same calls of AsyncClient."""
-    return CLIENTS[request.param]
-
-
-def label(client: Any, text: str = "a", **options: Any) -> str:
-    return str(client.infer_batch(text.encode(), **options).label)
-
-
-def a_round_of_its_loop(client: Any) -> None:
-    """What has arrived at an asyncio client is seen after it."""
-    if isinstance(client, BlockingClient):
-        client.run(asyncio.sleep(0))
-
+from torchpipe_client import AsyncClient, BadReply, Client, NotConnected
+from torchpipe_client.contract import decode_reply
 
 # -- broken answers -------------------------------------------------------------------------------------------------
 
@@ -80,7 +60,8 @@ def test_a_connection_that_the_service_closed_while_it_was_idle_is_noticed(make)
     with ScriptedServer(answer_and_hang_up) as server, make(server.address, retries=0) as client:
         assert label(client) == "a"
         assert server.connections_ended.acquire(timeout=WAIT)
-        a_round_of_its_loop(client)
+        if isinstance(client, BlockingClient):
+            client.run(asyncio.sleep(0))  # a round of its loop, which sees what has arrived
         assert label(client, "b") == "b"
         assert server.connections == 2
 
@@ -202,3 +183,43 @@ def test_tls(make, tmp_path: Path):
         stranger = make(server.address, tls=ssl.create_default_context(), retries=0)
         with stranger as client, pytest.raises(NotConnected, match=r"CERTIFICATE_VERIFY_FAILED|certificate"):
             client.ping()
+
+
+# -- answers of a server that means harm: each ends in BadReply, and soon ---------------------------------------------
+
+
+VOID, STRING, STRUCT, MAP, LIST = 1, 11, 12, 13, 15
+
+
+def infer_reply(fields: bytes) -> bytes:
+    return struct.pack(">HHI", 0x8001, 2, 5) + b"infer" + struct.pack(">i", 1) + fields
+
+
+def field(kind: int, number: int = 9) -> bytes:
+    return struct.pack(">bh", kind, number)
+
+
+def listed(kind: int, size: int) -> bytes:
+    return struct.pack(">bi", kind, size)
+
+
+WRONG = {
+    "elements of no bytes": (field(LIST) + listed(VOID, 2**22) + b"\0", "more than 262144 values"),
+    "a few of them": (field(LIST) + listed(VOID, 2) + b"\0", "a value of type 1"),
+    "pairs of no bytes": (field(MAP) + struct.pack(">bbi", VOID, VOID, 2**22) + b"\0", "more than 262144 values"),
+    "empty structs": (field(LIST) + listed(STRUCT, 300_000) + bytes(300_000) + b"\0", "more than 262144 values"),
+    "many fields": ((field(2) + b"\0") * 300_000 + b"\0", "more than 262144 values"),
+    "a negative size": (field(LIST) + listed(STRUCT, -1) + b"\0", "a size of -1"),
+    "a negative length": (field(STRING) + struct.pack(">i", -1) + b"\0", "a size of -1"),
+    "deep": (field(STRUCT) * 100 + bytes(101), "depth"),
+    "deeper": (field(STRUCT) * 10_000 + bytes(10_001), "recursion"),
+    "a type that is none": (field(99) + b"\0", "a value of type 99"),
+    "cut off": (field(LIST) + listed(STRUCT, 9), "index out of range"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_says_too_much_is_not_decoded(name: str):
+    fields, said = WRONG[name]
+    with pytest.raises(BadReply, match=said):
+        decode_reply("infer", 1, infer_reply(fields))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import multiprocessing
 import random
 import sys
 import time
@@ -21,7 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 from http_maker import HttpMaker, plain_reading, what_is_wrong
+from kit.services import FakePipe
 from thrift_maker import ThriftMaker
 from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.options import Options
@@ -46,17 +49,10 @@ MAKERS = {"thrift": ThriftMaker, "http": HttpMaker}
 _NODE = {"instances": 1, "max": 1, "alive": 1, "batches": 0, "queue_ms": 0, "batch_wait_ms": 0, "compute_ms": 0}
 
 
-class EchoPipe:
+class EchoPipe(FakePipe):
     """Answers at once: what it got, an error, or nothing."""
 
-    models = ()
     is_refusing = True  # so that requests are judged before their inputs are read, too
-
-    def limit_delays(self, target: float | None = None) -> None:
-        """It has no queue."""
-
-    def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
-        """It is never late."""
 
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "admitted": 0, "nodes": {"node": _NODE}}
@@ -208,27 +204,20 @@ def fuzz(seed: int, mutants: int, seconds: float, protocol: str = "thrift") -> T
 def main() -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--mutants", type=int, default=100_000, help="of all jobs together")
+    parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--protocol", choices=MAKERS, default="thrift")
-    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     began = time.monotonic()
-    share = -(-options.mutants // options.jobs)
-    work = [(options.seed * 1000 + index, share, options.seconds, options.protocol) for index in range(options.jobs)]
-    with multiprocessing.Pool(options.jobs) as processes:
-        tallies = processes.starmap(fuzz, work)
+    tally = fuzz(options.seed, options.mutants, options.seconds, options.protocol)
     spent = time.monotonic() - began
-    mutants, calls = sum(one.mutants for one in tallies), sum(one.calls for one in tallies)
-    slowest = 1000 * max(one.slowest for one in tallies)
-    speed = f"{spent:.0f} s, {mutants / spent:.0f} a second, the slowest took {slowest:.1f} ms"
-    print(f"{mutants} mutants, {calls} calls answered, {speed}")
-    findings = [finding for one in tallies for finding in one.findings]
-    for index, (problem, data) in enumerate(findings):
+    speed = f"{spent:.0f} s, {tally.mutants / spent:.0f} a second, the slowest took {1000 * tally.slowest:.1f} ms"
+    print(f"{tally.mutants} mutants, {tally.calls} calls answered, {speed}")
+    for index, (problem, data) in enumerate(tally.findings):
         path = Path(f"{options.protocol}_finding_{options.seed}_{index}.bin")
         path.write_bytes(data)
         print(f"{path}: {problem}")
-    return 1 if findings else 0
+    return 1 if tally.findings else 0
 
 
 if __name__ == "__main__":

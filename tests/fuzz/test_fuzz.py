@@ -1,8 +1,9 @@
-"""A short run of the fuzzer for the wire, what was found before, and mutants through a real service."""
+"""A short run of each fuzzer, what longer ones have found, and mutants through a real service."""
 
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import wire as fuzzer
 from kit.clients import Client, connect
 from kit.services import serving
-from kit.waits import PROGRAM_WAIT, eventually
+from kit.waits import PROGRAM_WAIT, eventually, run
 
 SEEDS = sorted((Path(fuzzer.__file__).parent / "seeds" / "wire").iterdir())
 
@@ -56,3 +57,22 @@ def test_mutants_to_a_real_service_harm_nobody(protocol: str) -> None:
         other.ping()
         eventually(lambda: len(server.server._connections) == 1)
     assert server.error is None
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+FUZZER = Path(__file__).parent / "images.py"
+IMAGE_SEEDS = sorted((FUZZER.parent / "seeds" / "images").iterdir())
+
+
+def test_mutants_of_images(tmp_path: Path) -> None:
+    done = run(sys.executable, FUZZER, "--mutants", "1500", "--jobs", "1", "--save", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("1500 mutants in ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_found_is_refused_or_decoded() -> None:
+    done = run(sys.executable, FUZZER, "--decoder", "every-format", "--replay", *map(str, IMAGE_SEEDS))
+    assert (done.returncode, done.stdout) == (0, "".join(f"{path}: ok\n" for path in IMAGE_SEEDS)), done.stderr
