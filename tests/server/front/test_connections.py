@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
-from kit.clients import IDL, Client, connect, every_client, on_its_way, read_all
-from kit.services import DEMO, Process, SteeredProcess, told_at
+from kit.clients import IDL, Client, connect, every_client, is_answered, is_served, on_its_way, read_all
+from kit.monitored import SteeredService, cpu_seconds
+from kit.services import DEMO
 from kit.waits import eventually
-from thriftpy2.transport import TTransportException
 from torchpipe_server import cli
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor, listen
-from torchpipe_server.supervisor.slots import most_connections
+from torchpipe_server.supervisor.slots import (
+    FILES_OF_A_WORKER,
+    RESERVED_FILES,
+    Slots,
+    http_connections,
+    most_connections,
+    slots_for,
+)
 
 from torchpipe_py import ConfigError
 
@@ -32,22 +38,10 @@ MOST = most_connections(FILES, 1)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteeredService]:
     """A service that may open few files."""
-    folder = tmp_path_factory.mktemp("small")
-    with SteeredProcess(folder, "--http-port", "0", "--message-seconds", "600", files=FILES) as process:
+    with SteeredService(tmp_path_factory.mktemp("small"), "--message-seconds", "600", files=FILES) as process:
         yield process.wait_started()
-
-
-@pytest.fixture(scope="module")
-def http_port(small: Process) -> int:
-    line = small.process.stdout.readline()
-    return int(line.partition("127.0.0.1:")[2].partition("/")[0])
-
-
-def is_served(port: int, client_type: type = Client) -> bool:
-    with client_type(port) as client:
-        return client.infer_batch(DATA)[0] == "ring"
 
 
 def has_read_all(port: int) -> bool:
@@ -56,43 +50,7 @@ def has_read_all(port: int) -> bool:
     return not any(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}"))
 
 
-def open_connections(http_port: int) -> int:
-    return int(json.loads(told_at(f"http://127.0.0.1:{http_port}/stats")[1])["connections"]["open"])
-
-
-def is_let_in(port: int) -> bool:
-    """Whether a newcomer is served, and not turned away because all places are taken."""
-    try:
-        return is_served(port)
-    except IDL.InferenceError as error:
-        if error.code != "overloaded":
-            raise
-    except (OSError, TTransportException):
-        pass
-    return False
-
-
-def is_answered(client: Client) -> bool:
-    try:
-        return client.infer_batch(DATA)[0] == "ring"
-    except IDL.InferenceError as error:
-        if error.code not in ("unavailable", "worker_died"):
-            raise
-        return False
-
-
-def is_live(http_port: int) -> bool:
-    with connect(http_port) as sock:
-        sock.sendall(b"GET /live HTTP/1.0\r\n\r\n")
-        return read_all(sock).startswith(b"HTTP/1.1 200")
-
-
-def cpu_seconds(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
-
-
-def test_the_limit_of_open_files_bounds_the_connections_and_is_told(small: Process):
+def test_the_limit_of_open_files_bounds_the_connections_and_is_told(small: SteeredService):
     assert 4 <= MOST <= 16
     line = f"--max-connections is {MOST} instead of 1024: only {FILES} files may be open (ulimit -n)"
     eventually(lambda: line in small.stderr)
@@ -104,20 +62,21 @@ def test_too_few_files_are_told():
 
 
 @every_client
-def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: Process, client_type):
+def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small: SteeredService, client_type):
     with client_type(small.port) as client, ExitStack() as stack:
         client.infer_batch(DATA)
         silent = [stack.enter_context(connect(small.port)) for _ in range(60)]
-        assert is_served(small.port, client_type)
+        with client_type(small.port) as newcomer:
+            newcomer.infer_batch(DATA)
         client.infer_batch(DATA)
         assert read_all(silent[0]) == b"", "the oldest is still there"
     eventually(lambda: psutil.Process(small.pid).num_fds() < FILES / 2)
 
 
 @every_client
-def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, http_port: int, client_type):
+def test_where_none_is_idle_the_newcomer_is_overloaded(small: SteeredService, client_type):
     message = client_type.pack(DATA)
-    eventually(lambda: open_connections(http_port) == 0)  # one that has just ended would take a place, and leave it
+    eventually(lambda: small.open_connections == 0)  # one that has just ended would take a place, and leave it
     with ExitStack() as stack:
         half = [stack.enter_context(connect(small.port)) for _ in range(MOST)]
         for sock in half:
@@ -129,12 +88,12 @@ def test_where_none_is_idle_the_newcomer_is_overloaded(small: Process, http_port
         for sock in half:
             sock.sendall(message[20:])
             assert sock.recv(4)
-    eventually(lambda: is_let_in(small.port))
+    eventually(lambda: is_served(small.port))
 
 
-def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(small: Process, http_port: int):
+def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(small: SteeredService):
     with ExitStack() as stack:
-        dripping = [stack.enter_context(connect(http_port)) for _ in range(100)]
+        dripping = [stack.enter_context(connect(small.http_port)) for _ in range(100)]
         for sock in [*dripping, *(stack.enter_context(connect(small.port)) for _ in range(100))]:
             try:
                 sock.sendall(b"GET / HTTP/1.1\r\nX: " if sock in dripping else b"")
@@ -144,9 +103,9 @@ def test_two_floods_at_once_cost_no_processor_and_a_dead_worker_is_replaced(smal
         threading.Event().wait(1.0)
         assert cpu_seconds(small.pid) - before < 0.3
         assert psutil.Process(small.pid).num_threads() < 8
-        assert is_live(http_port)
+        assert small.get("live")[0] == 200
         client = stack.enter_context(Client(small.port))
-        client.infer_batch(DATA)
+        client.ping()
         (worker,) = small.workers
         os.kill(worker, signal.SIGKILL)
         eventually(lambda: small.workers not in ([], [worker]))
@@ -224,3 +183,85 @@ def test_a_peer_that_is_gone_without_a_word_is_noticed():
         assert not sock.getblocking() or sock.gettimeout() == 0
         sock.close()
     loop.close()
+
+
+# -- who gets a slot, who gives one up, and how many there are --------------------------------------------------------
+
+
+HOME, OTHER = "127.0.0.1", "198.51.100.7"
+
+
+class Idle:
+    """Which slots are idle, the longest first; those that were evicted."""
+
+    def __init__(self, *slots: int) -> None:
+        self.slots = list(slots)
+        self.evicted: list[int] = []
+
+    def __call__(self, candidates: Collection[int]) -> int | None:
+        slot = next((slot for slot in self.slots if slot in candidates), None)
+        if slot is not None:
+            self.slots.remove(slot)
+            self.evicted.append(slot)
+        return slot
+
+
+def test_newcomers_are_refused_where_none_is_idle_and_closed_where_none_is_left():
+    slots = Slots(2, 0, Idle())
+    taken = [slots.take(HOME) for _ in range(slots_for(2) + 1)]
+    assert [place and place[1] for place in taken] == [False, False, *[True] * (slots_for(2) - 2), None]
+    assert (slots.open, slots.accepted, slots.refused) == (slots_for(2), slots_for(2), slots_for(2) - 1)
+    slots.release(0)
+    assert slots.take(HOME) == (0, False)
+
+
+def test_the_idlest_gives_way_once_and_its_slot_comes_back_when_it_is_closed():
+    idle = Idle(1)
+    slots = Slots(2, 0, idle)
+    assert [slots.take(HOME), slots.take(HOME), slots.take(HOME)] == [(0, False), (1, False), (2, False)]
+    assert idle.evicted == [1]
+    assert slots.take(HOME) == (3, True), "the one that gives way was counted twice"
+    slots.release(1)
+    assert slots.take(HOME) == (1, True)
+    slots.release(2)
+    assert slots.take(HOME) == (2, False)
+
+
+def test_an_address_beyond_its_share_gives_up_one_of_its_own():
+    idle = Idle(0, 2)
+    slots = Slots(8, 2, idle)
+    assert [slots.take(peer) for peer in (HOME, OTHER, OTHER)] == [(0, False), (1, False), (2, False)]
+    assert slots.take(OTHER) == (3, False)
+    assert idle.evicted == [2], "not the idlest of all"
+    assert slots.take(OTHER) == (4, True)
+    assert slots.take(HOME) == (5, False)
+
+
+@pytest.mark.parametrize(
+    ("peer", "same", "other"),
+    [
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", "2001:db8:0:2::1"),
+        ("198.51.100.7", "::ffff:198.51.100.7", "198.51.100.8"),
+        ("fe80::1%eth0", "fe80::2%eth0", "fe81::1"),
+    ],
+)
+def test_what_counts_as_one_address(peer: str, same: str, other: str):
+    slots = Slots(8, 1, Idle())
+    assert [slots.take(one) for one in (peer, same, other)] == [(0, False), (1, True), (2, False)]
+
+
+@pytest.mark.parametrize(("peer", "served"), [(OTHER, 2), (HOME, 4), ("::1", 4), ("::ffff:127.0.0.1", 4)])
+def test_by_default_half_is_for_one_address_and_all_for_this_machine(peer: str, served: int):
+    slots = Slots(4, 0, Idle())
+    taken = [slots.take(peer) for _ in range(6)]
+    assert [place and place[1] for place in taken] == [False] * served + [True] * (6 - served)
+
+
+@pytest.mark.parametrize("files", [96, 256, 1024, 20_000, 10**9])
+def test_descriptors_are_left_for_everything_else(files: int):
+    for workers in (1, 2):
+        count = most_connections(files, workers)
+        left = files - slots_for(count) - http_connections(files)
+        assert count > 0
+        assert 0 <= left - RESERVED_FILES - FILES_OF_A_WORKER * workers <= 2
+    assert most_connections(RESERVED_FILES, 1) == 0

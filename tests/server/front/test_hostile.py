@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import struct
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from chaos.clients import Load
 from kit.clients import IDL, Client
+from kit.monitored import cpu_seconds
 from kit.services import ROOT, Process
 from kit.waits import eventually
 from pictures import IEND, bmp, gif, idat, ihdr, png_of, saved, with_scans
@@ -44,45 +44,30 @@ IMAGES = {
 }  # fmt: skip
 
 
-def infer(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
-    return {"request": IDL.InferRequest(uuid="u", inputs={"data": IDL.Value(bytes=JPEG), **inputs}, **options)}
+def infer(inputs: dict[str, Any], uuid: str = "u", **options: Any) -> tuple[str, dict[str, Any]]:
+    given = {"data": IDL.Value(bytes=JPEG), **inputs}
+    return "infer", {"request": IDL.InferRequest(uuid=uuid, inputs=given, **options)}
 
 
-def tensor(shape: list[int], data: bytes) -> Any:
+def tensor(shape: list[int], data: bytes = b"") -> Any:
     return IDL.Value(tensor=IDL.Tensor(dtype="uint8", shape=shape, data=data))
 
 
+LONG = "x" * 2000
+VALUE = IDL.Value(integer=1)
 MESSAGES = {
-    "dimensions": ("infer", infer({"data": tensor([2**63 - 1] * 65_000, b"")})),
-    "node name": ("infer", infer({}, node_name="\0" * (15 * MEBIBYTE))),
-    "outputs": ("infer", infer({"t": tensor([MEBIBYTE], bytes(MEBIBYTE))}, outputs=["t"] * 30_000)),
-    "images": ("infer_many", {"params": [IDL.InferenceParams(uuid="u", data=b"")] * 2000}),
+    "thousands of sizes": infer({"data": tensor([2**63 - 1] * 65_000)}),
+    "dimensions": infer({"data": tensor([0] * 33)}),
+    "uuid": infer({}, LONG),
+    "a huge node name": infer({}, node_name="\0" * (15 * MEBIBYTE)),
+    "node name among the inputs": infer({"node_name": IDL.Value(bytes=bytes(MEBIBYTE))}),
+    "name of an input": infer({LONG: VALUE}),
+    "inputs": infer({str(index): VALUE for index in range(300)}),
+    "an output's name": infer({}, outputs=[LONG]),
+    "outputs": infer({"t": tensor([MEBIBYTE], bytes(MEBIBYTE))}, outputs=["t"] * 30_000),
+    "tensors": infer({"data": IDL.Value(tensors=[tensor([0]).tensor] * 300)}),
+    "images": ("infer_many", {"params": [IDL.InferenceParams(uuid="u", data=b"")] * 300}),
 }
-
-
-class Neighbour:
-    """A client that calls all the time: how often it was answered, and what was not answered as it should be."""
-
-    def __init__(self, port: int) -> None:
-        self.calls, self.errors = 0, []
-        self.port, self.is_over = port, threading.Event()
-        self.thread = threading.Thread(target=self._call_on)
-        self.thread.start()
-
-    def _call_on(self) -> None:
-        with Client(self.port) as client:
-            while not self.is_over.wait(0.005):
-                try:
-                    assert client.infer_batch(JPEG)[0] == "ring"
-                except Exception as error:
-                    self.errors.append(repr(error))
-                    if not isinstance(error, IDL.InferenceError):
-                        return
-                self.calls += 1
-
-    def close(self) -> None:
-        self.is_over.set()
-        self.thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -100,26 +85,17 @@ def process(folder: Path) -> Iterator[Process]:
 
 
 @pytest.fixture
-def neighbour(process: Process) -> Iterator[Neighbour]:
-    """Nothing happens to it, nor to the worker."""
+def neighbour(process: Process) -> Iterator[None]:
+    """A client that calls all the time. Nothing happens to it, nor to the worker."""
     workers = process.workers
     peak, used = peak_bytes(workers[0]), cpu_seconds(workers[0])
-    neighbour = Neighbour(process.port)
-    try:
-        yield neighbour
-        before = neighbour.calls
-        eventually(lambda: neighbour.calls >= before + 2 or not neighbour.thread.is_alive())
-    finally:
-        neighbour.close()
-    assert neighbour.errors == []
+    with Load(process.port, 1, lambda *_: (JPEG, ("ring", 1.0)), rate=100, judge=lambda answer, _: answer[0]) as load:
+        yield
+        eventually(load.served("ring", 2))
+    assert set(load.tally.ends) == {"ring"}
     assert process.workers == workers
     assert cpu_seconds(workers[0]) - used < 10.0, "so long a neighbour had to wait"
     assert peak_bytes(workers[0]) - peak < 64 * MEBIBYTE
-
-
-def cpu_seconds(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
 
 
 def peak_bytes(pid: int) -> int:
@@ -130,7 +106,7 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_that_is_no_usual_one_is_refused(process: Process, neighbour: Neighbour, folder: Path, name: str):
+def test_an_image_that_is_no_usual_one_is_refused(process: Process, neighbour: None, folder: Path, name: str):
     with Client(process.port) as client:
         params = IDL.InferenceParams(uuid="u", data=IMAGES[name])
         assert client.error_of("infer_batch", params=params).code == "decode_error"
@@ -138,9 +114,10 @@ def test_an_image_that_is_no_usual_one_is_refused(process: Process, neighbour: N
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_of_too_much_is_refused(process: Process, neighbour: Neighbour, name: str):
+def test_a_message_of_too_much_is_refused(process: Process, neighbour: None, name: str):
     method, args = MESSAGES[name]
     with Client(process.port) as client:
         error = client.error_of(method, **args)
-    assert error.code in ("too_large", "invalid_request")
+    assert error.code in ("too_large", "invalid_request", "unknown_node")
     assert len(error.message) < 1200
+    assert name != "images" or error.message == "300 images in one call; the limit is 256 (--max-batch)"

@@ -9,12 +9,7 @@ import pytest
 from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal
 from torchpipe_server.wire.thrift import Framing, Message
 
-FRAMINGS = [Framing(framed, name) for framed in (False, True) for name in ("binary", "binary_old", "compact")]
-NOTHING, LOST = (None, False), (None, True)
-
-
-def call(name: str = "infer_batch", framing: Framing = FRAMINGS[0], seqid: int = 7, is_oneway: bool = False) -> Message:
-    return Message(name, is_oneway, seqid, framing)
+NOTHING = (None, False)
 
 
 def plain(request: Any, is_lost: bool) -> tuple[Any, bool]:
@@ -36,7 +31,10 @@ def mark(entry: Entry, stream: int | None = None, work: int | None = None) -> No
         entry.view[entry.base + 1] = work
 
 
-FIRST, SECOND = call("first", seqid=1), call("second", seqid=2)
+FIRST, SECOND = (
+    Message("first", False, 1, Framing(False, "binary")),
+    Message("second", False, -2, Framing(True, "compact")),
+)
 STEPS = [  # a step, and what a death before the next one leaves
     ("bytes are about to be taken", {"stream": TOUCHED}, None, True),
     ("the message is whole, its work begins", FIRST, FIRST, True),

@@ -1,4 +1,4 @@
-"""Requests over HTTP in pieces, and answers; what RFC 9112 says of single requests is in ``front/http_rules.py``."""
+"""Requests over HTTP in pieces, and answers; what RFC 9112 says of single ones is in ``test_http_conformance.py``."""
 
 from __future__ import annotations
 
@@ -51,31 +51,12 @@ def status_of(data: bytes, reader: HttpReader | None = None) -> int:
 # -- requests in pieces ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, len(GET) - 1, 10**6])
-def test_reads_heads_empty_lines_and_trailers_in_any_pieces(size: int):
-    heads = b"\r\n" + GET + b"\n\r\n" + GET.replace(b"\r\n", b"\n") + b"\r\n\r\n"
-    reader = reader_of()
-    assert told(read(heads, reader, size)) == [GOT] * 2
-    assert (reader.pending_bytes, reader.request) == (0, None)
-    ends = (b"0\r\nA: b\r\nC: d\r\n\r\n", b"00;a=b\r\n\r\n", b"0\r\n\r\n")
-    chunked = b"".join(CHUNKS + b"1;x\r\ny\r\n" + end for end in ends)
-    assert told(read(chunked * 2 + GET * 70, None, size)) == [("POST", "/infer", "", "a", b"y")] * 6 + [GOT] * 70
-
-
 @pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
 @pytest.mark.parametrize("size", [1000, 4096, 60_000, 10**6])
 def test_reads_bodies_in_any_pieces(data: bytes, size: int):
     reader = reader_of(len(BODY))
     assert told(read(data * 3 + GET + b"GE", reader, size)) == [("POST", "/infer", "", "a", BODY)] * 3 + [GOT]
     assert reader.pending_bytes == 2
-
-
-@pytest.mark.parametrize("data", [SIZED, CHUNKED], ids=["sized", "chunked"])
-def test_bounds_a_body(data: bytes):
-    assert len(read(data, reader_of(len(BODY)))) == 1
-    assert status_of(data, reader_of(len(BODY) - 1)) == 413
-    head = POST + b"Content-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
-    assert status_of(head, reader_of(10**6)) == 413, "before it comes"
 
 
 LONG_LINES = {
