@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from torchpipe_server.options import markdown_table, parse_options
+from torchpipe_server.options import Options, markdown_table, parse_options
 
 from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS
 from torchpipe_py.plan.unknown import SERVICE_FLAGS
@@ -30,5 +32,69 @@ def test_a_flag_of_another_server_is_named_as_it_is_here(
     assert hint in capsys.readouterr().err
 
 
-def test_the_former_name_of_import_adds_to_its_list() -> None:
-    assert parse_options(["a.toml", "--import", "a", "--import-code", "b"]).import_code == "a,b"
+WRONG = {
+    "--port": ["-1", "65536", "x", "1.5", ""],
+    "--http-port": ["-2", "65536", "x"],
+    "--grpc-port": ["-2", "65536", "x"],
+    "--queue-target-ms": ["-2", "x"],
+    "--workers": ["-1", "1025", "two"],
+    "--devices": ["a", "0,", ",0", "0;1", "-1", "0,,1", " "],
+    "--engines": ["-1", "65", "two"],
+    "--max-connections": ["0", "-5"],
+    "--max-connections-per-address": ["-1", "x"],
+    "--max-message-bytes": ["63", "16M"],
+    "--max-text-bytes": ["63", "1M"],
+    "--max-reply-bytes": ["4095"],
+    "--max-held-bytes": ["63", "1e9"],
+    "--max-items": ["15"],
+    "--max-batch": ["0"],
+    "--max-depth": ["1", "129"],
+    "--message-seconds": ["0", "-1", "nan", "inf"],
+    "--idle-seconds": ["-1", "nan", "inf"],
+    "--max-inflight": ["-1", "1.5"],
+    "--deadline-ms": ["-1", "nan", "inf"],
+    "--drain-seconds": ["-1", "nan", "inf"],
+    "--hang-seconds": ["-0.1", "nan"],
+    "--decode-isolation": ["thread"],
+    "--trace-ratio": ["-1.5", "1.1", "nan", "1%"],
+    "--log-level": ["loud", "INFO", ""],
+    "--log-format": ["xml"],
+    "--log-requests": ["some", "slow", "slow:", "slow:x", "slow:MS", "slow:-1"],
+    "--server-timing": ["none"],
+}
+
+
+@pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in WRONG.items() for value in values])
+def test_a_wrong_value_ends_with_a_line_that_names_the_flag(flag, value, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_options(["x.toml", f"{flag}={value}"])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("torchpipe-serve: error: ")
+    assert flag in last
+
+
+def test_every_flag_has_a_default_a_check_and_a_help_text(capsys):
+    assert parse_options(["x.toml"]) == Options(config="x.toml")
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for row in markdown_table():
+        flag, default, meaning = re.fullmatch(r"\| `(--[a-z-]+)` \| `?(.*?)`? \| (.+) \|", row).groups()
+        assert f"{flag} X {meaning}" in text or f"{flag} {meaning}" in text
+        assert default in ("", *["127.0.0.1"]) or flag in WRONG, "a limit without a check"
+    assert "--max_batch" not in text
+
+
+def test_flags_with_underscores_and_former_names_work_and_wrong_ones_name_the_nearest(capsys):
+    former = "--import-code"
+    made = parse_options(["x.toml", "--max_connections", "3", "--log_format", "json", "--import=a", former, "b"])
+    assert (made.max_connections, made.log_format, made.import_code) == (3, "json", "a,b")
+    for flag, said in (
+        ("--batch-size", r"; the nearest of \d+: --max-batch\n$"),
+        ("--engine", r"unrecognized arguments: --engine 2; did you mean '--engines'\?\n$"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            parse_options(["x.toml", flag, "2"])
+        assert end.value.code == 2
+        assert re.search(said, capsys.readouterr().err)

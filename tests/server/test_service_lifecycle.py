@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import returns
-from kit.clients import (
-    IDL,
-    Client,
-    HttpClient,
-    connect,
-    narrow,
-    on_its_way,
-    pack_call,
-    pack_infer,
-    read_all,
-)
+from kit.clients import IDL, Client, HttpClient, connect, narrow, on_its_way, pack_call, pack_infer, read_all
 from kit.services import DEMO, LocalServer, SteeredProcess, serving
 from kit.waits import WAIT, eventually
 from torchpipe_server import cli
@@ -41,8 +31,12 @@ def is_refused(port: int) -> bool:
 # -- signals --------------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_lets_everything_accepted_finish(tmp_path: Path):
-    with SteeredProcess(tmp_path) as process:
+SHARED = '[node]\nbackend = "Steered"\nshared = true\nFOLDER\n'
+
+
+@pytest.mark.parametrize(("workers", "tables"), [("1", ""), ("2", SHARED)], ids=["one worker", "an engine process"])
+def test_a_signal_lets_everything_accepted_finish(tmp_path: Path, workers: str, tables: str):
+    with SteeredProcess(tmp_path, "--workers", workers, tables=tables) as process:
         port = process.wait_started().port
         clients: list[Any] = [Client(port, framed=index % 2 == 0, compact=index % 3 == 0) for index in range(30)]
         clients += [HttpClient(port) for _ in range(10)]
@@ -53,8 +47,9 @@ def test_a_signal_lets_everything_accepted_finish(tmp_path: Path):
         for half in halves:
             half.sock.sendall(half.pack(b"half", 7)[:-5])
         process.wait_entered()
-        with Client(port) as settled:  # what was sent before is accepted by now
-            settled.ping()
+        with Client(port) as one, Client(port) as other:  # what was sent before is accepted by now, by each worker
+            one.ping()
+            other.ping()
         process.signal()
         eventually(lambda: is_refused(port), "the listener stays open")
         assert read_all(idle) == b""
@@ -114,7 +109,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     (folder / "unknown.toml").write_text('[node]\nbackend = "Nonesuch"\n')
     (folder / "model.toml").write_text('[node]\nbackend = "OnnxTensor"\nmodel = "nowhere.onnx"\n')
     (folder / "empty.toml").write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken:
         yield {"files": folder, "taken": taken.getsockname()[1]}
 
 
@@ -129,6 +124,7 @@ WRONG_LINES = {
     "empty": (["{files}/empty.toml", *ANYWHERE], "empty.toml"),
     "unknown flag": ([DEMO, "--nonsense", "1"], "--nonsense"),
     "port in use": ([DEMO, "--port", "{taken}"], "127.0.0.1:{taken}"),
+    "gRPC port in use": ([DEMO, *ANYWHERE, "--grpc-port", "{taken}"], "127.0.0.1:{taken} (--grpc-port): Address alr"),
 }
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import httpx
 import pytest
 from kept_spans import KeptSpans
-from kit.services import LocalServer
+from kit.clients import fetch
+from kit.services import ROOT, LocalServer, Process
 from kit.waits import WAIT
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -124,12 +124,6 @@ def serving(provider: TracerProvider, ratio: float = 0.0, config: Any = "Identit
             yield server
 
 
-def post(server: LocalServer, path: str, body: Any, **fields: str) -> int:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"http://127.0.0.1:{server.port}{path}"
-    return httpx.post(url, content=content, headers=fields, timeout=WAIT, trust_env=False, verify=False).status_code
-
-
 TENSOR = {"inputs": [{"name": "data", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
 OIP = "POST /v2/models/{model}/infer"
 
@@ -145,9 +139,9 @@ OIP = "POST /v2/models/{model}/infer"
 def test_http(kept: KeptSpans, path: str, body: Any, options: Any, status: int, tree: list[str]) -> None:
     with serving(kept.provider, **options) as server:
         for parent in ("hostile", UNSAMPLED, f"ff{PARENT[2:]}"):
-            assert post(server, path, body, traceparent=parent) == status
-        fields = {"traceparent": PARENT, "tracestate": "a=b", "X-Request-Id": "mine"}
-        assert post(server, path, body, **fields) == status
+            assert fetch(server.port, path, "POST", body, traceparent=parent).status == status
+        fields = {"traceparent": PARENT, "tracestate": "a=b", "X_Request_Id": "mine"}
+        assert fetch(server.port, path, "POST", body, **fields).status == status
     assert kept.traces == {TRACE}
     assert [line for line in kept.tree() if "compute" not in line] == sorted(tree)
     (root,) = (span for span in kept.spans if span.name.startswith("POST "))
@@ -190,3 +184,49 @@ def test_the_clients_send_the_current_span_or_what_is_named(kept: KeptSpans) -> 
     for root in kept.named("infer"):
         assert root.parent is not None
         assert root.parent.span_id in (mine.span_id, 0x00F067AA0BA902B7)
+
+
+# -- from a client through the service into the detector's jumps, as the console exporter writes it -------------------
+
+
+SCENE = ROOT / "configs/examples/scenes/scene_00.jpg"
+
+
+def printed_spans(text: str) -> list[dict[str, Any]]:
+    """JSON objects, one behind the other."""
+    found, decoder = [], json.JSONDecoder()
+    while text := text.strip():
+        span, end = decoder.raw_decode(text)
+        found.append(span)
+        text = text[end:]
+    return found
+
+
+def test_one_trace_from_the_client_to_each_element() -> None:
+    caller = KeptSpans()
+    arguments = ("--import", "configs/examples/backends.py", "--trace-ratio", "0")
+    environment = {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "digits"}
+    with Process(*arguments, config="configs/detector.toml", env=environment) as process:
+        process.wait_started()
+        with Client(f"127.0.0.1:{process.port}") as client:
+            client.infer({"data": SCENE.read_bytes()})  # not traced: it has no parent
+            with caller.tracer.start_as_current_span("caller") as span:
+                boxes = json.loads(client.infer({"data": SCENE.read_bytes()})["result"])
+        process.signal()
+        output = process.process.stdout.read()
+        assert process.wait() == 0
+    spans = printed_spans(output)
+    mine = span.get_span_context()
+    assert {one["context"]["trace_id"] for one in spans} == {f"0x{mine.trace_id:032x}"}
+    assert {one["resource"]["attributes"]["service.name"] for one in spans} == {"digits"}
+    names = {one["context"]["span_id"]: one["name"] for one in spans} | {f"0x{mine.span_id:016x}": "caller"}
+    tree = sorted(f"{names[one['parent_id']]} > {one['name']}" for one in spans if "compute" in one["name"])
+    assert tree == sorted(
+        [*(f"pipe decode > {node}: compute" for node in ("decode", "detect", "digits", "merge"))]
+        + len(boxes) * ["digit > digit: compute"]
+    )
+    others = [f"{names[one['parent_id']]} > {one['name']}" for one in spans if ":" not in one["name"]]
+    assert sorted(others) == sorted(
+        ["caller > infer", "infer > pipe decode", *len(boxes) * ["digits: compute > digit"]]
+    )
+    assert len(boxes) > 1

@@ -8,13 +8,15 @@ import re
 import signal
 import struct
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from kit.clients import IDL, Client
-from kit.services import DEMO, LIGHT, Process
+from kit.services import DEMO, LIGHT, Process, steered
 from kit.waits import eventually
+from pictures import IEND, idat, ihdr, png_of
 
 import torchpipe_py
 
@@ -43,22 +45,11 @@ register_backend(Noisy, "Noisy")
 '''
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 def png_with_a_profile_called(name: str) -> bytes:
     """libpng would warn of the profile and write its name, and warns of the other chunk."""
-    header = struct.pack(">I", 200) + b"lcms\2\1\0\0mntrRGB XYZ " + b"\0" * 12 + b"acsp" + b"\0" * 160
-    pixels = zlib.compress((b"\0" + b"\x80" * 93) * 24)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", 31, 24, 8, 2, 0, 0, 0))
-        + chunk(b"iCCP", name.encode() + b"\0\0" + zlib.compress(header))
-        + chunk(b"sRGB", b"\x09")
-        + chunk(b"IDAT", pixels)
-        + chunk(b"IEND", b"")
-    )
+    profile = struct.pack(">I", 200) + b"lcms\2\1\0\0mntrRGB XYZ " + b"\0" * 12 + b"acsp" + b"\0" * 160
+    named = name.encode() + b"\0\0" + zlib.compress(profile)
+    return png_of([ihdr(31, 24), (b"iCCP", named), (b"sRGB", b"\x09"), idat(24 * (1 + 3 * 31)), IEND])
 
 
 def ask(client: Client, data: bytes, uuid: str = "mine") -> None:
@@ -79,7 +70,8 @@ def test_every_line_is_json_and_no_client_writes_one():
         process.signal()
         process.wait()
         lines = [json.loads(line) for line in process.stderr.splitlines()]
-    assert all({"time", "level", "logger", "pid", "message"} <= line.keys() for line in lines)
+    assert all(list(line)[:5] == ["time", "level", "logger", "pid", "message"] for line in lines)
+    assert {datetime.fromisoformat(line["time"]).tzinfo for line in lines} == {timezone.utc}
     assert lines[0]["message"] == f"torchpipe_py {torchpipe_py.__version__} starts {DEMO} with 2 workers"
     requests = [line for line in lines if line["logger"] == "torchpipe_server.requests"]
     assert sorted(line["request"] for line in requests) == [f"{index}{FORGED!r}" for index in range(4)]
@@ -122,3 +114,31 @@ def test_whatever_a_worker_writes_on_stderr_is_a_record(tmp_path: Path):
     assert len([line for line in doubts if f"torchpipe_py[{worker}]" in line]) == 1, "a worker tells each doubt once"
     assert all(re.match(r"\d{4}-\d\d-\d\d ", line) for line in process.stderr.splitlines())
     assert process.stderr.replace("\n", "").isprintable()
+
+
+FIRST, FAILED = '"first" infer_batch ok', ['"second" infer_batch decode_error', '"many,of it" infer_many decode_error']
+
+
+@pytest.mark.parametrize(
+    ("logged", "wanted"),
+    [
+        ("none", []),
+        ("failed", FAILED),
+        ("all", [FIRST, FAILED[0], '"" ping ok', '"third" infer ok', FAILED[1]]),
+    ],
+)
+def test_requests_are_logged_with_their_names(caplog, logged, wanted):
+    caplog.set_level("INFO")
+    with steered(log_requests=logged) as server, Client(server.port) as client:
+        ask(client, b"x", "first")
+        with suppress(IDL.InferenceError):
+            ask(client, b"corrupt", "second")
+        client.ping()
+        client.call("infer", request=IDL.InferRequest(uuid="third", inputs={"data": IDL.Value(bytes=b"x")}))
+        images = (("many", b"x"), ("of it", b"corrupt"))
+        client.call("infer_many", params=[IDL.InferenceParams(uuid=uuid, data=data) for uuid, data in images])
+        by_method = server.server.counters.summary  # answers are counted, and logged, just after they are written
+        eventually(lambda: sum(sum(each.values()) for each in by_method()["by_method"].values()) == 5)
+    found = [one for one in caplog.records if one.name == "torchpipe_server.requests"]
+    assert [one.getMessage().rsplit(" ", 2)[0] for one in found] == wanted
+    assert [one for one in caplog.records if one not in found] == []

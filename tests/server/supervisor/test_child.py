@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -194,11 +194,11 @@ class End:
     """One side: what it has heard, and the text that each descriptor leads to."""
 
     def __init__(self, loop: Any, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         self.heard: list[tuple[Any, str | None]] = []
-        self.ends = 0
-        self.channel = Channel(loop, sock, self._hear, self._end)
+        self.channel = Channel(loop, sock, self._hear, lambda: None)
 
-    def send(self, number: int, text: str | None = None, padding: int = 0) -> None:
+    def send(self, number: int, text: str | None, padding: int) -> None:
         message = {"number": number, "padding": "ö" * padding}
         if text is None:
             self.channel.send(message)
@@ -215,44 +215,22 @@ class End:
             os.close(descriptor)
         self.heard.append((json.loads(line)["number"], text))
 
-    def _end(self) -> None:
-        self.ends += 1
 
-
-class Pair:
-    def __init__(self) -> None:
-        self.loop = new_loop(is_fast=False)
-        self.socks = socket.socketpair()
-        for sock in self.socks:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        self.ours, self.theirs = (End(self.loop, sock) for sock in self.socks)
-
-    def run(self, until: Callable[[], object]) -> None:
-        """The loop, round by round."""
-        eventually(lambda: (turn(self.loop, 0), until())[1])
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
-    before = psutil.Process().num_fds()
-    yield made
-    assert psutil.Process().num_fds() <= before, "descriptors are left"
-    made.ours.channel.close()
-    made.theirs.channel.close()
-    made.loop.close()
-
-
-def test_each_descriptor_comes_with_its_message_in_both_directions(pair: Pair) -> None:
+def test_each_descriptor_comes_with_its_message_in_both_directions() -> None:
     """Messages of all sizes, those larger than the socket's buffer too."""
-    wanted: dict[End, list[tuple[int, str | None]]] = {pair.ours: [], pair.theirs: []}
-    for end, sent in wanted.items():
-        for index in range(40):
-            text = str(index) if index % 3 else None
-            end.send(index, text, 2**14 if index % 20 == 1 else index)
-            sent.append((index, text))
-    pair.run(lambda: len(pair.ours.heard) == len(pair.theirs.heard) == 40)
-    assert (pair.theirs.heard, pair.ours.heard) == (wanted[pair.ours], wanted[pair.theirs])
+    loop = new_loop(is_fast=False)
+    ends = [End(loop, sock) for sock in socket.socketpair()]
+    before = psutil.Process().num_fds()
+    wanted = [(number, str(number) if number % 3 else None) for number in range(40)]
+    for end in ends:
+        for number, text in wanted:
+            end.send(number, text, 2**14 if number % 20 == 1 else number)
+    eventually(lambda: (turn(loop, 0), all(len(end.heard) == 40 for end in ends))[1])
+    assert [end.heard for end in ends] == [wanted] * 2
+    assert psutil.Process().num_fds() <= before, "descriptors are left"
+    for end in ends:
+        end.channel.close()
+    loop.close()
 
 
 # -- who gets connections -------------------------------------------------------------------------------------------

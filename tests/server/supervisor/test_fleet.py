@@ -19,7 +19,10 @@ from torchpipe_server.options import Options, parse_options
 from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet
 from torchpipe_server.supervisor.forker import Forker
 from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
+from torchpipe_server.worker import worker
+from torchpipe_server.worker.service import engine_processes, make_plan
 
+import torchpipe_py.malloc
 from torchpipe_py import Overloaded
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
@@ -129,17 +132,16 @@ def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(fleets: 
 # -- engine processes -----------------------------------------------------------------------------------------------
 
 
+FEWER = "--engines 4: 2 engine processes instead of 4, one for each worker (--workers)"
+
+
 @pytest.mark.parametrize(
     ("args", "engines", "line"),
     [
         ("--workers=1", [], ""),
         ("--workers=3", [0, 0, 0], ""),
         ("--workers=5 --engines=2", [0, 1, 0, 1, 0], ""),
-        (
-            "--workers=2 --engines=4",
-            [0, 1],
-            "--engines 4: 2 engine processes instead of 4, one for each worker (--workers)",
-        ),
+        ("--workers=2 --engines=4", [0, 1], FEWER),
         ("--workers=4 --devices=0,1", [0, 1, 0, 1], ""),
         ("--workers=6 --devices=0,1 --engines=2", [0, 1, 2, 3, 0, 1], ""),
         ("--workers=1 --engines=2", [], "--engines 2 does nothing: it takes --workers of 2 or more"),
@@ -166,8 +168,9 @@ def test_a_process_for_which_no_descriptor_is_left_is_ended(fleets: Fleets, monk
     monkeypatch.setattr(multiprocessing, "get_context", lambda name: context)
     monkeypatch.setattr(os, "pidfd_open", none_is_left)
     before = psutil.Process().num_fds()
-    done = lambda slot, error: failed.append(error)  # noqa: E731
-    subject = Forker(fleets.loop, Options("test"), fleets.journal, lambda slot: True, done)
+    subject = Forker(
+        fleets.loop, Options("test"), fleets.journal, lambda slot: True, lambda slot, error: failed.append(error)
+    )
     subject._fork(WorkerSlot(0, {}))
     turn(fleets.loop)
     assert [error.errno for error in failed] == [errno.EMFILE]
@@ -178,4 +181,49 @@ def test_a_process_for_which_no_descriptor_is_left_is_ended(fleets: Fleets, monk
     subject.close()
 
 
-# -- forks ----------------------------------------------------------------------------------------------------------
+# -- what a worker and an engine process make of the configuration ----------------------------------------------------
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done to the process."""
+    names: list[str] = []
+    monkeypatch.setattr(worker, "limit_threads", lambda: names.append("threads"))
+    monkeypatch.setattr(torchpipe_py.malloc, "keep_freed_memory", lambda: names.append("malloc"))
+    return names
+
+
+def test_a_plan_is_made_without_a_change_of_the_process(done: list[str]) -> None:
+    options = parse_options(["x.toml", "--max-inflight", "7", "--import", "no_such_module"])
+    tables: Any = {"global": {}, "a": {"backend": "Identity"}}
+    assert list(make_plan(options, tables, 1).plans) == ["a"]
+    assert tables["global"]["max_inflight"] == 7
+    assert done == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "shared", "workers", "engines"),
+    [("--workers=1", False, 1, 1), ("--workers=4", False, 4, 1), ("--workers=4 --engines=2", True, 4, 2)],
+)
+def test_the_cores_are_divided_among_the_processes_that_run_a_node(
+    flags: str, shared: bool, workers: int, engines: int
+) -> None:
+    options = parse_options(["x.toml", *flags.split()])
+    tables: Any = {"global": {}, "a": {"backend": "Identity", "shared": shared}}
+    assert make_plan(options, tables, options.workers).plans["a"].processes == workers
+    assert engine_processes(options, tables) == engines
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "expected"),
+    [
+        ("--workers=3 --engines=2 --devices=0,1", "Identity", 3),  # no more than workers
+        ("--workers=8 --engines=2 --devices=0,1", "Identity", 4),
+        ("--workers=8", "S[ResizeTensor,TensorrtTensor]", 1),
+        ("--workers=8", "SyncTensor[S[DecodeTensor,ResizeTensor]]", 2),
+        ("--workers=8 --engines=1", "DecodeTensor", 1),
+    ],
+)
+def test_engine_processes_by_default(flags: str, backend: str, expected: int) -> None:
+    options = parse_options(["x.toml", *flags.split()])
+    assert engine_processes(options, {"a": {"backend": backend, "shared": True}}) == expected

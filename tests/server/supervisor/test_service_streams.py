@@ -6,9 +6,8 @@ import http.client
 import json
 import os
 import signal
-import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -19,17 +18,15 @@ import numpy as np
 import pytest
 from kit.monitored import Monitored
 from kit.services import LIGHT, Process, turn
-from kit.videos import write_video
+from kit.videos import web_server, write_video
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
-from torchpipe_server.options import Options
 from torchpipe_server.supervisor import streams as module
 from torchpipe_server.supervisor.monitoring.figures import Event
 from torchpipe_server.supervisor.streams import SharedStreams, Subscriber
-from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.worker import streams as worker_module
 
-from torchpipe_py import cli, parse_toml, pipe
+from torchpipe_py import cli, pipe
 from torchpipe_py.streams import Frame
 
 pytest.importorskip("av")
@@ -89,22 +86,6 @@ def test_each_stream_has_one_reader_and_stays_there() -> None:
         assert {each["worker"] for each in shared.figures({}).values()} == ({0} if workers else {None})
     assert all(reader.has_streams for reader in readers)
     loop.close()
-
-
-def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None:
-    (folder / "one.toml").write_text('[a]\nsource = "a.ts"\n')
-    options = Options(str(folder / "small.toml"), streams=str(folder / "one.toml"), workers=2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor = Supervisor(listener, options, lambda: parse_toml(folder / "small.toml"), None)
-        reader: Any = Reader()
-        reader.is_ready = True
-        supervisor._fleet.now.workers[0].child = reader
-        supervisor._step()
-        assert reader.given is None, "it would lose the stream to the next worker, which begins anew"
-        supervisor._fleet.has_begun = True
-        supervisor._step()
-        assert reader.given == ["a"]
-        supervisor.loop.close()
 
 
 class SlowCall:
@@ -191,50 +172,30 @@ class Followed(Monitored):
 
     @contextmanager
     def ask(self, path: str) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self.address.split("/")[2], timeout=WAIT)
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=WAIT)
         connection.request("GET", path)
         with closing(connection), closing(connection.getresponse()) as answer:
             yield answer
 
-    def reload(self, tables: str) -> None:
-        self.file.write_text(tables)
-        self.signal(signal.SIGHUP)
 
-    file = Path()
+def sends(data: bytes, then: Callable[[], object] = lambda: None) -> Callable[[Any, int], None]:
+    """An answer that begins with ``data``, and ends after ``then``."""
 
+    def respond(handler: Any, number: int) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(data)
+        then()
 
-@contextmanager
-def source(data: bytes, then_silent: bool) -> Iterator[int]:
-    """An HTTP server whose answer begins with ``data``, and then ends, or never goes on."""
-    listener, kept = socket.create_server(("127.0.0.1", 0)), []
-
-    def serve() -> None:
-        while True:
-            try:
-                sock = listener.accept()[0]
-            except OSError:
-                return
-            kept.append(sock)
-            sock.recv(4096)
-            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: video/mp2t\r\nConnection: close\r\n\r\n" + data)
-            if not then_silent:
-                sock.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for sock in kept:
-            sock.close()
+    return respond
 
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[Followed]:
     video = (folder / "a.ts").read_bytes()
     garbage = np.random.default_rng(0).bytes(20_000)
-    with source(video, True) as frozen, source(garbage, False) as garbled:
+    over = threading.Event()
+    with web_server(sends(video, over.wait)) as frozen, web_server(sends(garbage)) as garbled:
         (folder / "cameras.toml").write_text(
             '["front door"]\nsource = "a.ts"\nrepeat = true\n[yard]\nsource = "a.ts"\nrepeat = true\nfps = 5\n'
             f'[frozen]\nsource = "http://viewer:${{CAMERA}}@127.0.0.1:{frozen}/live"\ntimeout = 0.3\n'
@@ -242,10 +203,10 @@ def service(folder: Path) -> Iterator[Followed]:
         )
         arguments = ("--workers", "2", "--streams", str(folder / "cameras.toml"))
         with Followed(*arguments, config=str(folder / "small.toml"), env={"CAMERA": SECRET}) as service:
-            service.file = folder / "cameras.toml"
             yield service.wait_started()
             service.signal()
             assert service.wait() == 0, service.stderr
+        over.set()
 
 
 def next_event(answer: http.client.HTTPResponse) -> dict[str, Any]:
@@ -312,12 +273,15 @@ def test_streams_move_when_a_worker_is_killed(service: Followed) -> None:
         assert any(next_event(answer)["number"] < first for _ in range(500)), "it is not read anew"
 
 
-def test_sighup_reads_the_streams_again(service: Followed) -> None:
+def test_sighup_reads_the_streams_again(service: Followed, folder: Path) -> None:
+    cameras, tables = folder / "cameras.toml", '[new]\nsource = "a.ts"\nrepeat = true\n'
     with service.ask("/streams/yard/events") as answer:
-        service.reload('[new]\nsource = "a.ts"\nrepeat = true\n[wrong]\nsource = "b.ts"\n')
+        cameras.write_text(tables + '[wrong]\nsource = "b.ts"\n')
+        service.signal(signal.SIGHUP)
         eventually(lambda: "stream 'wrong': key 'source': no such file: 'b.ts'" in service.stderr)
         assert "yard" in service.streams
-        service.reload('[new]\nsource = "a.ts"\nrepeat = true\n')
+        cameras.write_text(tables)
+        service.signal(signal.SIGHUP)
         eventually(lambda: list(service.streams) == ["new"] and service.ok("new") > 0)
         assert answer.read().endswith(b"event: end\ndata: {}\n\n")
 

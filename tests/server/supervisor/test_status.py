@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,10 +14,10 @@ from typing import Any
 
 import pytest
 from chaos.clients import Load
-from kit.clients import IDL, Client
+from kit.clients import IDL, Client, ask, fetch
 from kit.monitored import Monitored
 from kit.services import DEMO, ROOT, SteeredProcess, reserved_port
-from kit.waits import WAIT, eventually
+from kit.waits import eventually, run
 from prometheus_client.parser import text_string_to_metric_families
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import MONITORING_PATHS
@@ -31,38 +28,13 @@ from torchpipe_py.wire import answers
 
 PAGE = ROOT / "server/torchpipe_server/supervisor/monitoring/page"
 JPEG = next((ROOT / "configs/demo/images").glob("*.jpg")).read_bytes()
-Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-class Answer:
-    def __init__(self, port: int, path: str, method: str = "GET") -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-        connection.request(method, path)
-        answer = connection.getresponse()
-        self.status, self.kind = answer.status, answer.getheader("Content-Type")
-        self.length = int(answer.getheader("Content-Length") or 0)
-        self.body = answer.read()
-        connection.close()
-
-    @property
-    def text(self) -> str:
-        return self.body.decode()
 
 
 class Served(Monitored):
-    """A process, and its HTTP port."""
-
-    @property
-    def http_port(self) -> int:
-        return int(self.address.split(":")[2].strip("/"))
-
-    def ask(self, path: str, method: str = "GET") -> Answer:
-        return Answer(self.http_port, path, method)
-
     def families(self) -> dict[str, Any]:
-        answer = self.ask("/metrics")
-        assert (answer.status, answer.kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
-        return {family.name: family for family in text_string_to_metric_families(answer.text)}
+        status, fields, body = fetch(self.http_port, "/metrics")
+        assert (status, fields["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        return {family.name: family for family in text_string_to_metric_families(body.decode())}
 
     def is_settled(self) -> bool:
         """No connection of an earlier test is left."""
@@ -85,6 +57,7 @@ def served(shared: Served) -> Served:
 # -- health ---------------------------------------------------------------------------------------------------------
 
 TEXT = "text/plain; charset=utf-8"
+NAMES = "content-type", "content-length"
 
 
 def test_paths_and_what_they_answer(served: Served):
@@ -103,21 +76,42 @@ def test_paths_and_what_they_answer(served: Served):
         ("/v2/health/ready", 404, TEXT, f"no /v2/health/ready; {elsewhere}"),
         ("/" + "x" * 5000, 404, TEXT, None),
     ):
-        answer, head = served.ask(path), served.ask(path, "HEAD")
-        assert (answer.status, answer.kind, answer.text) == (code, kind, answer.text if text is None else text)
-        assert (head.status, head.kind, head.length, head.body) == (code, kind, len(answer.body), b"")
+        answer, head = fetch(served.http_port, path), fetch(served.http_port, path, "HEAD")
+        assert (answer.status, answer.fields["content-type"]) == (code, kind)
+        assert text is None or answer.body.decode() == text
+        assert (head.status, head.body) == (code, b"")
+        assert [head.fields[name] for name in NAMES] == [answer.fields[name] for name in NAMES]
     for method in ("POST", "PUT", "DELETE"):
-        answer = served.ask("/infer", method)
-        assert (answer.status, answer.text) == (501, f"{method} is not supported, only GET, HEAD; {elsewhere}")
+        answer = fetch(served.http_port, "/infer", method)
+        said = f"{method} is not supported, only GET, HEAD; {elsewhere}"
+        assert (answer.status, answer.body.decode()) == (501, said)
     for path in MONITORING_PATHS:
-        assert served.ask(path).status == 200
-        answer = Answer(served.port, path)
+        assert fetch(served.http_port, path).status == 200
+        status, said = ask(served.port, b"", path, "GET")
         if path == "/":  # that port has a page of its own
-            assert "monitoring" in json.loads(answer.body)
+            assert "monitoring" in said
         else:
-            said = json.loads(answer.body)["error"]
-            assert answer.status == 404
-            assert said.startswith(f"no {path}; monitoring is on --http-port {served.http_port}; ")
+            monitoring = f"no {path}; monitoring is on --http-port {served.http_port}; "
+            assert (status, said["error"].startswith(monitoring)) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_served"),
+    [
+        *((host, True) for host in ("127.0.0.1:80", "localhost:8080", "[::1]:80", "torchpipe:80", "a.localhost")),
+        *((host, False) for host in ("evil.example", "EVIL.example.:8080", "127.0.0.1.evil.example", "1.2.3.4.5:80")),
+    ],
+)
+def test_a_page_of_another_name_reads_nothing(served: Served, host: str, is_served: bool):
+    """DNS rebinding: a name that somebody else owns leads to this machine."""
+    answers = {path: fetch(served.http_port, path, Host=host) for path in ("/stats", "/", "/graph.svg", "/nowhere")}
+    statuses = [answer.status for answer in answers.values()]
+    assert statuses == ([200, 200, 200, 404] if is_served else [421] * 4)
+    assert fetch(served.http_port, "/live", Host=host).status == 200, "a probe gets its answer"
+    for answer in answers.values():
+        for policy in ("default-src 'none'", "script-src 'self';", "frame-ancestors 'none'"):
+            assert policy in answer.fields["content-security-policy"]
+        assert answer.fields["x-content-type-options"] == "nosniff"
 
 
 @pytest.mark.parametrize("transport", ["buffered", "framed", "http"])
@@ -156,23 +150,15 @@ KEYS = {
 }
 
 
-def assert_keys(found: dict[str, Any], kind: str) -> None:
-    assert set(found) == set(KEYS[kind].split())
-
-
 def test_every_key_of_the_figures(served: Served):
     stats = served.stats
-    assert_keys(stats, "")
-    for kind in ("connections", "requests", "hand_over"):
-        assert_keys(stats[kind], kind)
+    (worker, _), (node, _) = stats["workers"], stats["nodes"].values()
+    parts = {"": stats, "worker": worker, "node": node, "histograms": node["histograms"]}
+    parts |= {kind: stats[kind] for kind in ("connections", "requests", "hand_over")}
+    assert {kind: sorted(part) for kind, part in parts.items()} == {kind: sorted(KEYS[kind].split()) for kind in KEYS}
     assert list(stats["requests"]["histograms"]) == ["latency"]
-    for worker in stats["workers"]:
-        assert_keys(worker, "worker")
-    for node in stats["nodes"].values():
-        assert_keys(node, "node")
-        assert_keys(node["histograms"], "histograms")
     assert (stats["state"], stats["ready"], stats["config"], stats["pid"]) == ("ready", True, DEMO, served.pid)
-    assert stats["graph_id"] == hashlib.sha256(served.ask("/graph.svg").body).hexdigest()[:16]
+    assert stats["graph_id"] == hashlib.sha256(fetch(served.http_port, "/graph.svg").body).hexdigest()[:16]
     assert stats["bounds_ms"] == BOUNDS_MS
     assert sorted(worker["pid"] for worker in stats["workers"]) == served.workers
     assert all((worker["state"], worker["responding"]) == ("ready", True) for worker in stats["workers"])
@@ -239,9 +225,9 @@ def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(ser
     worker = served.stats["workers"][0]["pid"]
     os.kill(worker, signal.SIGSTOP)
     try:
-        assert served.ask("/live").status == 200
+        assert served.get("live")[0] == 200
         eventually(lambda: [one["responding"] for one in served.stats["workers"]] == [False, True])
-        assert served.ask("/ready").status == 200
+        assert served.is_ready
     finally:
         os.kill(worker, signal.SIGCONT)
     eventually(lambda: all(one["responding"] for one in served.stats["workers"]))
@@ -250,21 +236,14 @@ def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(ser
 # -- what must not fall ---------------------------------------------------------------------------------------------
 
 
-def counters_of(served: Served) -> Series:
+def counters_of(served: Served) -> dict[str, float]:
     """Counters and the parts of histograms, which are counters too."""
     return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        f"{sample.name} {sample.labels}": sample.value
         for family in served.families().values()
         if family.type in ("counter", "histogram")
         for sample in family.samples
     }
-
-
-def assert_no_fall(old: Series, new: Series) -> None:
-    assert set(old) <= set(new), "a series is gone"
-    # Sums of floats in another order differ in their last digits.
-    fallen = {key: (value, new[key]) for key, value in old.items() if new[key] < value * (1 - 1e-9)}
-    assert fallen == {}
 
 
 class Light(Served, SteeredProcess):
@@ -282,7 +261,9 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all(tmp_pat
             def look() -> None:
                 nonlocal last
                 new = counters_of(served)
-                assert_no_fall(last, new)
+                assert set(last) <= set(new), "a series is gone"
+                # Sums of floats in another order differ in their last digits.
+                assert [key for key, value in last.items() if new[key] < value * (1 - 1e-9)] == []
                 last = new
 
             def look_until(is_true: Callable[[], object]) -> None:
@@ -319,23 +300,17 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all(tmp_pat
 # -- before and after -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    with reserved_port() as reserved:
-        yield reserved
-
-
-def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path, port: int):
+def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path):
     (tmp_path / "hold").touch()
 
     def statuses() -> list[int]:
-        return [Answer(port, path).status for path in ("/live", "/ready", "/graph.svg", "/metrics")]
+        return [fetch(port, path).status for path in ("/live", "/ready", "/graph.svg", "/metrics")]
 
-    with SteeredProcess(tmp_path, "--http-port", str(port)) as process:
+    with reserved_port() as port, SteeredProcess(tmp_path, "--http-port", str(port)) as process:
         process.wait_entered()
         assert statuses() == [200, 503, 503, 200]
-        assert Answer(port, "/ready").text == "not ready\n"
-        stats = json.loads(Answer(port, "/stats").body)
+        assert fetch(port, "/ready").body == b"not ready\n"
+        stats = ask(port, b"", "/stats", "GET")[1]
         assert (stats["state"], stats["ready"], stats["nodes"]) == ("starting", False, {})
         assert [one["state"] for one in stats["workers"]] == ["starting"]
         (tmp_path / "hold").unlink()
@@ -345,28 +320,23 @@ def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: 
             seqid = client.send_batch(b"block")
             process.wait_entered()
             process.signal()
-            eventually(lambda: Answer(port, "/ready").status == 503)
+            eventually(lambda: fetch(port, "/ready").status == 503)
 
             def is_draining() -> bool:
-                stats = json.loads(Answer(port, "/stats").body)
+                stats = ask(port, b"", "/stats", "GET")[1]
                 return (stats["state"], stats["ready"], stats["requests"]["inflight"]) == ("stopping", False, 1)
 
             eventually(is_draining)  # a busy machine may have told the figures without those of its worker
-            assert Answer(port, "/live").status == 200
+            assert fetch(port, "/live").status == 200
             process.open()
             assert client.receive(seqid).label == "block"
         assert process.wait() == 0
 
 
-def start_without(module: str, http_port: int) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.modules[{module!r}] = None; from torchpipe_server import cli; sys.exit(cli.main())"
-    command = [sys.executable, "-c", code, DEMO, "--host=127.0.0.1", "--port=0", f"--http-port={http_port}"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.parametrize("name", ["httptools", "prometheus_client"])
 def test_a_missing_library_is_told(name):
-    done = start_without(name, 0)
+    code = f"import sys; sys.modules[{name!r}] = None; from torchpipe_server import cli; sys.exit(cli.main())"
+    done = run(sys.executable, "-c", code, DEMO, "--host=127.0.0.1", "--port=0", "--http-port=0", cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert f"{name} is not installed (pip install" in done.stderr

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from contract import HAS_GRPC
+from kit.clients import ask
 from kit.services import LocalServer, serving
 from kit.waits import WAIT
-from test_service_http import ask
 from test_service_oip import get
 
 from torchpipe_py import InvalidRequest, TensorSpec

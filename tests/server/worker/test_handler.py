@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 
 import pytest
 import thriftpy2
-from kit.clients import FRAMINGS, Client
+from kit.clients import FRAMINGS, Client, ask, fetch
 from kit.services import LocalServer, SteeredProcess
 from kit.steered import Steered, steering
 from kit.waits import WAIT, eventually
-from test_service_http import ask, fetch
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server import Handler
 from torchpipe_server.methods.custom import CustomHandler, load_handler
@@ -127,22 +126,22 @@ def test_a_method_may_await_several_requests_and_whatever_asyncio_has() -> None:
         assert call(client, "count") == 5
 
 
-def raising(error: BaseException) -> Method:
+def ending(end: Callable[[], Any]) -> Method:
+    """A method that does so, after a request if it is given data."""
+
     async def classify(self: Any, photo: Any) -> Any:
         if photo.data:
             await self.run({"data": photo.data})
+        return end()
+
+    return classify
+
+
+def raising(error: BaseException) -> Method:
+    def end() -> Any:
         raise error
 
-    return classify
-
-
-def returning(value: Any) -> Method:
-    async def classify(self: Any, photo: Any) -> Any:
-        if photo.data:
-            await self.run({"data": photo.data})
-        return value
-
-    return classify
+    return ending(end)
 
 
 REFUSED = IDL.Refused(reason="too dark \udc80", code="dark")
@@ -155,12 +154,9 @@ REFUSED = IDL.Refused(reason="too dark \udc80", code="dark")
         (raising(KeyError("lost")), "KeyError: 'lost'"),
         (raising(SystemExit(3)), "SystemExit: 3"),
         (raising(asyncio.CancelledError("gone")), "CancelledError"),
-        *(
-            (returning(value), "'classify_result' needs type 'Found'")
-            for value in ("text", {"label": "x"}, 5, object())
-        ),
-        (returning(None), "classify"),
-        (returning(IDL.Found(label="ü\ud800")), ""),
+        *((ending(lambda value=value: value), "needs type 'Found'") for value in ("text", {"label": "x"}, 5, object())),
+        (ending(lambda: None), "classify"),
+        (ending(lambda: IDL.Found(label="ü\ud800")), ""),
         (raising(REFUSED), ""),
         (lambda self, photo: 1 / 0, "ZeroDivisionError"),
     ],
@@ -209,17 +205,15 @@ def test_a_method_ends(ends: str, caplog: pytest.LogCaptureFixture) -> None:
 # -- routes over HTTP -----------------------------------------------------------------------------------------------
 
 
-def elsewhere(self: Any, request: Any) -> None:
-    error = OSError("not there")
-    error.code = 404  # type: ignore[attr-defined]  # as those of urllib have it: no fault of this client
-    raise error
-
-
 class Routed(Handler):
     routes: ClassVar[dict[str, str]] = {"GET /photos/{name}": "show"} | {
         f"GET /{name}": name for name in ("raw", "half", "wrong", "split", "elsewhere")
     }
-    elsewhere = elsewhere
+
+    def elsewhere(self, request: Any) -> None:
+        error = OSError("not there")
+        error.code = 404  # type: ignore[attr-defined]  # as those of urllib have it: no fault of this client
+        raise error
 
     def show(self, request: Any) -> str:
         return str(request.parameters["name"] + request.query)
@@ -242,7 +236,7 @@ def test_routes() -> None:
         handler = CustomHandler(Routed, run)
         with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
             for path, body in (("/photos/me?a=b", b"mea=b"), ("/raw", b"\x00"), ("/half", "ü?".encode())):
-                assert fetch(server.port, path).content == body
+                assert fetch(server.port, path).body == body
             for path in ("/wrong", "/split", "/elsewhere"):
                 status, answer = ask(server.port, b"", path, "GET")
                 assert (status, answer["code"]) == (500, "internal")

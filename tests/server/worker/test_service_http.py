@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from kit.clients import Client
+from kit.clients import Client, ask, fetch
 from kit.services import ROOT, LocalServer, serving
-from kit.waits import WAIT
 from torchpipe_server.options import Options
 from torchpipe_server.worker.service import usual_service
 
@@ -27,23 +25,8 @@ def demo() -> Iterator[LocalServer]:
         yield server
 
 
-def fetch(port: int, path: str, verb: str = "GET", body: Any = b"", **headers: str) -> httpx.Response:
-    """The answer, on a connection of its own; a body that is no bytes goes as JSON. Certificates take long to load."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {name.replace("_", "-"): value for name, value in headers.items()}
-    url = f"http://127.0.0.1:{port}{path}"
-    return httpx.request(verb, url, content=content, headers=fields, timeout=WAIT, trust_env=False, verify=False)
-
-
-def ask(port: int, body: Any, path: str = "/infer", verb: str = "POST", **headers: str) -> tuple[int, Any]:
-    """Status and JSON of the answer."""
-    answer = fetch(port, path, verb, body, **headers)
-    assert answer.headers["Content-Type"] == "application/json"
-    return answer.status_code, answer.json()
-
-
 def ask_json(port: int, body: Any, path: str = "/infer") -> tuple[int, Any]:
-    return ask(port, body, path, Content_Type="application/json")
+    return ask(port, body, path, **JSON)
 
 
 class Values(Backend):
@@ -107,18 +90,10 @@ def test_a_field_of_a_form_is_a_key(values: LocalServer, text: str, value: Any):
         ((("a", None, b"x"),), "form: 0 files"),
         ((("a", "1", b"x"), ("b", "2", b"x")), "form: 2 files"),
         ((("a", "1", b"x"), ("data", None, b"x")), "a field 'data'; 'data' is the file"),
-        (
-            (("a", "1", b"x"), ("conf", None, b"1"), ("conf", None, b"2")),
-            "'conf' appears twice; send a list as one field",
-        ),
-        ((("a", "1", b"x"), ("b" * 1025, None, b"x")), "inputs: a name of 1025 characters; the limit is 1024"),
+        ((("a", "1", b"x"), *[("conf", None, b"1")] * 2), "'conf' appears twice; send a list as one field"),
         ((("a", "1", b"x"), ("box", None, b"x" * 5000)), "'box' has more than 4096 bytes"),
         ((("a", "1", b"x"), ("box", None, b"[" * 2000 + b"]" * 2000)), "'box'"),  # Python 3.12 reads it
-        ((("a", "1", b"x"), ("box", None, b"[" * 33 + b"]" * 33)), "'box': a list of 33 or more dimensions"),
-        ((("a", "1", b"x"), ("box", None, b'[{"x": 1}, 2]')), "'box': a list with objects; a list holds texts"),
-        ((("a", "1", b"x"), ("conf", None, b"1e400")), "'conf': a number that is NaN or beyond float64"),
         ((("a", "1", b"x"), *((key, None, b"[0" + b",0" * 2000 + b"]") for key in "xyz")), "more than 4096 elements"),
-        ((("a", "1", b"x"), ("deadline_ms", None, b"soon")), "a deadline of 'soon'"),
         ((("a", "1", b"x"), ("outputs", None, b"\xff")), "not UTF-8"),
         ("multipart/form-data", "form"),
     ],
@@ -196,7 +171,7 @@ WRONG_JSON = {
 @pytest.mark.parametrize("name", WRONG_JSON)
 def test_json_that_is_wrong(values: LocalServer, name: str):
     body, said = WRONG_JSON[name]
-    status, answer = ask(values.port, body, Content_Type="application/json")
+    status, answer = ask_json(values.port, body)
     assert (status, answer["code"]) == (400, "invalid_request")
     assert said in answer["error"]
 
@@ -231,16 +206,11 @@ def test_the_document_names_every_path_and_its_method(demo: LocalServer):
     assert document["openapi"].startswith("3.1")
     assert document["info"]["version"] == torchpipe_py.__version__
     served = set(usual_service(Options(config="demo.toml"), demo.run).routes._paths)
-    assert set(document["paths"]) == served - {"/openapi.json", "/", "/try"}, "the page is for people"
+    left_out = {path for path in served if "sharedmemory" in path} | {"/openapi.json", "/", "/try"}
+    assert set(document["paths"]) == served - left_out, "the page is for people, and no memory is shared"
     for path, operations in document["paths"].items():
         (method,) = operations
         other = {"get": "DELETE", "post": "GET"}[method]
         for asked, is_allowed in ((method.upper(), True), (other, False)):
             answer = fetch(demo.port, path.format(model="test", version="1"), asked, b"{}" if is_allowed else b"")
-            assert (answer.status_code != 405) == is_allowed, (asked, path)
-
-
-# -- connections ------------------------------------------------------------------------------------------------------
-
-
-# -- the whole service ------------------------------------------------------------------------------------------------
+            assert (answer.status != 405) == is_allowed, (asked, path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,96 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from browser import CHROMIUM, Tab
-from kit.services import ROOT, LocalServer, serving
+from kit.clients import ask, fetch
+from kit.services import ROOT, serving
+from kit.waits import eventually
 
 from torchpipe_py import Backend, register_backend
 from torchpipe_py.runtime.record.pictures import small_copy
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,1000"),
+)
+
+
+class Tab:
+    """A page whose browser is driven over a pipe, by Chrome's protocol for developers; ``requested`` are its URLs."""
+
+    def __init__(self, directory: Path) -> None:
+        theirs_in, self._send = os.pipe()
+        self._receive, theirs_out = os.pipe()
+        # What the browser reads and writes has to be 3 and 4.
+        command = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", str(CHROMIUM), *FLAGS]
+        command += [f"--user-data-dir={directory}", "--remote-debugging-pipe", "about:blank"]
+        self._process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), stderr=subprocess.DEVNULL)
+        for descriptor in (theirs_in, theirs_out):
+            os.close(descriptor)
+        self.requested: list[str] = []
+        self._unread, self._calls, self._session = b"", 0, ""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Network", "DOM"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._calls += 1
+        session = {"sessionId": self._session} if self._session else {}
+        message = {"id": self._calls, "method": method, "params": params, **session}
+        os.write(self._send, json.dumps(message).encode() + b"\0")
+        while True:
+            heard = self._hear()
+            if heard.get("method") == "Network.requestWillBeSent":
+                self.requested.append(heard["params"]["request"]["url"])
+            if heard.get("id") == self._calls:
+                assert "error" not in heard, heard
+                result: dict[str, Any] = heard["result"]
+                return result
+
+    def _hear(self) -> Any:
+        while b"\0" not in self._unread:
+            received = os.read(self._receive, 2**16)
+            assert received, "the browser has ended"
+            self._unread += received
+        line, _, self._unread = self._unread.partition(b"\0")
+        return json.loads(line)
+
+    def open(self, url: str, width: int = 1200, height: int = 900) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete' && document.getElementById('code')?.children.length === 3")
+
+    def value(self, expression: str) -> Any:
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        eventually(lambda: self.value(expression), f"never: {expression}")
+
+    def choose(self, selector: str, file: Path) -> None:
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(file)])
+
+    def press(self, key: str) -> None:
+        codes = {"Tab": 9, "Enter": 13, "ArrowDown": 40}
+        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+        text = {"text": "\r"} if key == "Enter" else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **pressed, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
+    def __enter__(self) -> Tab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._send)
+        os.close(self._receive)
+
 
 IMAGE = ROOT / "configs/demo/images/ring_00.jpg"
 SIZE = 211, 357
@@ -44,16 +131,6 @@ BRANCHES = {
 }
 
 
-def ask(server: LocalServer, verb: str, path: str, body: bytes = b"", **fields: str) -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    try:
-        connection.request(verb, path, body, fields)
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-    finally:
-        connection.close()
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -72,40 +149,37 @@ def test_a_result_that_cannot_be_drawn_fails_no_batch(value: Any) -> None:
 
 def test_what_a_try_tells() -> None:
     with serving(BRANCHES) as server:
-        status, _, body = ask(server, "POST", "/try?node_name=decode", IMAGE.read_bytes())
-        told = json.loads(body)
+        status, told = ask(server.port, IMAGE.read_bytes(), "/try?node_name=decode")
         assert (status, told["status"], told["answer"]["result"][0]["label"]) == (200, 200, "seven")
         nodes = {node["node"]: node for node in told["nodes"]}
         assert nodes.keys() == {"decode", "small", "gray", "boxes"}
-        sizes = {
-            name: node["image"] and (node["image"]["height"], node["image"]["width"]) for name, node in nodes.items()
-        }
-        assert sizes == {"decode": SIZE, "small": (20, 30), "gray": SIZE, "boxes": None}
+        sizes = {name: (image["height"], image["width"]) for name, node in nodes.items() if (image := node["image"])}
+        assert sizes == {"decode": SIZE, "small": (20, 30), "gray": SIZE}
         png = base64.b64decode(nodes["decode"]["image"]["src"].partition(",")[2])
         seen = cv2.imdecode(np.frombuffer(png, np.uint8), cv2.IMREAD_COLOR)
         assert np.array_equal(seen, cv2.imread(str(IMAGE))[::2, ::2]), "each second pixel as it is"
         for node in told["nodes"]:
             assert 0 <= node["start_ms"] <= told["ms"]
             assert min(node["queue_ms"], node["batch_wait_ms"], node["compute_ms"]) >= 0
-        _, _, body = ask(server, "POST", "/try?node_name=plain", b"no image")
-        assert (json.loads(body)["status"], json.loads(body)["answer"]["code"]) == (400, "decode_error")
-        assert ask(server, "POST", "/try?node_name=none", b"")[0] == 404
+        _, told = ask(server.port, b"no image", "/try?node_name=plain")
+        assert (told["status"], told["answer"]["code"]) == (400, "decode_error")
+        assert ask(server.port, b"", "/try?node_name=none")[0] == 404
 
 
 def test_the_page_is_for_browsers_and_can_be_turned_off() -> None:
     with serving("configs/demo.toml") as server:
-        status, headers, body = ask(server, "GET", "/", Accept="text/html,*/*;q=0.8")
-        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-        assert "unsafe" not in headers["Content-Security-Policy"]
+        status, fields, body = fetch(server.port, "/", Accept="text/html,*/*;q=0.8")
+        assert (status, fields["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "unsafe" not in fields["content-security-policy"]
         assert b"http://" not in body.replace(b"http://www.w3.org/2000/svg", b"").replace(b"http://${location", b"")
         for accept in ({}, {"Accept": "*/*"}, {"Accept": "application/json"}):
-            status, headers, body = ask(server, "GET", "/", **accept)
-            assert (status, headers["Vary"]) == (200, "Accept")
+            status, fields, body = fetch(server.port, "/", **accept)
+            assert (status, fields["vary"]) == (200, "Accept")
             assert {"GET /", "POST /infer", "GET /v2", "GET /openapi.json", "monitoring"} <= json.loads(body).keys()
-        assert ask(server, "HEAD", "/")[0] == 200
+        assert fetch(server.port, "/", "HEAD").status == 200
     with serving("configs/demo.toml", no_page=True) as server:
-        assert ask(server, "GET", "/", Accept="text/html")[0] == 404
-        assert ask(server, "POST", "/try", IMAGE.read_bytes())[0] == 404
+        assert fetch(server.port, "/", Accept="text/html").status == 404
+        assert ask(server.port, IMAGE.read_bytes(), "/try")[0] == 404
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -116,10 +190,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
             tab.open(url, width)
             tab.choose("#file", IMAGE)
             tab.wait_for("document.querySelectorAll('#nodes li').length === 4")
-            assert tab.value("[...document.querySelectorAll('#labels b')].map((one) => one.textContent)") == [
-                "seven",
-                "<b>one</b>",
-            ]
+            labels = tab.value("[...document.querySelectorAll('#labels b')].map((one) => one.textContent)")
+            assert labels == ["seven", "<b>one</b>"]
             tab.wait_for("document.querySelectorAll('#boxes rect').length === 2")
             assert tab.value("document.querySelectorAll('#images img').length") == 3
             assert tab.value("document.documentElement.scrollWidth") <= width
@@ -134,6 +206,4 @@ def test_in_a_browser(tmp_path: Path) -> None:
             tab.press(key)
             tab.wait_for("document.querySelectorAll('#nodes li').length === 1")
             tab.value("document.getElementById('nodes').replaceChildren()")
-        assert {
-            request for request in tab.requested if not request.startswith((url, "blob:", "data:", "about:"))
-        } == set()
+        assert [one for one in tab.requested if not one.startswith((url, "blob:", "data:", "about:"))] == []
