@@ -160,7 +160,7 @@ def test_a_model_that_ends_in_a_softmax(folder: Path, refused: Refused) -> None:
     text = "def build():\n return nn.Sequential(nn.AvgPool2d(14), nn.Flatten(), nn.Softmax(1))"
     gray = ["--resize", "28x28", "--color", "gray", "--mean", "0", "--std", "1"]
     options = (f"{code(folder, 'ends', text)}:build", *gray)
-    said = "build ends in a softmax, and SoftmaxMax would take that of its probabilities: leave it out of the model"
+    said = "build ends in a softmax, and SoftmaxMax would apply another one: leave it out of the model"
     assert said in refused(*options)
     assert main(["export", *options, "--postprocessor", "ArgMax"]) == 0
     with pipe("model.toml") as run:
@@ -187,7 +187,7 @@ def test_the_preprocessing_of_a_training(folder: Path, refused: Refused) -> None
     (folder / "other.toml").write_text('[a]\nbackend = "DecodeMat"\n', encoding="utf-8")
     assert "makes images of several sizes, 3x240x320 and 3x375x250 for two" in refused(*more)
     (folder / "other.toml").write_text('[a]\nbackend = "Identity"\n', encoding="utf-8")
-    assert "other.toml: makes bytes of a JPEG; expected a Mat or a Tensor" in refused(*more)
+    assert "other.toml: makes bytes from a JPEG; expected a Mat or a Tensor" in refused(*more)
     assert "--resize: --preprocess other.toml decodes and resizes" in refused(*more, "--resize", "8")
 
 
@@ -202,10 +202,10 @@ MENDABLE = [
     ("tiny --weights random --postprocessor Sigmoidd", "--postprocessor Sigmoidd: did you mean 'Sigmoid'?"),
     ("tiny --weights random --crop 64", "--crop 64: more than --resize 40 leaves"),
     ("tiny --weights random --mean 123.675,116.28,103.53", "divide yours by 255"),
-    ("tiny --weights random --std 0,1,1", "--std: holds a zero"),
+    ("tiny --weights random --std 0,1,1", "--std: contains a zero"),
     ("no_such_module:build", "cannot be imported"),
     ("fixed.py", "fixed.py: name the function in it that returns the model: fixed.py:function; MODEL is"),
-    ("whole.pt", "a file of weights goes with the model that it is of: torchpipe export MODEL --weights whole.pt"),
+    ("whole.pt", "weights need their model: torchpipe export MODEL --weights whole.pt"),
     ("model.onnx", "model.onnx: an ONNX file needs no export: OnnxTensor and TensorrtTensor take it as model"),
     ("fixed.Fixed", "fixed.Fixed: perhaps fixed:Fixed is meant; MODEL is file.py:function, package.module:function"),
     ("a/model", "a/model: no such model; MODEL is file.py:function"),
@@ -224,7 +224,7 @@ def test_an_operator_that_only_the_newer_exporter_knows(folder: Path, monkeypatc
     capfd.readouterr()
     assert main(["export", f"{name}:build", "--resize", "7x7"]) == 1
     printed = capfd.readouterr()
-    assert "the newer exporter may do it, which needs onnxscript (pip install onnxscript)" in printed.err
+    assert "the newer exporter may support it, but needs onnxscript (pip install onnxscript)" in printed.err
     assert printed.out == ""
 
 
@@ -234,7 +234,7 @@ OUTPUTS = {
     "one": ("x.mean()", "output 0 is a scalar for a batch of 3; it must begin with 3"),
     "dict": ("{'out': x}", "forward returns a dict; expected a Tensor, or a tuple of Tensors"),
     "nan": ("x.mean((2, 3)) / 0 * 0", "output 0 holds NaN or infinity for random images"),
-    "size": ("x @ torch.zeros(9, 9)", "; --resize HxW says what it takes"),
+    "size": ("x @ torch.zeros(9, 9)", "; give its size with --resize HxW"),
     "constant": ("torch.stack([one.mean((1, 2)) for one in x])", "does not run at batches of 1, 3, 7"),
 }
 
@@ -310,12 +310,12 @@ def test_nothing_is_run_and_every_other_file_is_refused(tmp_path: Path) -> None:
     alone = "torch.save(model.state_dict(), 'whole.pt')"
     for path, problem in (
         (tmp_path / "none.pt", "no such file"),
-        (whole, f"holds more than Tensors: torch.nn.modules.container.Sequential, and to load it could run any code; "
+        (whole, f"holds more than Tensors: torch.nn.modules.container.Sequential; loading it could run any code; "
          f"save the weights alone: {alone}"),
         (saved(tmp_path / "args.pt", {"args": argparse.Namespace()}), "more than Tensors: argparse.Namespace"),
         (script, "TorchScript or a .pt2 file; the backend TorchTensor serves it as it is"),
-        (cut, "no file of torch.save"),
-        (junk, "no file of torch.save"),
+        (cut, "not a file of torch.save"),
+        (junk, "not a file of torch.save"),
         (saved(tmp_path / "list.pt", [1]), "holds a list; expected a state dict"),
         (saved(tmp_path / "other.pt", {"epoch": 1, "best": 0.5}), "no state dict; it holds epoch, best; expected"),
     ):  # fmt: skip

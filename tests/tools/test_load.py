@@ -325,7 +325,7 @@ def test_refuses_statistics_of_another_server(
         bound.bind(("127.0.0.1", 0))
         port = answering if status else bound.getsockname()[1]
         said = refused(capsys, "--img_dir", images(a="ok:a"), "--port", serve().port, *FRAMED, "--http-port", port)
-    assert f"--http-port: http://127.0.0.1:{port}/stats does not report what the service does: " in said
+    assert f"--http-port: http://127.0.0.1:{port}/stats does not answer with statistics: " in said
     assert why in said
 
 
@@ -348,7 +348,7 @@ class OnlyHttp(socketserver.BaseRequestHandler):
     ("options", "why"),
     [
         ((*BUFFERED, "--port", "SILENT", "--timeout", 0.2), "does not answer ping (buffered transport): timeout"),
-        (("--port", "DEAD"), "cannot connect to 127.0.0.1:DEAD: Connection refused; start the service first, or say"),
+        (("--port", "DEAD"), "cannot connect to 127.0.0.1:DEAD: Connection refused; start the service first, or give"),
         ((*BUFFERED, "--port", "WEB"), "does not answer ping (buffered transport): ReplyError: it answers HTTP: "),
         (("--port", "WEB", "--transport", "framed"), "it answers HTTP: give --transport http, or the service's --por"),
         (
@@ -366,8 +366,8 @@ class OnlyHttp(socketserver.BaseRequestHandler):
         (("--replay_column", "x"), "--replay_column: needs a --replay FILE"),
         (("--duration", 1, "--total_number", 5), "--duration: takes the place of --total_number"),
         (("--search",), "--search: needs the --slo-p99 MS"),
-        (("--search", "--slo-p99", 5, "--rate", 5), "--rate: the rate is what"),
-        (("--search", "--slo-p99", 5, "--total_number", 5), "--search: its probes take a --duration"),
+        (("--search", "--slo-p99", 5, "--rate", 5), "--rate: --search and --sweep"),
+        (("--search", "--slo-p99", 5, "--total_number", 5), "--search: give --duration for its probes"),
         (("--search", "--slo-p99", 5, "--sweep", "clients=1"), "does not go with --sweep"),
         (("--sweep", "rate=5", "--arrivals", "closed"), "need --arrivals constant or poisson"),
         (("--sweep", "batch=5"), "--sweep batch=5: valid are clients="),

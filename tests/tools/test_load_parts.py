@@ -103,8 +103,8 @@ def test_answers_in_pieces(speaks: Any, reply: bytes) -> None:
 @pytest.mark.parametrize(
     ("speaks", "reply", "why"),
     [
-        (wire.ThriftWire(load_idl(), False, 1), REPLY, "infer_batch number 7 in place of infer_batch number 8"),
-        (wire.ThriftWire(load_idl(), False, 2), REPLY, "in place of infer_many number 8"),
+        (wire.ThriftWire(load_idl(), False, 1), REPLY, "infer_batch number 7 instead of infer_batch number 8"),
+        (wire.ThriftWire(load_idl(), False, 2), REPLY, "instead of infer_many number 8"),
         (wire.HttpWire("host", "/infer"), OVER_HTTP + b"more", "4 bytes after the answer"),
         (wire.HttpWire("host", "/infer"), b"HTTP/1.1 200 OK\r\n\r\n", "no answer with a Content-Length"),
     ],
@@ -133,7 +133,7 @@ def test_what_a_service_says_does_not_reach_the_terminal_as_it_is(body: bytes) -
         ("0\nnan\n", None, r"times, line 2: 'nan' is not a number"),
         ("0\n2\n1\n", None, r"times, line 3: 1 is before 2"),
         ("-1\n", None, r"times, line 1: -1 is before 0"),
-        ("# nothing\n", None, r"times: no time in it"),
+        ("# nothing\n", None, r"times: it contains no times"),
         ("1700000000\n", None, r"times: the first time is 1700000000 s; times count from the start"),
         ("id,at\nx,\n", "at", r"times, line 2: '' is not a number"),
         ("id,at\nx,1\n", "when", r"--replay_column when: .*it has: id, at"),
@@ -194,7 +194,7 @@ def test_late_sends_are_blamed_on_the_greater_part() -> None:
     assert (late["share_by_tester"], late["share_by_waiting"], late["worst_ms"]) == (2 / 6, 2 / 6, 100)
     assert "33.3% of the sends" in judge.late_limits(late)[0]
     assert "raise --request_client" in judge.late_warnings(late, 4, 400, 10.0)[0]
-    assert "single answers took long" in judge.late_warnings(late, 4, 40, 1.0)[0]
+    assert "some answers took long" in judge.late_warnings(late, 4, 40, 1.0)[0]
     for records in (made_records(*[(0, 0)] * 200, (5, 5), (5, 0)), made_records()):
         late = judge.late_sends(records)
         assert (judge.late_limits(late), judge.late_warnings(late, 4, 400, 10.0)) == ([], [])

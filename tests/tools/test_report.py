@@ -128,5 +128,5 @@ def test_a_broken_one_is_told_with_what_to_install(package: Path) -> None:
     version = torch.__version__.partition("+")[0]
     assert str(caught.value) == (
         "torchvision cannot be imported (OSError: libcudart.so.99: no such file): "
-        f"pip install torchvision 'torch=={version}'; a model of yours is file.py:function"
+        f"pip install torchvision 'torch=={version}'; for your own model give file.py:function"
     )

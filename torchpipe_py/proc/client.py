@@ -61,14 +61,14 @@ class EngineClient(Pool):
 
     A separate thread creates links, notices when the engine process ends, and takes leftover answers every
     ``SLEEP_SECONDS``; another thread copies a large answer. ``attach(sock)`` connects it to an engine process: the
-    first one, or the next after one has died. ``tell_linked(is_linked)`` is called from any thread: with true when a
+    first one, or the next after one has died. ``set_linked(is_linked)`` is called from any thread: with true when a
     link exists or is being created, with false when there is none; then ``attach`` must be called again, with a socket
     to the next engine process, or to the same one if it is alive.
     """
 
-    def __init__(self, watch: Watch, tell_linked: Callable[[bool], object] = lambda is_linked: None) -> None:
+    def __init__(self, watch: Watch, set_linked: Callable[[bool], object] = lambda is_linked: None) -> None:
         super().__init__(ROOM.slots, loses=True)
-        self._watch, self._tell_linked = watch, tell_linked
+        self._watch, self._set_linked = watch, set_linked
         self._sock: socket.socket | None = None
         self._next: socket.socket | None = None
         self._is_meeting = False
@@ -83,7 +83,7 @@ class EngineClient(Pool):
         with self.changed:
             before, self._next = self._next, sock
             self._is_meeting = True
-            self._tell_linked(True)
+            self._set_linked(True)
             if before is not None:
                 before.close()
             if self._thread is None:
@@ -165,13 +165,13 @@ class EngineClient(Pool):
                 logger.error("%s", self._missing)
             with self.changed:
                 self._is_meeting = self._next is not None
-                self._tell_linked(self._is_meeting)
+                self._set_linked(self._is_meeting)
                 self.changed.notify_all()
             return
         self.add(link)
         with self.changed:
             self._sock, self._missing, self.sections = sock, _DIED, told
-            self._tell_linked(True)
+            self._set_linked(True)
             self.changed.notify_all()
 
     def _link(self, sock: socket.socket) -> tuple[Link, dict[str, tuple[int, Signature]]]:
@@ -207,7 +207,7 @@ class EngineClient(Pool):
         [link], sock = self.links, self._sock
         with self.changed:
             self._sock = None
-            self._tell_linked(self._next is not None)
+            self._set_linked(self._next is not None)
         self.lose(link, WorkerDied("the engine process died while it had the request"))
         assert sock is not None
         sock.close()

@@ -1,4 +1,4 @@
-"""The tools behind ``torchpipe load``, ``bench``, ``parity``, ``export``, ``quantize`` and ``graph``.
+"""The commands of ``torchpipe``, such as ``load``, ``export`` and ``graph``.
 
 They share ``report`` (tables, pages, charts and files) and ``options`` (the flags of all of them).
 """

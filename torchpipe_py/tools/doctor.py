@@ -18,7 +18,7 @@ from torchpipe_py.tools.report import aligned, write_json
 REQUIRED = "required"
 
 LIBRARIES = (
-    # import name, distribution, extra that brings it, what it is for
+    # import name, distribution, extra that includes it, purpose
     ("numpy", "numpy", REQUIRED, "arrays"),
     ("torch", "torch", REQUIRED, "Tensors, TorchTensor"),
     ("cv2", "opencv-python-headless", REQUIRED, "decoding and resizing on the CPU"),
@@ -122,7 +122,7 @@ def _library(module: str, distribution: str, extra: str, purpose: str) -> Librar
     except ModuleNotFoundError as error:
         if version:
             problem = str(error)
-    except Exception as error:  # a broken library may raise anything: torchvision that does not fit PyTorch
+    except Exception as error:  # a broken library may raise anything, such as a torchvision for another PyTorch
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return Library(distribution, version, problem, extra, purpose)
 

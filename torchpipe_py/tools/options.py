@@ -1,4 +1,4 @@
-"""The options of every tool, and the types of their values; nothing here imports what runs them."""
+"""The options of every tool, and the types of their values; it does not import the tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchpipe_py.files import output_problem
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.values import to_floats
 
-# --- types of values; argparse adds the flag to what they raise
+# --- types of values; argparse adds the flag to their errors
 
 
 def number(what: str, low: float, high: float, kind: Callable[[str], Any] = float) -> Callable[[str], Any]:
@@ -48,7 +48,7 @@ points = number("points of accuracy, 0 to 100", 0, 100)
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, so that no work is done and lost."""
+    """The type of a file to write, checked before any work is done."""
     if problem := output_problem(text):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {problem}")
     return Path(text)
@@ -58,7 +58,7 @@ def _onnx(text: str) -> Path:
     path = Path(text)
     if path.suffix != ".onnx":
         raise argparse.ArgumentTypeError(
-            f"expected a name that ends in .onnx, got {text!r}; {path.stem or 'model.int8'}.onnx, say"
+            f"expected a name that ends in .onnx, got {text!r}; for example {path.stem or 'model.int8'}.onnx"
         )
     return path
 
@@ -93,12 +93,12 @@ def add_parity_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("a", metavar="A.toml", help="the reference: its result is a Mat, a Tensor or a class")
     other = parser.add_mutually_exclusive_group(required=True).add_argument
-    other("b", nargs="?", metavar="B.toml", help="to hold against it, with a result of the same kind")
-    other("--torchvision", metavar="WEIGHTS", help="in place of B: the transform of these weights of torchvision's")
+    other("b", nargs="?", metavar="B.toml", help="to compare with it, with a result of the same kind")
+    other("--torchvision", metavar="WEIGHTS", help="instead of B: torchvision's transform of these weights")
     add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
     add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
     add("--limit", type=at_least(1), metavar="N", help="only the first N images, in the order of their names")
-    add("--html", type=output_file, metavar="FILE", help="write a report with pictures, one self-contained file")
+    add("--html", type=output_file, metavar="FILE", help="write a self-contained report with pictures")
     add("--json", type=output_file, metavar="FILE", help="write every figure of every image")
     add("--worst", type=at_least(0), default=10, metavar="N", help="images to show (default: %(default)s)")
     mean = number("a number, at least 0", 0, 1e308)
@@ -111,7 +111,7 @@ def add_parity_options(parser: argparse.ArgumentParser) -> None:
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe export``."""
     add = parser.add_argument
-    add("source", metavar="MODEL", help="a torchvision classifier, or module:function or file.py:function of yours")
+    add("source", metavar="MODEL", help="a torchvision classifier, or your module:function or file.py:function")
     add(
         "--weights",
         metavar="FILE",
@@ -120,8 +120,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=at_least(0, 2**63 - 1), default=0, metavar="N", help="of --weights random (default: 0)")
     add("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
-    add("--force", action="store_true", help="replace files that are there")
-    add("--labels", type=Path, metavar="FILE", help="a class a line; default: the weights' own, if they have any")
+    add("--force", action="store_true", help="replace existing files")
+    add("--labels", type=Path, metavar="FILE", help="one class per line; default: those of the weights, if any")
     add(
         "--postprocessor",
         metavar="NAME",
@@ -130,11 +130,11 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     )
     pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
     add = pixels.add_argument
-    add("--transforms", metavar="WEIGHTS", help="torchvision's for these weights: ResNet50_Weights.IMAGENET1K_V1, say")
+    add("--transforms", metavar="WEIGHTS", help="torchvision's for weights, as ResNet50_Weights.IMAGENET1K_V1")
     add("--resize", type=_sides, metavar="N|HxW", help="the shorter side, or height and width, pixels")
-    add("--crop", type=_sides, metavar="N|HxW", help="of the middle, pixels")
+    add("--crop", type=_sides, metavar="N|HxW", help="of the centre, pixels")
     add("--interpolation", choices=("bilinear", "bicubic"), help="of the resize")
-    add("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as transforms.Normalize takes it")
+    add("--mean", type=_floats, metavar="R,G,B", help="of pixels from 0 to 1, as in transforms.Normalize")
     add("--std", type=_floats, metavar="R,G,B", help="the same")
     add("--color", choices=("rgb", "bgr", "gray"), default="rgb", help="that the model takes (default: %(default)s)")
     add("--preprocess", type=Path, metavar="TOML", help="decode and resize by this file instead, as in training")
@@ -142,7 +142,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 CALIBRATE = 128
-"""Images to calibrate with by default: more hardly widen the ranges of the layers."""
+"""Default number of calibration images: more hardly widen the ranges of the layers."""
 
 
 def add_quantize_options(parser: argparse.ArgumentParser) -> None:
@@ -153,24 +153,24 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
     add("--img_dir", required=True, metavar="DIR", help=labelled)
     where = "where the int8 model is written (default: %(default)s)"
     add("--out", type=_onnx, default="model.int8.onnx", metavar="FILE.onnx", help=where)
-    add("--force", action="store_true", help="replace a file that is there")
-    add("--node", metavar="NAME", help="the node whose model is meant, where several run one")
+    add("--force", action="store_true", help="replace an existing file")
+    add("--node", metavar="NAME", help="the node of the model, if several have one")
     add(
         "--max-drop",
         type=points,
         default=0.5,
         metavar="X",
-        help="points of accuracy, 0 to 100, that it may lose (default: %(default)s); without labels: that many of 100 "
-        "images may change their class",
+        help="points of accuracy, 0 to 100, that it may lose (default: %(default)s); without labels: percent of the "
+        "images that may change their class",
     )
     add(
         "--calibrate",
         type=at_least(0),
         default=CALIBRATE,
         metavar="N",
-        help="images to calibrate with (default: %(default)s), half of them all at most; it is checked on the others",
+        help="images to calibrate with (default: %(default)s), at most half of all; the others check the result",
     )
-    keep = "look for layers that int8 harms most, and keep up to N of them in fp32 (default: none)"
+    keep = "keep up to N layers that int8 harms most in fp32 (default: none)"
     add("--keep", type=at_least(0), default=0, metavar="N", help=keep)
 
 
@@ -183,26 +183,26 @@ def add_encrypt_options(parser: argparse.ArgumentParser) -> None:
     keys("--key_env", default="", metavar="NAME", help="an environment variable with the key")
     keys("--new_key", default="", metavar="FILE", help="make a key, and write it to FILE, which must not exist")
     add("--out", metavar="FILE", help="the encrypted model (default: MODEL.enc)")
-    add("--force", action="store_true", help="replace it if it is there")
+    add("--force", action="store_true", help="replace an existing file")
 
 
 def add_from_triton_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe from-triton``."""
     add = parser.add_argument
-    add("repository", metavar="MODEL_REPOSITORY", help="its folder, as tritonserver --model-repository takes it")
+    add("repository", metavar="MODEL_REPOSITORY", help="its folder, as for tritonserver --model-repository")
     add("--out", default="converted", metavar="FOLDER", help="NAME.toml for each model (default: %(default)s)")
-    add("--force", action="store_true", help="replace files that are there; classes that were filled in stay")
+    add("--force", action="store_true", help="replace existing files, but keep classes that you completed")
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe watch``."""
     add = parser.add_argument
     add("--streams", required=True, metavar="FILE.toml", help="a table for each stream, with its source")
-    add("--out", type=output_file, metavar="FILE", help="write a line of JSON for each frame; default: print them")
+    add("--out", type=output_file, metavar="FILE", help="write a line of JSON for each frame; default: print it")
     add("--show", action="store_true", help="show frames and boxes in a window of each stream")
     in_flight = "frames in the pipe at once (default: one more than its widest node takes)"
     add("--in-flight", type=at_least(1, 10_000), metavar="N", help=in_flight)
-    add("--seconds", type=above_zero("seconds"), metavar="S", help="stop after that time")
+    add("--seconds", type=above_zero("seconds"), metavar="S", help="stop after S seconds")
 
 
 def to_bytes(text: str) -> int:
@@ -217,19 +217,19 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe tune``."""
     add, default = parser.add_argument, "; default %(default)g"
     add("config", metavar="CONFIG.toml", help="a pipe; pixels, precision and engines stay as they are")
-    add("--img_dir", type=Path, required=True, metavar="DIR", help="images as they will come, searched in it and below")
-    slo = "find the most requests per second of which 99 %% are answered within MS"
+    add("--img_dir", type=Path, required=True, metavar="DIR", help="typical images, found recursively")
+    slo = "find the most requests per second with 99 %% answered within MS"
     add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)
     rate = "find the shortest p99 at R requests per second"
     add("--rate", type=above_zero("requests per second"), metavar="R", help=rate)
-    add("--replay", type=Path, metavar="FILE", help="arrivals: times in seconds, one a line; default: Poisson")
+    add("--replay", type=Path, metavar="FILE", help="arrival times in seconds, one per line; default: Poisson")
     add("--cores", type=at_least(1), metavar="N", help="cores that the service will have; default: all")
-    add("--gpu-memory", type=to_bytes, metavar="BYTES", help="of a GPU that the service may take, as 6G")
+    add("--gpu-memory", type=to_bytes, metavar="BYTES", help="of a GPU that the service may use, as 6G")
     budget = number("a number of seconds from 5 to 3600", 5, 3600)
-    add("--budget", type=budget, default=120.0, metavar="S", help="seconds that it may take, about" + default)
+    add("--budget", type=budget, default=120.0, metavar="S", help="about how many seconds it may take" + default)
     add("--out", type=output_file, metavar="FILE", help="the tuned file; default: CONFIG.tuned.toml")
-    add("--json", type=output_file, metavar="FILE", help="write everything that was measured to FILE")
-    add("--html", type=output_file, metavar="FILE", help="write a page with a plot, which needs nothing but itself")
+    add("--json", type=output_file, metavar="FILE", help="write all measurements to FILE")
+    add("--html", type=output_file, metavar="FILE", help="write a self-contained page with a plot")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
 
 
@@ -246,33 +246,33 @@ ELSEWHERE = {
     **dict.fromkeys(("--requests", "-n"), _IMAGES),
     **dict.fromkeys(("--url", "-u"), _SERVER),
 }
-"""Flags of other load testers, and what there is here in their place."""
+"""Flags of other load testers, and their equivalents."""
 
 _STATUSES = """\
-exit status: 0 every image has a result, the run was stable and the SLO, if there is one, was met; 1 it could not run;
+exit status: 0 every image has a result, the run was stable and any SLO was met; 1 it could not run;
 2 some images have no result, or an open loop was unstable (or the arguments are wrong); 3 the SLO was missed, or
---search found no rate that meets it; 130 interrupted. A sweep has the status of its worst run, 2 before 3 before 0;
-that of what stopped it, if something did."""
+--search found no rate that meets it; 130 interrupted. A sweep has the status of its worst run (2, then 3,
+then 0), or of what stopped it."""
 
 
 def add_load_options(parser: argparse.ArgumentParser, clients: str) -> None:
-    """Declare those of ``bench`` and ``load``; ``clients`` says what the clients are: processes, threads."""
+    """Declare the options that ``bench`` and ``load`` share; ``clients`` describes the clients."""
     add, default = parser.add_argument, "; default %(default)s"
     client, images = at_least(1, 10_000), at_least(1, MOST_IMAGES)
-    add("--img_dir", type=Path, required=True, metavar="DIR", help="images are searched in it and below")
+    add("--img_dir", type=Path, required=True, metavar="DIR", help="images, found recursively")
     add("--request_client", type=client, default=20, metavar="N", help=clients + default)
     add("--request_batch", type=client, default=1, metavar="N", help="images per call" + default)
-    add("--total_number", type=images, default=DEFAULT_TOTAL, metavar="N", help="images to send in all" + default)
+    add("--total_number", type=images, default=DEFAULT_TOTAL, metavar="N", help="images to send in total" + default)
     warmup = "calls per client, not counted; default 5 %% of the calls or of --duration, 1 to 50"
     add("--warmup", type=at_least(0, MOST_IMAGES), metavar="N", help=warmup)
-    labels = "count right answers: the label of circle/03.jpg and of circle_03.jpg is circle"
+    labels = "report accuracy: circle/03.jpg and circle_03.jpg have the label circle"
     add("--labels_from_names", action="store_true", help=labels)
     add("--json", type=output_file, metavar="FILE", help="write the whole report to FILE")
     add("--no-progress", dest="progress", action="store_false", help="no progress bar")
 
 
 def parse_load(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    """The command line of ``torchpipe load``; settings that follow from others are filled in.
+    """The command line of ``torchpipe load``, with derived settings filled in.
 
     Wrong values end the process with status 2; ``ToolError`` for options that contradict each other.
     """
@@ -282,37 +282,32 @@ def parse_load(arguments: Sequence[str], program: str) -> argparse.Namespace:
     add, default = parser.add_argument, "; default %(default)s"
     port = at_least(1, 65535)
     add("--host", default="127.0.0.1", help="where the service is" + default)
-    add("--port", type=port, default=8888, metavar="PORT", help="that takes images" + default)
-    add("--transport", choices=("buffered", "framed", "http"), default="buffered", help="two of Thrift, or HTTP")
+    add("--port", type=port, default=8888, metavar="PORT", help="port that takes images" + default)
+    add("--transport", choices=("buffered", "framed", "http"), default="buffered", help="of Thrift, or HTTP")
     add("--path", metavar="PATH", help="where images are POSTed over HTTP; default /infer")
     limit = "seconds for a call, and for a connection" + default
     add("--timeout", type=above_zero("seconds"), default=10.0, metavar="S", help=limit)
-    server = "whose CPU use is reported; default: who listens on the port here"
+    server = "process whose CPU use is reported; default: the local one that listens on the port"
     add("--server_pid", type=at_least(1), metavar="PID", help=server)
-    stats = "the service's own --http-port: its nodes, and the hand-over to its engine processes, are reported"
+    stats = "the service's --http-port, to report its nodes and the hand-over to engine processes"
     add("--http-port", type=port, metavar="PORT", help=stats)
     add("--csv", type=output_file, metavar="FILE", help="write a line for each run to FILE")
-    add(
-        "--html",
-        type=output_file,
-        metavar="FILE",
-        help="write a page with plots, which needs nothing but itself, to FILE",
-    )
+    add("--html", type=output_file, metavar="FILE", help="write a self-contained page with plots to FILE")
     add = parser.add_argument_group("when calls are sent").add_argument
     add(
         "--rate",
         type=above_zero("images per second"),
         metavar="R",
-        help="images per second of all clients together, whatever the server answers: an open loop; with "
+        help="images per second of all clients together, however fast the server is: an open loop; with "
         "--request_batch B these are R/B calls per second. Rescales a --replay",
     )
     add("--arrivals", choices=ARRIVALS, help="default: closed; with --rate constant, with --replay replay")
-    add("--replay", type=Path, metavar="FILE", help="send times in seconds since the start, one a line")
-    add("--replay_column", metavar="NAME", help="--replay is a CSV file, and this its column of times")
+    add("--replay", type=Path, metavar="FILE", help="send times in seconds since the start, one per line")
+    add("--replay_column", metavar="NAME", help="the column of times, if --replay is a CSV file")
     add("--seed", type=int, default=0, help="of Poisson arrivals; default %(default)s")
-    duration = "seconds to send for, in place of --total_number; of --search for each probe, default 10"
+    duration = "seconds to send for, instead of --total_number; with --search for each probe, default 10"
     add("--duration", type=above_zero("seconds"), metavar="S", help=duration)
-    add = parser.add_argument_group("judgement and several runs").add_argument
+    add = parser.add_argument_group("verdict and several runs").add_argument
     slo = "99 %% of the calls must be answered within MS, from when they were due"
     add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)
     add("--search", action="store_true", help="find the highest rate with --slo-p99 met, stable, no errors")
@@ -334,10 +329,10 @@ def _completed(options: argparse.Namespace) -> argparse.Namespace:
         (arrivals == "replay" and not replays, "--arrivals replay: needs a --replay FILE"),
         (options.replay_column is not None and not replays, "--replay_column: needs a --replay FILE"),
         (counts and options.duration, "--duration: takes the place of --total_number; give one of them"),
-        (options.search and options.slo_p99 is None, "--search: needs the --slo-p99 MS that shall hold"),
+        (options.search and options.slo_p99 is None, "--search: needs the --slo-p99 MS to meet"),
         (options.search and options.sweep is not None, "--search: does not go with --sweep; give one of them"),
-        (options.search and counts, "--search: its probes take a --duration"),
-        (several and paced, "--rate: the rate is what --search and --sweep rate= look for; leave it out"),
+        (options.search and counts, "--search: give --duration for its probes instead of --total_number"),
+        (several and paced, "--rate: --search and --sweep rate= choose the rate; leave it out"),
         (
             several and (replays or arrivals in ("closed", "replay")),
             "--search and --sweep rate=: need --arrivals constant or poisson",

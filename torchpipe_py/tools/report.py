@@ -1,6 +1,6 @@
 """Reports of the tools: aligned text, self-contained HTML pages, charts as inline SVG, files.
 
-A page loads nothing and runs no script; its style has one palette for light and dark.
+Pages load nothing and run no script; one palette serves light and dark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = 120
 
 
 class ToolError(TorchpipeError, RuntimeError):
-    """A tool cannot do what it was asked to; the message says what to change."""
+    """A tool cannot do its work; the message says what to change."""
 
     code = "tool"
 
@@ -33,7 +33,7 @@ class ToolError(TorchpipeError, RuntimeError):
 
 
 def clip(text: str, width: int = WIDTH) -> str:
-    """``text`` in at most ``width`` columns, its middle left out."""
+    """``text`` in at most ``width`` columns, shortened in the middle."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
@@ -41,12 +41,12 @@ def clip(text: str, width: int = WIDTH) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, with '?' for each character that a terminal would not show."""
+    """``text`` on one line, with '?' for unprintable characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int = 0) -> list[str]:
-    """Rows as lines: first column, at least ``least`` wide, and last one to the left, those between to the right."""
+    """Rows as lines: the first column, at least ``least`` wide, and the last are left-aligned, others right-aligned."""
     lines = [*([heads] if heads else []), *rows]
     if not lines:
         return []
@@ -62,7 +62,7 @@ def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int
 
 @contextmanager
 def progress_bar(wanted: bool) -> Iterator[Callable[[str, float, str], None]]:
-    """Gives a function that shows a name, a share from 0 to 1 and a note on one line; silent without a terminal."""
+    """Yields a function that shows a name, a share from 0 to 1 and a note on one line; silent without a terminal."""
     is_shown = wanted and sys.stderr is not None and sys.stderr.isatty()
 
     def show(name: str, share: float, note: str) -> None:
@@ -79,45 +79,45 @@ def progress_bar(wanted: bool) -> Iterator[Callable[[str, float, str], None]]:
 
 
 def refuse_existing(paths: Iterable[Path], force: bool, other: str) -> None:
-    """``ToolError`` where a file is there that may not be replaced; ``other`` says how to give another name."""
+    """Raise ``ToolError`` if a file exists, unless ``force``; ``other`` says how to choose another name."""
     if not force and (there := [str(path) for path in paths if os.path.exists(path)]):
         raise ToolError(f"{', '.join(there)}: there already; --force replaces, {other}")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a report in UTF-8; ``ToolError`` where that fails."""
+    """Write a report in UTF-8. Raises ``ToolError``."""
     try:
-        # A path, or an error's code, may be no UTF-8.
+        # Paths and error codes may contain text that is not valid UTF-8.
         path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
     except OSError as error:
         raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write the whole report."""
+    """Write a report as JSON. Raises ``ToolError``."""
     write_text(path, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 # --- pages
 
 COLORS = ("blue", "orange", "green", "purple", "red", "teal")
-"""Of the lines of a chart, in this order."""
+"""Colours of the lines of a chart, in order."""
 
 _STYLE = Path(__file__).with_name("style")
 
 
 def style(name: str) -> str:
-    """A style sheet of the folder ``style``."""
+    """A style sheet from the folder ``style``."""
     return (_STYLE / f"{name}.css").read_text(encoding="utf-8")
 
 
 def palette(selector: str) -> str:
-    """Style rules that give ``var(--ink)`` and so on in ``selector`` the colors of light or dark."""
+    """Style rules that define the colours, such as ``var(--ink)``, in ``selector`` for light and dark."""
     return style("palette").replace("SELECTOR", selector)
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """The whole file; ``title`` is escaped, ``parts`` are HTML."""
+    """A complete HTML file; ``title`` is escaped, ``parts`` are HTML."""
     body = "\n".join(part for part in (f"<h1>{escape(title)}</h1>", *parts) if part)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -128,14 +128,14 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def verdict(text: str, is_good: bool) -> str:
-    """A paragraph that is green or red."""
+    """A green or red paragraph."""
     return f'<p class="{"ok" if is_good else "missed"}">{escape(text)}</p>'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", numbers: Sequence[int] = ()) -> str:
-    """A table of escaped texts below ``title``; ``numbers`` are the columns that are aligned to the right.
+    """A table of escaped texts below ``title``; ``numbers`` are the right-aligned columns.
 
-    Without heads the first column names the rows. Without rows there is nothing.
+    Without heads the first column names the rows. Without rows it is empty.
     """
 
     def line(tag: str, first: str, texts: Sequence[str]) -> str:
@@ -156,18 +156,18 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", 
 
 CHART_WIDTH, CHART_HEIGHT = 620, 290
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, CHART_WIDTH - 22, 16, CHART_HEIGHT - 48
-_LETTER = 6.6  # pixels that a letter takes, about
+_LETTER = 6.6  # average width of a letter, pixels
 _LEAST_GAP = 6  # pixels between two labels below an axis
 _TICKS = 6
 _MOST_LOG_TICKS = 8
-_NEAR = 3.0  # times the greatest value: a limit further up would flatten the chart
+_NEAR = 3.0  # times the largest value: showing a limit beyond would flatten the chart
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From ``low`` to ``high``, on a logarithmic scale where ``log``; ``ticks`` are values and their labels."""
+    """From ``low`` to ``high``, logarithmic if ``log``; ``ticks`` are values and their labels."""
 
     label: str
     low: float
@@ -176,7 +176,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """From 0 to 1 along the axis; values beyond an end are drawn there."""
+        """The position from 0 to 1 along the axis, clamped to its ends."""
         if self.log:
             share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         else:
@@ -185,7 +185,7 @@ class Axis:
 
 
 def linear_axis(label: str, low: float, high: float, exact: bool = False, least_step: float = 0.0) -> Axis:
-    """Between round numbers, or with ``exact`` from ``low`` to ``high``; ticks are at round numbers."""
+    """An axis between round numbers, or with ``exact`` from ``low`` to ``high``; ticks are at round numbers."""
     high = high if high > low else low + 1.0
     step = max(_round_step((high - low) / _TICKS), least_step)
     if not exact:
@@ -195,7 +195,7 @@ def linear_axis(label: str, low: float, high: float, exact: bool = False, least_
 
 
 def log_axis(label: str, low: float, high: float, ticks: Sequence[tuple[float, str]] = ()) -> Axis:
-    """Logarithmic from ``low`` to ``high``, both above 0; less than a decade has the ticks of a linear axis."""
+    """A logarithmic axis from ``low`` to ``high``, both above 0; within one decade, ticks are linear."""
     high = max(high, low * 1.001)
     if not ticks and high < 10 * low:
         ticks = [tick for tick in linear_axis(label, low, high, exact=True).ticks if tick[0] > 0]
@@ -210,7 +210,7 @@ def log_axis(label: str, low: float, high: float, ticks: Sequence[tuple[float, s
 
 
 def value_axis(label: str, values: Iterable[float]) -> Axis:
-    """Linear from 0, or logarithmic where the greatest value is far above the middle one."""
+    """A linear axis from 0, or a logarithmic one if the largest value is far above the median."""
     above_zero = sorted(value for value in values if value > 0) or [1.0]
     if above_zero[-1] > 30 * above_zero[len(above_zero) // 2]:
         return log_axis(f"{label}, log scale", above_zero[0] * 0.9, above_zero[-1] * 1.1)
@@ -218,19 +218,19 @@ def value_axis(label: str, values: Iterable[float]) -> Axis:
 
 
 def _round_step(step: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ..."""
+    """Round up to 1, 2, 5, 10, 20, …"""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
 
 
 def _number(value: float) -> str:
-    """Short, without an exponent where that is possible."""
+    """A short form, without an exponent if possible."""
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{round(value, 6):g}"
 
 
 @dataclass
 class Line:
-    """Points joined to a line, with a None where it is interrupted; ``labels`` are written beside the points."""
+    """Points joined by a line, which None interrupts; ``labels`` are written beside the points."""
 
     name: str
     points: Sequence[Point | None]
@@ -242,7 +242,7 @@ class Line:
 
 @dataclass
 class Bars:
-    """Bars ``(from, to, height)``, standing on the axis; each shows its range and height when pointed at."""
+    """Bars ``(from, to, height)`` on the axis; hovering over one shows its range and height."""
 
     name: str
     bars: Sequence[tuple[float, float, float]]
@@ -253,9 +253,9 @@ class Bars:
 def chart(
     title: str, x: Axis, y: Axis | str, marks: Sequence[Line | Bars], limit: tuple[str, float] | None = None
 ) -> str:
-    """A line or bar chart with title and legend, as a figure; ``y`` may be the unit of the lines' values.
+    """A line or bar chart with title and legend, as a figure; ``y`` may be just the unit of the values.
 
-    A ``limit``, name and value, is a line across the chart; one far above it is only in the legend.
+    A ``limit``, name and value, is a line across the chart; if it is far above, it appears only in the legend.
     """
     if isinstance(y, str):
         values = [point[1] for mark in marks if isinstance(mark, Line) for point in mark.points if point is not None]
@@ -264,7 +264,7 @@ def chart(
         across = [(x.low, limit[1]), (x.high, limit[1])]
         marks = [*marks, Line(limit[0], across if limit[1] <= y.high else [], "red", dashed=True)]
     parts = [*_grid(x, y)]
-    keys = ""  # outside the drawing, where the page breaks the line if there is no room
+    keys = ""  # outside the drawing, so that the page can wrap them
     for mark in marks:
         parts += _bars(mark, x, y) if isinstance(mark, Bars) else _line(mark, x, y)
         style = f"border-top: 3px {'dashed' if mark.dashed else 'solid'} var(--{mark.color})"
@@ -275,7 +275,7 @@ def chart(
 
 
 def charts(figures: Iterable[str]) -> str:
-    """Charts side by side, as many as there is room for."""
+    """Charts side by side, as far as they fit."""
     return '<div class="charts">\n' + "\n".join(figures) + "\n</div>"
 
 
@@ -307,7 +307,7 @@ def _bars(bars: Bars, x: Axis, y: Axis) -> Iterator[str]:
     for start, end, height in bars.bars:
         if height > 0:
             left, right = _x(x, start), _x(x, end)
-            top = min(_y(y, height), _BOTTOM - 1.5)  # the least one is still seen
+            top = min(_y(y, height), _BOTTOM - 1.5)  # the smallest one stays visible
             size = f'width="{max(1.0, right - left - 1):.1f}" height="{_BOTTOM - top:.1f}"'
             title = f"<title>{start:.3g} to {end:.3g}: {height:g}</title>"
             yield f'<rect x="{left:.1f}" y="{top:.1f}" {size} fill="var(--{bars.color})">{title}</rect>'
@@ -322,7 +322,7 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
     for value, text in x.ticks:
         at, half = _x(x, value), len(text) * _LETTER / 2
         yield f'<line class="axis" x1="{at:.1f}" y1="{_BOTTOM}" x2="{at:.1f}" y2="{_BOTTOM + 5}"/>'
-        if at - half >= free_from:  # a label that would touch the one before it is left out
+        if at - half >= free_from:  # leave out a label that would touch the one before it
             yield _text(min(at, CHART_WIDTH - half), _BOTTOM + 18, text, "middle")
             free_from = at + half + _LEAST_GAP
     yield f'<line class="axis" x1="{_LEFT}" y1="{_BOTTOM}" x2="{_RIGHT}" y2="{_BOTTOM}"/>'

@@ -1,4 +1,4 @@
-"""``torchpipe watch``: run the frames of streams through a configuration, and write what comes out."""
+"""``torchpipe watch``: run frames of streams through a configuration and write the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORT_SECONDS = 5.0
 
 
 def run_watch(options: argparse.Namespace) -> int:
-    """0 when every stream has ended or the time is over, 1 where no frame had a result, 130 interrupted."""
+    """0 after the end of all streams or of the time, 1 if no frame had a result, 130 if interrupted."""
     show = _window() if options.show else None
     results = 0
     keep_freed_memory()
@@ -65,7 +65,7 @@ def summary(streams: Streams, seconds: float) -> str:
 
 
 def _window() -> Callable[[Frame], None]:
-    """Shows a frame in a window of its stream."""
+    """A function that shows a frame in a window for its stream."""
     import cv2
 
     try:
@@ -73,7 +73,7 @@ def _window() -> Callable[[Frame], None]:
         cv2.destroyAllWindows()
     except cv2.error:
         raise ToolError(
-            "--show: this OpenCV has no windows, or there is no display; install opencv-python in place of "
+            "--show: this OpenCV cannot open windows, or there is no display; install opencv-python instead of "
             "opencv-python-headless"
         ) from None
 

@@ -1,1 +1,1 @@
-"""``torchpipe export``: a PyTorch module as an ONNX file, and the TOML that serves it."""
+"""``torchpipe export``: writes a PyTorch module as an ONNX file, and the TOML that serves it."""

@@ -28,15 +28,15 @@ SUM_TOLERANCE = 1e-3
 NEARLY_ZERO = 1e-4
 COMMENTS = {
     "size": "the shorter side, smoothed as torchvision's Resize does",
-    "color": "that the model takes",
+    "color": "channel order of the model",
     "model::cache": "with TensorRT: the engine, kept between starts",
     "max": "requests in one run of the model",
-    "batching_timeout": "ms; the most a request waits for others on their way",
+    "batching_timeout": "ms; how long a request waits for others at most",
 }
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """0 when all is written and the ONNX file is the PyTorch model; raises ``ToolError`` and ``ConfigError``."""
+    """0 once all is written and the ONNX file matches the PyTorch model. Raises ``ToolError`` and ``ConfigError``."""
     files = Files(args.out)
     files.check(args.force)
     for name in ("transforms", "resize", "crop", "interpolation") if args.preprocess else ():
@@ -63,12 +63,12 @@ def run_export(args: argparse.Namespace) -> int:
     classes = int(outputs[0].shape[1]) if len(outputs) == 1 and outputs[0].ndim == 2 else None
     postprocessor = postprocessor if classes is not None else ""
     if postprocessor in SOFTMAXES and _is_softmax(outputs[0]):
-        problem = f"{source.name} ends in a softmax, and {args.postprocessor} would take that of its probabilities"
+        problem = f"{source.name} ends in a softmax, and {args.postprocessor} would apply another one"
         raise ToolError(f"{problem}: leave it out of the model, or give --postprocessor ArgMax")
     labels = _labels(args.labels, source, classes)
     if args.labels is None and not uses(postprocessor, "labels"):
         labels = ()
-    kind = "no classifier" if classes is None else counted(classes, "class")
+    kind = "not a classifier" if classes is None else counted(classes, "class")
     title = f"{source.name}, {kind}, {source.weights}"
     names = ["logits"] if len(outputs) == 1 else [f"output_{index}" for index in range(len(outputs))]
     axes = {name: {0: "batch"} for name in ["input", *names]}
@@ -90,16 +90,16 @@ def run_export(args: argparse.Namespace) -> int:
     batches = ", ".join(map(str, BATCHES))
     print(f"  outputs within {difference:.1g} of PyTorch's, which reach {largest:.2g}, in batches of {batches}")
     if largest < NEARLY_ZERO:
-        print("  NOTE: all outputs are nearly 0, so that this says little: are the weights those of a trained model?")
+        print("  NOTE: all outputs are nearly 0, so this means little: are these the weights of a trained model?")
     print(f"{files.toml}: {pixels}")
     if uses(postprocessor, "labels"):
-        print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are numbers of classes")
+        print(f"{files.labels}: {labels[0]} to {labels[-1]}" if labels else "no labels: results are class numbers")
     print(f"torchpipe-serve {shlex.quote(str(files.toml))} serves it")
     return 0
 
 
 def _check_written(made: Files) -> None:
-    """Plan the TOML with the files that were made for it, whatever the working directory has of their names."""
+    """Check the TOML with the files made for it, not with files of the same names in the working directory."""
     tables = parse_toml(made.toml)
     *_, model = tables.values()
     for key in ("model", "model::cache", "labels"):
@@ -109,7 +109,7 @@ def _check_written(made: Files) -> None:
 
 
 def _is_softmax(output: Any) -> bool:
-    """Whether these are probabilities, of which another softmax gives wrong scores."""
+    """Whether these are probabilities, for which another softmax would give wrong scores."""
     sums = output.sum(1)
     return output.shape[1] > 1 and float(output.min()) >= 0 and float((sums - 1).abs().max()) < SUM_TOLERANCE
 
@@ -128,16 +128,16 @@ def _source(args: argparse.Namespace) -> Source:
     hint = f"perhaps {name}:{suffix[1:]} is meant" if suffix else "no such model"
     if suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
         command = f"torchpipe export MODEL --weights {args.source}"
-        hint = f"a file of weights goes with the model that it is of: {command}"
+        hint = f"weights need their model: {command}"
     elif suffix == ".py":
         hint = f"name the function in it that returns the model: {args.source}:function"
     raise ToolError(f"{args.source}: {hint}; MODEL is {FORMS}")
 
 
 def _changed(source: Source, args: argparse.Namespace) -> tuple[Transform, str]:
-    """The preprocessing with what the options say, and where the rest comes from, in words.
+    """The preprocessing with the options applied, and a description of where the rest comes from.
 
-    Of a new size the crop is that size too, or there is none.
+    With a new ``--resize``, the crop has that size too, or there is none.
     """
     given: dict[str, Any] = {name: getattr(args, name) for name in ("resize", "interpolation", "mean", "std")}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -155,15 +155,15 @@ def _changed(source: Source, args: argparse.Namespace) -> tuple[Transform, str]:
 
 
 def _labels(path: Path | None, source: Source, classes: int | None) -> Sequence[str]:
-    """Of the file, or of the weights; ``ToolError`` where there are not as many as classes."""
+    """Labels from the file or the weights; ``ToolError`` if their number is not that of the classes."""
     if path is None:
         return source.labels if len(source.labels) == classes else ()
     try:
         labels = read_labels(str(path))
     except (OSError, ConfigError) as error:
-        raise ToolError(f"--labels {path}: {getattr(error, 'strerror', None) or 'no text in UTF-8'}") from error
+        raise ToolError(f"--labels {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from error
     if classes is None:
-        raise ToolError(f"--labels {path}: {source.name} is no classifier: it has no single output NxC")
+        raise ToolError(f"--labels {path}: {source.name} is not a classifier with a single output NxC")
     if len(labels) != classes:
         lines = counted(len(labels), "line")
         raise ToolError(f"--labels {path}: {lines}, {source.name} has {counted(classes, 'class')}")

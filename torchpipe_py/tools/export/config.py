@@ -1,4 +1,4 @@
-"""What is written beside the ONNX file: preprocessing that belongs to weights, and the TOML."""
+"""The preprocessing of an exported model, and the TOML beside its ONNX file."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Transform:
 
     def __post_init__(self) -> None:
         if self.crop is None and isinstance(self.resize, int):
-            raise ToolError(f"--resize {self.resize}: images keep their shape; --crop says what the model takes")
+            raise ToolError(f"--resize {self.resize}: images keep their shape; give the model's size with --crop")
         height, width = _sides(self.resize)
         if self.crop is not None and (self.crop[0] > height or self.crop[1] > width):
             raise ToolError(f"--crop {_text(_side(self.crop))}: more than --resize {_text(self.resize)} leaves")
         if not isinstance(self.resize, int) and self.interpolation != "bilinear":
-            raise ToolError(f"--interpolation {self.interpolation}: to height and width it is bilinear alone")
+            raise ToolError(f"--interpolation {self.interpolation}: a resize to HxW supports only bilinear")
         if max(self.mean, default=0.0) > 1 or max(self.std, default=0.0) > 1.5:
-            raise ToolError("--mean, --std: of pixels from 0 to 1, as Normalize takes them; divide yours by 255")
+            raise ToolError("--mean, --std: expected values for pixels 0 to 1, as in Normalize; divide yours by 255")
         if 0.0 in self.std:
-            raise ToolError("--std: holds a zero")
+            raise ToolError("--std: contains a zero")
 
     @classmethod
     def of(cls, preset: Any) -> Transform:
-        """What ``weights.transforms()`` of torchvision's classifiers gives."""
+        """From ``weights.transforms()`` of torchvision's classifiers."""
         crop = (*preset.crop_size, *preset.crop_size)[:2]
         sizes = tuple(preset.resize_size)
         resize = sizes[0] if len(sizes) == 1 else (sizes[0], sizes[1])
@@ -58,7 +58,7 @@ class Transform:
 
     @property
     def size(self) -> Sides:
-        """Of the model's input."""
+        """Height and width of the model's input."""
         return self.crop or _sides(self.resize)
 
     def __str__(self) -> str:
@@ -66,12 +66,12 @@ class Transform:
         return f"Resize({_text(self.resize)}, {self.interpolation}){crop}, {self.normalisation()}"
 
     def normalisation(self) -> str:
-        """In words."""
+        """A description of mean and std."""
         mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
         return f"mean {mean}, std {std}"
 
     def node(self, color: str) -> dict[str, Any]:
-        """From encoded bytes to a Mat of ``size``."""
+        """The node that turns encoded bytes into a Mat of ``size``."""
         sizes: dict[str, Any]
         if isinstance(self.resize, int):
             names, sizes = ["ResizeShorterMat"], {"size": self.resize}
@@ -97,7 +97,7 @@ def _text(size: int | Sides) -> str:
 
 
 class Files:
-    """NAME.onnx, NAME.toml and NAME.labels.txt, and NAME.trt, where TensorRT will keep its engine."""
+    """The files NAME.onnx, NAME.toml, NAME.labels.txt and, later, NAME.trt for TensorRT's engine."""
 
     def __init__(self, name: Path) -> None:
         suffixes = (".onnx", ".toml", ".labels.txt", ".trt")
@@ -105,15 +105,15 @@ class Files:
         self.model, self.toml, self.labels, self.engine = (name.with_name(name.name + each) for each in suffixes)
 
     def check(self, force: bool) -> None:
-        """``ToolError`` where one of them is there, unless it may be replaced, or where none can be written."""
-        # Folders that are missing are made.
+        """Raise ``ToolError`` if one of them exists, unless ``force``, or if they cannot be written."""
+        # Missing folders will be created.
         folder = next(parent for parent in self.model.parents if os.path.lexists(parent))
         if problem := output_problem(folder / self.model.name, replaces=True):
             raise ToolError(f"--out {self.name}: {problem}")
         refuse_existing((self.model, self.toml, self.labels), force, "--out NAME gives another name")
 
     def take(self, made: Files) -> None:
-        """Put what was made elsewhere in its place: each file whole, the TOML last; ``ToolError`` if that fails."""
+        """Move files made elsewhere into place, each atomically, the TOML last. Raises ``ToolError``."""
         try:
             self.name.parent.mkdir(parents=True, exist_ok=True)
             for source, target in ((made.model, self.model), (made.labels, self.labels), (made.toml, self.toml)):
@@ -125,13 +125,13 @@ class Files:
 
 ENGINE = "SyncTensor[FirstAvailable[TensorrtTensor,OnnxTensor]]"
 MOST = 8  # items of a batch
-TRIALS = ((240, 320), (375, 250))  # height and width of trial images: they show what a preprocessing makes of any
+TRIALS = ((240, 320), (375, 250))  # height and width of trial images, which show the output size of a preprocessing
 
 
 def model_node(
     files: Files, transform: Transform, has_labels: bool, postprocessor: str = "SoftmaxMax"
 ) -> dict[str, Any]:
-    """The node of the model, whose files lie beside the TOML."""
+    """The node of the model, whose files are beside the TOML."""
     mean, std = (", ".join(f"{255 * value:.10g}" for value in each) for each in (transform.mean, transform.std))
     node = {
         "backend": ENGINE,
@@ -150,7 +150,7 @@ def model_node(
 
 
 def followed_by(tables: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables with ``node`` after the last one; ``ToolError`` where several are last."""
+    """The tables with ``node`` after the last one; ``ToolError`` if several are last."""
     nodes = {name: dict(table) for name, table in tables.items() if isinstance(table, Mapping) and name != GLOBAL}
     ends = [name for name, table in nodes.items() if not table.get("next")]
     if len(ends) != 1:
@@ -163,9 +163,9 @@ def followed_by(tables: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str,
 
 
 def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """The tables of a TOML file, and channels, height and width of the images that it makes of JPEGs of any size.
+    """The tables of a TOML file, and channels, height and width of the images that it makes from JPEGs.
 
-    ``ToolError`` where it makes something else, or images of several sizes.
+    Raises ``ToolError`` if it makes something else, or images of several sizes.
     """
     tables = parse_toml(path)
     sizes = set()
@@ -178,7 +178,7 @@ def read_preprocessing(path: Path) -> tuple[dict[str, Any], tuple[int, int, int]
                 shape = (1, shape[2], *shape[:2])
             if len(shape) != 4 or shape[0] != 1:
                 kind = shown_dims(shape) if shape else str(data.get("error", type(result).__name__))
-                raise ToolError(f"{path}: makes {kind} of a JPEG; expected a Mat or a Tensor 1xCxHxW")
+                raise ToolError(f"{path}: makes {kind} from a JPEG; expected a Mat or a Tensor 1xCxHxW")
             sizes.add((int(shape[1]), int(shape[2]), int(shape[3])))
     if len(sizes) > 1:
         found = " and ".join(map(shown_dims, sorted(sizes)))
@@ -195,7 +195,7 @@ def _jpeg(height: int, width: int) -> bytes:
 
 
 def to_toml(config: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
-    """Scalars of ``global`` first, then a table for each node; ``comments`` has some for keys."""
+    """TOML with the scalars of ``global`` first, then a table for each node; ``comments`` is by key."""
     tables = []
     for name in [GLOBAL, *(name for name in config if name != GLOBAL)]:
         lines = [] if name == GLOBAL else [f"[{_key(name)}]"]
@@ -211,5 +211,5 @@ def _key(key: str) -> str:
 
 
 def _value(value: Any) -> str:
-    # JSON's, but for its pairs of surrogates and for the one character that TOML has escaped beside JSON's.
+    # Like JSON, without surrogate pairs; TOML also requires DEL to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Models to export: torchvision's classifiers and modules of the user's code, with their weights."""
+"""Models to export: torchvision's classifiers and custom modules, with their weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torchpipe_py.tools.report import ToolError
 
 PRETRAINED = "pretrained"
 UNTRAINED = "random"
-"""Words in the place of a file of weights."""
+"""Values of ``--weights`` that are not files."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """``weights`` and ``origin``, whose preprocessing it is, are words for the user."""
+    """A model to export. ``weights`` and ``origin``, the source of its preprocessing, are descriptions for people."""
 
     name: str
     model: Any
@@ -43,20 +43,20 @@ class Source:
 
 
 STATE_KEYS = ("state_dict", "model", "model_state", "model_state_dict", "weights", "net")
-"""Under which a checkpoint may have its state dict, the first of them that is there."""
+"""Keys under which a checkpoint may have its state dict, in order of preference."""
 
 PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What DDP, ``torch.compile`` and Lightning put before every name."""
+"""Prefixes that DDP, ``torch.compile`` and Lightning add to every name."""
 
 SAVED = (b"PK\x03\x04", b"\x80")
-"""How files of ``torch.save`` begin: today's, and those from before PyTorch 1.6."""
+"""First bytes of files of ``torch.save``: current ones, and those from before PyTorch 1.6."""
 
 SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict; ``under`` names its key in the file, ``classes`` are the labels that a checkpoint has besides."""
+    """A state dict; ``under`` is its key in the file, ``classes`` are labels from the checkpoint."""
 
     path: Path
     tensors: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """What a file of ``torch.save`` holds, without running code; ``ToolError`` unless that is a state dict."""
+    """Read a file of ``torch.save`` without running code; ``ToolError`` unless it holds a state dict."""
     import torch
 
     def is_state(value: Any) -> bool:
@@ -82,7 +82,7 @@ def read_weights(path: Path) -> Weights:
         with path.open("rb") as file:
             if not file.read(4).startswith(SAVED):
                 kind = file_kind(path)
-                raise ToolError(f"{path}: no file of torch.save{kind and f': {kind}'}")
+                raise ToolError(f"{path}: not a file of torch.save{kind and f': {kind}'}")
         with suppress(zipfile.BadZipFile):
             if archive_kind(str(path)) not in ("checkpoint", ""):
                 raise ToolError(f"{path}: TorchScript or a .pt2 file; the backend TorchTensor serves it as it is")
@@ -92,13 +92,13 @@ def read_weights(path: Path) -> Weights:
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL `?([\w.]+)", str(error))
         if refused is None:
-            raise ToolError(f"{path}: no file of torch.save") from error
-        code = f"holds more than Tensors: {refused[1]}, and to load it could run any code"
+            raise ToolError(f"{path}: not a file of torch.save") from error
+        code = f"holds more than Tensors: {refused[1]}; loading it could run any code"
         raise ToolError(f"{path}: {code}; {how}") from error
     except OSError as error:
         raise ToolError(f"{path}: {error.strerror}") from error
     except Exception as error:
-        raise ToolError(f"{path}: no file of torch.save: {one_line(error)}") from error
+        raise ToolError(f"{path}: not a file of torch.save: {one_line(error)}") from error
     if not isinstance(content, Mapping) or not content:
         raise ToolError(f"{path}: holds a {type(content).__name__}; expected a state dict: {how}")
     if is_state(content):
@@ -113,9 +113,9 @@ def read_weights(path: Path) -> Weights:
 
 
 def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes: int) -> int:
-    """How many classes the weights are of, where the architecture of these ``shapes`` is built for ``classes``.
+    """The number of classes in the weights, if the architecture with these ``shapes`` is built for ``classes``.
 
-    It is the one size that the file has wherever a first dimension is ``classes`` and does not fit.
+    It is the only size that the file has wherever a first dimension of the architecture is ``classes``.
     """
     tensors = named_as(weights.tensors, shapes)
     sizes = {
@@ -131,7 +131,7 @@ def count_classes(weights: Weights, shapes: Mapping[str, Sequence[int]], classes
 
 
 def load_into(model: Any, weights: Weights, name: str, hint: str = "") -> None:
-    """Give ``model``, which messages call ``name``, the weights; ``ToolError`` that says what does not fit."""
+    """Load the weights into ``model``; ``ToolError`` says what does not fit. ``name`` is for messages."""
     wanted = model.state_dict()
     tensors = named_as(weights.tensors, wanted)
     shapes = [
@@ -150,7 +150,7 @@ def load_into(model: Any, weights: Weights, name: str, hint: str = "") -> None:
 
 
 def named_as(tensors: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the names that a module knows them by."""
+    """The tensors, renamed to the names that a module uses."""
     named = dict(tensors)
     while True:
         prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in named)), "")
@@ -165,11 +165,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def find_module(name: str, weights: str | None, transform: Transform, origin: str) -> Source:
-    """What ``module:function`` or ``file.py:function`` returns, with the weights of a file if one is given.
+    """The module that ``module:function`` or ``file.py:function`` returns, with the weights of a file if given.
 
-    On the CPU and in float32; a module itself is taken as it is, without what ``torch.compile`` and the parallel
-    wrappers put around it: no exporter takes them. The module is found as ``--import`` finds one; ``ConfigError`` where
-    it cannot be imported, ``ToolError`` else.
+    It is on the CPU, in float32, and without the wrappers of ``torch.compile`` and parallel training, which exporters
+    do not support. The name may also be that of a module object. Code is found as for ``--import``: ``ConfigError`` if
+    it cannot be imported, ``ToolError`` otherwise.
     """
     import torch
 
@@ -196,23 +196,23 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
     if weights is None:
         return Source(function_name, model, "its own weights", transform, origin)
     if weights in (PRETRAINED, UNTRAINED):
-        raise ToolError(f"--weights {weights}: only of torchvision's; give a file, or let {function_name} load them")
+        raise ToolError(f"--weights {weights}: only for torchvision's; give a file, or let {function_name} load them")
     loaded = read_weights(Path(weights))
     load_into(model, loaded, name, f"{function_name} must build the model that the file was saved from")
     return Source(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
 
 
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
-CLASSES = 1000  # that torchvision builds where nobody says how many
+CLASSES = 1000  # torchvision's default
 NOT_IN_A_FILE = ("googlenet", "inception_v3")
-"""Their weights do not show whether pixels are normalised once more inside (``transform_input``)."""
+"""Weights of these do not show whether the model normalises pixels again (``transform_input``)."""
 
 
 def find_classifier(name: str, weights: str | None, transforms: str | None, seed: int = 0) -> Source:
-    """A classifier by its name; ``weights`` is a file, "pretrained" (the default), "random" or a name torchvision has.
+    """A classifier of torchvision; ``weights`` is a file, "pretrained" (the default), "random" or a torchvision name.
 
-    Those that are random are made from ``seed``. ``transforms`` names the weights whose preprocessing it gets; else
-    those of ``weights``, or torchvision's best.
+    Random weights are made from ``seed``. The preprocessing is that of the weights named by ``transforms``, or else of
+    ``weights``, or of torchvision's best.
     """
     weights = weights or PRETRAINED
     models = torchvision_models()
@@ -242,16 +242,16 @@ def find_classifier(name: str, weights: str | None, transforms: str | None, seed
 
 
 def pretrained_weights(name: str) -> Weights:
-    """The best that torchvision has for a classifier."""
+    """torchvision's best weights for a classifier."""
     models = torchvision_models()
     entry = models.get_model_weights(name).DEFAULT
     return Weights(Path(str(entry)), _pretrained(models, name, entry).state_dict())
 
 
 def transform_of(weights: str, name: str | None = None) -> tuple[Transform, str]:
-    """The preprocessing of torchvision's weights, ``ResNet18_Weights.DEFAULT`` say, and their full name.
+    """The preprocessing of torchvision's weights, such as ``ResNet18_Weights.DEFAULT``, and their full name.
 
-    For the architecture ``name`` without the part before the dot.
+    With the architecture ``name``, the part before the dot may be left out.
     """
     own = torchvision_models().get_model_weights(name).__members__ if name else {}
     entry = own[weights] if weights in own else find_weights(weights, "--transforms", own)
@@ -259,7 +259,7 @@ def transform_of(weights: str, name: str | None = None) -> tuple[Transform, str]
 
 
 def find_weights(weights: str, option: str, others: Iterable[str] = ()) -> Any:
-    """torchvision's weights of a classifier by their full name; ``ToolError`` names the nearest, also of ``others``."""
+    """torchvision's weights by their full name; ``ToolError`` suggests the nearest, also from ``others``."""
     models = torchvision_models()
     enums = [models.get_model_weights(name) for name in models.list_models(module=models)]
     known = {f"{enum.__name__}.{key}": entry for enum in enums for key, entry in enum.__members__.items()}
@@ -269,7 +269,7 @@ def find_weights(weights: str, option: str, others: Iterable[str] = ()) -> Any:
 
 
 def torchvision_models() -> Any:
-    """``torchvision.models``; ``ToolError`` that says what to install, and leaves PyTorch as it is."""
+    """``torchvision.models``; ``ToolError`` says what to install without replacing PyTorch."""
     try:
         return _with_torchvision(partial(importlib.import_module, "torchvision.models"))
     except Exception as error:
@@ -278,11 +278,11 @@ def torchvision_models() -> Any:
         missing = isinstance(error, ModuleNotFoundError)
         why = "is not installed" if missing else f"cannot be imported ({one_line(error)})"
         install = f"pip install torchvision 'torch=={torch.__version__.partition('+')[0]}'"
-        raise ToolError(f"torchvision {why}: {install}; a model of yours is file.py:function") from error
+        raise ToolError(f"torchvision {why}: {install}; for your own model give file.py:function") from error
 
 
 def _with_torchvision(load: Callable[[], Any]) -> Any:
-    """What ``load`` imports, which may need torchvision: with its operators, or else without them."""
+    """Run ``load``, which may import torchvision: with its operators or, if they fail, without."""
     try:
         return load()
     except (RuntimeError, ConfigError) as error:
@@ -294,9 +294,9 @@ def _with_torchvision(load: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _without_operators() -> Iterator[None]:
-    """Lets a torchvision for CUDA be imported with a PyTorch for the CPU.
+    """Makes a torchvision for CUDA importable with a PyTorch for the CPU.
 
-    Its compiled operators cannot be loaded then, and to describe them to PyTorch fails. Only detectors need them.
+    Its compiled operators cannot be loaded then, and registering them fails. Only detectors need them.
     """
     import torch
 
@@ -308,7 +308,7 @@ def _without_operators() -> Iterator[None]:
         return register(name, *args, **more)
 
     for module in [module for module in sys.modules if module.partition(".")[0] == "torchvision"]:
-        del sys.modules[module]  # what is left of the first try
+        del sys.modules[module]  # left over from the first try
     torch.library.register_fake = register_others
     try:
         yield
@@ -321,7 +321,7 @@ def _pretrained(models: Any, name: str, weights: Any) -> Any:
         with quiet(), _socket_timeout(DOWNLOAD_TIMEOUT):
             return models.get_model(name, weights=weights).eval()
     except (OSError, RuntimeError) as error:
-        hint = f"download {weights.url} elsewhere, and name the file: --weights {os.path.basename(weights.url)}"
+        hint = f"download {weights.url} elsewhere, and give the file: --weights {os.path.basename(weights.url)}"
         raise ToolError(f"the weights {weights} cannot be downloaded ({one_line(error)}); {hint}") from error
 
 
@@ -334,13 +334,13 @@ def _from_file(models: Any, name: str, weights: Weights) -> Any:
     with torch.device("meta"):
         shapes = {key: tensor.shape for key, tensor in _built(models, name).state_dict().items()}
     model = _built(models, name, num_classes=count_classes(weights, shapes, CLASSES))
-    hint = f"what was changed of {name} needs a function that builds it: torchpipe export my_model.py:build --weights …"
+    hint = f"a modified {name} needs a function that builds it: torchpipe export my_model.py:build --weights …"
     load_into(model, weights, name, hint)
     return model.eval()
 
 
 def _untrained(models: Any, name: str, seed: int) -> Any:
-    """Random weights with outputs that differ, so that comparing them with the ONNX file means something."""
+    """Random weights whose outputs differ, so that comparing them with the ONNX file is meaningful."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -349,7 +349,7 @@ def _untrained(models: Any, name: str, seed: int) -> Any:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and not module.weight.any():
                 torch.nn.init.normal_(module.weight, std=0.02)  # a vision transformer's classifier is all zeros
-        # Without statistics of batch norms random activations shrink, layer by layer.
+        # Without batch norm statistics, random activations shrink layer by layer.
         norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
@@ -368,7 +368,7 @@ def _built(models: Any, name: str, **options: Any) -> Any:
 
 @contextmanager
 def _socket_timeout(seconds: float) -> Iterator[None]:
-    """``torch.hub`` opens URLs without a time limit; this gives it one."""
+    """Set a time limit for ``torch.hub``, which opens URLs without one."""
     previous = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

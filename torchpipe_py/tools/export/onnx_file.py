@@ -1,4 +1,4 @@
-"""A PyTorch module of images as one ONNX file with a dynamic batch, and how far the two are apart."""
+"""Writes a PyTorch module of images as one ONNX file with a dynamic batch, and compares the two."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from torchpipe_py.errors import describe
 from torchpipe_py.tools.report import ToolError
 
 PROTOBUF_LIMIT = 2**31  # bytes; a single ONNX file cannot be larger
-DYNAMO_MIN_OPSET = 18  # torch's newer exporter writes nothing older
+DYNAMO_MIN_OPSET = 18  # the oldest that torch's newer exporter writes
 OPSET = 17
 TOLERANCE = 1e-3  # of the largest output
 BATCHES = (1, 3, 7)
 
-Axes = dict[str, dict[int, str]]  # tensor → dimension → the name under which it is free
+Axes = dict[str, dict[int, str]]  # tensor → dynamic dimension → its name
 Size = int | tuple[int, int] | tuple[int, int, int]
-"""Pixels: the side of a square, or height and width; or channels, where they are not three, height and width."""
+"""Pixels: the side of a square, or height and width; or channels (if not three), height and width."""
 
 BATCH_AXES: Axes = {"input": {0: "batch"}, "logits": {0: "batch"}}
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of somebody else's exception, 200 characters at most."""
+    """Type and message of an exception on one line, at most 200 characters."""
     return " ".join(describe(error, 200).split())
 
 
 def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes = BATCH_AXES) -> None:
-    """Write ``model`` (put in eval mode) to ``path``, weights inside.
+    """Write ``model``, which is set to eval mode, with its weights to ``path``.
 
-    The input is ``input``, float32 N×C×H×W; ``axes`` has it and the outputs, in their order, each with its free
+    The input is ``input``, float32 N×C×H×W; ``axes`` lists it and the outputs, in order, with their dynamic
     dimensions. Raises ``ToolError`` if no exporter of this PyTorch can do it.
     """
     import torch
@@ -48,12 +48,12 @@ def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes
     if sum(tensor.nbytes for tensor in model.state_dict().values()) >= PROTOBUF_LIMIT:
         raise ToolError("the weights exceed 2 GiB, more than a single ONNX file can hold")
     model.eval()
-    example = torch.zeros(2, *_shape(size))  # NOTE: 2, since the newer exporter takes a batch of 1 for a constant
+    example = torch.zeros(2, *_shape(size))  # NOTE: 2, since the newer exporter treats a batch of 1 as a constant
     names = {"input_names": ["input"], "output_names": [name for name in axes if name != "input"]}
-    # NOTE: only the batch is named; a named width would have to state its multiple, which AUTO finds out.
+    # NOTE: only the batch is named; a named width would have to state its divisor, which AUTO finds.
     free = {at: torch.export.Dim(name) if at == 0 else torch.export.Dim.AUTO for at, name in axes["input"].items()}
-    # The TorchScript exporter needs no onnxscript and keeps the opset asked for; that of torch.export is for a PyTorch
-    # that has dropped the first, or for an operator that it lacks.
+    # The TorchScript exporter needs no onnxscript and keeps the given opset; the one of torch.export is for operators
+    # that it lacks, and for a PyTorch without it.
     traced: dict[str, Any] = {"dynamo": False, "opset_version": opset, "dynamic_axes": axes}
     exported = {"dynamo": True, "opset_version": max(opset, DYNAMO_MIN_OPSET), "dynamic_shapes": (free,)}
     exported |= {"external_data": False, "verbose": False}
@@ -67,12 +67,12 @@ def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes
         except Exception as error:
             failures.append(one_line(error))
     if len(failures) == 1:
-        failures.append("the newer exporter may do it, which needs onnxscript (pip install onnxscript)")
+        failures.append("the newer exporter may support it, but needs onnxscript (pip install onnxscript)")
     raise ToolError(f"torch {torch.__version__} cannot export this model: {'; '.join(failures)}")
 
 
 def open_session(path: Path, threads: int = 0) -> Any:
-    """ONNX Runtime's session on the CPU; ``threads`` 0 leaves the number to it."""
+    """A session of ONNX Runtime on the CPU; with ``threads`` 0 it chooses the number."""
     keep_telemetry_off()
     import onnxruntime
 
@@ -83,7 +83,7 @@ def open_session(path: Path, threads: int = 0) -> Any:
 
 
 def noise(size: Size, batches: Sequence[int]) -> list[Any]:
-    """Normalised images: Gaussian ones in batches of these sizes, then black, white, gray and checked ones."""
+    """Normalised images: Gaussian noise in batches of these sizes, then black, white, gray and a checkerboard."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +95,7 @@ def noise(size: Size, batches: Sequence[int]) -> list[Any]:
 
 
 def outputs_of(model: Callable[[Any], Any], images: Any) -> list[Any]:
-    """A module's outputs for a batch; ``ToolError`` unless they are a Tensor, or a tuple or list of Tensors."""
+    """A module's outputs for a batch; ``ToolError`` unless they are a Tensor or a tuple or list of Tensors."""
     import torch
 
     with torch.inference_mode():
@@ -108,7 +108,7 @@ def outputs_of(model: Callable[[Any], Any], images: Any) -> list[Any]:
 
 
 def compare_outputs(model: Callable[[Any], Any], session: Any, inputs: Iterable[Any]) -> tuple[float, float]:
-    """The outputs' largest absolute difference, PyTorch to ONNX Runtime, and largest magnitude."""
+    """The largest absolute difference between PyTorch's and ONNX Runtime's outputs, and the largest magnitude."""
     worst = scale = 0.0
     for images in inputs:
         served = session.run(None, {"input": images.numpy()})
@@ -131,7 +131,7 @@ def export_checked(
     tolerance: float = TOLERANCE,
     axes: Axes = BATCH_AXES,
 ) -> tuple[float, float]:
-    """``save_onnx``, then compare at every batch size; the largest absolute difference, and the largest output.
+    """``save_onnx``, then compare at every batch size; returns the largest absolute difference and largest output.
 
     Raises ``ToolError`` if that exceeds ``tolerance`` times the largest output, is not a number, or the file does not
     run at some batch size.
@@ -143,15 +143,15 @@ def export_checked(
         raise
     except Exception as error:
         why = f"does not run at batches of {', '.join(map(str, batches))}: {one_line(error)}"
-        hint = "forward may hold a batch size: x.flatten(1) is free, x.view(4, -1) is not"
+        hint = "forward may contain a fixed batch size: use x.flatten(1), not x.view(4, -1)"
         raise ToolError(f"{path.name} {why}; {hint}") from error
-    if not difference <= tolerance * scale:  # NOTE: written so that NaN is refused
+    if not difference <= tolerance * scale:  # NOTE: in this form it also refuses NaN
         raise ToolError(f"{path.name} differs from PyTorch by {difference:.2g}, of {scale:.2g} at most")
     return difference, scale
 
 
 def check_batch(model: Any, size: Size) -> list[Any]:
-    """The outputs for a batch of three; ``ToolError`` where they are not those of its images one by one."""
+    """The outputs for a batch of three; ``ToolError`` if they differ from those of single images."""
     (images,) = noise(size, (3,))[:1]
     try:
         outputs = outputs_of(model.eval(), images)
@@ -160,13 +160,13 @@ def check_batch(model: Any, size: Size) -> list[Any]:
         raise
     except Exception as error:
         why = f"the model does not take images of {shown_dims(images.shape[1:])}: {one_line(error)}"
-        hint = "--resize HxW says what it takes, and --color gray that it takes one channel"
+        hint = "give its size with --resize HxW, and --color gray for one channel"
         raise ToolError(f"{why}; {hint}") from error
     for index, output in enumerate(outputs):
         if not output.ndim or len(output) != 3:
             raise ToolError(f"output {index} is {shown_dims(output.shape)} for a batch of 3; it must begin with 3")
         if not bool(output.isfinite().all()):
-            raise ToolError(f"output {index} holds NaN or infinity for random images: are the weights whole?")
+            raise ToolError(f"output {index} holds NaN or infinity for random images: are the weights complete?")
         for row, alone in zip(output, single, strict=True):
             difference, scale = _apart(row[None].double().numpy(), alone[index].double().numpy())
             if not difference <= TOLERANCE * scale:
@@ -177,7 +177,7 @@ def check_batch(model: Any, size: Size) -> list[Any]:
 
 @contextmanager
 def quiet(name: str = "torch.onnx") -> Iterator[None]:
-    """Silence an exporter's deprecation, tracing and operator notes, which say nothing about the result."""
+    """Silence an exporter's deprecation, tracing and operator notes, which do not affect the result."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -191,10 +191,9 @@ def quiet(name: str = "torch.onnx") -> Iterator[None]:
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """With what PyTorch's exporters need: silence, no gradients, and attention without its fused form.
+    """The context for PyTorch's exporters: no gradients, no output, no fused attention.
 
-    The fused multi-head attention of eval mode has no ONNX counterpart. Where it fails, the TorchScript exporter prints
-    the graph, from C++.
+    Fused multi-head attention has no ONNX counterpart. On failure the TorchScript exporter prints the graph from C++.
     """
     import torch
 
@@ -220,7 +219,7 @@ def _shape(size: Size) -> tuple[int, int, int]:
 
 
 def _apart(expected: Any, actual: Any) -> tuple[float, float]:
-    """Largest absolute difference, and largest magnitude of what is expected."""
+    """The largest absolute difference, and the largest expected magnitude."""
     if not expected.size:
         return 0.0, 0.0
     return float(abs(expected - actual).max()), float(abs(expected).max())

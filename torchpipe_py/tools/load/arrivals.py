@@ -20,11 +20,11 @@ NS_PER_S = 1_000_000_000
 
 _LONGEST_WARMUP = 50  # calls
 _WARMUP_PART = 20  # one of so many parts of the calls, and of a duration
-_CLOSED_CALLS_PER_S = 50_000  # more than one client can do: room for a closed loop whose length is given in seconds
+_CLOSED_CALLS_PER_S = 50_000  # more than a client can do; bounds a closed loop whose length is in seconds
 _LEAST_DELAY_S = 1.0
 _LATEST_FIRST_S = 3600.0
-_LATEST_S = 1e7  # for any call: the report has figures for each second
-_LEAST_RATE = 1e-300  # of calls that can be computed with; any after the first is refused
+_LATEST_S = 1e7  # for any call: the report has a row for each second
+_LEAST_RATE = 1e-300  # calls per second; avoids division by zero
 
 Times = array
 """Ascending times in ns since the start; an array of type ``q``."""
@@ -35,14 +35,14 @@ Times = array
 
 @dataclass(frozen=True)
 class Payload:
-    """What all clients send: a body for each image, and the label expected for it, or None where none is known."""
+    """What all clients send: a body for each image, and its expected label, or None if unknown."""
 
     bodies: list[bytes]
     labels: list[str | None]
 
 
 def load_images(directory: Path, labelled: bool) -> Payload:
-    """The images below ``directory``; ``labelled``: with the label that the folder or the name of each says."""
+    """The images below ``directory``, if ``labelled`` with labels from their folders or names. Raises ``ToolError``."""
     try:
         paths = find_images(directory)
     except OSError as error:
@@ -58,7 +58,7 @@ def load_images(directory: Path, labelled: bool) -> Payload:
 class Plan:
     """One client's part of the run: ``share`` images, ``batch`` per call, and ``warmup`` calls before the start.
 
-    A client sends the images in their order, again and again, from ``first_image`` on; clients start apart.
+    A client cycles through the images in order, beginning at ``first_image``, which differs between clients.
     """
 
     index: int
@@ -89,7 +89,7 @@ def make_plans(clients: int, batch: int, total: int, images: int, warmup: int | 
 
 
 def due_times(options: argparse.Namespace) -> Iterator[float]:
-    """When the calls of an open loop are due; a new pattern is a case here and a name in ``options.ARRIVALS``."""
+    """The times at which calls of an open loop are due. To add a pattern, add a case here and to ``ARRIVALS``."""
     rate = None if options.rate is None else max(options.rate / options.request_batch, _LEAST_RATE)
     if options.arrivals == "replay":
         times = read_replay(options.replay, options.replay_column)
@@ -112,10 +112,10 @@ def poisson_times(rate: float, seed: int) -> Iterator[float]:
 
 
 def read_replay(path: Path, column: str | None) -> list[float]:
-    """Ascending times of a file; ``ToolError`` names the file and the line that is wrong.
+    """Ascending times from a file; ``ToolError`` names the file and the bad line.
 
-    Without a ``column`` each line is a number; blank ones and what follows a # do not count. With one, the file is a
-    CSV file whose first line names the columns.
+    Without a ``column`` each line is a number, and blank lines and comments after # are ignored. With one, the file is
+    CSV with column names in its first line.
     """
     try:
         lines = read_bytes(path).decode("utf-8-sig").splitlines()
@@ -137,7 +137,7 @@ def read_replay(path: Path, column: str | None) -> list[float]:
             raise ToolError(f"--replay {path}, line {number}: {why}")
         times.append(seconds)
     if not times:
-        raise ToolError(f"--replay {path}: no time in it; one send time in seconds per line is needed")
+        raise ToolError(f"--replay {path}: it contains no times; expected one send time in seconds per line")
     if times[0] > _LATEST_FIRST_S:
         raise ToolError(f"--replay {path}: the first time is {times[0]:.0f} s; times count from the start of the run")
     return times
@@ -157,7 +157,7 @@ def _column(path: Path, lines: Iterable[str], column: str) -> Iterator[tuple[int
             raise ToolError(f"--replay_column {column}: {path} has no such column; it has: {known}")
         for row in rows:
             yield rows.line_num, (row[column] or "").strip()
-    except csv.Error as error:  # a quotation mark that nothing closes
+    except csv.Error as error:  # an unclosed quotation mark
         raise ToolError(f"--replay {path}, after line {rows.line_num}: {error}") from error
 
 
@@ -171,10 +171,10 @@ def rescale(times: Sequence[float], rate: float) -> list[float]:
 
 
 def cut(times: Iterable[float], calls: int | None, seconds: float | None) -> Times:
-    """The first ``calls``, and of them those before ``seconds``; None is no limit. ``ToolError``: it is too long."""
+    """The first ``calls`` times, before ``seconds``; None means no limit. ``ToolError`` if a time is too late."""
 
     def in_ns(time: float) -> int:
-        if not time < _LATEST_S:  # or no number, where a replay is rescaled
+        if not time < _LATEST_S:  # or NaN, if a replay was rescaled
             days = f"{_LATEST_S / 86400:.0f} days"
             raise ToolError(f"a call is due more than {days} after the start: the rate is too low")
         return round(time * NS_PER_S)
@@ -185,16 +185,16 @@ def cut(times: Iterable[float], calls: int | None, seconds: float | None) -> Tim
 
 
 def deal(times: Times, clients: int) -> list[Times]:
-    """Each client's share: call n belongs to client n, modulo their number.
+    """Split the schedule: call n belongs to client n, modulo their number.
 
-    What all clients send together is exactly the schedule: a Poisson process stays one, a constant rate is staggered,
-    and each client has as much time between its calls as possible.
+    Together, the clients follow exactly the schedule: a Poisson process stays one, a constant rate is staggered, and
+    each client has as much time between its calls as possible.
     """
     return [times[client::clients] for client in range(clients)]
 
 
 def rate_of(times: Sequence[int]) -> float:
-    """Calls per second: the number of gaps divided by the time they take; of one call, 0."""
+    """Calls per second: the number of gaps divided by their total time; 0 for a single call."""
     span = times[-1] - times[0] if times else 0
     return (len(times) - 1) / span * NS_PER_S if span else 0.0
 
@@ -206,7 +206,7 @@ def rate_of(times: Sequence[int]) -> float:
 class Load:
     """The plans, and for an open loop ``times``, when its calls are due.
 
-    After ``until``, in ns since the start, nothing is sent any more; for a closed loop it is the run's length, or None.
+    After ``until``, in ns since the start, nothing more is sent; for a closed loop it is the run's length, or None.
     A client that has made one warm-up call begins no other after ``warmup_s`` seconds.
     """
 
@@ -222,12 +222,12 @@ class Load:
 
     @property
     def total(self) -> int | None:
-        """Images that will be sent; None where time ends the run."""
+        """Images that will be sent; None if time ends the run."""
         return None if self.times is None and self.until is not None else sum(plan.share for plan in self.plans)
 
     @property
     def offered_rate(self) -> float | None:
-        """Images per second that the schedule asks for."""
+        """Images per second of the schedule; None for a closed loop."""
         return None if self.times is None else rate_of(self.times) * self.batch
 
     def offered_images(self) -> list[int]:
@@ -241,7 +241,7 @@ class Load:
         return series
 
     def unsent(self, left: int) -> int:
-        """Of a client that gave up with ``left`` images of its plan: those it owes. None where it had only time."""
+        """The missing images of a client that gave up with ``left`` images of its plan; 0 if only time was given."""
         return left if self.total is not None else 0
 
 
@@ -259,11 +259,11 @@ def make_load(options: argparse.Namespace, images: int) -> Load:
     total = calls * batch if total is None else min(total, calls * batch)
     plans = []
     for plan in make_plans(clients, 1, calls, images, options.warmup):
-        # The last call takes what is left of the total.
+        # The last call takes the rest of the total.
         short = calls * batch - total if calls and plan.index == (calls - 1) % clients else 0
         plans.append(Plan(plan.index, plan.share * batch - short, batch, plan.warmup, plan.first_image))
     last = times[-1] if times else 0
-    # An open loop may fall behind by half its length, but 1 s to the timeout, before it gives up.
+    # An open loop gives up once it is late by half its length, but at least 1 s and at most the timeout.
     least = min(options.timeout, _LEAST_DELAY_S)
     behind = round(min(max(last / 2, least * NS_PER_S), options.timeout * NS_PER_S))
     return Load(plans, batch, times, last + behind, warmup_s)

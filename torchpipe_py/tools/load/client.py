@@ -1,4 +1,4 @@
-"""Clients: each sends its share of the images, over a connection of its own or, of a pipe, as a thread."""
+"""Clients: each sends its share of the images, over its own connection or, for a pipe, on its own thread."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ _HEAD_START_NS = NS_PER_S // 10  # for all client processes to be awake when an 
 
 
 class LagMeter:
-    """Measures how much of a late send is the client's own fault, or what an earlier delay has left.
+    """Measures how much of a late send is the client's own fault, including delays left over from earlier sends.
 
-    All times are in ns. ``starved`` is how long the client's process has been without a CPU so far, if that is known.
+    All times are in ns. ``starved`` is the total time that the client's process had no CPU, if known.
     """
 
     def __init__(self) -> None:
         self._free = self._lag = self._starved = 0
 
     def sent(self, due: int, sent: int, starved: int = 0) -> tuple[int, int]:
-        """How late a send was, and by how much a client that always gets CPU at once would have been earlier.
+        """How late a send was, and by how much a client that never waits for a CPU would have been earlier.
 
-        The delay after the time when the client was free and the call due is added to what is left of earlier ones: a
-        client cannot be further behind the ideal one than it is behind its schedule.
+        The delay since the client was free and the call due is added to the rest of earlier delays, but a client cannot
+        lag further behind an ideal one than behind its schedule.
         """
         late = sent - due
         self._lag, self._starved = min(late, self._lag + sent - max(due, self._free)), starved
         return late, self._lag
 
     def free(self, now: int, starved: int = 0) -> None:
-        """The client is done with a call, whose reply may have waited for it; ``now`` is of ``perf_counter_ns``."""
+        """Note that the client finished a call, at ``now`` of ``perf_counter_ns``; its reply may have waited."""
         self._free = now
         self._lag += starved - self._starved
 
 
 class Client:
-    """Takes the images of a plan in turn, and enters in log and tally what became of them."""
+    """Takes the images of a plan in turn, and records the outcomes in log and tally."""
 
     def __init__(self, plan: Plan, payload: Payload, log: CallLog, tally: Tally) -> None:
         self.plan, self.log, self.tally = plan, log, tally
@@ -81,13 +81,13 @@ class Client:
         return self._sequence, [bodies[pick] for pick in picks]
 
     def next_counted(self) -> tuple[int, list[bytes]]:
-        """The same of the next images of its share, at most a batch."""
+        """``next_call`` with the next images of its share, at most a batch."""
         count = min(self.plan.batch, self.left)
         self.left -= count
         return self.next_call(count)
 
     def enter(self, due: int, outcome: list[Any] | Exception, late: int = 0, lag: int = 0, own: int = 0) -> None:
-        """The last call ended now: with an answer or an error for each image, or without a reply. Times in ns."""
+        """Record the end of the last call: an answer or error for each image, or an exception. Times in ns."""
         ended, size, ok, correct = time.perf_counter_ns(), len(self._labels), NO_REPLY, 0
         if isinstance(outcome, Exception):
             self.tally.count(error_name(outcome), outcome, size)
@@ -114,14 +114,14 @@ class ClientThreads:
         self._threads: list[threading.Thread] = []
 
     def warm_up(self) -> None:
-        """Make the calls of all clients that are not counted."""
+        """Make the warm-up calls of all clients."""
         for thread in self._start(self._warm_up):
             thread.join()
 
     def run(self, progress: Callable[[int], None]) -> Outcome:
-        """Start all clients and wait for them; ``progress`` gets the number of images sent, now and then.
+        """Start all clients and wait for them; ``progress`` is called now and then with the number of images sent.
 
-        KeyboardInterrupt ends the run early: what was done until then is the outcome.
+        KeyboardInterrupt ends the run early, with the outcome so far.
         """
         outcome = Outcome(time.perf_counter_ns(), [client.log for client in self._clients])
         try:
@@ -137,14 +137,14 @@ class ClientThreads:
         return outcome
 
     def stop(self) -> None:
-        """End every client after the call it is in; wait a little for that. May be called again, and at any time."""
+        """End each client after its current call, and wait briefly. May be called at any time, and again."""
         self._is_stopping = True
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self, work: Callable[[Client], None]) -> list[threading.Thread]:
-        """Daemons: a backend may never return."""
+        """Start a daemon thread for each client: a backend may never return."""
         for index, client in enumerate(self._clients):
             name = f"torchpipe-bench-{index}"
             thread = threading.Thread(target=work, args=(client,), name=name, daemon=True)
@@ -165,12 +165,12 @@ class ClientThreads:
         client.log.close(time.thread_time_ns() - cpu, time.perf_counter_ns() - began)
 
     def _call(self, bodies: Sequence[bytes], batch: int) -> list[Any]:
-        """Of several images that failed with a defect the pipe raises the first; it counts for each of them."""
+        """Run a call; if several images fail with a defect, the pipe raises the first, which counts for each."""
         items: list[dict[str, Any]] = [{TASK_DATA_KEY: body} for body in bodies]
         raised: Exception | None = None
         try:
             self._pipe(items[0] if batch == 1 else items)
-        except Exception as error:  # whatever a pipe raises is a finding, by type
+        except Exception as error:  # any exception is a result, counted by type
             raised = error
         return [
             Answer(_label(item[TASK_RESULT_KEY])) if TASK_RESULT_KEY in item else item.get(TASK_ERROR_KEY, raised)
@@ -179,7 +179,7 @@ class ClientThreads:
 
 
 def _label(result: Any) -> str | None:
-    """The label of ``(label, score)``."""
+    """The label of a ``(label, score)`` result, or None."""
     return str(result[0]) if isinstance(result, tuple) and len(result) == 2 else None
 
 
@@ -187,10 +187,10 @@ def _label(result: Any) -> str | None:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Wakes within microseconds of the time that asyncio asks for: epoll itself rounds it up to milliseconds.
+    """Wakes within microseconds of the time that asyncio asks for; epoll would round it up to milliseconds.
 
-    ``starved`` is how long the process has been without a CPU, in ns: preempted, or asleep beyond its time. It sleeps
-    in naps, to learn of the latter whatever else wakes it.
+    ``starved`` is the total time without a CPU, in ns: preempted, or asleep for too long. It sleeps in short naps, to
+    measure the latter.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _Selector(selectors.DefaultSelector):
         now, nap = time.perf_counter_ns(), _NAP_S if timeout is None else min(max(0.0, timeout), _NAP_S)
         self.starved += max(0, now - self._woke - (time.process_time_ns() - self._ran))
         if nap:
-            select.select([self], (), (), nap)  # as a process's first selector it is below FD_SETSIZE
+            select.select([self], (), (), nap)  # its descriptor is low, hence below FD_SETSIZE
         events = super().select(0)
         self._woke, self._ran = time.perf_counter_ns(), time.process_time_ns()
         self.starved += max(0, self._woke - now - round(nap * NS_PER_S)) if nap else 0
@@ -210,13 +210,13 @@ class _Selector(selectors.DefaultSelector):
 
 
 class _ServiceClient(Client):
-    """A client with a connection, made anew when it breaks.
+    """A client with a connection, which is reopened when it breaks.
 
-    It gives up after ``_BROKEN_CALLS_IN_A_ROW`` calls without a reply, or when no new connection can be had.
+    It gives up after ``_BROKEN_CALLS_IN_A_ROW`` calls without a reply, or if it cannot reconnect.
     """
 
     def __init__(self, endpoint: Endpoint, selector: _Selector, *shared: Any) -> None:
-        """``shared`` is what every client takes."""
+        """``shared`` are the arguments of ``Client``."""
         super().__init__(*shared)
         self._endpoint, self._selector = endpoint, selector
         self._connection: Any = None
@@ -238,11 +238,11 @@ class _ServiceClient(Client):
         return made
 
     async def work(self, times: Iterable[int] | None, start: int, until: int | None) -> int:
-        """The plan's share, or as much of it as goes out before ``until``; returns how many images it gave up.
+        """Send the plan's share, as far as possible before ``until``; returns how many images it gave up.
 
-        In a closed loop, ``times`` None, a call is due when the one before it is answered. In an open loop calls are
-        due at ``times``, in ns since ``start``, whatever became of those before: a call that came due while the one
-        before it was under way is sent at once, late. ``start`` and ``until`` are in ns of ``perf_counter_ns``.
+        In a closed loop (``times`` is None) a call is due once the previous one is answered. In an open loop calls are
+        due at ``times``, in ns since ``start``, regardless of earlier ones: a call that became due during the previous
+        one is sent right after it, late. ``start`` and ``until`` are in ns of ``perf_counter_ns``.
         """
         broken_in_a_row, lag = 0, LagMeter()
         for time_due in islice(repeat(None) if times is None else times, self.plan.calls):
@@ -260,7 +260,7 @@ class _ServiceClient(Client):
             try:
                 outcome: list[Any] | Exception = await self._call(sequence, bodies)
                 broken_in_a_row = 0
-            except Exception as error:  # whatever a server does to a connection is a finding, by type
+            except Exception as error:  # any failure of a connection is a result, counted by type
                 outcome = error
                 broken_in_a_row += 1
             self.enter(due, outcome, *delay, delay[1] + self._selector.starved - starved)
@@ -290,7 +290,7 @@ class _ServiceClient(Client):
 
 @dataclass(frozen=True)
 class _Child:
-    """A client process as its parent sees it."""
+    """A client process, seen from its parent."""
 
     plans: Sequence[Plan]
     log: CallLog
@@ -298,7 +298,7 @@ class _Child:
     channel: Channel
 
     def receive(self) -> Any:
-        """The process's next message, None if it died: its warm-up calls or why it cannot start; then its tally."""
+        """The next message, None if it died: the number of warm-up calls or why it cannot start; then its tally."""
         try:
             return self.channel.recv()
         except (EOFError, OSError):
@@ -308,16 +308,16 @@ class _Child:
 class ClientProcesses:
     """Owns the client processes of one run, one for two cores, each with its share of the clients on an asyncio loop.
 
-    Make it before any thread exists: it forks. A process is told when to start, and ends when it is told something
-    else or the other end of its channel is closed, as by its parent's death.
+    Create it before any thread exists, since it forks. A process receives the start time; any other message, or the end
+    of its channel, ends it.
     """
 
     def __init__(self, load: Load, endpoint: Endpoint, payload: Payload) -> None:
-        """Fork; ``ToolError`` where the system lacks descriptors, memory or processes."""
+        """Fork the processes; ``ToolError`` if the system lacks descriptors, memory or processes."""
         self._load, self._endpoint, self._payload = load, endpoint, payload
         self._children: list[_Child] = []
         context = multiprocessing.get_context("fork")
-        gc.freeze()  # what exists now stays shared: no collection in a client touches it
+        gc.freeze()  # keeps existing objects shared: collections in clients do not touch them
         count = min(len(load.plans), max(1, usable_cores() // 2))
         try:
             for index in range(count):
@@ -327,7 +327,7 @@ class ClientProcesses:
                 process = context.Process(target=self._main, args=(plans, log, ours, theirs), daemon=True)
                 process.start()
                 self._children.append(_Child(plans, log, process, ours))
-                theirs.close()  # NOTE: before the next fork, or its death would not end the channel
+                theirs.close()  # NOTE: before the next fork, which would keep the channel open
         except OSError as error:
             self.stop()
             raise ToolError(f"cannot start {count} client processes: {error.strerror or error}") from error
@@ -350,15 +350,15 @@ class ClientProcesses:
         return calls
 
     def run(self, progress: Callable[[int], None]) -> Outcome:
-        """Start the clients and wait for them all; ``progress`` gets the number of images sent, now and then.
+        """Start the clients and wait for them; ``progress`` is called now and then with the number of images sent.
 
-        KeyboardInterrupt ends the run early: what was done until then is the outcome.
+        KeyboardInterrupt ends the run early, with the outcome so far.
         """
         start = time.perf_counter_ns() + (_HEAD_START_NS if self._load.is_open else 0)
         outcome = Outcome(start, [child.log for child in self._children])
         waiting = {child.channel: child for child in self._children}
-        try:  # NOTE: before they start, for an interrupt from then on must find someone to report the part done
-            self._tell_all(start)
+        try:  # NOTE: begins before they start, so that an interrupt from then on is reported
+            self._send_all(start)
             while waiting:
                 for channel in wait(list(waiting), _LOOK_S):
                     self._take(waiting.pop(channel), outcome)  # type: ignore[call-overload]
@@ -372,7 +372,7 @@ class ClientProcesses:
 
     def _take(self, child: _Child, outcome: Outcome) -> None:
         tally = child.receive()
-        if tally is None:  # a process that died owes everything without a result
+        if tally is None:  # for a process that died, everything without a result counts as failed
             owed = child.log.sent - child.log.images_ok
             if not outcome.interrupted:
                 owed += self._load.unsent(sum(plan.share for plan in child.plans) - child.log.sent)
@@ -381,8 +381,8 @@ class ClientProcesses:
         outcome.tally.add(tally)
 
     def stop(self) -> None:
-        """End every client, after a grace by force. May be called again, and at any time."""
-        self._tell_all(None)
+        """End every client, by force after a grace period. May be called at any time, and again."""
+        self._send_all(None)
         deadline = time.monotonic() + _GRACE_S
         for child in self._children:
             child.process.join(max(0.0, deadline - time.monotonic()))
@@ -390,7 +390,7 @@ class ClientProcesses:
             child.process.terminate()
             child.process.join()
 
-    def _tell_all(self, start: int | None) -> None:
+    def _send_all(self, start: int | None) -> None:
         for child in self._children:
             with suppress(OSError):  # it has ended
                 child.channel.send(start)
@@ -398,9 +398,9 @@ class ClientProcesses:
     # --- in a client process
 
     def _main(self, plans: Sequence[Plan], log: CallLog, parents: Channel, channel: Channel) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent takes it, and stops the clients
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops the clients
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        parents.close()  # these copies would keep channels open when the parent is dead
+        parents.close()  # these copies would keep channels open after the parent's death
         for child in self._children:
             child.channel.close()
         selector = _Selector()

@@ -16,7 +16,7 @@ from torchpipe_py.tools.options import number
 from torchpipe_py.tools.report import ToolError, aligned
 
 RESAMPLES = 2000
-LEAST_SECONDS = 5  # whole ones, of each run: from fewer there is nothing to resample
+LEAST_SECONDS = 5  # whole seconds of each run that resampling needs
 CONFIDENCE = 95
 
 _FIGURES = {"QPS": "qps", "goodput": "goodput", "calls/s": "calls_per_s"}
@@ -25,8 +25,8 @@ _IRRELEVANT = {"json", "csv", "html", "progress", "img_dir", "host", "port", "se
 
 _HOW = f"""\
 The interval of the QPS ratio is a percentile bootstrap of {CONFIDENCE} %: the images with a result in each whole second
-of a run are drawn {RESAMPLES} times with replacement, for both runs, and the ratios of their means sorted. It knows how
-much a run varies from second to second, not how much from one run to the next; repeat runs to learn that."""
+of a run are drawn {RESAMPLES} times with replacement, for both runs, and the ratios of their means sorted. It reflects
+variation within a run, not between runs; repeat runs to measure that."""
 
 
 def compare_main(arguments: Sequence[str], program: str) -> int:
@@ -51,7 +51,7 @@ def compare_main(arguments: Sequence[str], program: str) -> int:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """The report of one run; ``ToolError`` when the file has none."""
+    """Read the report of one run; ``ToolError`` if the file has none."""
     try:
         report = json.loads(read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
@@ -59,14 +59,14 @@ def read_report(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ToolError(f"compare {path}: not a JSON file: {error}") from error
     if isinstance(report, dict) and "runs" in report:
-        raise ToolError(f"compare {path}: the report of a {report.get('kind')}; one of a single run is needed")
+        raise ToolError(f"compare {path}: the report of a {report.get('kind')}; expected that of a single run")
     if not isinstance(report, dict) or not {"qps", "goodput", "latency_ms", "settings", "machine"} <= set(report):
         raise ToolError(f"compare {path}: not a report of this load tester")
     return report
 
 
 def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """The table, and what to know before believing it."""
+    """The table, an interval for the ratio of QPS, and doubts about the runs."""
 
     def row(title: str, *pair: float | None) -> tuple[str, ...]:
         before, after = pair
@@ -79,10 +79,10 @@ def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
     rows.append(("errors", str(a["images_failed"]), str(b["images_failed"]), ""))
     kinds = sorted({*a["errors"], *b["errors"]})
     rows += [(f"  {kind}", *(str(run["errors"].get(kind, 0)) for run in (a, b)), "") for kind in kinds]
-    # Whole seconds: without the first one, in which clients set off, and the last, which is cut off.
+    # Whole seconds, without the first, in which clients start, and the last, which is incomplete.
     interval = ratio_interval(*(run["images_ok_per_second"][1:-1] for run in (a, b)))
     if interval is None:
-        line = f"no interval, for both runs must have {LEAST_SECONDS} whole seconds"
+        line = f"no interval: both runs must have {LEAST_SECONDS} whole seconds"
     else:
         low, high = interval
         meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
@@ -96,7 +96,7 @@ def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[float, float] | None:
-    """A percentile bootstrap of mean(b) / mean(a); None for too few values, or where ``a`` is nothing."""
+    """A percentile bootstrap of mean(b) / mean(a); None for too few values, or if ``a`` is all zero."""
     if min(len(a), len(b)) < LEAST_SECONDS or not any(a):
         return None
     draw, tail = np.random.default_rng(seed).choice, (100 - CONFIDENCE) / 2
@@ -108,7 +108,7 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[f
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Settings, images and machines that are not the same, one a line."""
+    """Lines with the settings, images and machine properties that differ."""
     parts = [(what, a[what], b[what]) for what in ("settings", "machine", "versions")]
     images = [{key: run[key] for key in ("image_files", "image_bytes_mean")} for run in (a, b)]
     parts.append(("images", images[0], images[1]))
@@ -121,7 +121,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:
-    """What is worse in B by more than ``percent``: throughput lower, p99 higher, or gone altogether."""
+    """What is worse in B by more than ``percent``: lower throughput, higher p99, or no result at all."""
     lines = []
     for title in ("QPS", "goodput"):
         before, after = a[_FIGURES[title]], b[_FIGURES[title]]

@@ -1,4 +1,4 @@
-"""What the calls of a run say: percentiles and series, and the verdict: valid, stable, SLO, exit status."""
+"""Evaluates the calls of a run: percentiles, series, and the verdict (valid, stable, SLO, exit status)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchpipe_py.tools.load.records import Records
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-LATE_MS = 1.0  # a send counts as late from here on; a sleeping process is some 0.1 ms late on a machine with time
+LATE_MS = 1.0  # from which a send counts as late; on an idle machine a process wakes up about 0.1 ms late
 TESTER_LIMIT = 0.01  # of all sends, late while their client was free
 WAITING_LIMIT = 0.01  # of all sends, late while their client waited for a reply
 ACHIEVED_LIMIT = 0.95  # of the offered rate
 GROWTH_LIMIT = 2.0  # of the median latency, from the first half of the run to the second
-GROWTH_LEAST_MS = 10.0  # and by so much: below, it is noise
+GROWTH_LEAST_MS = 10.0  # and at least by this; less is noise
 
 _NS_PER_MS = 1e6
 _STEPS_PER_DECADE = 12
@@ -34,7 +34,7 @@ _WORST_FIRST = (EXIT_INTERRUPTED, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_OK)
 
 
 def summarize(latencies: np.ndarray) -> dict[str, float] | None:
-    """Mean, percentiles, extremes and ``count`` of latencies in ns; all but the count in ms. None for no latency."""
+    """Mean, percentiles, extremes in ms and ``count`` of latencies in ns. None without latencies."""
     if not len(latencies):
         return None
     figures = {"mean": latencies.mean()}
@@ -44,21 +44,21 @@ def summarize(latencies: np.ndarray) -> dict[str, float] | None:
 
 
 def _sums(times: np.ndarray, counts: np.ndarray, length: int = 0) -> list[int]:
-    """``counts`` added up by the whole second of their ``times``."""
+    """Sums of ``counts`` for each whole second of ``times``."""
     sums: list[int] = np.bincount(times // NS_PER_S, counts, length).astype(int).tolist()
     return sums
 
 
 def ok_per_second(records: Records) -> list[int]:
-    """Images with a result by the whole second since the start in which they came."""
+    """Images with a result, by whole second since the start."""
     return _sums(records.end, np.maximum(records.ok, 0))
 
 
 def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each second since the start, in images.
 
-    ``offered`` were due in it, ``sent`` went out in it, ``ok`` and ``failed`` ended in it. ``p50_ms`` and ``p99_ms``
-    are of the calls with a result that were due in it, null where there were none.
+    ``offered`` were due in it, ``sent`` were sent in it, ``ok`` and ``failed`` ended in it. ``p50_ms`` and ``p99_ms``
+    are for calls with a result that were due in it, null if there were none.
     """
     sent_at, good = records.due + records.late, np.maximum(records.ok, 0)
     latest = max((int(times.max()) for times in (sent_at, records.end) if len(times)), default=-1)
@@ -80,7 +80,7 @@ def per_second(records: Records, offered: Sequence[int]) -> list[dict[str, Any]]
 
 
 def percentile_curve(latencies: np.ndarray) -> list[tuple[float, float]]:
-    """``(percent, ms)`` with evenly spaced decades of 100 - percent, down to the one call that took longest."""
+    """``(percent, ms)``, evenly spaced on a log scale of 100 - percent, up to the slowest call."""
     if not len(latencies):
         return []
     steps = math.ceil(_STEPS_PER_DECADE * math.log10(len(latencies)))
@@ -90,7 +90,7 @@ def percentile_curve(latencies: np.ndarray) -> list[tuple[float, float]]:
 
 
 def histogram(latencies: np.ndarray) -> list[tuple[float, float, int]]:
-    """``(from_ms, to_ms, calls)``: bins whose bounds have the same ratio, from the shortest latency to the longest."""
+    """``(from_ms, to_ms, calls)``: log-spaced bins from the shortest to the longest latency."""
     if not len(latencies):
         return []
     low = max(1, int(latencies.min()))
@@ -105,8 +105,8 @@ def histogram(latencies: np.ndarray) -> list[tuple[float, float, int]]:
 
 
 def late_sends(records: Records) -> dict[str, Any]:
-    """How many calls were sent late: by the tester where most of the delay was the client's own fault, else by waiting
-    for the replies to its earlier calls.
+    """How many calls were sent late: through the tester's own fault, if that caused most of the delay, or else because
+    their client waited for the reply to an earlier call.
     """
     limit = LATE_MS * _NS_PER_MS
     late = int((records.late > limit).sum())
@@ -123,7 +123,7 @@ def late_sends(records: Records) -> dict[str, Any]:
 
 
 def late_limits(late: dict[str, Any]) -> list[str]:
-    """Why late sends make a run invalid: it measured the tester."""
+    """The reasons why late sends make a run invalid, as it measured the tester."""
     if late["share_by_tester"] <= TESTER_LIMIT:
         return []
     share = f"{late['share_by_tester']:.1%} of the sends were more than {LATE_MS:g} ms late"
@@ -131,9 +131,9 @@ def late_limits(late: dict[str, Any]) -> list[str]:
 
 
 def late_warnings(late: dict[str, Any], clients: int, calls_per_s: float, actual_ms: float) -> list[str]:
-    """What to do about sends that waited for replies; ``actual_ms`` is the mean latency from the send.
+    """Advice about sends that waited for replies; ``actual_ms`` is the mean latency from the send.
 
-    By Little's law ``calls_per_s`` calls of that latency are under way in as many connections as their product says.
+    By Little's law the product of rate and latency is the number of busy connections.
     """
     if late["share_by_waiting"] <= WAITING_LIMIT:
         return []
@@ -142,18 +142,18 @@ def late_warnings(late: dict[str, Any], clients: int, calls_per_s: float, actual
     if busy * _CLIENTS_TO_SPARE > clients:
         few = f"{calls_per_s:.4g} calls/s of {actual_ms:.3g} ms keep {busy:.1f} of {clients} connections busy"
         return [f"{share}: {few}; raise --request_client, or the server is at its limit"]
-    return [f"{share}: single answers took long; more --request_client would send on meanwhile"]
+    return [f"{share}: some answers took long; with more --request_client, other clients send meanwhile"]
 
 
 def stability(latencies: np.ndarray, offered: float, answered: int, window: float, unsent: int) -> dict[str, Any]:
-    """The report's part about whether the server kept up with the ``offered`` images per second.
+    """The part of the report on whether the server kept up with the ``offered`` images per second.
 
     ``latencies`` are in ns, in the order in which calls were due; ``window`` in s, up to the last reply. The achieved
     rate is ``answered`` images by ``window``: a queue that grows makes the window longer than the schedule.
     """
     half, achieved, reasons = len(latencies) // 2, answered / window if window else 0.0, []
     if unsent:
-        reasons.append(f"never sent: {counted(unsent, 'image')}, as the run was too late")
+        reasons.append(f"never sent: {counted(unsent, 'image')}, because the run was too late")
     if achieved < ACHIEVED_LIMIT * offered:
         reasons.append(f"{achieved:.1f} images/s were answered of {offered:.1f} offered")
     halves: list[float | None] = [None, None]
@@ -177,7 +177,7 @@ def stability(latencies: np.ndarray, offered: float, answered: int, window: floa
 
 
 def p99_bounds(records: Records) -> tuple[float, float] | None:
-    """The p99 in ms, between that without the time that the tester had no CPU, and that with it; None without any."""
+    """Bounds of the p99 in ms: without and with the time that the tester had no CPU; None without results."""
     latency = records.good("latency")
     if not len(latency):
         return None
@@ -188,7 +188,7 @@ def p99_bounds(records: Records) -> tuple[float, float] | None:
 def judge(report: dict[str, Any], slo_ms: float | None) -> dict[str, Any]:
     """The report with its ``slo`` (None without one) and ``exit_status``.
 
-    The SLO: 99 % of the calls were answered in time; calls that were never sent were not.
+    The SLO: 99 % of the calls were answered in time; calls that were never sent count as late.
     """
     report["slo"] = None
     if slo_ms is not None:
@@ -208,22 +208,22 @@ def judge(report: dict[str, Any], slo_ms: float | None) -> dict[str, Any]:
 
 
 def _bound(report: dict[str, Any], slo_ms: float, low: float, high: float) -> None:
-    """Of a run that the tester limits: the verdict holds where both bounds of its p99 are on one side of the SLO."""
+    """For a run that the tester limits: the verdict is valid if both bounds of the p99 are on one side of the SLO."""
     is_clear = low > slo_ms or (high <= slo_ms and report.get("stable", True))
     report["valid"] = is_clear and not report["interrupted"]
     share = report["tester_share_of_cpu"]
     took = "the cores" if share is None else f"the cores, and took {share:.0%} of what was used"
-    verdict = "the verdict holds" if is_clear else "that leaves the SLO open"
+    verdict = "the SLO's verdict holds" if is_clear else "that leaves the SLO open"
     report["warnings"].append(f"the tester shares {took}: p99 between {low:.1f} and {high:.1f} ms; {verdict}")
 
 
 def worst(statuses: Iterable[int]) -> int:
-    """Of several runs."""
+    """The worst exit status of several runs."""
     return min(statuses, key=_WORST_FIRST.index, default=EXIT_OK)
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """One line for a person."""
+    """The verdict in a few words."""
     parts = ["interrupted"] if report["interrupted"] else [] if report["valid"] else ["INVALID"]
     if report["errors"]:
         parts.append(f"{report['images_failed']} failed")

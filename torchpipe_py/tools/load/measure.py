@@ -1,4 +1,4 @@
-"""What a run took: CPU time of the server, the tester and the machine, GPUs, and a service's nodes and engines."""
+"""What a run costs: CPU time of server, tester and machine; GPUs; a service's nodes and engine processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except ImportError:
 CLIENT_LIMIT = 0.9  # of a core, for one client process
 MACHINE_LIMIT = 0.95  # of all cores: saturated
 TESTER_SHARE_LIMIT = 0.5  # of the CPU time a saturated machine spent
-JUDGED_FROM_S = 0.5  # the machine's clock ticks 100 times a second: shorter runs say nothing
+JUDGED_FROM_S = 0.5  # CPU clocks tick 100 times a second: shorter runs are not judged
 
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
@@ -44,9 +44,9 @@ _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
 @dataclass(frozen=True)
 class CpuUse:
-    """CPU seconds in a span of ``wall`` seconds; None where it is not known, as without psutil.
+    """CPU seconds in a span of ``wall`` seconds; None if unknown, as without psutil.
 
-    ``parent`` is this process with all its threads, ``machine`` all that runs on the cores it may use.
+    ``parent`` is this process with all its threads, ``machine`` everything on the cores that it may use.
     """
 
     wall: float
@@ -55,7 +55,7 @@ class CpuUse:
     machine: float | None
 
     def fields(self, ours: float) -> dict[str, Any]:
-        """The report's part about the machine; ``ours`` are the CPU seconds of all that takes part in the run."""
+        """The part of the report on the machine; ``ours`` are the CPU seconds of everything in the run."""
         if self.machine is None:
             return {"other_cpu_percent": None, "machine_busy": None}
         busy = self.machine / self.wall / len(os.sched_getaffinity(0)) if self.machine else None
@@ -65,25 +65,25 @@ class CpuUse:
 class CpuMeter:
     """Reads the CPU clocks twice.
 
-    ``server`` counts with its descendants, but for this process and those ``not_server``.
+    ``server`` counts with its descendants, except this process and ``not_server``.
     """
 
     def __init__(self, server: list[int], not_server: list[int]) -> None:
         self._server, self._not_server = server, {os.getpid(), *not_server}
 
     def start(self) -> None:
-        """The span begins."""
+        """Begin the span."""
         self._before = self._clocks()
 
     def stop(self) -> CpuUse:
-        """The span ends. Of a server process that ended in it, nothing is counted."""
+        """End the span. Server processes that ended in it are not counted."""
         (started, parent, machine, before), (now, parent_now, machine_now, after) = self._before, self._clocks()
         server = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items()) if after else None
         known = psutil is not None and now - started >= JUDGED_FROM_S
         return CpuUse(now - started, parent_now - parent, server, machine_now - machine if known else None)
 
     def _clocks(self) -> tuple[float, float, float, dict[int, float]]:
-        """Wall time, CPU seconds of this process, of the cores it may use since boot, and of each server process."""
+        """Wall time; CPU seconds of this process, of the cores it may use (since boot), and of each server process."""
         machine, clocks = 0.0, dict[int, "float | None"]()
         if psutil is not None:
             cores = psutil.cpu_times(percpu=True)
@@ -100,7 +100,7 @@ class CpuMeter:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU seconds of one process, without its descendants; None where they are not known."""
+    """CPU seconds of one process, without descendants; None if unknown."""
     try:
         times = psutil.Process(pid).cpu_times() if psutil else None
     except psutil.Error:  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux gives it."""
+    """The processor's name from /proc/cpuinfo."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -118,7 +118,7 @@ def cpu_model() -> str:
 
 
 def cpu_fields(logs: Sequence[CallLog], use: CpuUse) -> dict[str, Any]:
-    """The report's part about CPU time of client processes and their server, in percent of one core."""
+    """The part of the report on CPU time of clients and server, in percent of one core."""
     clients, calls = sum(log.cpu_ns for log in logs) / 1e9, sum(log.calls_done for log in logs)
     cpu, known = clients + use.parent, use.server is not None
     busiest = max((log.cpu_ns / log.wall_ns for log in logs if log.wall_ns), default=0)
@@ -135,7 +135,7 @@ def cpu_fields(logs: Sequence[CallLog], use: CpuUse) -> dict[str, Any]:
 
 
 def cpu_limits(fields: dict[str, Any]) -> list[str]:
-    """The reasons in ``cpu_fields`` why a run measured the tester and not the server; empty for a valid run."""
+    """The reasons in ``cpu_fields`` why a run measured the tester instead of the server; empty for a valid run."""
     reasons = []
     if fields["tester_busiest_client_percent"] > 100 * CLIENT_LIMIT:
         reasons.append(f"a client process used {fields['tester_busiest_client_percent']:.0f}% of a core")
@@ -149,7 +149,7 @@ def cpu_limits(fields: dict[str, Any]) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether ``host`` names an address of this machine: one that a socket can be bound to."""
+    """Whether ``host`` is this machine, so that a socket can be bound to it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as sock:
@@ -160,9 +160,9 @@ def is_local(host: str) -> bool:
 
 
 def find_server(host: str, port: int, given: int | None) -> list[int]:
-    """The processes whose CPU time is the server's: the given one, or those that listen on ``port`` of this machine.
+    """The server's processes: the given one, or those that listen on ``port`` of this machine.
 
-    Empty when they cannot be found out. Raises ``ToolError`` when the given one does not exist.
+    Empty if they cannot be determined. Raises ``ToolError`` if the given one does not exist.
     """
     if psutil is None:
         return []
@@ -178,16 +178,16 @@ def find_server(host: str, port: int, given: int | None) -> list[int]:
         pids = {sock.pid for sock in listens(psutil.net_connections(kind="tcp")) if sock.pid} if is_local(host) else ()
     except psutil.Error:
         return []
-    found = set(pids)
-    # Of workers that inherited one socket psutil names only one: their siblings listen too.
+    listening = set(pids)
+    # psutil names only one of the processes that share an inherited socket: add its siblings.
     for pid in pids:
         with suppress(psutil.Error, OSError):
             parent = psutil.Process(pid).parent()
             for process in [] if parent is None else parent.children():
                 ask = getattr(process, "net_connections", None) or process.connections  # psutil before 6
                 if listens(ask(kind="tcp")):
-                    found.add(process.pid)
-    return sorted(found)
+                    listening.add(process.pid)
+    return sorted(listening)
 
 
 # --- GPUs
@@ -197,9 +197,9 @@ _END_S = 2.0
 
 
 class GpuMeter:
-    """Owns one ``nvidia-smi``, which writes a sample a second to a temporary file; does nothing where there is none.
+    """Runs ``nvidia-smi``, if installed, which writes a sample per second to a temporary file.
 
-    A sample's utilisation is the share of the last sampling period in which any kernel ran.
+    Utilisation is the share of the last sampling period in which any kernel ran.
     """
 
     def __init__(self, wanted: bool) -> None:
@@ -207,7 +207,7 @@ class GpuMeter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """The span begins."""
+        """Begin the span."""
         if self._program is None:
             return
         self._samples = tempfile.TemporaryFile()  # noqa: SIM115
@@ -218,7 +218,7 @@ class GpuMeter:
             self._samples.close()
 
     def stop(self) -> list[dict[str, Any]] | None:
-        """Means and maxima for each GPU; None where nothing is known. May be called again."""
+        """End the span: means and maxima for each GPU; None if unknown. May be called again."""
         process, self._process = self._process, None
         if process is None:
             return None
@@ -234,9 +234,9 @@ class GpuMeter:
 
 
 def summarize_gpus(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """Samples as lines of ``nvidia-smi`` → one entry for each GPU; memory in MiB, utilisation in percent.
+    """Sample lines of ``nvidia-smi`` as one entry per GPU; memory in MiB, utilisation in percent.
 
-    What a GPU does not report (``[N/A]``) is null; a line that was cut off is left out.
+    Values that a GPU does not report (``[N/A]``) are null; incomplete lines are ignored.
     """
     samples: defaultdict[int, list[list[str]]] = defaultdict(list)
     for row in csv.reader(lines, skipinitialspace=True):
@@ -267,9 +267,9 @@ _NOT_FOUND = (
 
 
 def node_figures(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, dict[str, Any]]:
-    """What nodes did, from a pipe's ``stats()`` before and after: counts, mean batch, milliseconds per request.
+    """The work of nodes between two ``stats()`` of a pipe: counts, mean batch, milliseconds per request.
 
-    Null where nothing ran. ``compute_ms`` is the backend's time divided by the requests: a batch of 4 in 8 ms is 2 ms.
+    Null if nothing ran. ``compute_ms`` is the backend's time divided by the requests: a batch of 4 in 8 ms is 2 ms.
     ``busy`` is that time as a share of the instances' time in the run's ``seconds``; it may be above 1 for backends
     that wait for other nodes (``Jump``, ``MapReduce``), whose requests overlap.
     """
@@ -292,7 +292,7 @@ def node_figures(before: dict[str, Any], after: dict[str, Any], seconds: float) 
 
 
 def node_rows(nodes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """The table's part about nodes, a line for each."""
+    """Rows of the table, one for each node."""
     rows = []
     for name, node in nodes.items():
         text = f"{node['requests']} requests"
@@ -311,37 +311,37 @@ def _times(figures: dict[str, Any], keys: Iterable[str]) -> str:
 
 
 class ServiceMeter:
-    """Reads ``/stats`` twice; without a port it does nothing. Processor time is read where the service is local."""
+    """Reads ``/stats`` before and after; does nothing without a port. Reads CPU time too if the service is local."""
 
     def __init__(self, host: str, port: int | None, is_local: bool) -> None:
         self._url = None if port is None else f"http://{f'[{host}]' if ':' in host else host}:{port}/stats"
         self._is_local = is_local
 
     def start(self) -> None:
-        """The span begins; ``ToolError`` where nothing answers as ``/stats`` does."""
+        """Begin the span; ``ToolError`` if ``/stats`` cannot be read."""
         if self._url is not None:
             try:
                 self._before = self._read()
             except (OSError, HTTPException, ValueError) as error:
                 why = _NOT_FOUND if isinstance(error, HTTPError) and error.code == HTTPStatus.NOT_FOUND else error
-                raise ToolError(f"--http-port: {self._url} does not report what the service does: {why}") from None
+                raise ToolError(f"--http-port: {self._url} does not answer with statistics: {why}") from None
 
     def stop(self) -> dict[str, Any] | None:
-        """The span ends; ``service_figures``, or None where nothing is known."""
+        """End the span: ``service_figures``, or None if unknown."""
         if self._url is None:
             return None
         try:
             return service_figures(self._before, self._read())
         except (OSError, HTTPException, ValueError):
-            return None  # it has ended
+            return None  # the service has ended
 
     def _read(self) -> dict[str, Any]:
-        opener = build_opener(ProxyHandler({}))  # as the images go: straight to the service
+        opener = build_opener(ProxyHandler({}))  # like the images: without a proxy
         try:
             with opener.open(self._url or "", timeout=_ANSWER_S) as answer:
                 stats = json.load(answer)
         except HTTPError as error:
-            error.close()  # it is the answer, and has the connection
+            error.close()  # closes the connection
             raise
         if not isinstance(stats, dict) or not {"nodes", "engines", "hand_over", "time"} <= stats.keys():
             raise ValueError("it is not a torchpipe-serve of this version")
@@ -351,9 +351,9 @@ class ServiceMeter:
 
 
 def service_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Of each node what ``node_figures`` says, of a request the hand-over, of each engine process the CPU use.
+    """``node_figures``, the hand-over to engine processes, and the CPU use of each engine process.
 
-    A node or a process that was not there before is left out. CPU is in percent of a core; null is "not known".
+    Nodes and processes that were not there before are left out. CPU is in percent of a core; null means unknown.
     """
     seconds = after["time"] - before["time"]
     nodes = {name: node for name, node in after["nodes"].items() if name in before["nodes"]}
@@ -372,7 +372,7 @@ def service_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 
 
 def hand_over_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    """How many requests engine processes answered, and the milliseconds of one; None where there were none."""
+    """The requests that engine processes answered, and mean milliseconds of each; None without any."""
     requests = after["requests"] - before["requests"]
     if requests <= 0:
         return None
@@ -380,7 +380,7 @@ def hand_over_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str
 
 
 def service_rows(service: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The table's part about the service: a line for each node and each engine process, one for the hand-over."""
+    """Rows of the table for each node, the hand-over and each engine process."""
     if service is None:
         return []
     rows = node_rows(service["nodes"])

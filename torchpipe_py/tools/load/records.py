@@ -1,6 +1,6 @@
-"""What clients leave: counters and a record of each call, in memory that client processes and parent share.
+"""Counters and a record of each call, in memory that client processes and their parent share.
 
-Each word of it has one writer and is read by the others as it is, without a lock; what a client wrote outlives it.
+Each word has one writer and is read without a lock; what a client wrote outlives the client.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from torchpipe_py.errors import BackendError, TorchpipeError, first_line
 from torchpipe_py.tools.report import printable
 
-NO_REPLY = -1  # in place of the number of images with a result: the call ended without a reply
+NO_REPLY = -1  # instead of a number of images with a result: the call ended without a reply
 
 _COUNTERS = ("calls_done", "sent", "correct", "cpu_ns", "wall_ns")
 _ROW = struct.Struct("7q")
-# Pages are taken as they are written: a run of many hours would be refused its memory. Python has the name from 3.13.
+# Reserve no memory before it is written, or long runs would be refused. Python has the name from 3.13.
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -31,35 +31,35 @@ def _counter(index: int) -> Any:
 
 
 class CallLog:
-    """Counters and calls of one client thread or process, which writes; the parent reads.
+    """Counters and calls of one client thread or process, which writes them for the parent.
 
-    Counted are calls done, images sent, images with the expected ``correct`` label; at the end CPU and wall time in ns.
+    It counts calls done, images sent, images with the expected label (``correct``), and CPU and wall time in ns.
     """
 
     calls_done, sent, correct, cpu_ns, wall_ns = map(_counter, range(len(_COUNTERS)))
 
     def __init__(self, calls: int) -> None:
-        """Room for so many calls; most of it may never be written."""
+        """Room for ``calls`` calls; most of it may never be written."""
         self._memory = mmap.mmap(-1, 8 * len(_COUNTERS) + _ROW.size * max(1, calls), _FLAGS)
         self._words = memoryview(self._memory).cast("q")
 
     def enter(
         self, correct: int, latency: int, end: int, ok: int, late: int, lag: int, size: int, own: int = 0
     ) -> None:
-        """One call has ended; see ``Records``, but ``end`` is in ns of ``perf_counter_ns``."""
+        """Record a call; see ``Records``, but ``end`` is in ns of ``perf_counter_ns``."""
         words = self._words
         _ROW.pack_into(self._memory, 8 * len(_COUNTERS) + _ROW.size * words[0], latency, end, ok, late, lag, size, own)
         words[1] += size
         words[2] += correct
-        words[0] += 1  # a row counts from now on
+        words[0] += 1  # now the row counts
 
     def close(self, cpu_ns: int, wall_ns: int) -> None:
-        """All work is done: the CPU time it took, and the time since its start, both in ns."""
+        """Record the CPU time and the wall time of all work, in ns."""
         self._words[3], self._words[4] = cpu_ns, wall_ns
 
     @property
     def rows(self) -> np.ndarray:
-        """The calls, as ``enter`` got them: latency, end, ok, late, lag, size, own; int64."""
+        """The recorded calls: latency, end, ok, late, lag, size, own; int64."""
         words = np.frombuffer(self._memory, np.int64, 7 * self.calls_done, 8 * len(_COUNTERS))
         return words.reshape(-1, 7)
 
@@ -70,14 +70,14 @@ class CallLog:
 
 @dataclass(frozen=True)
 class Answer:
-    """A result; ``label`` is None where it has none."""
+    """A result; ``label`` is None if it has no label."""
 
     label: str | None
 
 
 def error_name(error: Any) -> str:
-    """What an error is counted as: ``timeout``, its class, or its class and a detail: the code that a service
-    gave (``InferenceError:overloaded``), the kind of a Thrift error, the class of a defect's cause.
+    """The name under which an error is counted: ``timeout``, or its class with a detail such as a service's code
+    (``InferenceError:overloaded``), the kind of a Thrift error or the class of a defect's cause.
     """
     name = type(error).__name__
     if isinstance(error, TorchpipeError):
@@ -94,13 +94,13 @@ def error_name(error: Any) -> str:
 
 @dataclass
 class Tally:
-    """Errors in images, by name, and a message for each name."""
+    """Failed images by error name, and an example message for each name."""
 
     errors: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def count(self, name: str, error: Any, images: int) -> None:
-        """So many images failed with this error."""
+        """Count ``images`` that failed with this error."""
         name = printable(name)
         self.errors[name] += images
         if name not in self.examples:
@@ -108,14 +108,14 @@ class Tally:
             self.examples[name] = printable(message)
 
     def add(self, other: Tally) -> None:
-        """What others have counted."""
+        """Add the counts of another tally."""
         self.errors += other.errors
         self.examples |= other.examples
 
 
 @dataclass
 class Outcome:
-    """A run that took place: when the clients were released (ns of ``perf_counter_ns``), and what they did."""
+    """The outcome of a run; ``released`` is the start in ns of ``perf_counter_ns``."""
 
     released: int
     logs: list[CallLog]
@@ -127,10 +127,10 @@ class Outcome:
 class Records:
     """Every call of a run, in the order in which they were due, as int64 columns of equal length.
 
-    ``due`` and ``end`` are in ns since the start of the run. ``latency`` runs from when a call was due, ``actual``
-    from when it was sent; in a closed loop that is the same. ``late`` is the time between the two, ``lag`` the part of
-    it that is the tester's own fault, and ``own`` the most of ``latency`` that is, as it had no CPU; all in ns.
-    ``size`` is in images, and ``ok`` are those with a result, or ``NO_REPLY``.
+    ``due`` and ``end`` are in ns since the start of the run. ``latency`` counts from when a call was due, ``actual``
+    from when it was sent; in a closed loop they are equal. ``late`` is the difference, ``lag`` the part of it that is
+    the tester's own fault, and ``own`` the most of ``latency`` that is, because it had no CPU; all in ns. ``size`` is
+    in images, ``ok`` the number with a result, or ``NO_REPLY``.
     """
 
     due: np.ndarray
@@ -144,13 +144,13 @@ class Records:
     own: np.ndarray
 
     def good(self, column: str) -> np.ndarray:
-        """A column, of the calls that brought a result."""
+        """A column, only for calls with a result."""
         values: np.ndarray = getattr(self, column)[self.ok > 0]
         return values
 
 
 def collect(logs: Sequence[CallLog], start: int) -> Records:
-    """All clients' calls; ``start`` in ns of ``perf_counter_ns``."""
+    """The calls of all clients; ``start`` is in ns of ``perf_counter_ns``."""
     table = np.concatenate([log.rows for log in logs]).T
     latency, end, ok, late, lag, size, own = table[:, np.argsort(table[1] - table[0], kind="stable")]
     return Records(end - latency - start, end - start, latency, latency - late, size, ok, late, lag, own)

@@ -1,4 +1,4 @@
-"""The report of a run: one dict for JSON, and the table, the page and the CSV line that are made of it."""
+"""The report of a run: a dict for JSON, and the table, page and CSV line made from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchpipe_py.tools.load.measure import cpu_model, node_rows, service_rows
 from torchpipe_py.tools.load.records import NO_REPLY, Outcome, Records
 from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis
 
-OTHERS_LIMIT = 25.0  # percent of a core, for all processes that have no part in the run
+OTHERS_LIMIT = 25.0  # percent of a core, for all processes outside the run
 HEADS = ("run", "offered", "QPS", "goodput", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
 
 _NINES = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
@@ -38,20 +38,20 @@ _COLUMNS = {
     **{name: name for name in (*_FIGURES, *_COUNTS)},
     **{f"latency_{name}_ms": f"latency_ms.{name}" for name in _LATENCIES},
     **{f"latency_actual_{name}_ms": f"latency_actual_ms.{name}" for name in _LATENCIES},
-    **{f"late_share_by_{who}": f"late_sends.share_by_{who}" for who in ("tester", "waiting")},
+    **{f"late_share_by_{cause}": f"late_sends.share_by_{cause}" for cause in ("tester", "waiting")},
     "errors": "",
     **{name: name for name in _CPU},
     "slo_met": "slo.met",
     **{name: name for name in ("stable", "valid", "exit_status")},
 }
-"""Columns of the CSV file, and where in a report their values are."""
+"""Columns of the CSV file, and the places of their values in a report."""
 
 
 # --- one dict
 
 
 def describe_run(settings: Mapping[str, Any], payload: Payload, libraries: Sequence[str]) -> dict[str, Any]:
-    """What is run, and where: the report's first part. ``libraries`` are packages whose versions matter."""
+    """The first part of the report: what is run, and where. ``libraries`` are packages to list with versions."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in libraries:
         try:
@@ -82,11 +82,11 @@ def make_report(
     limits: Sequence[str],
     labelled: bool,
 ) -> dict[str, Any]:
-    """Everything there is to say, ready for JSON. Latencies in ms, CPU in percent of one core; null is "not known".
+    """The whole report, ready for JSON. Latencies in ms, CPU in percent of one core; null means unknown.
 
-    Counts are in images, but for ``calls`` and ``calls_answered``; answered are those that had a reply, be it an error.
-    The window runs from the release of the clients to the last reply. ``latency_ms`` is of calls that brought a result.
-    ``limits`` are the reasons why the run measured the tester and not its subject.
+    Counts are in images, except ``calls`` and ``calls_answered``; "answered" means with a reply, including errors. The
+    window is from the start of the clients to the last reply. ``latency_ms`` is for calls with a result. ``limits`` are
+    the reasons why the run measured the tester instead of its subject.
     """
     replied = records.ok != NO_REPLY
     sent, answered, ok = (int(images.sum()) for images in (records.size, records.size[replied], records.ok[replied]))
@@ -121,7 +121,7 @@ def make_report(
 
 
 def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[str, Any]:
-    """What charts show; and of an open loop, whose ``latency_ms`` is from when calls were due, whether it kept up."""
+    """Data for charts and, for an open loop (``latency_ms`` counts from when calls were due), whether it kept up."""
     fields = {
         "per_second": judge.per_second(records, load.offered_images()),
         "percentiles_ms": judge.percentile_curve(records.good("latency")),
@@ -129,10 +129,10 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
     }
     if not load.is_open:
         return fields
-    # Images that were left out because the run was too late for them; what broken clients owe is among the errors.
+    # Images dropped because the run was too late; those of broken clients are among the errors.
     owed = sum(report["errors"].get(kind, 0) for kind in ("unsent", "ClientProcessDied"))
     unsent = 0 if report["interrupted"] else max(0, (load.total or 0) - report["images_sent"] - owed)
-    offered = load.offered_rate or report["qps"]  # of a single call there is no rate
+    offered = load.offered_rate or report["qps"]  # a single call has no rate
     mean = float(records.actual.mean()) / 1e6 if len(records.actual) else 0.0
     late = judge.late_sends(records)
     return {
@@ -149,7 +149,7 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
 
 
 def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """One run of ``load`` or ``bench`` as names and values, from what was tested to what it cost."""
+    """One run of ``load`` or ``bench`` as names and values."""
     settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
     is_bench, failed = "config" in settings, report["images_failed"]
@@ -188,7 +188,7 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [("WARNING", warning) for warning in report["warnings"]]
     verdict = f"valid as a measurement, but {counted(failed, 'image')} failed" if failed else "valid"
     if report.get("tester_limited"):
-        verdict = "valid for the SLO alone: the other figures measure the tester, too"
+        verdict = "valid for the SLO only: other figures include the tester"
     if not report["valid"]:
         verdict = "INVALID: it measures the tester itself"
     if report["interrupted"]:
@@ -200,7 +200,7 @@ def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if "stable" in report:
         late = report["late_sends"]
-        blame = f"{late['share_by_waiting']:.1%} behind a reply, {late['share_by_tester']:.1%} the tester's own"
+        blame = f"{late['share_by_waiting']:.1%} waiting for a reply, {late['share_by_tester']:.1%} the tester's own"
         rows += [
             ("rate", f"{report['achieved_rate']:.1f} of {report['offered_rate']:.1f} images/s offered"),
             ("late sends", f"{late['share']:.1%} by more than {late['threshold_ms']:g} ms: {blame}"),
@@ -225,7 +225,7 @@ def _load_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def describe_arrivals(settings: dict[str, Any]) -> str:
-    """When calls are sent, in words."""
+    """A description of when calls are sent."""
     arrivals, rate = settings.get("arrivals", "closed"), settings.get("rate")
     if arrivals == "closed":
         return "closed loop"
@@ -236,7 +236,7 @@ def describe_arrivals(settings: dict[str, Any]) -> str:
 
 
 def _cpu(value: float | None) -> str:
-    """CPU time in percent of a core."""
+    """CPU use, given in percent of a core."""
     return "n/a" if value is None else f"{value:.0f} % of a core"
 
 
@@ -276,7 +276,7 @@ def search_line(report: dict[str, Any]) -> str:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """The table of one run or of several to stdout; what makes it worthless, or failed, also to stderr."""
+    """Print the table of one or several runs to stdout, and warnings and errors also to stderr."""
     if "runs" in report:
         print("\n".join(aligned(map(run_cells, report["runs"]), HEADS)))
         if "search" in report:
@@ -301,7 +301,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def csv_text(reports: Sequence[dict[str, Any]]) -> str:
-    """A line for each run. Empty cells are what is not known, or makes no sense for the run."""
+    """A line for each run; cells are empty if unknown or meaningless for the run."""
 
     def find(report: dict[str, Any], place: str) -> Any:
         value: Any = report
@@ -323,7 +323,7 @@ def csv_text(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The whole HTML file, of one run or of several; everything that a server or a user named is escaped."""
+    """The HTML file of one or several runs; all text from servers and users is escaped."""
     runs = report.get("runs", [report])
     last = runs[-1]
     parts = [f'<p class="hint">{escape(last["started_at"][:19].replace("T", " "))} UTC</p>']
@@ -341,7 +341,7 @@ def page(report: dict[str, Any]) -> str:
             parts += [f"<details>{summary}", *_run_parts(run), "</details>"]
     about = {**last["machine"], **{f"{name} version": version for name, version in last["versions"].items()}}
     about |= {name: value for name, value in last["settings"].items() if value is not None}
-    about["images"] = f"{last['image_files']}, {last['image_bytes_mean'] / 1000:.1f} kB each in the mean"
+    about["images"] = f"{last['image_files']}, {last['image_bytes_mean'] / 1000:.1f} kB each on average"
     settings = [(name, str(value)) for name, value in about.items()]
     parts.append(shared.table((), settings, "Machine and settings" + " of the last run" * (len(runs) > 1)))
     parts.append(f"<h2>Command</h2><p><code>{escape(shlex.join(last['command']))}</code></p>")
@@ -360,7 +360,7 @@ def _run_parts(report: dict[str, Any]) -> list[str]:
 
 
 def _nines(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A curve of percentiles over 1 / (1 - share): as much room for 90 to 99 as for 99 to 99.9."""
+    """Percentiles over 1 / (1 - share), so that 90 to 99 takes as much room as 99 to 99.9."""
     return [(100 / (100 - percent), ms) for percent, ms in curve]
 
 
@@ -375,7 +375,7 @@ def _limit(report: dict[str, Any]) -> tuple[str, float] | None:
 
 
 def _run_charts(report: dict[str, Any]) -> Iterator[str]:
-    """Percentiles and a histogram of the latencies, throughput and latency by the second; as far as there are any."""
+    """Charts of percentiles, a histogram of latencies, and throughput and latency by second, as far as available."""
     curve, bars, rows, is_open = (
         report["percentiles_ms"],
         report["histogram_ms"],
@@ -411,7 +411,7 @@ def _run_charts(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _runs_charts(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Latency over throughput, and the percentiles of some runs, evenly chosen where there are many."""
+    """Charts of latency over throughput, and of the percentiles of some runs, evenly chosen."""
     if not reports:
         return
     paced = [run for run in reports if run.get("offered_rate") is not None]

@@ -29,20 +29,20 @@ EXIT_ALL_FAILED = 1  # of bench
 OUTSIDE_LIMIT = 0.2  # of the clients' time, between their calls
 VARIABLES = {"clients": "request_client", "rate": "rate"}
 MOST_POINTS = 1000
-TOLERANCE = 0.03  # the rate that was found and the next one tried that fails differ by no more
+TOLERANCE = 0.03  # between the best rate and the lowest failed one
 MOST_PROBES = 20
 
-_CLOSE_S = 10.0  # for a backend that does not return after Ctrl-C
-_FIRST, _UP, _DOWN = 0.8, 1.25, 0.5  # of the estimate; of the rate that held; of the one that did not
-_LOWEST = 1 / 256  # of the estimate: below it nothing is looked for
+_CLOSE_S = 10.0  # for backends that do not return after Ctrl-C
+_FIRST, _UP, _DOWN = 0.8, 1.25, 0.5  # factors for the estimate, a rate that held, one that did not
+_LOWEST = 1 / 256  # of the estimate: the lowest rate tried
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
-"""Runs what the options say and returns the report."""
+"""Runs a load with these options and returns the report."""
 
 
 @contextmanager
 def progress_of(total: int | None, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """Gives a function that takes the number of images sent so far, of ``total``, where that is known."""
+    """Yields a function that shows the number of images sent so far, of ``total`` if known."""
     began = time.perf_counter()
     with progress_bar(wanted) as show:
 
@@ -57,7 +57,7 @@ def progress_of(total: int | None, wanted: bool) -> Iterator[Callable[[int], Non
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """0 if any image has a result, 1 if none has, 130 after Ctrl-C; ``TorchpipeError`` where it cannot run."""
+    """0 if any image has a result, 1 if none, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot run."""
     try:
         report = _bench(args)
     except KeyboardInterrupt:
@@ -82,7 +82,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
     try:
         clients.warm_up()
         before = run.stats()
-        # Less this process: that of backends in processes of their own.
+        # Without this process: the CPU time of backends in separate processes.
         meter = measure.CpuMeter(server=[os.getpid()], not_server=[])
         with progress_of(args.total_number, args.progress) as progress:
             meter.start()
@@ -90,7 +90,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
             use = meter.stop()
         outside = time_outside(outcome.logs)
         limits = [f"clients spent {outside:.0%} of their time between calls"] if outside > OUTSIDE_LIMIT else []
-        ours = use.parent + (use.server or 0.0)  # pipe and clients share a process: their times cannot be told apart
+        ours = use.parent + (use.server or 0.0)  # pipe and clients share a process: their times cannot be separated
         cpu = {"process_cpu_percent": 100 * ours / use.wall, **use.fields(ours)}
         records = collect(outcome.logs, outcome.released)
         report = make_report(outcome, records, about, cpu, limits, args.labels_from_names)
@@ -103,7 +103,7 @@ def _bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_outside(logs: Sequence[CallLog]) -> float:
-    """The share of the clients' time that was spent not in calls but in making and counting them."""
+    """The share of the clients' time between calls."""
     ended = [log for log in logs if log.wall_ns]
     inside = sum(int(log.rows[:, 0].sum()) for log in ended)
     return 1 - inside / sum(log.wall_ns for log in ended) if ended else 0.0
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
 
 
 def _load(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the load and return the report, of one run or of several."""
+    """Run the load and return the report of one or several runs."""
     flags: dict[str, str] = {}
     for flag in ("json", "csv", "html"):
         path = getattr(options, flag)
@@ -156,10 +156,10 @@ def _load(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class LoadRunner:
-    """Runs loads on one server, one after the other; owns what they have in common: the images and where they go."""
+    """Runs loads on one server, one after another; owns the images and the connection settings."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Read the images and probe the server; ``ToolError`` when either is missing."""
+        """Read the images and probe the server. Raises ``ToolError``."""
         from torchpipe_py.tools.load import wire
 
         if options.transport == "http":
@@ -174,7 +174,7 @@ class LoadRunner:
         self._service.start()  # so that a wrong port is reported before anything is sent
 
     def run(self, options: argparse.Namespace) -> dict[str, Any]:
-        """One run and its report; ``ToolError`` when that is not possible."""
+        """Run once and return the report. Raises ``ToolError``."""
         server = measure.find_server(options.host, options.port, options.server_pid)
         about = describe_run(vars(options), self._payload, ["thriftpy2"])
         about |= {"host_is_local": self._is_local, "server_pids": server}
@@ -206,7 +206,7 @@ class LoadRunner:
 
 
 def parse_sweep(text: str) -> tuple[str, list[float]]:
-    """``NAME=VALUES``. Clients are whole numbers, from 1 to 10 000; rates are above 0."""
+    """Parse ``NAME=VALUES``. Clients are whole numbers from 1 to 10,000; rates are above 0."""
     name, _, values = text.partition("=")
     points: list[float] = []
     try:
@@ -235,13 +235,13 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
 
 
 class _Stopped(Exception):
-    """Nothing more is run."""
+    """The series was stopped early."""
 
 
 class _Series:
-    """Runs of the same options but for some, and their reports: a context that what ends a run early leaves.
+    """Runs with varied options, and their reports. As a context manager it ends quietly when a run is stopped early.
 
-    ``stopped`` says what that was: someone ended the run under way, or a later one could not start.
+    ``stopped`` is the reason: the current run was interrupted, or a later one could not start.
     """
 
     def __init__(self, run: Run, options: argparse.Namespace) -> None:
@@ -256,7 +256,7 @@ class _Series:
         return isinstance(error, _Stopped)
 
     def run(self, name: str, **changes: Any) -> dict[str, Any]:
-        """One more run. What the first one raises is raised, for there is nothing to report then."""
+        """Run once more. Exceptions of the first run are raised, since there is nothing to report."""
         try:
             report = self._run(argparse.Namespace(**{**vars(self._options), **changes}))
         except (KeyboardInterrupt, ToolError) as error:
@@ -279,13 +279,13 @@ class _Series:
         raise _Stopped
 
     def report(self, kind: str, about: Any, status: int) -> dict[str, Any]:
-        """All runs; ``status`` is that of a series that was not stopped."""
+        """The report of all runs; ``status`` is used if the series was not stopped."""
         status = status if self.stopped is None else self._status
         return {"kind": kind, kind: about, "runs": self.reports, "stopped": self.stopped, "exit_status": status}
 
 
 def run_sweep(run: Run, options: argparse.Namespace, name: str, values: Sequence[float]) -> dict[str, Any]:
-    """A run for each value; one that is interrupted, or cannot start, ends the sweep with what is done."""
+    """A run for each value; an interrupted run, or one that cannot start, ends the sweep."""
     with _Series(run, options) as series:
         for value in values:
             series.run(f"{name} {value:g}", **{VARIABLES[name]: value})
@@ -294,10 +294,10 @@ def run_sweep(run: Run, options: argparse.Namespace, name: str, values: Sequence
 
 
 def search_rate(holds: Callable[[float], bool], estimate: float) -> float | None:
-    """The highest rate that held; None where there is none.
+    """The highest rate that held; None if none did.
 
-    Brackets the limit from ``estimate``, in images per second, then halves the bracket until it is narrow.
-    ``holds(rate)`` runs a probe; it is noisy near the limit, and no rate is tried twice.
+    It brackets the limit from ``estimate``, in images per second, then halves the bracket until it is narrow.
+    ``holds(rate)`` runs a probe, which is noisy near the limit; no rate is tried twice.
     """
     best = too_much = None
     rate = estimate * _FIRST
@@ -320,9 +320,9 @@ def search_rate(holds: Callable[[float], bool], estimate: float) -> float | None
 
 
 def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
-    """The highest rate that meets the SLO, stable and without an error; a search that is stopped has no result."""
+    """Find the highest rate that meets the SLO, stably and without errors; a stopped search has no result."""
     best: float | None = None
-    failed: list[tuple[float, bool]] = []  # rates that did not hold, and whether the service is to blame
+    failed: list[tuple[float, bool]] = []  # rates that did not hold, and whether the run was valid
     with _Series(run, options) as series:
 
         def holds(rate: float) -> bool:
@@ -342,7 +342,7 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "lowest_rate_that_failed": min((rate for rate, is_clear in failed if is_clear), default=None),
         "undecided_rates": sorted(rate for rate, is_clear in failed if not is_clear),
         "tolerance": TOLERANCE,
-        # NOTE: the tester's share makes latencies longer only: a rate that held does so without it, too.
+        # NOTE: the tester only makes latencies longer, so a rate that held would hold without it.
         "valid": best is not None or all(is_clear for _, is_clear in failed),
     }
     return series.report("search", about, judge.EXIT_SLO_MISSED if best is None else judge.EXIT_OK)

@@ -1,4 +1,4 @@
-"""How a service is spoken to: the bytes of calls over Thrift and HTTP, and a connection on an asyncio loop."""
+"""Encodes calls over Thrift and HTTP, decodes answers, and connects on an asyncio loop."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from torchpipe_py.tools.report import ToolError, printable
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
-_PROBE_NUMBER = 0x0A0A0A0A  # NOTE: line feeds, for a port that speaks HTTP waits for an empty line before it answers
-_MONITORING = "this port is for monitoring"  # as torchpipe-serve --http-port answers
-_SHOWN_BYTES = 200  # of an error that is not JSON
+_PROBE_NUMBER = 0x0A0A0A0A  # NOTE: line feeds, since an HTTP port waits for an empty line before it answers
+_MONITORING = "this port is for monitoring"  # the answer of torchpipe-serve --http-port
+_SHOWN_BYTES = 200  # of an error page that is not JSON
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 0.5
 
 
 class ConnectionClosed(ConnectionError):
-    """The server closed the connection in place of an answer."""
+    """The server closed the connection instead of answering."""
 
 
 class ReplyError(Exception):
-    """A reply that does not belong to the call: another sequence id, another number of results."""
+    """A reply that does not match the call: another sequence number or number of results."""
 
 
 class HttpStatusError(Exception):
-    """An answer other than 200; ``code`` and ``message`` are those of its JSON, or the status."""
+    """An answer other than 200; ``code`` and ``message`` are from its JSON, or ``code`` is the status."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(f"status {status}: {message or code}")
@@ -49,7 +49,7 @@ class HttpStatusError(Exception):
 
 
 class ThriftWire:
-    """``InferenceService`` in the binary protocol: ``infer_batch`` where calls have one image, else ``infer_many``."""
+    """``InferenceService`` in the binary protocol: ``infer_batch`` for one image per call, else ``infer_many``."""
 
     def __init__(self, idl: ModuleType, framed: bool, batch: int) -> None:
         self._idl, self._framed = idl, framed
@@ -59,7 +59,7 @@ class ThriftWire:
         return f"ping ({'framed' if self._framed else 'buffered'} transport)"
 
     def probe(self) -> bytes:
-        """A call that shows whether there is a service."""
+        """A call to check that the service answers."""
         return self._call("ping", _PROBE_NUMBER)
 
     def request(self, client: int, sequence: int, bodies: Sequence[bytes]) -> bytes:
@@ -78,9 +78,9 @@ class ThriftWire:
         return struct.pack(">i", len(message)) + message if self._framed else message
 
     def answers(self, received: bytes | bytearray, sequence: int, count: int) -> list[Any] | None:
-        """An ``Answer`` or an exception for each of a call's ``count`` images, 0 for the probe.
+        """An ``Answer`` or an exception for each of a call's ``count`` images; ``count`` is 0 for the probe.
 
-        None until the whole reply is there; raises for anything other than the reply to this call.
+        None until the reply is complete; raises for anything but the reply to this call.
         """
         method = self._method if count else "ping"
         if received.startswith(b"HTTP/"):
@@ -93,7 +93,7 @@ class ThriftWire:
             if kind == TMessageType.EXCEPTION:
                 result: Any = TApplicationException()
             elif kind != TMessageType.REPLY or name != method or answered != sequence:
-                raise ReplyError(f"a reply to {name} number {answered} in place of {method} number {sequence}")
+                raise ReplyError(f"a reply to {name} number {answered} instead of {method} number {sequence}")
             else:
                 result = getattr(self._idl.InferenceService, f"{method}_result")()
             protocol.read_struct(result)
@@ -119,7 +119,7 @@ def _answers(result: Any, count: int) -> list[Any]:
 
 
 class HttpWire:
-    """Images as they are, each POSTed to ``path``; answers as JSON."""
+    """Raw images, each POSTed to ``path``; answers as JSON."""
 
     def __init__(self, host: str, path: str) -> None:
         self._head = f"{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/octet-stream\r\nContent-Length: "
@@ -129,16 +129,16 @@ class HttpWire:
         return f"OPTIONS {self._path} over HTTP"
 
     def probe(self) -> bytes:
-        """A request that any service answers, if only with an error."""
+        """A request that any HTTP service answers, perhaps with an error."""
         return f"OPTIONS {self._head}0\r\n\r\n".encode()
 
     def request(self, client: int, sequence: int, bodies: Sequence[bytes]) -> bytes:
-        """A request with this body, the only one."""
+        """A request with the only body."""
         (body,) = bodies
         return f"POST {self._head}{len(body)}\r\n\r\n".encode() + body
 
     def answers(self, received: bytes | bytearray, sequence: int, count: int) -> list[Any] | None:
-        """As for ``ThriftWire``."""
+        """Like ``ThriftWire.answers``."""
         end = received.find(b"\r\n\r\n")
         if end < 0:
             return None
@@ -164,7 +164,7 @@ class HttpWire:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the server is and what it speaks; ``timeout`` in seconds, for a call and for a connection."""
+    """Address and protocol of the server; ``timeout`` in seconds, for a call and for connecting."""
 
     wire: ThriftWire | HttpWire
     host: str
@@ -174,10 +174,10 @@ class Endpoint:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
-    async def connect(self, patience: float) -> Connection:
-        """Connect; try again for ``patience`` seconds, with growing delays. Raises the last ``OSError``."""
+    async def connect(self, seconds: float) -> Connection:
+        """Connect, retrying for ``seconds`` with growing delays. Raises the last ``OSError``."""
         loop = asyncio.get_running_loop()
-        deadline, delay = loop.time() + patience, _FIRST_DELAY_S
+        deadline, delay = loop.time() + seconds, _FIRST_DELAY_S
         while True:
             connecting = loop.create_connection(lambda: Connection(self), self.host, self.port)
             try:
@@ -191,7 +191,7 @@ class Endpoint:
 
 
 class Connection(asyncio.Protocol):
-    """One call at a time; after a call that raises only ``close`` is left."""
+    """Makes one call at a time; after a call that raises, only ``close`` may be used."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._wire, self._timeout = endpoint.wire, endpoint.timeout
@@ -202,7 +202,7 @@ class Connection(asyncio.Protocol):
     async def call(self, sequence: int, count: int, request: bytes) -> list[Any]:
         """Send one call and return the wire's ``answers``.
 
-        Raises ``TimeoutError`` after the endpoint's timeout, however the reply trickles in, ``OSError`` for a lost
+        Raises ``TimeoutError`` if the reply is incomplete after the endpoint's timeout, ``OSError`` for a lost
         connection, and what ``answers`` raises.
         """
         loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
             timer.cancel()
 
     def close(self) -> None:
-        """Drop the connection and what is unsent; may be called again."""
+        """Close the connection at once; may be called again."""
         self._transport.abort()
 
     def _fail(self, error: Exception) -> None:
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
         self._received += data
         try:
             answers = self._wire.answers(self._received, *self._expected)
-        except Exception as error:  # whatever a server sends is a finding, by type
+        except Exception as error:  # any bad answer is a result, counted by type
             self._fail(error)
         else:
             if answers is not None and self._reply is not None and not self._reply.done():
@@ -245,11 +245,11 @@ class Connection(asyncio.Protocol):
 
 
 async def probe(endpoint: Endpoint) -> None:
-    """Connect and send the wire's probe; ``ToolError`` says in one line why the server cannot be tested."""
+    """Connect and send the wire's probe; ``ToolError`` explains in one line why the server cannot be tested."""
     try:
         connection = await endpoint.connect(0)
     except OSError as error:
-        hint = "start the service first, or say with --host and --port where it is"
+        hint = "start the service first, or give its --host and --port"
         raise ToolError(f"cannot connect to {endpoint}: {error.strerror}; {hint}") from error
     try:
         (answer,) = await connection.call(_PROBE_NUMBER, 0, endpoint.wire.probe())
