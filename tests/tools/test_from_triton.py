@@ -220,7 +220,7 @@ def test_a_class_that_was_filled_in_stays(capsys: pytest.CaptureFixture[str]) ->
     code = Path("out/own_backends.py")
     code.write_text(code.read_text("utf-8").replace("raise NotImplementedError", "print"), encoding="utf-8")
     filled = code.read_bytes()
-    assert "out/own_backends.py: kept, as it is not what would be written" in converted(capsys, "--force")
+    assert "out/own_backends.py: kept, because it was changed" in converted(capsys, "--force")
     assert code.read_bytes() == filled
 
 
@@ -276,14 +276,14 @@ def test_nothing_serves_an_ensemble_of_itself(capsys: pytest.CaptureFixture[str]
     [
         ('backend: "onnxruntime"\nmax_batch: 4', "", ":2: unknown field 'max_batch'; did you mean 'max_batch_size'?"),
         ('\nmax_batch_size: "8"', "", ":2: max_batch_size: expected a whole number, got '8'"),
-        ("max_batch_size: 8\nmax_batch_size: 8", "", ":2: max_batch_size is there twice"),
+        ("max_batch_size: 8\nmax_batch_size: 8", "", ":2: max_batch_size appears twice"),
         ('name: "other"', "", ":1: name: 'other' is in the folder of 'net', as Triton calls it"),
         ("instance_group { count: 1\n", "", ":2: expected a field, or the '}' of line 1, found the end"),
         ('\nname: "net', "", ":2: a text without its closing quote"),
         (r'name: "n\\\777"', "", r":1: '\\777': not an escape of a text; octal ones end at '\\377'"),
         ('name: "n\ret"', "", ":1: a text without its closing quote"),
         ("# \xff", "", ":1: not UTF-8"),
-        ("optimization {" + "graph {" * 60, "", ":1: more than 50 messages in each other"),
+        ("optimization {" + "graph {" * 60, "", ":1: more than 50 nested messages"),
         (f"max_batch_size: 0x{'f' * 5000}", "", ":1: max_batch_size: expected a whole number, got '0xff"),
         ('name: "n\\000t"', "", r":1: name: expected at most 4096 printable characters, got 'n\x00t'"),
         (f'name: "{"t" * 5000}"', "", ":1: name: expected at most 4096 printable characters, got 'ttt"),

@@ -247,7 +247,7 @@ def test_two_models_are_compared_by_class(parity: Parity, write: Write, tmp_path
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "IMG_1.jpg").write_bytes((demo / "ring_00.jpg").read_bytes())
     run = parity(write("a", a), write("b", b), tmp_path / "images", "--max-drop", "0")
-    assert "no accuracy: the images are not labelled; 'IMG' of IMG_1.jpg is no class" in run.out
+    assert "no accuracy: the images are not labelled; 'IMG' of IMG_1.jpg is not a class" in run.out
     assert "--max-drop 0: nothing to compare, missed" in run.out
 
 

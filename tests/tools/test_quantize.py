@@ -142,7 +142,7 @@ def test_without_labels_classes_must_stay(folder: Path, write: Write, refused: R
     printed = capsys.readouterr().out
     assert "left out          A.jpg: DecodeError: 8 bytes are no image" in printed
     assert "images            13 found, 12 compared, 1 refused" in printed
-    assert "no accuracy: the images are not labelled; 'IMG' of IMG_01.jpg is no class" in printed
+    assert "no accuracy: the images are not labelled; 'IMG' of IMG_01.jpg is not a class" in printed
     assert "bar               --min-agreement 0.99: 1.0000 over 12 images, ok" in printed
     assert refused(config, "--img_dir", "photos") == (
         "torchpipe: model.int8.onnx: there already; --force replaces, --out FILE.onnx gives another name"
@@ -243,7 +243,7 @@ TORCH = f'{DECODE}next="net"\n[net]\nbackend = "TorchTensor"\nmodel = "net.pt2"\
         (JUMPED, [], "node 'model' is reached by a jump only"),
         (OTHER.format("net.pt2"), [], "net.pt2: not an ONNX file: it is TorchScript or a .pt2 file: TorchTensor"),
         (OTHER.format("secret.onnx") + 'key_env = "KEY"\n', [], "node 'model' has key_env: its model is encrypted; "),
-        (DEMO, ["--out", "folder.onnx"], "--out folder.onnx: is a directory; folder.onnx/model.int8.onnx, say"),
+        (DEMO, ["--out", "folder.onnx"], "--out folder.onnx: is a directory; for example folder.onnx/model.int8.onnx"),
         (DEMO, ["--out", "no/such.onnx"], "--out no/such.onnx: no such folder: no"),
         (DEMO, ["--out", "model.onnx"], "model.onnx: there already; --force replaces, --out"),
         (OTHER.format("model.onnx"), ["--out", "model.onnx", "--force"], "this is the model to quantise"),

@@ -1,8 +1,8 @@
-"""The places of everything in a picture: columns by the longest path, graphs from top to bottom.
+"""Lays out a picture: columns by the longest path, graphs from top to bottom.
 
-An arrow to the next column is a curve in the gap between the two. A longer one runs in a lane of its own, above the
-boxes if it is a skip and else below them. A jump runs below its graph and along the left margin. So no arrow meets a
-box. All lengths are pixels, y downwards.
+An arrow to the next column is a curve in the gap between them. A longer one has its own lane, above the boxes for a
+skip, else below. A jump runs below its graph and along the left margin. So arrows never cross boxes. All lengths are
+pixels, y downwards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class PlacedBox:
-    """``graph`` counts from the top, ``column`` from the left."""
+    """A box with its place; ``graph`` counts from the top, ``column`` from the left."""
 
     box: Box
     face: Face
@@ -60,9 +60,9 @@ class PlacedBox:
 class Route:
     """An arrow, its ``points``, from the start's right side to the end's left side, and the place of its ``lines``.
 
-    The lines of text all end at the right of ``label``.
+    The lines of text are right-aligned in ``label``.
 
-    A step to another height is an S-curve between its two points, but for a jump, whose steps are all straight.
+    A step to another height is an S-curve between its two points; the steps of a jump are straight.
     """
 
     arrow: Arrow
@@ -83,7 +83,7 @@ class Route:
         return self.arrow.kind == "jump"
 
     def put_label(self, right: float, line_y: float) -> None:
-        """Above a line at ``line_y``."""
+        """Place the label above a line at ``line_y``."""
         height = len(self.lines) * SMALL_LINE
         if self.lines:
             self.label = Rect(right - self.width, line_y - ABOVE_LINE - height, self.width, height)
@@ -91,7 +91,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Layout:
-    """``frames``, with their headings, only if there are several graphs; ``ends`` are where skips leave a graph."""
+    """The places of everything. ``frames`` and headings exist for several graphs; ``ends`` are ends of graphs."""
 
     boxes: tuple[PlacedBox, ...]
     ends: tuple[Rect, ...]
@@ -102,7 +102,7 @@ class Layout:
 
 
 def lay_out(picture: Picture) -> Layout:
-    """The same picture always gives the same layout. Without boxes there is nothing but a margin."""
+    """Lay out a picture, deterministically. Without boxes there is only a margin."""
     graphs = drawn.split(picture)
     jumps = [Route(arrow) for arrow in picture.arrows if arrow.kind == "jump"]
     framed = len(graphs) > 1
@@ -135,7 +135,7 @@ def lay_out(picture: Picture) -> Layout:
 
 
 class _Placed:
-    """A graph whose left top corner is at ``left`` and ``top``, with the lanes of its long arrows and of its jumps."""
+    """A graph with its top left corner at ``left`` and ``top``, and lanes for its long arrows and jumps."""
 
     def __init__(self, index: int, graph: Component, jumps: Sequence[Route], left: float, top: float) -> None:
         self.top = top
@@ -198,7 +198,7 @@ class _Placed:
         self.boxes = [PlacedBox(b, faces[b.name], self.rects[b.name], index, column[b.name]) for b in graph.boxes]
 
     def _middles(self, column: dict[str | None, int]) -> dict[str | None, float]:
-        """Each column in the order of what leads to it, and as near to that as it can be; the highest box is at 0."""
+        """Order each column by its sources, as near to them as possible; the highest box is at 0."""
         before: dict[str | None, list[str]] = {name: [] for name in column}
         for route in sorted(self.routes, key=lambda route: route.arrow.kind != "next"):
             if route.arrow.kind == "next" or not before[route.end]:
@@ -221,7 +221,7 @@ class _Placed:
 
 
 def _columns(graph: Component) -> dict[str | None, int]:
-    """The column of each name, in the order of the file, which is the longest way to it; the end, ``None``, is last."""
+    """The column of each name in file order: the length of the longest path to it; the end, ``None``, is last."""
     before: dict[str, list[str]] = {box.name: [] for box in graph.boxes}
     for arrow in graph.arrows:
         if not arrow.to_end:

@@ -1,4 +1,4 @@
-"""What is drawn: boxes and arrows as plain data, from a planned pipeline; and their texts, measured without a font."""
+"""Boxes and arrows of a planned pipeline as plain data, with their texts measured without a font."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["next", "map", "jump", "skip"]
 
 @dataclass(frozen=True)
 class Box:
-    """A node; every text as it should be read."""
+    """A node, with its texts as they are shown."""
 
     name: str
     backend: str
@@ -32,7 +32,7 @@ class Box:
     """The physical node of a logical one."""
     is_root: bool = False
     live: bool = False
-    """Whether to keep room at its foot for figures that a page fills in."""
+    """Whether to keep room at the bottom for figures that a page fills in."""
     shared: bool = False
     """Whether an engine process runs it for all workers of a service."""
 
@@ -56,7 +56,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """``boxes`` in file order, with names of their own; arrows but jumps make no cycle."""
+    """``boxes`` have unique names, in file order; apart from jumps, arrows form no cycle."""
 
     title: str
     boxes: tuple[Box, ...]
@@ -86,7 +86,7 @@ class Component:
 
 
 def split(picture: Picture) -> tuple[Component, ...]:
-    """The connected graphs, in the order of their first boxes; jumps connect nothing and are in none."""
+    """The connected graphs, in the order of their first boxes; jumps do not connect and are left out."""
     arrows = [arrow for arrow in picture.arrows if arrow.kind != "jump"]
     group = {box.name: index for index, box in enumerate(picture.boxes)}
     for arrow in arrows:
@@ -105,7 +105,7 @@ def split(picture: Picture) -> tuple[Component, ...]:
 def depict(pipeline: Pipeline, live: bool = False) -> Picture:
     """Nodes in file order; edges, maps, jumps, and where a node's filter may skip to.
 
-    ``live`` keeps room for figures in the boxes of nodes with instances of their own.
+    ``live`` keeps room for figures in the boxes of physical nodes.
     """
     graph = pipeline.graph
     boxes, arrows = [], []
@@ -139,7 +139,7 @@ def depict(pipeline: Pipeline, live: bool = False) -> Picture:
 
 
 def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
-    """What the node's filter may skip; of a filter of the user's own both kinds, as far as they hide a node."""
+    """What the node's filter may skip; for a custom filter both kinds, as far as they hide a node."""
     word = ALIASES.get(filter_name, filter_name)
     built_in = BUILT_IN.get(word)
     if not word or built_in not in (None, serial_skip, subgraph_skip):
@@ -157,7 +157,7 @@ PAD_X, PAD_Y = 12.0, 9.0
 LEAST_WIDTH = 110.0
 LIVE_WIDTH, LIVE_HEIGHT = 156.0, 42.0
 
-# What no XML document may contain, not even escaped.
+# Characters that XML forbids, even escaped.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _BREAKS = frozenset(",[&|;/ ")
 _NARROW, _WIDE = frozenset("ijlft.,:;|!'`()[]{}/\\ I"), frozenset("mwMW@%#")
@@ -169,7 +169,7 @@ def clean(text: str) -> str:
 
 
 def markup(text: str) -> str:
-    """Safe between tags and in attributes, of HTML as of XML."""
+    """Escape text for content and attributes of HTML and XML."""
     return escape(clean(text), quote=True)
 
 
@@ -179,7 +179,7 @@ def columns(text: str) -> int:
 
 
 def wrap(text: str, limit: int = LINE_COLUMNS) -> tuple[str, ...]:
-    """Lines of at most ``limit`` columns, broken after a comma or bracket where there is one; never empty."""
+    """Lines of at most ``limit`` columns, broken after a comma or bracket if possible; never empty."""
     rest, lines = clean(text), []
     while columns(rest) > limit:
         fits = 1
@@ -193,7 +193,7 @@ def wrap(text: str, limit: int = LINE_COLUMNS) -> tuple[str, ...]:
 
 
 def text_width(text: str, size: float) -> float:
-    """Pixels of a proportional font, rather too many than too few."""
+    """The width in a proportional font in pixels, estimated generously."""
     return size * sum(map(_em, text))
 
 
@@ -209,7 +209,7 @@ def _em(char: str) -> float:
 
 @dataclass(frozen=True)
 class Face:
-    """The lines of text in a box with their kinds, from top to bottom, and the size they need in pixels."""
+    """The lines of text in a box with their kinds, from top to bottom, and their size in pixels."""
 
     texts: tuple[tuple[str, str], ...]
     width: float

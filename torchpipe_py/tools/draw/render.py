@@ -1,4 +1,4 @@
-"""A picture as SVG, styled for light and dark; as Mermaid text; as a self-contained HTML page."""
+"""Renders a picture as SVG for light and dark, as Mermaid text, and as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ KINDS: dict[Kind, str] = {
     "next": "next: the request goes on",
     "map": "map: keys are copied",
     "jump": "jump: runs another graph",
-    "skip": "skip: what a filter may pass over",
+    "skip": "skip: what a filter may skip",
 }
-# A narrow page shows the drawing smaller, down to this, and then scrolls.
+# A narrow page shrinks the drawing to this scale, then scrolls.
 LEAST_SCALE = 0.75
 LEGEND_LEAST, LEGEND_SAMPLE, LEGEND_LINE = 330.0, 40.0, 24.0
 
@@ -29,9 +29,9 @@ def live_svg(pipeline: Pipeline) -> str:
 
 
 def svg(picture: Picture) -> str:
-    """Well-formed XML, to stand in a page or in a file of its own.
+    """Well-formed XML, for a page or a separate file.
 
-    A box is ``<g data-node="name">``; where it is live, ``<rect class="live">`` in it is the room for figures.
+    A box is ``<g data-node="name">``; in a live one, ``<rect class="live">`` is the room for figures.
     """
     layout = lay_out(picture)
     kinds = [kind for kind in KINDS if any(route.arrow.kind == kind for route in layout.routes)]
@@ -76,8 +76,8 @@ def _arrow(route: Route) -> str:
     kind = route.arrow.kind
     straight = "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in route.points)
     path = straight if kind == "jump" else _curves(route.points)
-    said = f"{route.arrow.start} → {route.arrow.end or 'end'} ({kind})" + (f": {route.arrow.label}" * bool(route.label))
-    title = f"<title>{markup(said)}</title>"
+    text = f"{route.arrow.start} → {route.arrow.end or 'end'} ({kind})" + (f": {route.arrow.label}" * bool(route.label))
+    title = f"<title>{markup(text)}</title>"
     return f'<path class="arrow {kind}" marker-end="url(#drawing-{kind})" d="{path}">{title}</path>'
 
 
@@ -129,7 +129,7 @@ def _label(route: Route, place: Rect) -> str:
 
 
 def _legend(kinds: Sequence[Kind], layout: Layout) -> tuple[list[str], float]:
-    """What the kinds of arrows that occur look like, in as many lines as it takes, and the height of that."""
+    """A legend of the kinds of arrows that occur, wrapped, and its height."""
     parts: list[str] = []
     room, x, y = max(layout.width, LEGEND_LEAST), 12.0, layout.height + LEGEND_LINE
     for kind in kinds:
@@ -146,7 +146,7 @@ def _legend(kinds: Sequence[Kind], layout: Layout) -> tuple[list[str], float]:
 LINKS = {"next": "-->", "map": "-.->", "jump": "==>", "skip": "-.-o"}
 
 # Inside quotes most characters are safe. NOTE: Mermaid looks for "%%{", icons ("fa:fa-x") and "style…:…#…;" all over
-# a line, quotes or not, and takes what is left for HTML and Markdown. "$$x$$" in a node is a formula, however written.
+# a line, quotes or not, and interprets the rest as HTML and Markdown. "$$x$$" in a node is always a formula.
 _UNSAFE = re.compile(r"[^\w \-.,:()\[\]{}|/+=!?']|:(?=fa)|s(?=tyle)|c(?=lassDef)|^[\d\-+]|(?<!\w)_|_(?!\w)")
 
 
@@ -188,7 +188,7 @@ def _lines(picture: Picture) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """To stand between double quotes; what Mermaid might take for its own is written as ``#35;``, the code point."""
+    """Escape text for Mermaid's double quotes: what it might interpret becomes a code point, as ``#35;``."""
     return _UNSAFE.sub(lambda match: f"#{ord(match[0])};", clean(text))
 
 

@@ -1,1 +1,1 @@
-"""``torchpipe from-triton``: from a model repository of Triton to TOML files, and a list of what has no place there."""
+"""``torchpipe from-triton``: converts a model repository of Triton to TOML files, and lists what is not supported."""

@@ -1,4 +1,4 @@
-"""``torchpipe from-triton``: a TOML file for each model of a repository, and notes on what it does not carry over."""
+"""``torchpipe from-triton``: a TOML file for each model of a repository, with notes on what is not converted."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class {name}(ItemBackend):
 """
 
 Source = tuple[str, str]
-"""A node, and the part of its result, in Python; empty for all of it."""
+"""A node, and a Python expression for the part of its result; empty for all of it."""
 
 
 def run_from_triton(args: argparse.Namespace) -> int:
-    """0 when all is written that can be. ``ConfigError`` for what is malformed, or `torchpipe check` would refuse."""
+    """0 once everything possible is written. ``ConfigError`` for malformed files or results that `check` refuses."""
     models, files, problems = read_repository(args.repository), list[_File](), Problems()
     texts, writers = dict[str, str](), dict[str, Model]()
     nested, owners, classes = dict[str, str](), dict[str, str](), set[str]()
@@ -98,7 +98,7 @@ def run_from_triton(args: argparse.Namespace) -> int:
     try:
         for path, text in texts.items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            # NOTE: a class that was filled in is somebody's work.
+            # NOTE: keep classes that the user has completed.
             if path in codes and os.path.exists(path) and read_bytes(path) != text.encode():
                 kept.append(path)
             else:
@@ -108,7 +108,7 @@ def run_from_triton(args: argparse.Namespace) -> int:
     for file in files:
         print("\n  ".join([file.path, *file.notes]))
     for path in kept:
-        print(f"{path}: kept, as it is not what would be written; delete it to have that")
+        print(f"{path}: kept, because it was changed; delete it to have it written anew")
     for name, problem in nested.items():
         print(f"{name}: not written\n  {problem}")
     for name in sorted(owners):
@@ -127,9 +127,9 @@ def run_from_triton(args: argparse.Namespace) -> int:
 
 
 class _File:
-    """The TOML file of a model's version, the classes that it needs, and notes on what is not carried over.
+    """The TOML file of a model's version, the classes that it needs, and notes on what is not converted.
 
-    ``classes`` are the names that other files have for theirs: one service imports them all.
+    ``classes`` are the class names of other files, because one service imports them all.
     """
 
     def __init__(self, model: Model, version: str, models: Mapping[str, Model], out: str, classes: set[str]) -> None:
@@ -158,14 +158,14 @@ class _File:
         self.notes.append(f"{message.at(field)}: {text}")
 
     def _note_all(self, *messages: Message) -> None:
-        """What is in ``NOT_CARRIED``, unless it is switched off."""
+        """Note fields of ``NOT_CARRIED``, unless they are switched off."""
         for message in messages:
             for name, values in message.fields.items():
                 if name in NOT_CARRIED and not all(_is_off(value) for _, value in values):
                     self._note(message, name, f"{name}: {NOT_CARRIED[name]}")
 
     def _node(self, model: Model, version: str) -> dict[str, Any]:
-        """A model's table."""
+        """The table of a model."""
         config, batching = model.config, model.config.message("dynamic_batching")
         inputs, outputs = config.all("input", Message), config.all("output", Message)
         self._note_all(config, batching, *inputs, *outputs)
@@ -218,7 +218,7 @@ class _File:
         return keys
 
     def _class(self, name: str, doc: str, body: str, inputs: Sequence[Message], outputs: Sequence[Message]) -> str:
-        """Add a backend; its name, from those of the model and of a node."""
+        """Add a backend class; returns its unique name."""
         of = self.model.name + self._version
         name = re.sub(r"\W", "_", f"triton_{of}" if name == self.model.name else f"triton_{of}_{name}", flags=re.ASCII)
         while name in self._classes:
@@ -229,7 +229,7 @@ class _File:
         return name
 
     def _stub(self, model: Model, version: str, inputs: Sequence[Message], outputs: Sequence[Message]) -> str:
-        """A class to fill in; its name."""
+        """Add a class for the user to complete; returns its name."""
         where = f"version {version} of {model.folder} (backend {model.backend})"
         takes, gives = (", ".join([str(_spec(tensor)) for tensor in tensors]) for tensors in (inputs, outputs))
         doc = f"Does for one request what {where} does. data: {takes}. result: {gives}."
@@ -247,7 +247,7 @@ class _File:
         return name
 
     def _add_ensemble(self, config: Message, scheduling: Message) -> None:
-        """A node for each step; between them classes, where one takes other than the one result of another."""
+        """Add a node for each step, and classes between nodes whose results and inputs differ."""
         self._note_all(config, scheduling)
         inputs, outputs = config.all("input", Message), config.all("output", Message)
         names, root = [tensor.text("name") for tensor in inputs], self._new("input")
@@ -287,7 +287,7 @@ class _File:
             self._note(config, kind, f"{kind} {', '.join(there)}: clients of /v2 name it {names} here")
 
     def _place(self, step: Message, sources: dict[str, Source], made: dict[str, list[str]]) -> tuple[str, Model, str]:
-        """Add the node of a step, its outputs to ``sources``; the node, its model and the version of that."""
+        """Add the node of a step, and its outputs to ``sources``; returns node, model and version."""
         model = self._models[checked(step, "model_name", step.text("model_name"), self._models)]
         version = str(step.one("model_version", int, -1))
         version = model.versions[-1] if version == "-1" else checked(step, "model_version", version, model.versions)
@@ -306,16 +306,16 @@ class _File:
         return node, model, version
 
     def _new(self, name: str) -> str:
-        """An empty table of this name, or of one like it."""
+        """Add an empty table of this name, or a similar one; returns the name."""
         while name in self._tables:
             name += "_"
         self._tables[name] = {}
         return name
 
     def _join(self, node: str, wanted: Mapping[str, Source], is_list: bool, outputs: Sequence[Message] = ()) -> None:
-        """Lead tensors to a node: all that one node gives as it is, else through a class, as a list or by name.
+        """Pass tensors to a node: directly if they are all outputs of one node, else through a class.
 
-        With ``outputs`` the node is that class.
+        The class gathers them as a list or by name; with ``outputs`` the node itself is that class.
         """
         nodes = list(dict.fromkeys([source for source, _ in wanted.values()]))
         keys = {source: f"from_{source}" if index else "data" for index, source in enumerate(nodes)}
@@ -336,12 +336,12 @@ class _File:
 
 
 def _parts(node: str, made: Sequence[str]) -> list[Source]:
-    """Where the outputs of a node are."""
+    """The sources of a node's outputs."""
     return [(node, f"[{index}]" if len(made) > 1 else "") for index in range(len(made))]
 
 
 def _is_off(value: Any) -> bool:
-    """``false``, or a message of nothing else."""
+    """Whether a value is ``false``, or a message with only such values."""
     if isinstance(value, Message):
         return bool(value.fields) and all(_is_off(each) for values in value.fields.values() for _, each in values)
     return value is False
@@ -357,5 +357,5 @@ def _spec(tensor: Message) -> TensorSpec:
 
 
 def _clean(name: str) -> str:
-    """The name of a node and of a file."""
+    """A valid name for a node and a file."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)

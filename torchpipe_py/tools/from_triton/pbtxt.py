@@ -1,4 +1,4 @@
-"""Triton's ``config.pbtxt``: protobuf's text format, read with the line of each field.
+"""Reads Triton's ``config.pbtxt``, in protobuf's text format, with the line of each field.
 
 https://protobuf.dev/reference/protobuf/textformat-spec/ has the grammar, ``model_config.proto`` of Triton the fields.
 """
@@ -32,7 +32,7 @@ FIELDS = {
     "step": "model_name model_version input_map output_map model_namespace",
     **dict.fromkeys(("input_map", "output_map", "parameters"), "key value"),
 }
-"""The fields of the messages that are read: of the whole, and of those in it by the field that holds them."""
+"""The known fields of messages, by the field that holds the message."""
 
 MOST_DEPTH = 50
 MOST_BYTES = 2**20  # of a file
@@ -52,7 +52,7 @@ _BOOLEANS = {"true": True, "True": True, "t": True, "false": False, "False": Fal
 
 
 class Word(str):
-    """The name of an enum's value, or what is none of the other kinds."""
+    """The name of an enum value, or any other word."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Message:
     def one(self, name: str, kind: type, default: Any) -> Any:
         values = self.all(name, kind)
         if len(values) > 1:
-            raise ConfigError(f"{self.file}:{self.fields[name][1][0]}: {name} is there twice")
+            raise ConfigError(f"{self.file}:{self.fields[name][1][0]}: {name} appears twice")
         return values[0] if values else default
 
     def text(self, name: str) -> str:
@@ -96,18 +96,18 @@ class Message:
         return number
 
     def choice(self, name: str, valid: Collection[str]) -> str:
-        """One of an enum's names, the first where it is not there."""
+        """An enum value; the first one if the field is missing."""
         word = str(self.one(name, Word, next(iter(valid))))
         if word not in valid:
             raise self.error(f"{name}: no {word!r}; {nearest(word, valid)}", name)
         return word
 
     def pairs(self, name: str) -> dict[str, str]:
-        """A map of texts."""
+        """A map from text to text."""
         return {pair.text("key"): pair.text("value") for pair in self.all(name, Message)}
 
     def message(self, name: str) -> Message:
-        """An empty one where it is not there."""
+        """A message; an empty one if the field is missing."""
         found: Message = self.one(name, Message, Message(self.file, self.line))
         return found
 
@@ -116,7 +116,7 @@ _KINDS = {str: "a text in quotes", int: "a whole number", bool: "true or false",
 
 
 class _Parser:
-    """From text to messages; ``ConfigError`` with the line for what is none of its fields, or no text format."""
+    """Parses text to messages; ``ConfigError`` names the line of a syntax error or unknown field."""
 
     def __init__(self, text: str, file: str) -> None:
         self._file, self._tokens, line = file, list[tuple[str, str, int]](), 1
@@ -134,10 +134,10 @@ class _Parser:
         self._tokens.reverse()
 
     def message(self, closing: str = "", name: str | None = "ModelConfig", depth: int = 0) -> Message:
-        """All up to its closing mark; ``name`` is that of its ``FIELDS``, where these are known."""
+        """Parse a message up to ``closing``; ``name`` is its key in ``FIELDS``, if known."""
         message = Message(self._file, self._tokens[-1][2])
         if depth > MOST_DEPTH:
-            raise message.error(f"more than {MOST_DEPTH} messages in each other")
+            raise message.error(f"more than {MOST_DEPTH} nested messages")
         valid = FIELDS[name].split() if name in FIELDS else None
         while self._tokens[-1][1] != closing:
             kind, key, line = self._tokens[-1]
@@ -175,7 +175,7 @@ class _Parser:
             except ValueError:
                 return Word(token)
         text = str(ast.literal_eval(token))
-        while self._tokens[-1][0] == "text":  # one after another
+        while self._tokens[-1][0] == "text":  # adjacent texts are joined
             text += str(ast.literal_eval(self._tokens.pop()[1]))
         return text
 
@@ -188,7 +188,7 @@ class _Parser:
 
 
 def _integer(token: str) -> int:
-    """``ValueError`` for what is none, and for what has no room in protobuf's."""
+    """Parse an integer; ``ValueError`` if it is invalid or too large for protobuf."""
     number = int(token, 0)
     if not -(2**63) <= number < 2**64:
         raise ValueError(token)
@@ -196,7 +196,7 @@ def _integer(token: str) -> int:
 
 
 def read_pbtxt(path: str) -> Message:
-    """The file's ``ModelConfig``. ``ConfigError`` with file and line for what is none; ``OSError``."""
+    """The file's ``ModelConfig``. Raises ``OSError``, or ``ConfigError`` with file and line."""
     if not os.path.isfile(path):
         raise ConfigError(f"{path}: not a regular file")
     if os.path.getsize(path) > MOST_BYTES:

@@ -1,4 +1,4 @@
-"""A model repository of Triton: its models, their versions that are served, and their files."""
+"""Reads a model repository of Triton: models, served versions and files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchpipe_py.tools.from_triton.pbtxt import Message, read_pbtxt
 from torchpipe_py.tools.report import ToolError
 
 FILES = {"OnnxTensor": ("model.onnx",), "TensorrtTensor": ("model.plan",), "TorchTensor": ("model.pt", "model.pt2")}
-"""The backends that run a model's file, and what Triton calls that by default."""
+"""Backends that run a model file, and Triton's default names for it."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """``backend`` is the one here where it is of ``FILES``, else Triton's, or ``ensemble``; ``versions`` ascend."""
+    """A model. ``backend`` is a key of ``FILES``, Triton's backend or ``ensemble``; ``versions`` ascend."""
 
     name: str
     folder: str
@@ -28,17 +28,17 @@ class Model:
     backend: str
 
     def file(self, version: str) -> str:
-        """Of a model with one. ``ConfigError`` where it is not there."""
+        """The file of a version. ``ConfigError`` if it is missing."""
         named = self.config.text("default_model_filename")
         paths = [os.path.join(self.folder, version, name) for name in ([named] if named else FILES[self.backend])]
-        # A folder may have its name, for weights beside it.
+        # It may be a folder that also contains weights.
         for path in [*paths, *(os.path.join(path, os.path.basename(path)) for path in paths)]:
             if os.path.isfile(path):
                 return path
         raise self.config.error(f"no such file: {' or '.join(paths)}", "default_model_filename")
 
     def names(self, version: str, kind: str) -> list[str]:
-        """Of its ``input`` or ``output`` tensors, in the model's order as far as that is known."""
+        """Names of its ``input`` or ``output`` tensors, in the model's order if known."""
         names = [tensor.text("name") for tensor in self.config.all(kind, Message)]
         if self.backend == "OnnxTensor":
             declared = declared_tensors(self.file(version))[kind == "output"]
@@ -48,7 +48,7 @@ class Model:
 
 
 def read_repository(root: str) -> dict[str, Model]:
-    """Its models by their names. ``ConfigError`` with a line for what is wrong with each."""
+    """The models by name. ``ConfigError`` has a line for each problem."""
     models, problems = dict[str, Model](), Problems()
     try:
         for name in sorted(os.listdir(root)):
@@ -64,7 +64,7 @@ def read_repository(root: str) -> dict[str, Model]:
 
 
 def _read_model(name: str, folder: str) -> dict[str, Model]:
-    """None where it is another folder, with neither a configuration nor versions."""
+    """The model in a folder; empty if the folder has neither a configuration nor versions."""
     path = os.path.join(folder, "config.pbtxt")
     versions = sorted([entry for entry in os.listdir(folder) if re.fullmatch("[1-9][0-9]*", entry)], key=int)
     if not (versions or os.path.lexists(path)):
@@ -97,7 +97,7 @@ def _read_model(name: str, folder: str) -> dict[str, Model]:
 
 
 def checked(message: Message, field: str, name: str, valid: Collection[str]) -> str:
-    """The name. ``ConfigError`` where it is none of the valid ones."""
+    """Return ``name``; ``ConfigError`` if it is not valid."""
     if name not in valid:
         raise message.error(f"{field}: no {quoted(name)}; {nearest(name, valid)}", field)
     return name

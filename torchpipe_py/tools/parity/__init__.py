@@ -1,1 +1,1 @@
-"""``torchpipe parity``: what two configurations make of the same images, pixel by pixel or class by class."""
+"""``torchpipe parity``: compares the results of two configurations on the same images, by pixels or classes."""

@@ -1,4 +1,4 @@
-"""``torchpipe parity``: options in, a report as text, HTML and JSON out, an exit status for a CI job."""
+"""``torchpipe parity``: reports as text, HTML and JSON, with an exit status for CI."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torchpipe_py.tools.parity.torchvision import TorchvisionTransform, before_m
 from torchpipe_py.tools.report import WIDTH, ToolError, aligned, clip, write_json, write_text
 
 LISTED = 20
-"""Lines of one list in the terminal; the files have them all."""
+"""Lines of each list in the terminal; the files have all."""
 
 SCHEMA = 1
-"""Of the JSON file; raised when a reader would have to change."""
+"""Version of the JSON file; raised by incompatible changes."""
 
 BINS = 24
 TITLES = {
@@ -36,7 +36,7 @@ TITLES = {
 
 
 def run_parity(args: argparse.Namespace) -> int:
-    """0 if all is well, 1 for a missed bar or nothing to compare; ``TorchpipeError`` for what cannot be run."""
+    """0 if all is well, 1 for a missed bar or nothing to compare. Raises ``TorchpipeError`` if it cannot run."""
     b, tables, notes = _against(args)
     parity = compare_configs(
         Settings(args.a, b, args.img_dir, args.model, args.limit, args.worst, args.html is not None, tables=tables)
@@ -60,7 +60,7 @@ def run_parity(args: argparse.Namespace) -> int:
 
 
 def _against(args: argparse.Namespace) -> tuple[str, dict[str, dict[str, Any]], list[str]]:
-    """The second configuration's name, tables in place of files, and notes."""
+    """The second configuration's name, tables that replace files, and notes."""
     if args.torchvision is None:
         return args.b, {}, []
     backend = registry.default.register_backend(TorchvisionTransform).__name__
@@ -87,7 +87,7 @@ def _facts(parity: Parity) -> list[tuple[str, str]]:
 
 
 def _figure(figure: str, value: float) -> str:
-    """One figure of ``Difference`` with the digits that matter."""
+    """A figure of ``Difference``, suitably rounded."""
     if figure == "share":
         return f"{value:.2%}"
     return f"{value:+.3f}" if figure == "shift" else f"{value:.3f}"
@@ -102,7 +102,7 @@ def _figure_rows(parity: Parity) -> list[tuple[str, ...]]:
 
 
 def _class_rows(parity: Parity) -> list[tuple[str, str]]:
-    """What is said of classes; empty where pixels are compared without a model."""
+    """Rows about classes; empty if pixels are compared without a model."""
     agreed = agreement(parity.compared)
     if agreed is None:
         return [] if parity.settings.model is None else [("top-1 agreement", "no image has a class on both sides")]
@@ -162,7 +162,7 @@ def text_report(parity: Parity) -> Iterator[str]:
 
 
 def html_report(parity: Parity) -> str:
-    """The whole file; names, labels and reasons are escaped, pictures are inlined."""
+    """The HTML file; names, labels and reasons are escaped, pictures are inlined."""
     parts = [report.table((), [*_facts(parity), *_class_rows(parity)])]
     parts += [report.verdict(_bar(bar), bar.ok) for bar in parity.bars]
     if rows := _figure_rows(parity):
@@ -172,8 +172,8 @@ def html_report(parity: Parity) -> str:
     if parity.views:
         parts.append(
             f"<h2>Worst images, by mean absolute difference ({len(parity.views)})</h2>"
-            f'<p class="hint">The third picture is the absolute difference, {AMPLIFICATION} times as strong. Large '
-            "results are shown smaller: of the difference each block keeps its largest value.</p>"
+            f'<p class="hint">The third picture is the absolute difference, amplified {AMPLIFICATION} times. Large '
+            "results are shrunk; the difference keeps the largest value of each block.</p>"
         )
     for image in parity.worst if parity.views else ():
         figures = [f"{TITLES[key]} {_figure(key, getattr(image.difference, key))}" for key in FIGURES]
@@ -192,7 +192,7 @@ def html_report(parity: Parity) -> str:
 
 
 def _data_url(picture: np.ndarray) -> str:
-    """A PNG, since what is judged is single values."""
+    """A picture as a PNG, which keeps exact values."""
     import cv2
 
     done, encoded = cv2.imencode(".png", np.ascontiguousarray(picture[:, :, ::-1]))
@@ -217,7 +217,7 @@ def _histogram(means: Sequence[float]) -> str:
 
 
 def to_json(parity: Parity) -> dict[str, Any]:
-    """Everything; a reason is ``null`` where that side gave a result."""
+    """Everything, for JSON; a reason is ``null`` if that side has a result."""
     settings, agreed, right = parity.settings, agreement(parity.compared), accuracy(parity.compared)
     differing = [{"name": name, "a": asdict(a), "b": asdict(b)} for name, a, b in disagreeing(parity.compared)]
 

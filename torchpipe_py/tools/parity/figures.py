@@ -1,4 +1,4 @@
-"""Numbers about arrays and about lists of images; no pipe runs here."""
+"""Statistics of arrays and of lists of images; runs no pipe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 from torchpipe_py.backends.image.files import label_of
 
 AMPLIFICATION = 16
-"""How much stronger than it is a difference is shown."""
+"""Factor by which shown differences are amplified."""
 
 VIEW_SIDE = 320
-"""Pixels of the longer side, above which a picture is shrunk for the page."""
+"""Longer side in pixels above which a picture is shrunk for the page."""
 
 Z_95 = 1.959963984540054
-"""Standard deviations that hold 95 % of a normal distribution."""
+"""Standard deviations around the mean that contain 95 % of a normal distribution."""
 
 FIGURES = ("max", "mean", "share", "shift")
 """The fields of ``Difference``, in the order of every table."""
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The class of a model, and its score where the model gives one."""
+    """A predicted class, with its score if the model gives one."""
 
     label: str | int
     score: float | None = None
@@ -52,9 +52,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Compared:
-    """An image for which both sides gave pixels of the same shape, or a class; with a model, both.
+    """An image with pixels of the same shape, or a class, on both sides; with a model, both.
 
-    ``truth`` is the class of its folder or name, where images are labelled.
+    ``truth`` is the class from its folder or name, if images are labelled.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Share:
-    """``hits`` of ``total``, and Wilson's 95 % interval of their share."""
+    """``hits`` of ``total``, with Wilson's 95 % interval of the share."""
 
     hits: int
     total: int
@@ -87,7 +87,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Agreement(Share):
-    """How often two sides name the same class.
+    """How often both sides give the same class.
 
     Score differences are absolute, over images with the same label on both sides; ``None`` without scores.
     """
@@ -98,7 +98,7 @@ class Agreement(Share):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often each side names the class that an image is labelled with, and how many points B loses.
+    """How often each side gives the labelled class, and how many points B loses.
 
     ``low`` and ``high`` bound ``drop`` by Newcombe's 95 % interval for pairs.
     """
@@ -123,7 +123,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
-    """A ``Spread`` for each figure of ``Difference``; empty where no pixels were compared."""
+    """A ``Spread`` for each figure of ``Difference``; empty if no pixels were compared."""
     pairs = [(image.name, image.difference) for image in compared if image.difference is not None]
     found = {}
     for figure in FIGURES if pairs else ():
@@ -134,7 +134,7 @@ def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a share, which stays within 0..1 and has a width even at ``hits == total``."""
+    """Wilson's 95 % score interval of a share, within 0..1 and not empty even if ``hits == total``."""
     share, ratio = hits / total, Z_95 * Z_95 / total
     middle = (share + ratio / 2) / (1 + ratio)
     half = Z_95 / (1 + ratio) * math.sqrt(share * (1 - share) / total + ratio / (4 * total))
@@ -147,7 +147,7 @@ def _share(hits: int, total: int) -> Share:
 
 
 def _classes(compared: Sequence[Compared]) -> list[tuple[Compared, Prediction, Prediction]]:
-    """The images that have a class on both sides, and the two."""
+    """The images with a class on both sides, and both classes."""
     return [(image, image.a, image.b) for image in compared if image.a is not None and image.b is not None]
 
 
@@ -163,18 +163,18 @@ def agreement(compared: Sequence[Compared]) -> Agreement | None:
 
 
 def disagreeing(compared: Sequence[Compared]) -> list[tuple[str, Prediction, Prediction]]:
-    """Name and both predictions of each image the sides disagree about."""
+    """Name and both predictions of each image on which the sides disagree."""
     return [(image.name, a, b) for image, a, b in _classes(compared) if a.label != b.label]
 
 
 def labelled(compared: Sequence[Compared]) -> list[Compared]:
-    """With the class that the folder or the name of each file says, where those are the classes that the sides name.
+    """Add the class from each file's folder or name, if these are classes that the sides give.
 
-    Names are no labels, and nothing changes, where fewer than half of them are classes that occur.
+    If fewer than half of the names are such classes, they are not labels, and nothing changes.
     """
     classes = {str(side.label) for image in compared for side in (image.a, image.b) if side is not None}
     truths = [label_of(PurePath(image.name), PurePath()) for image in compared]
-    # 7.jpg is the seventh image, not one of class 7.
+    # 7.jpg is the seventh image, not of class 7.
     has_label = ["/" in image.name or "_" in image.name for image in compared]
     if 2 * sum(has and truth in classes for has, truth in zip(has_label, truths, strict=True)) < len(truths):
         return list(compared)
@@ -212,7 +212,7 @@ def paired(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, fl
 
 
 def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE) -> np.ndarray:
-    """H×W×C with each k×k block made one value by ``reduce``, so that no side exceeds ``side``; k is the least."""
+    """H×W×C with each k×k block reduced to one value, with the least k so that no side exceeds ``side``."""
     height, width, channels = pixels.shape
     k = -(-max(height, width) // side)
     if k == 1:
@@ -224,9 +224,9 @@ def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE
 
 
 def pictures(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A, B and their amplified difference as uint8; of other than one or three channels only the first.
+    """A, B and their amplified difference as uint8; only the first channel unless there are one or three.
 
-    A shrunk difference keeps the largest of each block.
+    A shrunk difference keeps the largest value of each block.
     """
     shown = shrink(a, np.mean), shrink(b, np.mean), shrink(np.abs(b - a), np.max) * AMPLIFICATION
     some = (each if each.shape[2] in (1, 3) else each[:, :, :1] for each in shown)

@@ -1,4 +1,4 @@
-"""What pipes return, made comparable: pixels of a preprocessing result, the class of a model's result."""
+"""Makes results of pipes comparable: as pixels, or as the class from a model."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from torchpipe_py.tools.report import ToolError
 
 
 class Unusable(TorchpipeError):
-    """A result of the right type that holds no pixels or no class for this one image; the others may be fine."""
+    """A result of the right type without pixels or a class for this image; others may be fine."""
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """float32 H×W×C on the 0..255 scale, RGB where there are three channels; ``origin`` says what it was made of."""
+    """float32 H×W×C on the 0..255 scale, RGB where there are three channels; ``origin`` describes its source."""
 
     values: np.ndarray
     origin: str
 
 
 def refusal(item: dict[str, Any]) -> str:
-    """Why a finished request has no result, on one line; ``""`` where it has one."""
+    """Why a finished request has no result, on one line; ``""`` if it has one."""
     if TASK_RESULT_KEY in item:
         return ""
     error = item.get(TASK_ERROR_KEY)
-    return "no result, and no reason given" if error is None else " ".join(describe(error).split())
+    return "no result, without a reason" if error is None else " ".join(describe(error).split())
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is a PyTorch tensor; False where PyTorch was never imported."""
+    """Whether this is a PyTorch tensor; False if PyTorch is not imported."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def on_host(tensor: Any) -> np.ndarray:
-    """float32 on the host, of the same shape."""
+    """The tensor as float32 on the host."""
     if tensor.is_cuda:
         import torch
 
-        # Another thread's stream may still write what a configuration without SyncTensor returned.
+        # Without SyncTensor, another thread's stream may still be writing it.
         torch.cuda.synchronize(tensor.device)
     values: np.ndarray = tensor.detach().cpu().float().numpy()
     return values
 
 
 def _unreadable(config: str, what: str, wanted: str, value: Any) -> ToolError:
-    """Names type, dtype and shape, as far as there are any."""
+    """An error that names type, dtype and shape, as far as known."""
     found = type(value).__name__
     if is_tensor(value) or isinstance(value, np.ndarray):
         name = "Tensor" if is_tensor(value) else "array"
@@ -69,8 +69,8 @@ def _unreadable(config: str, what: str, wanted: str, value: Any) -> ToolError:
 def read_pixels(item: dict[str, Any], config: str) -> Pixels:
     """The result of a finished request.
 
-    Raises ``ToolError``, naming ``config``, for what is neither Mat nor Tensor; ``Unusable`` for an image without
-    pixels, or with values that are not finite.
+    Raises ``ToolError``, naming ``config``, if it is neither Mat nor Tensor; ``Unusable`` for an image without pixels
+    or with NaN or infinity.
     """
     value, color = item[TASK_RESULT_KEY], item.get(TASK_COLOR_KEY)
     wanted = "a Mat (uint8 array, HxWxC) or a Tensor (1xCxHxW)"
@@ -86,10 +86,10 @@ def read_pixels(item: dict[str, Any], config: str) -> Pixels:
     if values.size == 0:
         raise Unusable(f"an empty {kind} of shape {shown_dims(values.shape)}")
     if not np.isfinite(values).all():
-        raise Unusable(f"a {kind} that holds NaN or infinity")
+        raise Unusable(f"a {kind} that contains NaN or infinity")
     if values.shape[2] != 3:
         return Pixels(values, f"{kind}, {counted(values.shape[2], 'channel')}")
-    # Without a color in the dict a Mat holds BGR and a Tensor RGB.
+    # Without a color in the dict, a Mat is BGR and a Tensor RGB.
     named = color if color in COLORS else None
     order = named or (OF_MATS if kind == "Mat" else OF_TENSORS)
     origin = f"{kind}, {order.upper()}" + ("" if named else " assumed: its dict names no color")
@@ -99,14 +99,14 @@ def read_pixels(item: dict[str, Any], config: str) -> Pixels:
 
 
 def is_class(value: Any) -> bool:
-    """Whether a result is meant as a class, and not as pixels: a pair, or a row of logits."""
+    """Whether a result is a class, not pixels: a pair, or a row of logits."""
     return isinstance(value, (list, tuple)) or (is_tensor(value) and value.ndim <= 2)
 
 
 def read_prediction(value: Any, config: str) -> Prediction:
     """``(label, score)``, or the index of the largest of the logits 1×C.
 
-    Raises ``ToolError``, naming ``config``, for what cannot be read as a class; ``Unusable`` where it holds NaN.
+    Raises ``ToolError``, naming ``config``, if it is not a class; ``Unusable`` if it contains NaN.
     """
     if isinstance(value, (list, tuple)) and len(value) == 2:
         label, score = value
@@ -120,7 +120,7 @@ def read_prediction(value: Any, config: str) -> Prediction:
         if shape and shape[-1] >= 2 and shape[:-1] in ((), (1,)):
             logits = (on_host(value) if is_tensor(value) else value.astype(np.float32)).reshape(-1)
             if np.isnan(logits).any():
-                raise Unusable("logits that hold NaN")
+                raise Unusable("logits that contain NaN")
             return Prediction(int(logits.argmax()))
     raise _unreadable(
         config, "cannot be read as a class", "(label, score) or logits 1xC of at least two classes", value

@@ -1,4 +1,4 @@
-"""Drives the pipes: images go in batch by batch, what comes out is compared and only its figures are kept."""
+"""Runs the pipes batch by batch, compares the results, and keeps only figures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchpipe_py.tools.report import ToolError, printable
 Data = dict[str, Any]
 
 BATCH = 16
-"""Images in flight at once; with the results of both sides they bound the memory."""
+"""Images in flight at once, which bounds the memory."""
 
 NORMALISED_BELOW, IMAGE_ABOVE = 8.0, 32.0
-"""Where one side's largest value stays below the first and the other's is above the second, the scales differ."""
+"""If one side's largest value is below the first, and the other's above the second, the scales differ."""
 
 ROUNDING = 1e-9
-"""Of points: a loss that is exactly what is allowed is allowed."""
+"""Tolerance in points, so that a loss equal to the limit passes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Settings:
     """What to compare. ``worst`` pairs are kept for display, their pictures only ``with_views``.
 
     ``paths`` are images of ``img_dir``, relative to it; without them all are compared. ``tables`` has configurations
-    that lie in no file, by the names that ``a``, ``b`` and ``model`` give them.
+    without a file, by the names that ``a``, ``b`` and ``model`` give them.
     """
 
     a: str
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Unlike:
-    """An image that was not compared: its shape on each side, or why a side has no result, ``""`` where it has one."""
+    """An image that was not compared: its shape on each side, or why a side has no result, ``""`` if it has one."""
 
     name: str
     a: Any
@@ -63,7 +63,7 @@ class Unlike:
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit asked for on the command line, and ``value`` over so many ``images``; ``None`` over none."""
+    """A limit from the command line, and the ``value`` over ``images`` images; ``None`` without any."""
 
     option: str
     limit: float
@@ -74,7 +74,7 @@ class Bar:
 
 @dataclass
 class Parity:
-    """Everything found out about one directory.
+    """The outcome for one directory.
 
     ``worst`` has the images with the largest mean difference first; ``views`` has their pictures by name: of A, of B
     and of the difference.
@@ -94,7 +94,7 @@ class Parity:
     def judge(
         self, max_mean: float | None = None, min_agreement: float | None = None, max_drop: float | None = None
     ) -> None:
-        """Set the bars that were asked for; one without anything to hold against it is missed."""
+        """Set the requested bars; one without a value counts as missed."""
         spreads = figures.spreads(self.compared)
         agreed, right = figures.agreement(self.compared), figures.accuracy(self.compared)
         mean = spreads["mean"].mean if spreads else None
@@ -112,10 +112,10 @@ class Parity:
 
 
 def compare_configs(settings: Settings) -> Parity:
-    """Everything two configurations, and a model, say about the images of a directory.
+    """Compare two configurations, perhaps with a model, on the images of a directory.
 
     Raises ``ConfigError``, ``BackendUnavailable`` or ``BackendError`` for a pipe that cannot be built, ``ToolError``
-    for a directory without images and for results that are of no use. What fails for one image is in the outcome.
+    for a directory without images and for unusable results. Failures of single images are part of the outcome.
     """
     paths = images_of(settings.img_dir) if settings.paths is None else settings.paths
     with ExitStack() as stack:
@@ -133,7 +133,7 @@ def compare_configs(settings: Settings) -> Parity:
 
 
 def images_of(img_dir: str) -> list[Path]:
-    """The images of a folder, relative to it; ``ToolError`` where there are none."""
+    """The images of a folder, relative to it; ``ToolError`` if there are none."""
     try:
         return [path.relative_to(img_dir) for path in find_images(img_dir)]
     except OSError as error:
@@ -141,7 +141,7 @@ def images_of(img_dir: str) -> list[Path]:
 
 
 def read_images(img_dir: str, paths: Sequence[Path]) -> tuple[list[str], list[Data], list[tuple[str, str]]]:
-    """Names and requests of the images; and name and reason of each that cannot be read."""
+    """Names and requests of the images; and name and reason for each unreadable one."""
     names: list[str] = []
     requests: list[Data] = []
     unread: list[tuple[str, str]] = []
@@ -177,9 +177,9 @@ class PipeRunner:
 
 
 class _Side:
-    """What one configuration gave so far: where its pixels come from, and their range.
+    """The results of one configuration so far: sources and range of its pixels.
 
-    A result may be a class where ``takes_classes``, which no model is to be given.
+    With ``takes_classes`` a result may be a class, which is not passed to a model.
     """
 
     def __init__(self, letter: str, runner: PipeRunner, takes_classes: bool) -> None:
@@ -204,7 +204,7 @@ class _Side:
 
 
 class _Comparison:
-    """Takes images batch by batch and writes what it finds into ``parity``."""
+    """Compares images batch by batch and writes the outcome into ``parity``."""
 
     def __init__(self, parity: Parity, runners: Sequence[PipeRunner]) -> None:
         self._parity, self._settings = parity, parity.settings
@@ -212,7 +212,7 @@ class _Comparison:
         self._model = runners[2] if len(runners) == 3 else None
 
     def add(self, paths: Sequence[Path]) -> None:
-        """Run one batch through both sides at once, then through the model what both gave."""
+        """Run one batch through both sides at once, then both results through the model."""
         names, requests, unread = read_images(self._settings.img_dir, paths)
         self._parity.refused += [Unlike(name, reason, reason) for name, reason in unread]
         triples = zip(names, self._a.runner.run(requests), self._b.runner.run(requests), strict=True)
@@ -231,7 +231,7 @@ class _Comparison:
                 self._parity.compared.append(replace(image, a=a, b=b))
 
     def finish(self) -> Parity:
-        """The outcome, with what can only be said at the end: notes and the worst images."""
+        """The outcome, completed with notes and the worst images."""
         parity = self._parity
         parity.compared = figures.labelled(parity.compared)
         parity.notes += self._notes()
@@ -247,7 +247,7 @@ class _Comparison:
             return None
         if isinstance(a, Prediction) and isinstance(b, Prediction):
             return Compared(name, None, a, b)
-        # Of a class and pixels, the class is what is wrong, and is reported.
+        # If one side gives a class and the other pixels, report the class.
         a = read_pixels(item_a, self._a.runner.config) if isinstance(a, Prediction) else a
         b = read_pixels(item_b, self._b.runner.config) if isinstance(b, Prediction) else b
         if a.values.shape != b.values.shape:
@@ -259,7 +259,7 @@ class _Comparison:
         return image
 
     def _keep_view(self, image: Compared, a: np.ndarray, b: np.ndarray) -> None:
-        """Keep this pair's pictures if it is among the worst so far; of equals the first."""
+        """Keep this pair's pictures if it is among the worst so far; earlier ones win ties."""
         found = [*self._parity.worst, image] if image.difference and image.difference.mean else self._parity.worst
         worst = sorted(found, key=lambda each: -each.difference.mean if each.difference else 0.0)
         self._parity.worst = worst[: self._settings.worst]
@@ -280,14 +280,14 @@ class _Comparison:
             if side.high < NORMALISED_BELOW and other.high > IMAGE_ABOVE:
                 yield (
                     f"{side.letter}: values within {side.low:.3g}..{side.high:.3g}, those of {other.letter} within "
-                    f"{other.low:.3g}..{other.high:.3g}: compared as they are, though not on one scale"
+                    f"{other.low:.3g}..{other.high:.3g}: compared as they are, although the scales differ"
                 )
             if any(", BGR" in origin for origin in side.origins) and any(", RGB" in origin for origin in other.origins):
                 orders = f"{side.letter} gives BGR, {other.letter} RGB"
                 yield f"{orders}: compared in RGB, but a model sees red and blue swapped"
         if compared and compared[0].truth is None and any(image.a is not None for image in compared):
             label = label_of(Path(compared[0].name), Path())
-            yield f"no accuracy: the images are not labelled; {label!r} of {compared[0].name} is no class"
+            yield f"no accuracy: the images are not labelled; {label!r} of {compared[0].name} is not a class"
 
 
 def _reasons(a: object, b: object) -> tuple[str, str]:
@@ -295,7 +295,7 @@ def _reasons(a: object, b: object) -> tuple[str, str]:
 
 
 def _predict(model: PipeRunner, items: Sequence[Data]) -> list[Prediction | str]:
-    """The model's class for each preprocessing's outcome, or why it has none; the channel order travels along."""
+    """The model's class for each preprocessed image, or why it has none; keeps the channel order."""
     predictions: list[Prediction | str] = []
     requests = []
     for item in items:
@@ -310,7 +310,7 @@ def _predict(model: PipeRunner, items: Sequence[Data]) -> list[Prediction | str]
 
 
 def lists(parity: Parity) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Title and rows of each list of images that are unlike; name, A and B."""
+    """Title and rows (name, A, B) of each list of differing images."""
     yield "different classes", [(name, str(a), str(b)) for name, a, b in figures.disagreeing(parity.compared)]
     for title, images in (("refused", parity.refused), ("without a class", parity.unclassified)):
         yield title, [(image.name, image.a or "gives a result", image.b or "gives a result") for image in images]

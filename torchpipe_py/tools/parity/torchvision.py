@@ -1,4 +1,4 @@
-"""``--torchvision``: the transform of torchvision's weights in place of a second configuration."""
+"""``--torchvision``: the transform of torchvision's weights instead of a second configuration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MODELS = ("OnnxTensor", "TensorrtTensor", "TorchTensor")
 
 
 class TorchvisionTransform(ItemBackend):
-    """A Tensor 1×3×H×W from 0 to 255: what the transform makes of an image that Pillow opens, but for mean and std.
+    """A Tensor 1×3×H×W from 0 to 255: the transform of an image opened by Pillow, without mean and std.
 
-    Those a configuration gives to the model.
+    A configuration gives those to the model.
     """
 
-    weights = Param(str, doc="their full name: ResNet18_Weights.IMAGENET1K_V1, say")
+    weights = Param(str, doc="their full name, such as ResNet18_Weights.IMAGENET1K_V1")
 
     def setup(self) -> None:
         self._transform: Any = find_weights(self.weights, "--torchvision").transforms()
@@ -37,9 +37,9 @@ class TorchvisionTransform(ItemBackend):
 
 
 def before_model(config: str, weights: str) -> tuple[Tables, list[str]]:
-    """The configuration without the node of a model at its end; and notes, where that has another mean or std.
+    """The configuration without the model at its end; and notes if the model has another mean or std.
 
-    ``ToolError`` where torchvision is missing, or has no such ``weights``; ``ConfigError`` for what has no plan.
+    Raises ``ToolError`` if torchvision or the ``weights`` are missing, ``ConfigError`` for a bad configuration.
     """
     preset = find_weights(weights, "--torchvision").transforms()
     tables, plans, notes = parse_toml(config), plan_pipeline(config).plans, []

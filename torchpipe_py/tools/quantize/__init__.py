@@ -1,1 +1,1 @@
-"""``torchpipe quantize``: an int8 model of the ONNX model in a configuration, written only where it is as good."""
+"""``torchpipe quantize``: writes an int8 copy of a configuration's ONNX model, only if it is as good."""

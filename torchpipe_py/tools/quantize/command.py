@@ -1,4 +1,4 @@
-"""``torchpipe quantize``: calibrate, quantise, compare on other images, and write the model if it is as good."""
+"""``torchpipe quantize``: calibrates, quantises, compares on other images, and writes the model if it is as good."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchpipe_py.tools.quantize.target import Target, find_target
 from torchpipe_py.tools.report import ToolError, aligned, clip, refuse_existing
 
 FEWEST = 8
-"""Images to calibrate with, and to check with, below which neither means anything."""
+"""The least number of images to calibrate with, and to check with."""
 
 
 def divide(paths: Sequence[Path], most: int) -> tuple[list[Path], list[Path]]:
@@ -38,9 +38,9 @@ def divide(paths: Sequence[Path], most: int) -> tuple[list[Path], list[Path]]:
 
 
 def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[list[Arrays], list[str]]:
-    """What ``tables`` give for each image, and a line for each that they give nothing for.
+    """The model inputs from ``tables`` for each image, and a line for each image without a result.
 
-    ``ToolError`` for results other than Tensors.
+    Raises ``ToolError`` for results other than Tensors.
     """
     given: list[Arrays] = []
     refused: list[str] = []
@@ -63,11 +63,11 @@ def model_inputs(tables: Tables, img_dir: str, paths: Sequence[Path]) -> tuple[l
 
 
 LISTED = 5
-"""Images without a result that are named; the report has those that it is checked with."""
+"""Images without a result that are listed."""
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    """0 when the model is written; ``TorchpipeError`` where it cannot be made, or loses more than it may."""
+    """0 once the model is written. Raises ``TorchpipeError`` if it cannot be made or loses too much."""
     _check_out(args.out, args.force)
     target = find_target(args.config, args.node)
     if args.out.exists() and args.out.samefile(target.model):
@@ -89,14 +89,14 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 
 def _check_out(out: Path, force: bool) -> None:
-    """Before minutes of work."""
+    """Check the output file, before minutes of work."""
     if problem := output_problem(out, replaces=True):
-        raise ToolError(f"--out {out}: {problem}{f'; {out}/model.int8.onnx, say' if os.path.isdir(out) else ''}")
+        raise ToolError(f"--out {out}: {problem}{f'; for example {out}/model.int8.onnx' if os.path.isdir(out) else ''}")
     refuse_existing([out], force, "--out FILE.onnx gives another name")
 
 
 def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
-    """Write the int8 model to ``candidate``, beside which files in between lie."""
+    """Write the int8 model to ``candidate``; temporary files lie beside it."""
     folder = candidate.parent
     quantiser = Quantiser(target.model, folder)
     quantiser.check_names(target.fp32_layers)
@@ -121,7 +121,7 @@ def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], c
 
 
 def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
-    """Compare the two on images that were not calibrated with; ``ToolError`` where too much is lost."""
+    """Compare both models on images not used for calibration; ``ToolError`` if too much is lost."""
     name = f"{target.config} with {args.out.name}"
     tables = {name: target.with_model(candidate)}
     settings = Settings(target.config, name, args.img_dir, worst=0, paths=paths, tables=tables)
@@ -141,7 +141,7 @@ def _check(target: Target, args: argparse.Namespace, paths: Sequence[Path], cand
         lost = 100 * (1 - agreed.share)
         parity.judge(min_agreement=1 - args.max_drop / 100)
         what = f"{lost:.2f} of 100 images change their class"
-    parity.notes.append(f"these {len(paths)} images were not calibrated with")
+    parity.notes.append(f"these {len(paths)} images were not used for calibration")
     if 100 > args.max_drop * agreed.total > 0:
         parity.notes.append(
             f"one image is {100 / agreed.total:.2f} points: {math.ceil(100 / args.max_drop)} images would show "

@@ -1,4 +1,4 @@
-"""ONNX Runtime's static quantiser, set up so that TensorRT takes what it writes, and the search for layers it harms."""
+"""ONNX Runtime's static quantiser, set up for TensorRT, and the search for layers that it harms."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Arrays = list[np.ndarray]
 """The inputs of a model for one image, each 1×…, in the model's order."""
 
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-"""Operators that are computed in int8, where their weights are constant."""
+"""Operators that are computed in int8 if their weights are constant."""
 
 BETWEEN = ("Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool")
-"""Operators that are quantised too, so that int8 goes on from layer to layer."""
+"""Operators that are also quantised, so that int8 continues from layer to layer."""
 
 OPSET = 13  # the first with scales for each channel
 
 OPTIONS = {
-    # Symmetric, with weights as floats before a pair of nodes and biases as they are: all that TensorRT 8.6 reads.
+    # Symmetric, with float weights before a pair of nodes and plain biases: all that TensorRT 8.6 supports.
     "ActivationSymmetric": True,
     "WeightSymmetric": True,
     "AddQDQPairToWeight": True,
     "QuantizeBias": False,
-    # A pair before each operator that computes in int8, none between it and its Relu: both runtimes merge those.
+    # A pair before each int8 operator, none between it and its Relu, which both runtimes merge.
     "OpTypesToExcludeOutputQuantization": [*LAYERS, "Add", "Concat"],
     "ForceQuantizeNoInputCheck": True,
     "MatMulConstBOnly": True,
@@ -42,9 +42,9 @@ OPTIONS = {
 
 
 class Quantiser:
-    """Quantises one model; files in between lie in ``folder``. ``calibrate`` comes before ``write``.
+    """Quantises one model; temporary files lie in ``folder``. Call ``calibrate`` before ``write``.
 
-    ``ToolError`` unless it is an ONNX model in float32 that is not quantised yet.
+    Raises ``ToolError`` unless it is an ONNX model in float32 that is not quantised yet.
     """
 
     def __init__(self, path: str, folder: Path) -> None:
@@ -61,7 +61,7 @@ class Quantiser:
             raise ToolError(f"model {path}: no layer of it can be in int8; those are {', '.join(LAYERS)}")
 
     def write_probe(self, out: Path) -> None:
-        """A model of the same inputs that gives them as they are: in its place, a node gives what its model gets."""
+        """Write a model that returns its inputs, so that a node with it returns what its model would get."""
         from onnx import helper, save
 
         given = [type(value)() for value in self._inputs]
@@ -73,17 +73,17 @@ class Quantiser:
         save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8), str(out))
 
     def calibrate(self, inputs: Sequence[Arrays]) -> None:
-        """Keep ``inputs``; ``write`` takes the ranges of all tensors from what the model makes of them."""
+        """Keep ``inputs``, with which ``write`` determines the ranges of all tensors."""
         self.inputs = inputs
 
     def check_names(self, names: Sequence[str]) -> None:
-        """``ToolError`` for a name that no node of the model has."""
+        """Raise ``ToolError`` for a name that no node of the model has."""
         for name in names:
             if name not in self._nodes:
                 raise ToolError(f"precision::fp32: no layer {name!r}; {nearest(name, self.layers)}")
 
     def write(self, out: Path, *, fp32: Sequence[str] = (), only: Sequence[str] = ()) -> None:
-        """Quantise all layers but ``fp32``, or ``only`` some."""
+        """Write a model with all layers quantised except ``fp32``, or with ``only`` some."""
         keep_telemetry_off()
         import onnx
         from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
@@ -114,12 +114,12 @@ class Quantiser:
         model = onnx.load(str(out))
         used = {node.domain for node in model.graph.node}
         for opset in [opset for opset in model.opset_import if opset.domain not in used]:
-            model.opset_import.remove(opset)  # those of ONNX Runtime's own, which it lists though nothing is of them
+            model.opset_import.remove(opset)  # unused operator sets that ONNX Runtime lists
         onnx.save(model, str(out))
 
 
 def _prepared(path: str, named: Path, out: Path) -> Any:
-    """The model with a name for each node and shapes, and without BatchNorm, written to ``out``."""
+    """Write the model to ``out`` with names for all nodes, with shapes and without BatchNorm; returns it."""
     keep_telemetry_off()
     import onnx
 
@@ -149,7 +149,7 @@ def _prepared(path: str, named: Path, out: Path) -> Any:
 
 
 def weights(model: Any) -> Iterator[Any]:
-    """The constants of an ONNX model that have two dimensions or more."""
+    """The constants of an ONNX model with two dimensions or more."""
     return (tensor for tensor in model.graph.initializer if len(tensor.dims) > 1)
 
 
@@ -162,8 +162,8 @@ def search(quantiser: Quantiser, fp32: Sequence[str], most: int, max_drop: float
     """Up to ``most`` layers to keep in fp32 besides ``fp32``: the fewest that leave the classes as they are.
 
     Layers are ranked by how far the outputs move when that layer alone is in int8; 1, 2, 4 … of them are kept, until no
-    more than ``max_drop`` of 100 images change their class. These are the images to calibrate with: those that the
-    model is checked with have no say in what it is.
+    more than ``max_drop`` of 100 images change their class. It uses the calibration images: those for the check must
+    not influence the model.
     """
     if not most:
         return []
@@ -189,7 +189,7 @@ def search(quantiser: Quantiser, fp32: Sequence[str], most: int, max_drop: float
 
 
 def _outputs(quantiser: Quantiser, model: Path) -> np.ndarray:
-    """The first output for each image, a row each."""
+    """The first output for each image, as rows."""
     session = open_session(model)
     feeds = [dict(zip(quantiser.input_names, arrays, strict=True)) for arrays in quantiser.inputs]
     return np.concatenate([session.run(None, feed)[0].reshape(1, -1) for feed in feeds])

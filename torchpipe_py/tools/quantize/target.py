@@ -1,4 +1,4 @@
-"""Which model of a configuration is quantised, and the configurations that run what is before it, and another file."""
+"""Finds the model of a configuration to quantise, and makes configurations up to it or with another file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Target:
         return self.tables.source
 
     def with_model(self, model: Path) -> Tables:
-        """The whole configuration with another ONNX file, whose engine is not kept."""
+        """The whole configuration with another ONNX file, without an engine cache."""
         tables = self._copy()
         self._set_model(tables, model)
         tables[self.node].pop("model::cache", None)
@@ -48,7 +48,7 @@ class Target:
         return tables
 
     def up_to_model(self, model: Path) -> Tables:
-        """The node with ``model``, run by ONNX Runtime on the CPU, and all that is before it; it gives the outputs."""
+        """The configuration up to the node, with ``model`` run by ONNX Runtime on the CPU and plain outputs."""
         spec, kept = self.pipeline.spec, self._up_to_node()
         owners = {spec.nodes[name].owner for name in kept}
         tables = self._copy()
@@ -72,7 +72,7 @@ class Target:
         return tables
 
     def _of_postprocessor(self) -> list[str]:
-        """Keys of the node that a custom postprocessor takes, and the model does not."""
+        """Keys of the node that only a custom postprocessor takes."""
         name = str(next((value for key in _AFTER[:2] if (value := self.tables[self.node].get(key))), ""))
         cls = registry.default.find_postprocessor(name)
         own = () if cls is None else declared(cls)
@@ -80,7 +80,7 @@ class Target:
         return [*(key for key in own if key not in models), *(f"{name}::{key}" for key in own)]
 
     def _up_to_node(self) -> set[str]:
-        """The node, all that lead to it, and the graphs that those run."""
+        """The node, all nodes before it, and the graphs that they run."""
         graph = self.pipeline.graph
         kept, waiting = {self.node}, [self.node]
         while waiting:
@@ -103,9 +103,9 @@ class Target:
 
 
 def find_target(config: str, node: str | None) -> Target:
-    """The ONNX model of ``node``, or of the one node that has one; ``ToolError`` where there is none, or several.
+    """The ONNX model of ``node``, or of the only node with one. Raises ``ToolError`` if there is none, or several.
 
-    ``ConfigError`` for a configuration that cannot be planned.
+    Raises ``ConfigError`` for a bad configuration.
     """
     pipeline = plan_pipeline(config)
     found = {name: list(_models(plan)) for name, plan in pipeline.plans.items() if plan.spec.owner == name}
@@ -125,7 +125,7 @@ def find_target(config: str, node: str | None) -> Target:
     if part is None:
         why = f"runs {models[name][0].label}, not an ONNX model: torchpipe export writes one, for OnnxTensor"
     elif len(plan.backends) > 1:
-        why = "is composed of several by '&'; quantise each in a node of its own"
+        why = "is composed of several by '&'; quantise each in a separate node"
     elif key is not None:
         why = f"has {key}: its model is encrypted; quantise the plain one, and torchpipe encrypt the int8 model"
     elif not graph.reached_from[name] - graph.jumped_to:
@@ -141,7 +141,7 @@ def _models(plan: NodePlan) -> Iterator[BackendPlan]:
 
 
 def _up_to_model(call: Call) -> Call:
-    """The expression with OnnxTensor for its model, and without what a sequence runs after it."""
+    """The expression with OnnxTensor as its model, without anything after the model."""
     if canonical(call.name) in TAKES_ONNX:
         return Call("OnnxTensor", (), call.filter)
     for index, arg in enumerate(call.args):

@@ -34,30 +34,30 @@ from torchpipe_py.tools.tune.worker import Team
 
 DEFAULT_BUDGET_S = 120.0
 SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
-"""The SLO by default: a multiple of a lone request's time, and its least value in seconds."""
+"""The default SLO: a multiple of a single request's time, and its least value in seconds."""
 
 MOST_IMAGES = 48
-"""Images that are used, evenly spaced over all of them."""
+"""The most images used, evenly spaced over all."""
 
 EXIT_INTERRUPTED = 130
 
 _SHARES = {"profile": 0.2, "calibrate": 0.08, "simulate": 0.15, "verify": 0.5}  # of the budget
 _ARRIVALS = 20_000
-_CLIENTS = 20  # of the closed loop, as torchpipe load has by default
+_CLIENTS = 20  # of the closed loop, the default of torchpipe load
 _OPEN_LOAD = 0.7  # of its throughput
 _TRIALS, _MORE_TRIALS = 3, 7
-_LOOPS, _EXTRA_S = 4, 0.2  # open loops of a turn, and what each takes beside its length
+_LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_LEFT = 0.3  # of the budget, to measure more candidates
-_OVERDRAWN = 2.0  # so many times the budget may be needed at least
-_TOLERANCE = 1e-3  # of a number in a result: batches of other sizes round differently
+_OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
+_TOLERANCE = 1e-3  # relative, of numbers in results: other batch sizes round differently
 _NOT_TRIED = (
     "other pixels (another decoder or resize), another precision, new engines: they change results",
     "engine processes (shared = true): they are part of the service, see docs/scaling.md",
 )
 
 Progress = Callable[[str, float, float], None]
-"""Takes the phase, its share that is done, and the seconds left."""
+"""Called with the phase, the finished share of it, and the seconds left."""
 
 
 def tune(
@@ -73,15 +73,15 @@ def tune(
     imports: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Find settings of a configuration that serve more, and prove it; the report that ``--json`` writes.
+    """Find better settings of a configuration and verify them; returns the report that ``--json`` writes.
 
     ``images`` are a folder or encoded images. The goal is the most requests per second of which 99 % are answered
     within ``slo_p99`` seconds, or the shortest p99 at ``rate`` requests per second. ``cores`` may be used, and
-    ``gpu_memory`` bytes. It takes ``budget`` seconds, about. ``times`` are arrivals in seconds in place of Poisson's.
-    ``imports`` are modules or files with backends of your own.
+    ``gpu_memory`` bytes. It takes about ``budget`` seconds. ``times`` are arrivals in seconds instead of Poisson's.
+    ``imports`` are modules or files with custom backends.
     ``report["verdict"]`` is ``better``, ``as good``, ``cannot tell`` or, after Ctrl-C, ``interrupted``;
-    ``report["tuned"]`` has the tables of the tuned configuration where it is better, else None. Times are in seconds.
-    ``ToolError`` and ``ConfigError`` say in one line why it cannot be tuned.
+    ``report["tuned"]`` has the tables of the tuned configuration if it is better, else None. Times are in seconds.
+    Raises ``ToolError`` and ``ConfigError``, which explain in one line why it cannot be tuned.
     """
     is_folder = isinstance(images, (str, os.PathLike))
     bodies = load_images(Path(images), False).bodies if isinstance(images, (str, os.PathLike)) else list(images)
@@ -90,13 +90,13 @@ def tune(
     if not bodies:
         raise ToolError("no images")
     if len(usable) < 2:
-        raise ToolError("one core: there is nothing to share out; serve with --workers 1 and one instance of each node")
+        raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
     pattern = rescale(times, 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
     tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
     with ExitStack() as stack:
-        os.sched_setaffinity(0, usable)  # NOTE: a plan has as many instances as there are cores
+        os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
         stack.callback(os.sched_setaffinity, 0, all_cores)
-        plan_pipeline(tables)  # if it warns, then once
+        plan_pipeline(tables)  # so that it warns only once
         logger.addFilter(_is_error)
         stack.callback(logger.removeFilter, _is_error)
         run = _Tuning(tables, bodies[:: -(-len(bodies) // MOST_IMAGES)], usable, budget, progress)
@@ -116,12 +116,12 @@ def tune(
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Drop warnings: hundreds of plans would repeat those of the first one."""
+    """A log filter that drops warnings, which hundreds of plans would repeat."""
     return record.levelno >= logging.ERROR
 
 
 class _Tuning:
-    """One run: the phases in their order, and the report that grows with them."""
+    """One run: its phases in order, and the report that they extend."""
 
     def __init__(
         self, tables: Tables, images: Sequence[bytes], cores: Sequence[int], budget: float, progress: Progress | None
@@ -132,7 +132,7 @@ class _Tuning:
         entered = self._shapes[0].pipeline.graph.entered
         if len(entered) != 1:
             raise ToolError(
-                f"{tables.source}: requests enter at {', '.join(entered)}; a file with one root can be tuned"
+                f"{tables.source}: requests enter at {', '.join(entered)}; only a file with one root can be tuned"
             )
         self._trials: list[Trial] = []
         nothing: dict[str, Any] = {"profile": {}, "calibration": {}, "yours": None, "others": [], "best": None}
@@ -184,14 +184,14 @@ class _Tuning:
         captured = self._profile.captured[self._shapes[0].name]
         self.report["lone"] = lone = statistics.median(captured.lone)
         if slo is not None and slo < lone:
-            raise ToolError(f"p99 within {1000 * slo:g} ms: a request alone takes {1000 * lone:.3g} ms already")
+            raise ToolError(f"p99 within {1000 * slo:g} ms: a single request already takes {1000 * lone:.3g} ms")
         self._has_gpu = captured.gpu_bytes > 0
         self._profiler.measure(self._profiler.prepare(self._has_gpu), self._show)
         self.report["profile"] = text.profile_fields(self._profile)
         self._team.all("release")
 
     def _leave_out(self, failed: Mapping[int, str]) -> None:
-        """Go on without the images that have no result: they would count as requests that are never answered."""
+        """Leave out images without a result, which would count as unanswered requests."""
         why = next(iter(failed.values()))
         good = [number for number in range(len(self._images)) if number not in failed]
         if not good:
@@ -209,7 +209,7 @@ class _Tuning:
         self._goal = Goal(self.report["slo_p99"], self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
 
     def calibrate(self) -> None:
-        """Measure the file as it is, with the workers that torchpipe-serve gives it; fit the simulation to that."""
+        """Measure the original file with the default number of workers, and fit the simulation to that."""
         self._show("calibrate", 0.0)
         base = self._base = Candidate(self._shapes[0], 1 if self._has_gpu else min(len(self._cores), MOST_BY_CORES))
         self._results = self._service.build(base)
@@ -217,9 +217,7 @@ class _Tuning:
         self._closed = max(1.0, self._service.closed_loop(_CLIENTS, seconds))
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
         if needed > _OVERDRAWN * self._budget:
-            raise ToolError(
-                f"{self._closed:.2g} requests/s: to measure candidates takes --budget {needed:.0f}, or more"
-            )
+            raise ToolError(f"{self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         rate = _OPEN_LOAD * self._closed
         goal = replace(self._goal, seconds=seconds)
         latencies, front = self._service.open_loop(goal.dues(rate), 2.0)
@@ -230,7 +228,7 @@ class _Tuning:
         self._predictor = Predictor(self._profile, count, fitted, self._goal)
 
     def search(self, gpu_memory: int | None) -> None:
-        """Simulate candidates; the best, and the file as it is, become trials."""
+        """Simulate candidates; the best ones and the original file become trials."""
         captured = self._profile.captured
 
         def is_allowed(candidate: Candidate) -> bool:
@@ -260,9 +258,9 @@ class _Tuning:
         return is_disturbed
 
     def verify(self) -> None:
-        """Measure the trials in turns, the file as it is among them; judge.
+        """Measure the trials and the original file in turns, and judge.
 
-        Where predictions are off, more are measured. After the second turn the better half goes on, down to two.
+        If predictions are off, more candidates are measured. After the second turn the better half continues.
         """
         self._trials = [trial for trial in self._trials if self._has_same_results(trial)]
         for number in range(verify.MOST_TURNS):
@@ -291,14 +289,14 @@ class _Tuning:
             self.report["tuned"] = dict(best.candidate.config())
 
     def _turn(self, trials: Sequence[Trial], number: int) -> None:
-        """Each trial once, each turn in the opposite order."""
+        """Measure each trial once, in the opposite order of the last turn."""
         for at, trial in enumerate(trials if number % 2 == 0 else trials[::-1]):
             verify.turn(self._service, trial, self._goal)
             self._write_trials()
             self._show("verify", (number + (at + 1) / len(trials)) / verify.TURNS)
 
     def _has_same_results(self, trial: Trial) -> bool:
-        """Whether it gives the images the results that the file as it is gives."""
+        """Whether it has the same results for the images as the original file."""
         try:
             problem = "" if _same(self._results, self._service.build(trial.candidate)) else "it gives other results"
         except ToolError as error:
@@ -308,24 +306,24 @@ class _Tuning:
         return not problem
 
     def _write_trials(self) -> None:
-        """Put the trials into the report, where Ctrl-C finds them."""
+        """Put the trials into the report, also for Ctrl-C."""
         self.report["yours"] = text.trial_fields(self._yours, self._goal, self._yours)
         self.report["others"] = [text.trial_fields(trial, self._goal, self._yours) for trial in self._trials]
 
 
 def slo_of(given: float | None, lone: float) -> float:
-    """The SLO in seconds, with a default where none is given."""
+    """The SLO in seconds, or its default."""
     return given or max(LEAST_SLO_S, SLO_OF_LONE * lone)
 
 
 def _repeated(times: Sequence[float], count: int) -> Iterator[float]:
-    """The pattern again and again, up to ``count`` arrivals, with a gap of 1 between."""
+    """Repeat the pattern up to ``count`` arrivals, with gaps of 1 in between."""
     span = times[-1] - times[0] + 1
     return (times[number % len(times)] + number // len(times) * span for number in range(count))
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether results are equal, numbers nearly."""
+    """Whether results are equal, with a tolerance for numbers."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -339,13 +337,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def run_tune(args: argparse.Namespace) -> int:
-    """0 when it is known whether something is better, 130 after Ctrl-C; ``TorchpipeError`` for what cannot be tuned."""
+    """0 after a verdict, 130 after Ctrl-C. Raises ``TorchpipeError`` if it cannot tune."""
     path = Path(args.config)
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     if problem := output_problem(out):
         raise ToolError(f"--out {out} cannot be written: {problem}")
     if os.path.realpath(out) == os.path.realpath(path):
-        raise ToolError(f"--out {out}: would replace the file that is tuned")
+        raise ToolError(f"--out {out}: would replace the file to tune")
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         _check_moved(path, out)
     imports = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
@@ -377,7 +375,7 @@ def run_tune(args: argparse.Namespace) -> int:
 
 
 def _check_moved(path: Path, out: Path) -> None:
-    """``ConfigError`` where the file would not find, at another place, what it finds beside itself."""
+    """Raise ``ConfigError`` if the file, in another folder, would not find the files beside it."""
     plan_pipeline(path)
     moved = parse_toml(path)
     moved.source = os.fspath(out)

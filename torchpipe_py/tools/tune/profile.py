@@ -1,4 +1,4 @@
-"""What each node takes alone: batches, threads and processes, measured twice in turns."""
+"""Measures each node alone with several batch sizes, threads and processes, twice in turns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchpipe_py.tools.tune.worker import Captured, Team
 
 LADDER = (1, 2, 4, 8, 16, 32)
 GAIN = 0.05
-"""Of an item's time: a batch four times as large that gains less ends the ladder."""
+"""Share of an item's time: larger batches are tried until a fourfold one gains less."""
 
 DRIFT = 0.1
-"""Between the earlier and the later measurements of a cell: more is noise."""
+"""Relative difference between early and late measurements of a cell; more is noise."""
 
 MOST_ROUNDS = 8
 
@@ -29,7 +29,7 @@ Run = tuple[list[tuple[int, int]], float]
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure: a unit with so many threads of its model, in batches, instances and processes."""
+    """One combination to measure: a unit with threads of its model, batch size, instances and processes."""
 
     unit: str
     threads: int
@@ -40,7 +40,7 @@ class Cell:
 
 @dataclass
 class Figures:
-    """A cell's measurements: every batch, and of each round seconds of an item, and how many cores were busy."""
+    """A cell's measurements: every batch, and per round the seconds of an item and the number of busy cores."""
 
     seconds: list[float] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
@@ -53,14 +53,14 @@ class Figures:
 
     @property
     def drift(self) -> float:
-        """How far the later rounds are from the earlier ones."""
+        """The relative difference of later to earlier rounds."""
         half = len(self.seconds) // 2
         return abs(statistics.median(self.seconds[half:]) / statistics.median(self.seconds[:half]) - 1)
 
 
 @dataclass
 class Profile:
-    """All cells, and what the images did, by shape; ``limits`` and ``names`` are by unit."""
+    """All cells, and the captured images by shape; ``limits`` and ``names`` are by unit."""
 
     cores: int
     captured: dict[str, Captured] = field(default_factory=dict)
@@ -74,16 +74,16 @@ class Profile:
         return [cell for cell, figures in self.cells.items() if figures.drift > DRIFT]
 
     def threads_of(self, unit: str) -> list[int]:
-        """What was measured of a unit."""
+        """The measured numbers of threads of a unit."""
         return sorted({cell.threads for cell in self.cells if cell.unit == unit})
 
     def sizes_of(self, unit: str, threads: int) -> list[int]:
-        """Batches that were measured."""
+        """The measured batch sizes."""
         single = [cell for cell in self.cells if (cell.unit, cell.threads) == (unit, threads)]
         return sorted({cell.size for cell in single if cell.instances == cell.processes == 1})
 
     def cost(self, unit: str, threads: float, images: int) -> Cost:
-        """What the simulation needs of a unit; ``threads`` is taken as the next number that was measured."""
+        """The costs of a unit for the simulation; ``threads`` is rounded to the next measured number."""
         known = self.threads_of(unit)
         count = min(known, key=lambda each: abs(each - threads))
         alone: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -97,9 +97,9 @@ class Profile:
         return Cost(times, self.ladder(unit, count), cores, *self.neighbours(unit), self.limits[unit])
 
     def ladder(self, unit: str, threads: int) -> tuple[float, float]:
-        """What an item takes of its time alone, and what a batch takes beside: the line through all that was measured.
+        """The share of its time alone that an item takes, and the fixed part per batch: a fit over all measurements.
 
-        A cell on its own may be off by more than batches gain.
+        A single cell may be off by more than batches gain.
         """
         sizes = self.sizes_of(unit, threads)
         if len(sizes) == 1:
@@ -109,7 +109,7 @@ class Profile:
         return item / (item + batch), batch / (item + batch)
 
     def neighbours(self, unit: str) -> tuple[float, float]:
-        """How much longer a batch takes for each neighbour in its process by the lock, and for each one anywhere."""
+        """How much longer a batch takes for each neighbour in its process (the GIL), and for each one anywhere."""
         locks, slowings = [], []
         for cell, figures in self.cells.items():
             if cell.unit != unit or cell.processes == 1:
@@ -123,10 +123,10 @@ class Profile:
         return (statistics.mean(locks) if locks else 0.0), (statistics.mean(slowings) if slowings else 0.0)
 
     def costs(self, candidate: Candidate, images: int) -> dict[str, Cost]:
-        """By node of the candidate."""
+        """The costs of each node of the candidate."""
         costs = {}
         for node, unit in candidate.shape.units.items():
-            if unit not in self.limits:  # no image comes to it
+            if unit not in self.limits:  # no image reaches it
                 costs[node] = Cost([[]] * images)
                 continue
             threads = candidate.value(node, "threads")
@@ -144,21 +144,21 @@ class Profile:
 
 
 class Profiler:
-    """Measures the units of all shapes, in about so many seconds."""
+    """Measures the units of all shapes, in about the given seconds."""
 
     def __init__(self, shapes: Sequence[Shape], team: Team, seconds: float) -> None:
         self.profile = Profile(len(team))
         self._shapes, self._team, self._seconds = shapes, team, seconds
 
     def capture(self) -> None:
-        """Run the images through each shape in each process, and keep what reaches the nodes."""
+        """Run the images through each shape in each process, and keep the inputs of the nodes."""
         for shape in self._shapes:
             self.profile.captured[shape.name] = self._team.all("capture", shape.config, dict(shape.units))[0]
             for node, unit in shape.units.items():
                 self.profile.names.setdefault(unit, node if shape is self._shapes[0] else f"{node} ({shape.name})")
 
     def prepare(self, has_gpu: bool) -> list[Cell]:
-        """Set up instances of each unit alone; the cells to begin with."""
+        """Set up instances of each unit alone; returns the first cells."""
         cells: list[Cell] = []
         cores = self.profile.cores
         for shape in self._shapes:
@@ -178,9 +178,9 @@ class Profiler:
         return cells
 
     def measure(self, cells: list[Cell], progress: Callable[[str, float], None]) -> None:
-        """Rounds over all cells, two at least, after one that warms up; the first one climbs each ladder.
+        """Measure all cells in at least two rounds, after a warm-up; the first round adds larger batches.
 
-        A machine that others share is faster at times: each cell is to meet it slow and fast.
+        A shared machine varies in speed, so each cell should meet it slow and fast.
         """
         for cell in cells:
             if cell.processes > 1:
@@ -191,7 +191,7 @@ class Profiler:
             progress("profile", done / (2 * len(cells)))
             larger = self._next(cell)
             if larger is not None and perf_counter() - began < self._seconds / 2:
-                cells.append(larger)  # NOTE: the loop goes on to it
+                cells.append(larger)  # NOTE: this loop continues with it
         first = perf_counter() - began
         for _ in range(1, MOST_ROUNDS):
             for cell in cells:
@@ -202,7 +202,7 @@ class Profiler:
                 break
 
     def _next(self, cell: Cell) -> Cell | None:
-        """The next step of the ladder, where the last two gained enough."""
+        """The cell with the next larger batch, if the last step gained enough."""
         size = cell.size * 2
         if cell.instances > 1 or cell.processes > 1 or size > self.profile.limits[cell.unit][1]:
             return None

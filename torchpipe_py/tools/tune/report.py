@@ -1,4 +1,4 @@
-"""What the tuner says: data for JSON, a table, the tuned file, and a page with a plot."""
+"""The tuner's output: data for JSON, a table, the tuned file, and a page with a plot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "
 
 
 def finite(value: Any) -> Any:
-    """The data with None for numbers that JSON lacks."""
+    """The data with None for NaN and infinity, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -31,7 +31,7 @@ def finite(value: Any) -> Any:
 
 
 def profile_fields(profile: Profile) -> dict[str, Any]:
-    """Each cell under ``CELLS``, and how nodes slow each other; shares of 1."""
+    """Each cell under ``CELLS``, and how much nodes slow each other, as shares of 1."""
     cells = []
     for cell, figures in profile.cells.items():
         milliseconds = [1000 * seconds for seconds in figures.seconds]
@@ -46,10 +46,10 @@ def profile_fields(profile: Profile) -> dict[str, Any]:
 
 
 def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
-    """A candidate that was measured: figures in requests per second, or with a rate p99s in seconds.
+    """A measured candidate: figures in requests per second or, with a rate, p99s in seconds.
 
-    ``anchored`` is what is predicted times the error of the prediction for ``yours``; p99s are at ``rate``.
-    ``interval`` is None after fewer than ``LEAST_TURNS`` turns, which say nothing about the noise.
+    ``anchored`` is the prediction, corrected by its error for ``yours``; p99s are at ``rate``. ``interval`` is None
+    after fewer than ``LEAST_TURNS`` turns, which do not show the noise.
     """
     predicted = trial.predicted.figure(goal)
     interval = [math.exp(bound) for bound in interval_of([math.log(figure) for figure in trial.figures])]
@@ -91,7 +91,7 @@ def _ms(value: float | None) -> str:
 
 
 def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Yours and the others as lines under ``HEADS``."""
+    """The original file and the candidates as rows under ``HEADS``."""
     rows: list[tuple[str, ...]] = []
     for number, trial in enumerate([report["yours"], *report["others"]] if report["yours"] else []):
         interval = " to ".join(_figure(report, bound) for bound in trial["interval"]) if trial["interval"] else "-"
@@ -105,7 +105,7 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def verdict_line(report: Mapping[str, Any]) -> str:
-    """One line for a person."""
+    """The verdict in one line."""
     kind, (low, high) = report["verdict"], report["gain_interval"]
     between = f"95 %: {low or 0:.2f} to {high or math.inf:.2f}"
     return {
@@ -117,7 +117,7 @@ def verdict_line(report: Mapping[str, Any]) -> str:
 
 def _others(report: Mapping[str, Any]) -> str:
     share = report["other_programs"]
-    return "what other programs took is unknown" if share is None else f"other programs took {share:.0%} of the cores"
+    return "the use by other programs is unknown" if share is None else f"other programs took {share:.0%} of the cores"
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
@@ -142,7 +142,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
-    """The tuned configuration, with where it comes from as comments."""
+    """Write the tuned configuration, with its origin in comments."""
     lines = [
         f"tuned by torchpipe tune from {report['config']} on {report['date'][:10]}",
         f"{report['cpu_model']}, {report['cores']} cores; {report['images']} images of {report['img_dir']}",
@@ -153,7 +153,7 @@ def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The HTML file: verdict, latency against rate of yours and the best, the table, every cell of the profile."""
+    """The HTML file: verdict, plot of latency over rate, the table, and all cells of the profile."""
     is_good = report["verdict"] in ("better", "as good")
     parts = [shared.verdict(verdict_line(report), is_good)]
     lines, best = [], report["best"] if report["best"] != report["yours"] else None

@@ -1,4 +1,4 @@
-"""From a profile to predictions, and from predictions to the candidates that are worth a measurement."""
+"""Predicts candidates from a profile, and finds those worth measuring."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Machine, Simulation
 
 CALLS = 600
-"""Requests of a simulated open loop at most, while candidates are compared."""
+"""The most requests of a simulated open loop while candidates are compared."""
 
 LEAST_CALLS, MOST_CALLS = 20, 2500
 """Requests of an open loop, simulated or measured."""
 
 CLIENTS = 64
-"""Of the simulated closed loop that finds the throughput at which a candidate is full."""
+"""Clients of the simulated closed loop that determines a candidate's throughput."""
 
 LIGHT = 0.75
-"""Of the limit: the load at which the p99 is predicted, and measured."""
+"""Share of the limit at which the p99 is predicted and measured."""
 
 MARGIN = 1.01
-"""A change must gain more than this factor: of equal ones the simpler stays."""
+"""A change must gain more than this factor; otherwise the simpler candidate is kept."""
 
 TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
-_FULL = 0.98  # of the throughput of a closed loop: beyond it the queue grows
+_FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
 _MOST_BESIDE, _FITS = 1.0, 7  # of an item's time, which a batch costs more in the pipe; steps of the bisection
-_MOST_TAIL = 3.0  # of the simulated p99, and half the SLO: more was an accident
+_MOST_TAIL = 3.0  # of the simulated p99, and half the SLO; more counts as an outlier
 
 
 @dataclass(frozen=True)
 class Goal:
     """The most requests per second of which 99 % are answered within ``slo``; or, at ``rate``, the shortest p99.
 
-    ``times`` are a schedule of arrivals with a mean of one per second, the same for all candidates. An open loop takes
-    ``seconds``.
+    ``times`` is the schedule of arrivals for all candidates, on average one per second. An open loop takes ``seconds``.
     """
 
     slo: float
@@ -48,17 +47,17 @@ class Goal:
 
     @property
     def sign(self) -> int:
-        """-1 where less is better."""
+        """-1 if less is better, else 1."""
         return 1 if self.rate is None else -1
 
     def dues(self, rate: float, most: int = MOST_CALLS) -> list[float]:
-        """When the calls of an open loop at ``rate`` come."""
+        """The times at which calls of an open loop at ``rate`` are due."""
         return [time / rate for time in self.times[: max(LEAST_CALLS, min(most, round(rate * self.seconds)))]]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a candidate: requests per second within the goal, the p99 at ``rate`` in seconds, and where it waits."""
+    """For a candidate: requests per second within the goal, the p99 at ``rate`` in seconds, and where requests wait."""
 
     candidate: Candidate
     limit: float
@@ -68,19 +67,19 @@ class Prediction:
     score: float
 
     def figure(self, goal: Goal) -> float:
-        """What is measured as well: the limit, or the p99."""
+        """The figure that is also measured: the limit, or the p99."""
         return self.limit if goal.rate is None else self.p99
 
 
 class Predictor:
-    """Simulates candidates, as they will be measured."""
+    """Simulates candidates in the same way as they are measured."""
 
     def __init__(self, profile: Profile, images: int, fitted: Calibration, goal: Goal) -> None:
         self.profile, self.goal, self.simulated = profile, goal, 0
         self._images, self._fitted = images, fitted
 
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
-        """What the candidate does; ``None`` as soon as it is clear that its score is below ``floor``."""
+        """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""
         calls, steps = (MOST_CALLS, _STEPS + 2) if is_exact else (CALLS, _STEPS)
         plans = [candidate.plan()] * candidate.workers
         costs = self.profile.costs(candidate, self._images)
@@ -98,7 +97,7 @@ class Predictor:
             p99, waits = at(goal.rate)
             score = 1 / p99 if _FULL * full > goal.rate else 0.0
             return Prediction(candidate, goal.rate, goal.rate, p99, waits, score) if score >= floor else None
-        full *= 1 + goal.slo / goal.seconds  # NOTE: for so long, a queue may grow up to the SLO
+        full *= 1 + goal.slo / goal.seconds  # NOTE: within a run, the queue may grow up to the SLO
         if full < floor:
             return None
         limit, rate = 0.0, floor or full / 2
@@ -117,7 +116,7 @@ class Predictor:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values; infinite without any."""
+    """A quantile of sorted values; infinite without any."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.inf
 
 
@@ -126,7 +125,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """The file as it is: requests per second of a closed loop, p50 and p99 of an open loop at ``rate``, in seconds.
+    """The original file: requests per second of a closed loop, p50 and p99 of an open loop at ``rate``, in seconds.
 
     ``front`` is the processor time that sending a request took.
     """
@@ -140,9 +139,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The machine that explains what was measured of the file as it is.
+    """The machine parameters that explain the measurements of the original file.
 
-    ``tail`` are the seconds by which its p99 was longer than simulated: what the system adds now and then.
+    ``tail`` is the time in seconds by which its p99 exceeded the simulation: occasional delays of the system.
     """
 
     machine: Machine
@@ -153,9 +152,9 @@ class Calibration:
 def calibrate(
     profile: Profile, images: int, goal: Goal, base: Candidate, clients: int, measured: Measured
 ) -> Calibration:
-    """Find what a batch costs beside and how much slower nodes are in the pipe, and the tail.
+    """Determine the fixed cost of a batch, how much slower nodes are in the pipe, and the tail.
 
-    They follow from each other: a closed loop of ``clients`` has large batches, the open one small ones.
+    A closed loop of ``clients`` has large batches, the open loop small ones, so both can be fitted.
     """
     plans, costs = [base.plan()] * base.workers, profile.costs(base, images)
     dues, machine = goal.dues(measured.rate), Machine(profile.cores, front=measured.front)
@@ -175,7 +174,7 @@ def calibrate(
 
 
 class Search:
-    """Looks for the best candidates: greedily, at the node where requests wait longest, from each shape on."""
+    """Searches greedily from each shape, changing the node where requests wait longest."""
 
     def __init__(
         self, predictor: Predictor, shapes: Sequence[Shape], has_gpu: bool, allowed: Callable[[Candidate], bool]
@@ -186,7 +185,7 @@ class Search:
         self._until = math.inf
 
     def run(self, base: Candidate, seconds: float, progress: Callable[[str, float], None]) -> list[Prediction]:
-        """The best candidates, best first; of each shape with each number of workers only one."""
+        """The best candidates, best first; one for each shape and number of workers."""
         began = perf_counter()
         self._until = began + seconds
         counts = _doublings(self.predictor.profile.cores)
@@ -199,7 +198,7 @@ class Search:
         return sorted(self.found.values(), key=lambda each: -each.score)
 
     def _judge(self, candidate: Candidate, floor: float) -> Prediction | None:
-        """Its prediction, remembered; ``None`` where it is worse than ``floor``, known already, or time is over."""
+        """Predict and remember a candidate; ``None`` if it is worse than ``floor``, already known, or too late."""
         if str(candidate) in self.judged or not self._allowed(candidate) or perf_counter() > self._until:
             return None
         self.judged.add(str(candidate))
@@ -211,7 +210,7 @@ class Search:
         return found
 
     def _climb(self, best: Prediction, until: float) -> None:
-        """Change one setting after another, where it waits longest, as long as that gains something."""
+        """Change one setting at a time, where requests wait longest, as long as it helps."""
         is_better = True
         while is_better and perf_counter() < until:
             is_better = False
@@ -225,7 +224,7 @@ class Search:
                     break
 
     def _changes(self, candidate: Candidate, node: str) -> list[Candidate]:
-        """The candidate with another setting of the node."""
+        """The candidates with one other setting of the node."""
         unit, profile = candidate.shape.units.get(node), self.predictor.profile
         if unit is None or unit not in profile.limits:
             return []
@@ -244,5 +243,5 @@ class Search:
 
 
 def _doublings(most: int) -> list[int]:
-    """1, 2, 4, and so on, and ``most``."""
+    """1, 2, 4, … and ``most``."""
     return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]

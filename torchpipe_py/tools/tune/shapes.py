@@ -1,4 +1,4 @@
-"""What may be changed in a configuration: its shape, and the settings of its nodes; never what it computes."""
+"""What may change in a configuration: its shape and the settings of nodes, but never what it computes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KNOBS = ("instance_num", "max", "batching_timeout", "threads")
 WRITTEN = "as written"
 
 Knobs = tuple[tuple[str, str, float], ...]
-"""Node, key and value of each setting that differs from the shape's own, sorted."""
+"""Node, key and value of each setting that differs from the shape, sorted."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration with other nodes and the same computation; ``units`` names what each node computes."""
+    """A configuration with other nodes but the same computation; ``units`` names what each node computes."""
 
     name: str
     config: Tables
@@ -32,7 +32,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, config: Tables) -> Shape:
-        """Check and plan it; ``ConfigError`` where it cannot be built."""
+        """Check and plan a configuration. Raises ``ConfigError``."""
         pipeline = plan_pipeline(config)
         nodes = {each: plan for each, plan in pipeline.plans.items() if plan.spec.owner == each and not plan.jumps()}
         return cls(name, config, pipeline, {each: _unit(plan) for each, plan in nodes.items()})
@@ -40,7 +40,7 @@ class Shape:
     def alone(self, node: str, **settings: Any) -> dict[str, dict[str, Any]]:
         """The configuration of one node, without its neighbours."""
         table = {key: value for key, value in self.config[node].items() if key not in ROUTING}
-        # NOTE: a default that no node takes would be refused.
+        # NOTE: a default that no node uses would be refused.
         known = {*NODE_KEYS, *_keys(self.pipeline.plans[node].backends)}
         defaults = self.config.get(GLOBAL, {}).items()
         shared = {key: value for key, value in defaults if key in known or key.partition("::")[2] in known}
@@ -49,19 +49,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings to be judged: a shape, worker processes, and what nodes are set to."""
+    """Settings to evaluate: a shape, the number of workers, and settings of nodes."""
 
     shape: Shape
     workers: int = 1
     knobs: Knobs = ()
 
     def with_knob(self, node: str, key: str, value: float) -> Candidate:
-        """The same with another setting."""
+        """The candidate with another setting."""
         others = [each for each in self.knobs if each[:2] != (node, key)]
         return replace(self, knobs=tuple(sorted([*others, (node, key, value)])))
 
     def value(self, node: str, key: str) -> float:
-        """What a node's setting is, the shape's own where the candidate says nothing."""
+        """The value of a node's setting, from the candidate or else the shape."""
         for name, knob, value in self.knobs:
             if (name, knob) == (node, key):
                 return value
@@ -75,14 +75,14 @@ class Candidate:
         return float(spec.params.get(key, 0))  # type: ignore[arg-type]
 
     def config(self) -> Tables:
-        """The tables with all settings."""
+        """The configuration with all settings."""
         tables = copied(self.shape.config, self.shape.config.source)
         for node, key, value in self.knobs:
             tables[node][key] = int(value) if value == int(value) else value
         return tables
 
     def plan(self) -> Pipeline:
-        """The plan of one of its workers."""
+        """The plan of one worker."""
         return plan_pipeline(self.config(), processes=self.workers)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ def _unit(plan: NodePlan) -> str:
 
 
 def knobs_of(plan: NodePlan, has_gpu: bool = False) -> tuple[str, ...]:
-    """The settings of a node that may change; of an ``&`` composition none, of an engine not its batches."""
+    """The settings of a node that may change; none of an ``&`` composition, not the batches of an engine."""
     values = [plan.spec.params.get(key) for key in KNOBS]
     if plan.jumps() or len(plan.spec.calls) > 1 or any("|" in str(value) for value in values):
         return ()
@@ -112,7 +112,7 @@ def knobs_of(plan: NodePlan, has_gpu: bool = False) -> tuple[str, ...]:
 
 
 def _keys(backends: Iterable[BackendPlan]) -> set[str]:
-    """Of all parameters of the backends and those inside them."""
+    """The keys of all parameters of the backends and of those inside them."""
     parts = [part for backend in backends for part in backend.parts()]
     return {param.key for part in parts for param in part.cls.parameters().values()}
 
@@ -121,7 +121,7 @@ def _keys(backends: Iterable[BackendPlan]) -> set[str]:
 
 
 def shapes_of(config: Tables) -> list[Shape]:
-    """As written, with neighbours in one node, and with decoder and model apart; as far as these are other shapes."""
+    """The shapes: as written, with neighbours joined, with decoder and model apart; without duplicates."""
     written = Shape.of(WRITTEN, config)
     found = [written]
     for name, change in (("one node", _joined), ("apart", _apart)):
@@ -137,7 +137,7 @@ def shapes_of(config: Tables) -> list[Shape]:
 
 
 def _computes(shape: Shape) -> list[tuple[type, str]]:
-    """The backends that compute something, with their parameters, in the order of the nodes."""
+    """The computing backends with their parameters, in the order of the nodes."""
     plans = [shape.pipeline.plans[name] for name in shape.pipeline.graph.order]
     parts = [
         part for plan in plans for backend in plan.backends for part in backend.parts() if not part.cls.is_sequence
@@ -147,7 +147,7 @@ def _computes(shape: Shape) -> list[tuple[type, str]]:
 
 
 def _joined(shape: Shape) -> Tables | None:
-    """Each pair of neighbours that only have each other, as one node."""
+    """The tables with each pair of exclusive neighbours as one node, or None."""
     tables, graph = copied(shape.config, shape.config.source), shape.pipeline.graph
     read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
     is_changed = False
@@ -174,7 +174,7 @@ def _joined(shape: Shape) -> Tables | None:
 
 
 def _is_plain(plan: NodePlan) -> bool:
-    """Whether a node may become two, or part of another: none of its keys is about it as a whole."""
+    """Whether a node may be split or joined: none of its keys concerns it as a whole."""
     return len(plan.spec.calls) == 1 and not plan.spec.shared and not plan.spec.ordered_by
 
 
@@ -186,7 +186,7 @@ def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
 
 
 def _apart(shape: Shape) -> Tables | None:
-    """Each node that prepares images and runs a model as two nodes."""
+    """The tables with each node that prepares images and runs a model as two nodes, or None."""
     tables = copied({}, shape.config.source)
     is_changed = False
     read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
@@ -210,7 +210,7 @@ def _apart(shape: Shape) -> Tables | None:
 
 
 def _two_parts(plan: NodePlan) -> tuple[tuple[list[Call], set[str]], list[Call]] | None:
-    """Before the first backend that takes batches, with the keys that these know; and from there on."""
+    """The calls before the first batching backend, with their keys, and the calls from there on."""
     spec = plan.spec
     if not _is_plain(plan) or len(plan.backends[0].children) != len(spec.calls[0].args):
         return None
@@ -224,14 +224,14 @@ def _two_parts(plan: NodePlan) -> tuple[tuple[list[Call], set[str]], list[Call]]
 
 
 def _bare(key: str, calls: Iterable[Call]) -> str:
-    """A key without the scope of a backend that is among the calls."""
+    """A key without its scope, if that is one of the calls."""
     names = {each.name for call in calls for each in call.walk()}
     scope, _, rest = key.partition("::")
     return rest if scope in names else key
 
 
 def copied(config: Mapping[str, Mapping[str, Any]], source: str) -> Tables:
-    """The tables, to be changed; messages call them ``source``."""
+    """A copy of the tables to change; messages name them ``source``."""
     tables = Tables({name: dict(table) for name, table in config.items()})
     tables.source = source
     return tables

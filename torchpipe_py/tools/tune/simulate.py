@@ -1,4 +1,4 @@
-"""A service in virtual time: the runtime's own nodes, routes and batches, with measured compute times for backends."""
+"""Simulates a service in virtual time: the real nodes, routes and batches, with measured times for backends."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.runtime.single import SingleNode
 
 MOST_UNDER_WAY = 2000
-"""Requests under way at which a simulation gives up: the queue only grows."""
+"""Requests in flight at which a simulation gives up, because the queue only grows."""
 
 
 @dataclass
 class Cost:
-    """What a node's backend takes, as measured.
+    """The measured costs of a node's backend.
 
-    ``times`` has the seconds of each visit of each image alone; an image without one does not come to the node.
-    Of those alone, an item of a batch of ``n`` takes the share ``ladder[0] + ladder[1] / n``. ``cores`` are kept busy.
-    A neighbour in the same process slows it by ``lock``, one anywhere by ``slowing``: 0.3 is 30 % longer.
-    ``limits`` are the batches that an instance takes.
+    ``times`` has the seconds of each visit of each image alone; images without a visit do not reach the node. In a
+    batch of ``n`` an item takes the share ``ladder[0] + ladder[1] / n`` of that. It keeps ``cores`` cores busy. A
+    neighbour in the same process slows it by ``lock``, one anywhere by ``slowing``: 0.3 is 30 % longer. ``limits`` are
+    the batch sizes of an instance.
     """
 
     times: Sequence[Sequence[float]]
@@ -44,7 +44,7 @@ class Cost:
     limits: tuple[int, int] = (1, 1)
 
     def seconds(self, items: Sequence[tuple[int, int]], beside: float = 0.0) -> float:
-        """Of a batch of ``(image, visit)``; where there may be several in one, the share ``beside`` of an item more."""
+        """The time of a batch of ``(image, visit)``; if it may hold several, plus the share ``beside`` of an item."""
         alone = sum(self.alone(*item) for item in items)
         each, batch = self.ladder
         more = beside / len(items) if self.limits[1] > 1 else 0.0
@@ -61,10 +61,10 @@ _SENDER = Cost([[]])
 
 @dataclass(frozen=True)
 class Machine:
-    """Its cores, and what a pipe adds to its nodes.
+    """The cores of a machine, and the overhead of a pipe.
 
-    In the pipe a node takes ``slower`` times what it takes alone, and each batch the share ``beside`` of an item's time
-    more. ``front`` are the seconds that whoever sends a request takes from the cores.
+    In the pipe a node takes ``slower`` times its time alone, plus the share ``beside`` of an item's time per batch.
+    ``front`` is the CPU time in seconds for sending a request.
     """
 
     cores: int
@@ -75,7 +75,7 @@ class Machine:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What a thread of a worker computes; ``left`` are seconds of it at full speed."""
+    """The computation of a worker's thread; ``left`` is the rest in seconds at full speed."""
 
     kind: tuple[int, str]
     cost: Cost
@@ -84,7 +84,7 @@ class _Job:
 
 
 class _InVirtualTime(Node):
-    """A node whose instances are no threads: the simulation starts their batches and ends them."""
+    """A node without threads: the simulation starts and ends the batches of its instances."""
 
     simulation: Simulation
     runtime: Runtime
@@ -98,13 +98,13 @@ class _InVirtualTime(Node):
         self.simulation.look.append(self)
 
     def start_batches(self) -> None:
-        """Give idle instances what closes now."""
+        """Give idle instances the batches that close now."""
         while self.free and self._queue.normal:
             instance = self.free.pop()
             self.simulation.start(self, instance, [self._queue.take()])
 
     def ended(self, batch: Sequence[Request]) -> None:
-        """The batch is computed: deliver it."""
+        """Deliver a computed batch."""
         for request in batch:
             request.data.update(self.simulation.keys(request.data))
             self.deliver(request)
@@ -120,7 +120,7 @@ class _Single(_InVirtualTime, SingleNode):
 
 
 class _Deferred(_InVirtualTime, SingleNode):
-    """``Jump`` and ``MapReduce``: the work is that of another graph."""
+    """``Jump`` and ``MapReduce``, whose work is done by another graph."""
 
     roots: Sequence[str]
 
@@ -142,7 +142,7 @@ class _Deferred(_InVirtualTime, SingleNode):
 
 
 class _Batching(_InVirtualTime, BatchingNode):
-    """The real rule of when a batch closes; a timer takes the place of sleep."""
+    """The real batching rule, with timers instead of sleeping threads."""
 
     def start_batches(self) -> None:
         while self.free:
@@ -162,7 +162,7 @@ class _Batching(_InVirtualTime, BatchingNode):
 
 
 class _VirtualRuntime(Runtime):
-    """A worker process of the simulation."""
+    """A simulated worker process."""
 
     def __init__(self, pipeline: Pipeline, simulation: Simulation, worker: int) -> None:
         super().__init__(pipeline)
@@ -188,7 +188,7 @@ class _VirtualRuntime(Runtime):
         return made
 
     def _passes(self, name: str) -> Callable[[dict[str, Any]], Status]:
-        """The filter of a node: it runs on the images that came to it when they were run once."""
+        """A node's filter, which runs for the images that reached the node when captured."""
         visits, owner = self._simulation.visits, self.plans[name].spec.owner
         jumps = bool(self.plans[name].jumps())
 
@@ -199,9 +199,9 @@ class _VirtualRuntime(Runtime):
 
 
 class Simulation:
-    """Worker processes, each with the runtime of its plan, on the cores of a machine.
+    """Simulated worker processes, each with the runtime of its plan, on the cores of a machine.
 
-    Batches under way share the cores evenly, and slow each other as their costs say. ``costs`` is by node.
+    Running batches share the cores evenly, and slow each other according to ``costs``, which is by node.
     """
 
     def __init__(self, plans: Sequence[Pipeline], costs: dict[str, Cost], machine: Machine) -> None:
@@ -218,27 +218,27 @@ class Simulation:
         self._sending = [deque[Callable[[], None]]() for _ in plans]
         self._workers = [_VirtualRuntime(plan, self, worker) for worker, plan in enumerate(plans)]
 
-    # -- what nodes ask for ---------------------------------------------------------------------------------------
+    # -- for nodes ------------------------------------------------------------------------------------------------
 
     def data(self, image: int, visit: int = 0) -> dict[str, Any]:
-        """The dict of a request: its data says which image it is, and which of its elements."""
+        """The dict of a request; its data identifies the image and its element."""
         return {TASK_DATA_KEY: (image, visit)}
 
     def keys(self, data: dict[str, Any]) -> dict[str, Any]:
-        """What a backend may have written, for filters and maps."""
+        """Keys that a backend may have written, for filters and maps."""
         return dict.fromkeys((*self._names, TASK_RESULT_KEY), data[TASK_DATA_KEY])
 
     def visits(self, node: str, image: int) -> int:
-        """How often an image comes to a node; once where that is not known."""
+        """How often an image reaches a node; once if unknown."""
         cost = self.costs.get(node)
         return 1 if cost is None else len(cost.times[image % len(cost.times)])
 
     def limits(self, node: str, planned: tuple[int, int] | None) -> tuple[int, int]:
-        """The batches of an instance: as planned, or as measured where only a set-up knows."""
+        """The batch sizes of an instance: as planned, or as measured if the plan does not know."""
         return planned or self.costs.get(node, Cost([[]])).limits
 
     def start(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
-        """The instance computes the batch from now on."""
+        """Start to compute a batch in an instance."""
         instance.busy = len(batch)
         self.waited[node.name] += sum(self.now - request.arrived for request in batch)
         work = node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch], self.machine.beside)
@@ -246,20 +246,20 @@ class Simulation:
         self._jobs.append(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
 
     def _end(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
-        """The batch is computed: what waits for the instance goes on at once."""
+        """End a batch; requests that wait for the instance continue at once."""
         node.ended(batch)
         instance.rest()
         node.free.append(instance)
         self.look += [node, *node.waiting]
 
     def wake_at(self, time: float, node: _InVirtualTime) -> None:
-        """Look at the node then."""
+        """Check the node at ``time``."""
         heappush(self._timers, (time, next(self._numbers), node))
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
     def open_loop(self, dues: Sequence[float]) -> list[float]:
-        """The latency of each request in seconds, infinite where it was never answered; workers take turns."""
+        """The latency of each request in seconds, infinite without an answer; workers take turns."""
         latencies = [inf] * len(dues)
         left = deque(enumerate(dues))
         self._until(
@@ -302,7 +302,7 @@ class Simulation:
             self._send(worker)
 
     def _send(self, worker: int) -> None:
-        """One thread of the worker sends one request after another; that takes a core from the nodes."""
+        """Send a request: one thread of the worker sends them one after another, which takes CPU time."""
 
         def sent() -> None:
             self._sending[worker].popleft()()
@@ -317,11 +317,11 @@ class Simulation:
     def _submit(self, image: int, on_done: Callable[..., None], turn: int) -> None:
         worker = self._workers[turn % len(self._workers)]
         entered = worker.graph.entered or worker.graph.roots
-        with suppress(Overloaded):  # it is never answered
+        with suppress(Overloaded):  # not answered
             worker.inflight.submit([Request(self.data(image), on_done, entered[0])])
 
     def _until(self, next_call: Callable[[], float], call: Callable[[], None], is_over: Callable[[], bool]) -> None:
-        """Let time pass from event to event: calls, timers of batches, ends of batches."""
+        """Advance time from event to event: calls, timers of batches, ends of batches."""
         jobs, timers = self._jobs, self._timers
         while not is_over():
             speeds = self._speed_of()
@@ -350,7 +350,7 @@ class Simulation:
                 self.look.pop().start_batches()
 
     def _speed_of(self) -> dict[Hashable, float]:
-        """By kind of job: its share of full speed beside the others that run now."""
+        """The share of full speed for each kind of running job."""
         kinds = Counter(job.kind for job in self._jobs)
         key = frozenset(kinds.items())
         if key not in self._speeds:

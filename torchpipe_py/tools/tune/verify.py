@@ -1,4 +1,4 @@
-"""What candidates really do: open loops in turns, a measured limit of each, and the verdict."""
+"""Measures candidates: open loops in turns, the limit of each, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torchpipe_py.tools.tune.shapes import Candidate
 from torchpipe_py.tools.tune.worker import Team
 
 FACTORS = (0.95, 1.05)
-"""Of the predicted limit, where the search for the measured one begins."""
+"""Factors of the predicted limit at which the search for the measured one begins."""
 
 FAR_OFF = 0.2
-"""Between prediction and measurement: more, and more candidates are measured."""
+"""Relative error of predictions above which more candidates are measured."""
 
 LEAST_TURNS, TURNS, MOST_TURNS = 3, 4, 9
 BUSY = 0.15
-"""The share of the cores that other programs may take before nothing can be said."""
+"""The share of the cores that other programs may use; with more, there is no verdict."""
 
 _HEAD_START_S = 0.05
 _WARM_UP_S, _WARM_UP_CLIENTS = 0.1, 8
-_NEVER_S = 60.0  # for a p99 without an answer
-_STEP = 1.15  # of the rate, where all that were tried held, or none did
+_NEVER_S = 60.0  # in place of an infinite p99
+_STEP = 1.15  # factor for the rate if all tried rates held, or none
 _MOST_STEPS = 5
 _T95 = (math.inf, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # by degrees of freedom
 
 
 @dataclass(frozen=True)
 class Point:
-    """One open loop: requests per second, and seconds; infinite where more than 1 % had no answer."""
+    """One open loop: requests per second, and latencies in seconds; infinite if over 1 % had no answer."""
 
     rate: float
     p50: float
@@ -43,9 +43,9 @@ class Point:
 
 @dataclass
 class Trial:
-    """A candidate that is measured: ``figures`` has one for each turn, a limit in requests per second, or a p99.
+    """A measured candidate: ``figures`` has one entry per turn, a limit in requests per second or a p99.
 
-    ``p99s`` are those at the rate of which ``predicted`` says one.
+    ``p99s`` are measured at the rate for which ``predicted`` has one.
     """
 
     candidate: Candidate
@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def figure(self) -> float:
-        """The middle one."""
+        """The median figure."""
         return statistics.median(self.figures)
 
 
@@ -68,16 +68,16 @@ class Service:
         self._team, self._workers = team, 1
 
     def build(self, candidate: Candidate) -> list[Any]:
-        """Make the pipes of all its workers, and warm them up; the first results."""
+        """Build and warm up the pipes of all its workers; returns the first results."""
         self._workers = candidate.workers
         results: list[Any] = self._team.all("build", candidate.config(), self._workers, most=self._workers)[0]
         self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
         return results
 
-    def open_loop(self, dues: Sequence[float], patience: float) -> tuple[list[float], float]:
-        """Latencies in seconds, sorted, and the processor time that sending one took; workers take turns."""
+    def open_loop(self, dues: Sequence[float], grace_s: float) -> tuple[list[float], float]:
+        """Sorted latencies in seconds, and the CPU time of sending one; workers take turns."""
         start, numbered = perf_counter() + _HEAD_START_S, list(enumerate(dues))
-        shares = [(numbered[worker :: self._workers], start, patience) for worker in range(self._workers)]
+        shares = [(numbered[worker :: self._workers], start, grace_s) for worker in range(self._workers)]
         runs = self._team.each("open_loop", shares)
         return sorted(latency for each, _ in runs for latency in each), sum(cpu for _, cpu in runs) / len(dues)
 
@@ -90,13 +90,13 @@ class Service:
         return counted / (0.9 * seconds)
 
     def measure(self, goal: Goal, rate: float) -> Point:
-        """One open loop at ``rate``."""
+        """Measure one open loop at ``rate``."""
         latencies, _ = self.open_loop(goal.dues(rate), 2 * goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 
 def turn(service: Service, trial: Trial, goal: Goal) -> None:
-    """Measure the trial at the rate whose p99 is predicted, then around its limit until that lies between two rates."""
+    """Measure the trial at the rate of its predicted p99, then around its limit until two rates enclose it."""
     service.build(trial.candidate)
     points = [service.measure(goal, trial.predicted.rate or trial.centre)]
     trial.p99s.append(points[0].p99)
@@ -114,9 +114,9 @@ def turn(service: Service, trial: Trial, goal: Goal) -> None:
 
 
 def limit_of(points: Sequence[Point], slo: float) -> float:
-    """The rate at which the p99 passes ``slo``, in log p99: where as many rates that held lie above as others below.
+    """The rate at which the p99 crosses ``slo``, interpolated in log p99.
 
-    A tail is noisy near the limit: the middle of all places where neighbouring rates pass it.
+    The p99 is noisy near the limit, so this is the median of all crossings between neighbouring rates.
     """
     ordered = sorted(points, key=lambda point: point.rate)
     places = []
@@ -134,7 +134,7 @@ def limit_of(points: Sequence[Point], slo: float) -> float:
 
 
 def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial, float, tuple[float, float]]:
-    """Hold the best of the others against the file as it is, turn by turn.
+    """Compare the best candidate with the original file, turn by turn.
 
     ``better`` or ``as good``, the best, and the factor of the gain with its 95 % interval.
     """
@@ -147,17 +147,17 @@ def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial
 
 
 def best_of(trials: Sequence[Trial], goal: Goal) -> list[Trial]:
-    """Sorted by what was measured, the best first."""
+    """The trials sorted by their figures, the best first."""
     return sorted(trials, key=lambda trial: -goal.sign * trial.figure)
 
 
 def _ratios(one: Trial, other: Trial, goal: Goal) -> list[float]:
-    """How much better one is, in logarithms, turn by turn."""
+    """Logarithms of how much better one is, turn by turn."""
     return [goal.sign * math.log(a / b) for a, b in zip(one.figures, other.figures, strict=False)]
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
-    """95 % of their mean."""
+    """The 95 % interval of their mean."""
     if len(values) < 2:
         return -math.inf, math.inf
     half = _T95[min(len(values), len(_T95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
@@ -165,7 +165,7 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_off(trials: Sequence[Trial], goal: Goal) -> str:
-    """Why predictions are not to be trusted: an error of more than ``FAR_OFF``, or another order; else nothing."""
+    """Why predictions cannot be trusted: an error above ``FAR_OFF`` or another order; else empty."""
     for trial in trials:
         error = trial.predicted.figure(goal) / trial.figure - 1
         if abs(error) > FAR_OFF:
@@ -174,5 +174,5 @@ def is_off(trials: Sequence[Trial], goal: Goal) -> str:
         low, high = interval_of(_ratios(one, other, goal))
         is_better = goal.sign * (one.predicted.figure(goal) - other.predicted.figure(goal)) > 0
         if high < 0 if is_better else low > 0:
-            return f"{one.candidate} and {other.candidate} come in another order than predicted"
+            return f"{one.candidate} and {other.candidate} rank in another order than predicted"
     return ""

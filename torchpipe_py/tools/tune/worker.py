@@ -1,4 +1,4 @@
-"""Processes of the tuner: each profiles nodes one by one, or runs a pipe under load, as its parent asks."""
+"""Processes of the tuner, which profile single nodes or run a pipe under load for their parent."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from torchpipe_py.wire.json_values import to_json
 
 Config = Mapping[str, Mapping[str, Any]]
 Item = tuple[int, int]
-"""An image, and which of its visits to a node."""
+"""An image, and the number of its visit to a node."""
 
-_KEPT_BYTES = 2**28  # of what reaches a node: further images are not kept
+_KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 3
 _COMPARED = 8  # results
 _WAIT_S = 60.0
 
 
 class Team:
-    """A process for each core, as their parent sees them. ``ToolError`` where one fails, or dies."""
+    """One process per core, seen from the parent. Raises ``ToolError`` if one fails or dies."""
 
     def __init__(self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int]) -> None:
         self._processes, self._channels = [], []
@@ -61,15 +61,15 @@ class Team:
 
     @property
     def pids(self) -> list[int]:
-        """Of all processes."""
+        """The pids of all processes."""
         return [process.pid for process in self._processes]
 
     def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
-        """Have all, or the first ones, do the same at once; what each gives."""
+        """Call a method in all processes, or the first ``most``, at once; returns their results."""
         return self.each(name, [arguments] * (most or len(self)))
 
     def each(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """The same with arguments for each of them."""
+        """Like ``all``, with different arguments for each process."""
         channels = self._channels[: len(arguments)]
         try:
             for channel, own in zip(channels, arguments, strict=True):
@@ -92,13 +92,13 @@ class Team:
 
 
 def main(descriptor: int) -> None:
-    """In the process: do what the parent asks for until it is gone."""
-    channel, room = Connection(descriptor), _Room()
+    """Run in the process: answer the parent's calls until it is gone."""
+    channel, room = Connection(descriptor), _State()
     while True:
         try:
             name, arguments = channel.recv()
         except (EOFError, OSError):
-            os._exit(0)  # threads of a backend may not end
+            os._exit(0)  # threads of backends may never end
         try:
             answer = True, getattr(room, name)(*arguments)
         except BaseException as error:
@@ -109,10 +109,10 @@ def main(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class Captured:
-    """What one run of all images showed.
+    """The outcome of one run of all images.
 
-    ``visits`` counts those of each image, by node, ``lone`` has the seconds of each image alone, ``failed`` says why
-    images have no result, by their number, ``gpu_bytes`` are what the pipe takes on a GPU.
+    ``visits`` has the visits of each image by node, ``lone`` the seconds of each image alone, ``failed`` the reasons
+    why images have no result, by number, ``gpu_bytes`` the GPU memory of the pipe.
     """
 
     visits: dict[str, list[int]]
@@ -121,8 +121,8 @@ class Captured:
     gpu_bytes: int
 
 
-class _Room:
-    """What the process keeps between its parent's questions."""
+class _State:
+    """The state of a process between its parent's calls."""
 
     pipe: pipe
 
@@ -131,19 +131,19 @@ class _Room:
         logger.setLevel("ERROR")
         self.source, self.images = source, images
         self.items: dict[str, list[tuple[Item, Data]]] = {}
-        self.nodes: dict[tuple[str, int], list[_Stand]] = {}
+        self.nodes: dict[tuple[str, int], list[_Runner]] = {}
         for name in imports:
             import_code(name)
 
     def use(self, images: list[int]) -> None:
-        """Go on with these of the images alone."""
+        """Continue with only these images."""
         self.images = [self.images[number] for number in images]
         self.items.clear()
 
     # -- nodes alone ----------------------------------------------------------------------------------------------
 
     def capture(self, config: Config, units: dict[str, str]) -> Captured:
-        """Run each image through the pipe, one at a time, and keep what reaches each node as items of its unit."""
+        """Run each image through the pipe, one at a time, and keep the inputs of each node."""
         free, runtime = _gpu_free(), Runtime(plan_pipeline(copied(config, self.source)))
         runtime.start()
         watches = {name: _Watch(len(self.images)) for name in runtime.nodes}
@@ -166,7 +166,7 @@ class _Room:
         return Captured({name: watch.visits for name, watch in watches.items()}, lone, failed, used)
 
     def _run_alone(self, runtime: Runtime, body: bytes) -> str:
-        """One image; why it has no result, if it has none."""
+        """Run one image; returns why it has no result, or an empty text."""
         done: SimpleQueue[Any] = SimpleQueue()
         data = {TASK_DATA_KEY: body}
         request = Request(data, lambda _, error: done.put(error), runtime.graph.entered[0])
@@ -175,10 +175,10 @@ class _Room:
         return describe(error) if isinstance(error, BaseException) else ""
 
     def prepare(self, unit: str, config: Config, threads: int, instances: int) -> tuple[int, int]:
-        """Set up so many instances of a node alone, with so many threads of its model; the batches they take."""
+        """Set up instances of a single node, with threads of its model; returns their batch sizes."""
         (plan,) = plan_pipeline(copied(config, self.source)).plans.values()
         create = creator(plan)
-        stands = self.nodes[unit, threads] = [_Stand(Instance("node", index, create)) for index in range(instances)]
+        stands = self.nodes[unit, threads] = [_Runner(Instance("node", index, create)) for index in range(instances)]
         for stand in stands:
             if error := stand.instance.wait_setup():
                 raise ToolError(f"{self.source}: {describe(error)}")
@@ -188,7 +188,7 @@ class _Room:
     def measure(
         self, unit: str, threads: int, size: int, instances: int, seconds: float, start: float
     ) -> tuple[list[tuple[list[Item], float]], float]:
-        """Instances run batches of ``size`` from ``start`` on: items and seconds of each; the processor time of all."""
+        """Run batches of ``size`` from ``start`` on; returns items and seconds of each, and the total CPU time."""
         stands = self.nodes[unit, threads][:instances]
         batches = _batches(self.items[unit], size, stands[0].instance)
         sleep(max(0.0, start - perf_counter()))
@@ -203,7 +203,7 @@ class _Room:
         return [each for run in runs for each in run], used
 
     def release(self) -> None:
-        """End the nodes that ran alone."""
+        """Close the single nodes."""
         for stands in self.nodes.values():
             for stand in stands:
                 stand.jobs.put(None)
@@ -213,17 +213,17 @@ class _Room:
     # -- a pipe under load ----------------------------------------------------------------------------------------
 
     def build(self, config: Config, processes: int) -> list[Any]:
-        """Build the pipe, one of so many, and run the first images; their results, as JSON has them."""
+        """Build the pipe of one of ``processes`` processes, and run the first images; returns their results as JSON."""
         if hasattr(self, "pipe"):
             self.pipe.close(_WAIT_S)
         self.pipe = pipe(plan_pipeline(copied(config, self.source), processes=processes))
         self.pipe(items := [{TASK_DATA_KEY: body} for body in self.images[:_COMPARED]])
         return [_comparable(data[TASK_RESULT_KEY]) for data in items if TASK_RESULT_KEY in data]
 
-    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, patience: float) -> tuple[list[float], float]:
-        """Send image ``number`` at ``start + due``; seconds from when each was due, infinite where it failed.
+    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, grace_s: float) -> tuple[list[float], float]:
+        """Send image ``number`` at ``start + due``; returns seconds since each was due, infinite if it failed.
 
-        It is over ``patience`` seconds after the last one. Then the processor time that sending took.
+        It ends ``grace_s`` seconds after the last one. It also returns the CPU time of sending.
         """
         latencies, done, used = [inf] * len(dues), threading.Semaphore(0), thread_time()
 
@@ -241,16 +241,16 @@ class _Room:
         for index, (number, due) in enumerate(dues):
             sleep(max(0.0, start + due - perf_counter()))
             send(index, number, due)
-        used, end = thread_time() - used, perf_counter() + patience
+        used, end = thread_time() - used, perf_counter() + grace_s
         ended = next((at for at in range(len(dues)) if not done.acquire(timeout=max(0.0, end - perf_counter()))), None)
         counted = list(latencies)
-        if ended is not None:  # NOTE: the next load starts from an idle pipe
+        if ended is not None:  # NOTE: so that the next load starts with an idle pipe
             for _ in range(ended, len(dues)):
                 done.acquire(timeout=_WAIT_S)
         return counted, used
 
     def closed_loop(self, clients: int, seconds: float, start: float) -> list[float]:
-        """Clients that send when they are answered; when each answer came, in seconds since ``start``."""
+        """Run clients in a closed loop; returns the time of each answer in seconds since ``start``."""
         ends: list[float] = []
         numbers, done = count(), threading.Semaphore(0)
 
@@ -273,7 +273,7 @@ class _Room:
 
 
 class _Watch:
-    """Counts the visits to a node, and keeps what comes."""
+    """Counts the visits to a node, and keeps its inputs."""
 
     def __init__(self, images: int) -> None:
         self.visits, self.image, self._room = [0] * images, -1, _KEPT_BYTES
@@ -289,8 +289,8 @@ class _Watch:
         return run()
 
 
-class _Stand:
-    """An instance that runs, on its own thread, the batches it is given."""
+class _Runner:
+    """An instance with its own thread, which runs the given batches."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -317,7 +317,7 @@ class _Stand:
 
 
 def _batches(items: Sequence[tuple[Item, Data]], size: int, instance: Instance) -> list[tuple[list[Item], list[Data]]]:
-    """Batches of items of one shape; every item is in one at least."""
+    """Batches of items of one shape, which include every item at least once."""
     shapes: dict[Any, list[tuple[Item, Data]]] = defaultdict(list)
     for name, data in items:
         shapes[instance.backend.batch_key(dict(data))].append((name, data))
@@ -330,7 +330,7 @@ def _batches(items: Sequence[tuple[Item, Data]], size: int, instance: Instance) 
 
 
 def _comparable(result: Any) -> Any:
-    """As JSON has it; of what has no form in it, the type."""
+    """The result as JSON; for unsupported values, their type."""
     try:
         return [json.loads(value) for value in to_json("result", result).values()]
     except NoResult:
@@ -338,7 +338,7 @@ def _comparable(result: Any) -> Any:
 
 
 def _gpu_free() -> int:
-    """Bytes of the first GPU that are free; 0 without one."""
+    """Free bytes of the first GPU; 0 without one."""
     try:
         import torch
 
