@@ -122,12 +122,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=_stem, default="model", metavar="NAME", help="NAME.onnx and NAME.toml (default: %(default)s)")
     add("--force", action="store_true", help="replace existing files")
     add("--labels", type=Path, metavar="FILE", help="one class per line; default: those of the weights, if any")
-    add(
-        "--postprocessor",
-        metavar="NAME",
-        default="SoftmaxMax",
-        help="of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs",
-    )
+    kinds = "of a classifier: SoftmaxMax (the default), TopK, Sigmoid for several labels, or '' for plain outputs"
+    add("--postprocessor", metavar="NAME", default="SoftmaxMax", help=kinds)
     pixels = parser.add_argument_group("preprocessing", "as the model was evaluated; default: that of the weights")
     add = pixels.add_argument
     add("--transforms", metavar="WEIGHTS", help="torchvision's for weights, as ResNet50_Weights.IMAGENET1K_V1")
@@ -163,13 +159,8 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
         help="points of accuracy, 0 to 100, that it may lose (default: %(default)s); without labels: percent of the "
         "images that may change their class",
     )
-    add(
-        "--calibrate",
-        type=at_least(0),
-        default=CALIBRATE,
-        metavar="N",
-        help="images to calibrate with (default: %(default)s), at most half of all; the others check the result",
-    )
+    calibrate = "images to calibrate with (default: %(default)s), at most half of all; the others check the result"
+    add("--calibrate", type=at_least(0), default=CALIBRATE, metavar="N", help=calibrate)
     keep = "keep up to N layers that int8 harms most in fp32 (default: none)"
     add("--keep", type=at_least(0), default=0, metavar="N", help=keep)
 
