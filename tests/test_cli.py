@@ -159,7 +159,7 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
             (["quantize", "pipe.toml", "--img_dir", ".", *options], said)
             for options, said in (
                 (["--max-drop", "101"], "argument --max-drop: expected points of accuracy, 0 to 100, got '101'"),
-                (["--out", "model.trt"], "expected a name that ends in .onnx, got 'model.trt'; model.onnx, say"),
+                (["--out", "model.trt"], "expected a name that ends in .onnx, got 'model.trt'; for example model.onnx"),
                 (["--keep", "-1"], "expected a whole number, at least 0, got '-1'"),
                 (["--max_dorp", "1"], "unrecognized arguments: --max_dorp 1; did you mean '--max-drop'?"),
             )

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from kit.services import reserved_port
@@ -112,7 +112,9 @@ class Reader:
         (folder / "resnet50.onnx").write_bytes(b"\x08")  # which the pages name, but a test cannot download
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         # One thread for each program's arithmetic: other tests run beside this one.
-        self.environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+        self.here: dict[str, Any] = {"cwd": folder, "env": environment}
+        self.heard: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **self.here}
         self.ports: dict[str, str] = {}
         self.reserved = contextlib.ExitStack()
         self.python: subprocess.Popen[str] | None = None
@@ -139,17 +141,8 @@ class Reader:
     def run(self, command: str, status: str) -> str:
         if command.startswith("torchpipe-serve "):
             return self.serve(command)
-        done = subprocess.run(
-            ["bash", "-c", self.with_ports(command)],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        program = ["bash", "-c", self.with_ports(command)]
+        done = subprocess.run(program, stdin=subprocess.DEVNULL, timeout=200, check=False, **self.heard)
         assert status in (str(done.returncode), "any"), f"exit status {done.returncode}: {done.stdout}"
         return self.without_ports(done.stdout)
 
@@ -158,13 +151,8 @@ class Reader:
         self.ports = {shown: str(self.reserved.enter_context(reserved_port())) for shown in ("8888", "8080")}
         log = self.folder / "service.log"
         with log.open("wb") as file:
-            self.service = subprocess.Popen(
-                ["bash", "-c", f"exec {self.with_ports(command)}"],
-                cwd=self.folder,
-                env=self.environment,
-                stdout=file,
-                stderr=file,
-            )
+            program = ["bash", "-c", f"exec {self.with_ports(command)}"]
+            self.service = subprocess.Popen(program, stdout=file, stderr=file, **self.here)
         deadline = time.monotonic() + 200
         while "serving " not in log.read_text(encoding="utf-8"):
             assert self.service.poll() is None, log.read_text(encoding="utf-8")
@@ -174,15 +162,8 @@ class Reader:
 
     def run_python(self, code: str) -> None:
         if self.python is None:
-            self.python = subprocess.Popen(
-                [sys.executable, "-u", "-c", INTERPRETER],
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            program = [sys.executable, "-u", "-c", INTERPRETER]
+            self.python = subprocess.Popen(program, stdin=subprocess.PIPE, **self.heard)
         assert self.python.stdin is not None
         assert self.python.stdout is not None
         self.python.stdin.write(f"{self.with_ports(code)!r}\n")

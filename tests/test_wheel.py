@@ -5,14 +5,13 @@ from __future__ import annotations
 import configparser
 import email
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.waits import PROGRAM_WAIT
+from kit.waits import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"torchpipe_py": ROOT, "torchpipe_client": ROOT / "server", "torchpipe_server": ROOT / "server"}
@@ -23,8 +22,7 @@ pytest.importorskip("hatchling")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=PROGRAM_WAIT)
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT).check_returncode()
     (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as opened:
         yield opened
@@ -46,29 +44,14 @@ def test_its_commands_and_extras(wheel: zipfile.ZipFile) -> None:
     commands = {"torchpipe": "torchpipe_py.cli:main", "torchpipe-serve": "torchpipe_server.cli:main"}
     assert dict(scripts["console_scripts"]) == commands
     metadata = email.message_from_bytes(wheel.read(f"{prefix}/METADATA"))
-    assert set(metadata.get_all("Provides-Extra", [])) >= {
-        "client",
-        "server",
-        "http",
-        "gpu",
-        "otel",
-        "encryption",
-        "ray",
-    }
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert extras >= {"client", "server", "http", "gpu", "otel", "encryption", "ray"}
 
 
 def test_it_works_away_from_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
     code = "from torchpipe_py.cli import main; main(['idl']); import torchpipe_client; print(torchpipe_client.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PROGRAM_WAIT,
-        check=False,
-    )
+    done = run(sys.executable, "-c", code, cwd=tmp_path, env=environment)
     idl = (ROOT / "idl" / "inference.thrift").read_text(encoding="utf-8")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{idl}{tmp_path}/torchpipe_client/__init__.py\n", "")

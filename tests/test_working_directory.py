@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from kit.services import LIGHT
-from kit.waits import PROGRAM_WAIT, WAIT
+from kit.waits import WAIT, run
 
 from torchpipe_py import ConfigError, import_code
 from torchpipe_py.cli import main
@@ -120,8 +120,7 @@ class Own(ItemBackend):
 @SAFE_PATH
 def test_training_workers(folder: Path) -> None:
     image = ROOT / "configs/demo/images/ring_00.jpg"
-    command = [sys.executable, script(folder, TRAIN), str(image)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
+    done = run(sys.executable, script(folder, TRAIN), image, cwd=folder)
     assert done.stdout == "[(4, 3, 8, 8)]\n", done.stderr
     assert ran(folder) == ""
 

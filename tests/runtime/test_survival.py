@@ -86,8 +86,9 @@ def test_what_a_backend_raises_fails_its_request_only(register: Register, backen
             assert "node 'node'" in str(raised)
             assert len(str(raised)) < MESSAGE_LIMIT + 200
             assert outcome(good)["result"] == 1
+        assert type(error_of(p.submit({"data": "bad"}))) is BackendError, "also as a batch of one"
         all_idle(p)
-        assert p.stats()["nodes"]["node"]["failed"] == 3
+        assert p.stats()["nodes"]["node"]["failed"] == 4
 
 
 @pytest.mark.parametrize("where", ["filter", "second filter", "batch_key", "on_done"])

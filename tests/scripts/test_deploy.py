@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from kit.clients import IDL, connect
 from kit.services import Process, reserved_port, serving
-from kit.waits import PROGRAM_WAIT, WAIT, eventually
+from kit.waits import WAIT, eventually, run
 from thriftpy2.rpc import make_client
 from torchpipe_client import Client
 from torchpipe_server.options import MONITORING_PATHS, Options, parse_options
@@ -35,12 +35,6 @@ KUBERNETES = ROOT / "scripts/deploy/kubernetes.yaml"
 KSERVE = ROOT / "scripts/deploy/kserve.yaml"
 PING = b"\x80\x01\x00\x01\x00\x00\x00\x04ping\x00\x00\x00\x01\x00"
 MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
-
-
-def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False, **options
-    )
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

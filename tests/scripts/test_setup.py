@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.waits import PROGRAM_WAIT
+from kit.waits import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED = """\
@@ -23,28 +23,23 @@ TOLD = "echo WARNING: a folder is ignored >&2; echo ERROR: no space left >&2"
 
 
 def write_program(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     path.chmod(0o755)
 
 
-def set_up(folder: Path, status: int) -> subprocess.CompletedProcess[str]:
-    python = folder / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    (folder / "printed").write_text(PRINTED, encoding="utf-8")
-    installs = f'cat "{folder}/printed"; {TOLD}; exit {status}'
-    write_program(python, f'case "$*" in *requirements*) {installs};; esac; echo Python 3.12')
-    return run(folder / "venv", Path(sys.executable))
-
-
-def run(venv: Path, python: Path) -> subprocess.CompletedProcess[str]:
+def set_up(venv: Path, python: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "VENV": str(venv), "PYTHON": str(python)}
-    command = ["bash", str(ROOT / "scripts" / "setup.sh")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
+    return run("bash", ROOT / "scripts" / "setup.sh", env=environment)
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_downloads_and_the_installation_are_told(tmp_path: Path, status: int) -> None:
-    done = set_up(tmp_path, status)
+    (tmp_path / "printed").write_text(PRINTED, encoding="utf-8")
+    installs = f'cat "{tmp_path}/printed"; {TOLD}; exit {status}'
+    python = tmp_path / "venv" / "bin" / "python"
+    write_program(python, f'case "$*" in *requirements*) {installs};; esac; echo Python 3.12')
+    done = set_up(tmp_path / "venv", Path(sys.executable))
     assert done.returncode == status, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == f"setup: {tmp_path}/venv with Python 3.12, a minute or two"
@@ -58,8 +53,7 @@ def test_a_venv_without_pip_is_made_again(tmp_path: Path) -> None:
     python = tmp_path / "python"
     write_program(python, f'case "$*" in "-m venv "*) echo "$@" > "{tmp_path}/asked"; exit 1;; esac')
     venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
     write_program(venv / "bin" / "python", 'echo "No module named pip" >&2; exit 1')
-    done = run(venv, python)
+    done = set_up(venv, python)
     assert done.returncode == 1
     assert (tmp_path / "asked").read_text(encoding="utf-8") == f"-m venv {venv}\n"

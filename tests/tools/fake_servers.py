@@ -20,7 +20,7 @@ import psutil
 import pytest
 from kit.clients import IDL
 from kit.peer import Call, ScriptedServer, Step, answer, fails, fails_undeclared, hang_up, reply, stall, trickle
-from kit.waits import WAIT
+from kit.waits import WAIT, run
 
 from torchpipe_py.tools.load.run import main
 
@@ -145,7 +145,7 @@ def load(
     """Runs the load tester; its end and its JSON report."""
     path = directory.parent / "report.json"
     arguments = command(directory, port, "--json", path, *more, is_patient=is_patient)
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=4 * WAIT)
+    done = run(*arguments)
     assert path.exists(), done.stderr
     return done, json.loads(path.read_text())
 

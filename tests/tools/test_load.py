@@ -21,9 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from fake_servers import FRAMED, Images, Serve, ToyServer, command, http_server, load, refused, running
-from kit.waits import WAIT, eventually, is_alive
-
-from torchpipe_py.tools.load.run import main
+from kit.waits import WAIT, eventually, is_alive, run
 
 """An open loop that is stable on the busiest machine: of one call there is no rate that could fall behind."""
 
@@ -32,11 +30,6 @@ from torchpipe_py.tools.load.run import main
 def serve() -> Iterator[Serve]:
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(ToyServer(**options))
-
-
-def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    whole = {**os.environ, **environment}
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=4 * WAIT, env=whole)
 
 
 # --- what is sent and counted
@@ -159,7 +152,7 @@ def test_clients_do_not_outlive_a_killed_parent(serve: Serve, images: Images) ->
 
 def test_more_clients_than_there_are_descriptors_for(serve: Serve, images: Images) -> None:
     arguments = command(images(a="ok:a"), serve().port, "--request_client", 100, "--timeout", 0.5)
-    done = run(["bash", "-c", 'ulimit -n 40; exec "$@"', "bash", *arguments])
+    done = run("bash", "-c", 'ulimit -n 40; exec "$@"', "bash", *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(
         r"client_qps\.py: \d+ clients cannot all connect to the service: Too many open files; "
@@ -177,7 +170,7 @@ def test_a_load_whose_output_is_closed_writes_its_report(serve: Serve, images: I
     )
     arguments = ["load", "--img_dir", str(images(a="ok:a")), "--port", str(serve().port), *FRAMED, "--json", str(path)]
     limit = ["--slo-p99", "0.0001", "--total_number", "4", "--warmup", "0"]
-    done = run([sys.executable, "-c", code, *arguments, *limit])
+    done = run(sys.executable, "-c", code, *arguments, *limit)
     assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
     report = json.loads(path.read_text())
     assert (report["images_ok"], report["slo"]["met"]) == (4, False)
@@ -298,7 +291,7 @@ def test_figures_of_nodes_and_gpus_are_reported(serve: Serve, images: Images, tm
     server = serve(before_answer=lambda _: eventually(lambda: sampled.exists() or server.ended.is_set()))
     with http_server(answer) as port:
         options = ("--total_number", 4, "--json", path, "--html", page, "--http-port", port)
-        done = run(command(images(a="ok:a"), server.port, *options), **environment)
+        done = run(*command(images(a="ok:a"), server.port, *options), env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text())
     assert set(asked) == {"/stats"}
@@ -403,17 +396,3 @@ def test_without_thriftpy2(images: Images, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("torchpipe_py.tools.load.run.importlib.util.find_spec", find_spec)
     said = refused(capsys, "--img_dir", images(a="ok:a"))
     assert said == "torchpipe load: thriftpy2 is not installed (pip install 'torchpipe_py[server]')\n"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *[("--request_client", 0), ("--port", 70000), ("--timeout", 0), ("--total_number", "x")],
-        *[("--json", "/nowhere/x.json"), ("--html", "/nowhere/x.html")],
-        *[("--total_number", 10**20), ("--request_batch", 10**20), ("--warmup", 10**20)],
-    ],
-)
-def test_wrong_arguments(wrong: tuple[str, object], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--img_dir", "x", *map(str, wrong)])
-    assert wrong[0] in capsys.readouterr().err

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, encode, picture
+from kit.backends import returns
 from small_zoo import use_small_zoo
 
 from torchpipe_py import ItemBackend
@@ -330,33 +331,7 @@ def test_transforms_that_are_not_there(
 # -- status and errors ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        *[
-            (),
-            ("--limit", "0"),
-            ("--torchvision", "any"),
-            ("--worst", "-1"),
-            ("--max-mean", "nan"),
-            ("--max-mean", "-1"),
-        ],
-        *[("--min-agreement", "1.1"), ("--max-drop", "101"), ("--html", "no/such/folder/x.html"), ("--json", ".")],
-    ],
-)
-def test_wrong_arguments(option: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["parity", "a.toml", "b.toml", *option, *(["--img_dir", "."] if option else [])])
-    assert caught.value.code == 2
-
-
 def test_what_cannot_be_compared(capsys: Any, write: Write, images: Path, tmp_path: Path, register: Register) -> None:
-    class Label(ItemBackend):
-        """A class, not an image."""
-
-        def forward_item(self, item: dict[str, Any]) -> None:
-            item["result"] = ("ring", 0.5)
-
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("")
     good, bad = write("good", BILINEAR), write("bad", BILINEAR.replace("resize_h", "resize_hh"))
@@ -368,7 +343,7 @@ def test_what_cannot_be_compared(capsys: Any, write: Write, images: Path, tmp_pa
         def forward_item(self, item: dict[str, Any]) -> None: ...
 
     silent = write("silent", f'backend = "{register(Silent)}"')
-    label = write("label", f'backend = "{register(Label)}"')
+    label = write("label", f'backend = "{register(returns(("ring", 0.5)))}"')
     cases = [
         (silent, images, "nothing could be compared: 5 images refused"),
         (good, tmp_path / "empty", "no image in it (looked for .jpg"),

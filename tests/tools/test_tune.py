@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,73 +49,32 @@ def simulation(config: Tables, costs: dict[str, Cost], machine: Machine = FREE, 
 
 ALONE = Cost([[0.010]])
 BATCHES = Cost([[0.010]], (0.0, 1.0), limits=(1, 4))
+ONE, TWO = (tables(n={"backend": "Identity", "instance_num": count}) for count in (1, 2))
 PAIR = tables(one={"backend": "Identity", "next": "two"}, two={"backend": "Identity"})
+EACH = tables(all={"backend": "MapReduce", "jump": "each"}, each={"backend": "Identity"})
+UNEVEN = {"one": Cost([[0.002], [0.020]]), "n": BATCHES}
 
 
-@pytest.mark.parametrize(
-    ("config", "costs", "machine", "dues", "latencies"),
-    [
-        pytest.param(tables(n={"backend": "Identity"}), {"n": ALONE}, FREE, (0, 4, 50), (10, 16, 10), id="one queue"),
-        pytest.param(
-            tables(n={"backend": "Identity", "instance_num": 2}),
-            {"n": ALONE},
-            FREE,
-            (0, 0, 0),
-            (10, 10, 20),
-            id="two instances",
-        ),
-        pytest.param(
-            tables(n={"backend": "Identity", "instance_num": 2}),
-            {"n": ALONE},
-            Machine(1),
-            (0, 0),
-            (20, 20),
-            id="two instances share one core",
-        ),
-        pytest.param(
-            tables(n={"backend": "Identity", "instance_num": 2}),
-            {"n": Cost([[0.010]], lock=0.5)},
-            FREE,
-            (0, 0),
-            (15, 15),
-            id="two instances share a lock",
-        ),
-        pytest.param(PAIR, {"one": ALONE, "two": Cost([[0.020]])}, FREE, (0, 0), (30, 50), id="a pipeline"),
-        pytest.param(
-            PAIR, {"one": Cost([[0.010], []]), "two": ALONE}, FREE, (0, 0), (20, 10), id="an image skips a node"
-        ),
-        pytest.param(
-            tables(n=model()), {"n": BATCHES}, FREE, (0, 1, 2), (10, 19, 18), id="what waits for an instance is a batch"
-        ),
-        pytest.param(
-            tables(one={"backend": "Identity", "instance_num": 2, "next": "n"}, n=model(batching_timeout=6)),
-            {"one": Cost([[0.002], [0.020]]), "n": BATCHES},
-            FREE,
-            (0, 0),
-            (18, 30),
-            id="a batch waits as long as its timeout for one under way",
-        ),
-        pytest.param(
-            tables(one={"backend": "Identity", "instance_num": 2, "next": "n"}, n=model(batching_timeout=60)),
-            {"one": Cost([[0.002], [0.020]]), "n": BATCHES},
-            FREE,
-            (0, 0),
-            (30, 30),
-            id="and for its company where that comes in time",
-        ),
-        pytest.param(
-            tables(
-                all={"backend": "MapReduce", "jump": "each", "split": "data", "merge": "result"},
-                each={"backend": "Identity"},
-            ),
-            {"each": Cost([[0.010, 0.020], []])},
-            FREE,
-            (0, 1),
-            (30, 0),
-            id="elements of a list, and an empty list",
-        ),
-    ],
-)
+def behind_two(timeout: int) -> Tables:
+    """A node that batches, behind two instances of another."""
+    return tables(one={"backend": "Identity", "instance_num": 2, "next": "n"}, n=model(batching_timeout=timeout))
+
+
+BY_HAND = {
+    "one queue": (ONE, {"n": ALONE}, FREE, (0, 4, 50), (10, 16, 10)),
+    "two instances": (TWO, {"n": ALONE}, FREE, (0, 0, 0), (10, 10, 20)),
+    "two instances share one core": (TWO, {"n": ALONE}, Machine(1), (0, 0), (20, 20)),
+    "two instances share a lock": (TWO, {"n": Cost([[0.010]], lock=0.5)}, FREE, (0, 0), (15, 15)),
+    "a pipeline": (PAIR, {"one": ALONE, "two": Cost([[0.020]])}, FREE, (0, 0), (30, 50)),
+    "an image skips a node": (PAIR, {"one": Cost([[0.010], []]), "two": ALONE}, FREE, (0, 0), (20, 10)),
+    "what waits for an instance is a batch": (tables(n=model()), {"n": BATCHES}, FREE, (0, 1, 2), (10, 19, 18)),
+    "a batch waits as long as its timeout for one under way": (behind_two(6), UNEVEN, FREE, (0, 0), (18, 30)),
+    "and for its company where that comes in time": (behind_two(60), UNEVEN, FREE, (0, 0), (30, 30)),
+    "elements of a list, and an empty list": (EACH, {"each": Cost([[0.010, 0.020], []])}, FREE, (0, 1), (30, 0)),
+}
+
+
+@pytest.mark.parametrize(("config", "costs", "machine", "dues", "latencies"), BY_HAND.values(), ids=BY_HAND)
 def test_latencies_are_those_computed_by_hand(
     config: Tables, costs: dict[str, Cost], machine: Machine, dues: tuple[int, ...], latencies: tuple[int, ...]
 ) -> None:
@@ -129,38 +89,30 @@ def test_a_closed_loop_is_bound_by_the_slowest_node() -> None:
 
 
 def test_workers_take_turns() -> None:
-    nodes = tables(n={"backend": "Identity"})
-    assert simulation(nodes, {"n": ALONE}, workers=2).open_loop([0, 0, 0, 0]) == pytest.approx([0.01, 0.01, 0.02, 0.02])
+    assert simulation(ONE, {"n": ALONE}, workers=2).open_loop([0, 0, 0, 0]) == pytest.approx([0.01, 0.01, 0.02, 0.02])
 
 
 # --- shapes
 
 
+PREPARE = {"resize_h": 64, "resize_w": 64}
+TOGETHER = {"n": {"backend": "S[DecodeMat,ResizeMat,OnnxTensor]", **PREPARE, **DEMO_MODEL}}
+APART = {
+    "n": {"backend": "S[DecodeMat,ResizeMat]", **PREPARE, "next": "n_model"},
+    "n_model": {"backend": "OnnxTensor", **DEMO_MODEL},
+}
+
+
 @pytest.mark.parametrize(
-    ("nodes", "shape", "backends"),
-    [
-        (
-            {"n": {"backend": "S[DecodeMat,ResizeMat,OnnxTensor]", "resize_h": 64, "resize_w": 64, **DEMO_MODEL}},
-            "apart",
-            {"n": "S[DecodeMat,ResizeMat]", "n_model": "OnnxTensor"},
-        ),
-        (
-            {
-                "read": {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 64, "resize_w": 64, "next": "n"},
-                "n": {"backend": "OnnxTensor", **DEMO_MODEL},
-            },
-            "one node",
-            {"read": "S[DecodeMat,ResizeMat,OnnxTensor]"},
-        ),
-    ],
+    ("nodes", "shape", "other"), [(TOGETHER, "apart", APART), (APART, "one node", TOGETHER)], ids=["one node", "apart"]
 )
-def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: str, backends: dict[str, str]) -> None:
-    config = tables(**nodes)
-    found = {
-        each.name: {name: table.get("backend") for name, table in each.config.items() if table}
-        for each in shapes_of(config)
-    }
-    assert found == {WRITTEN: {name: table["backend"] for name, table in nodes.items()}, shape: backends}
+def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: str, other: dict[str, Any]) -> None:
+    found = {each.name: backends_of(each.config) for each in shapes_of(tables(**nodes))}
+    assert found == {WRITTEN: backends_of(nodes), shape: backends_of(other)}
+
+
+def backends_of(nodes: Mapping[str, Any]) -> dict[str, str]:
+    return {name: table["backend"] for name, table in nodes.items() if table}
 
 
 @pytest.mark.parametrize(
@@ -221,22 +173,17 @@ EVEN = [float(number) for number in range(4000)]
 """Arrivals at a constant rate."""
 
 
+A_LOCK = {(1, 1): 10, (1, 2): 10, (2, 1): 9, (2, 2): 9}
+A_GAIN = {(1, 1): 10, (1, 8): 2.5, (2, 1): 9, (2, 8): 2.4}
+
+
 @pytest.mark.parametrize(
     ("each_ms", "together", "best"),
     [
-        pytest.param(
-            {(1, 1): 10, (1, 2): 10, (2, 1): 9, (2, 2): 9},
-            [(2, 1, 10), (1, 2, 5)],
-            {"workers": 2, "max": 1, "threads": 1},
-            id="a lock: a worker for each core",
-        ),
-        pytest.param(
-            {(1, 1): 10, (1, 8): 2.5, (2, 1): 9, (2, 8): 2.4},
-            [(2, 1, 5), (1, 2, 5)],
-            {"max": 8, "threads": 1},
-            id="batches gain",
-        ),
+        (A_LOCK, [(2, 1, 10), (1, 2, 5)], {"workers": 2, "max": 1, "threads": 1}),
+        (A_GAIN, [(2, 1, 5), (1, 2, 5)], {"max": 8, "threads": 1}),
     ],
+    ids=["a lock: a worker for each core", "batches gain"],
 )
 def test_the_search_finds_what_was_planted(
     each_ms: dict[tuple[int, int], float], together: Any, best: dict[str, int]
@@ -269,8 +216,7 @@ def test_calibration_finds_what_the_pipe_adds(p99: float, tail: float) -> None:
 
 
 def test_who_sends_takes_a_core_from_the_nodes() -> None:
-    nodes, busy = tables(n={"backend": "Identity", "instance_num": 2}), Machine(2, front=0.002)
-    found = simulation(nodes, {"n": ALONE}, busy).open_loop([0, 0, 0.004])
+    found = simulation(TWO, {"n": ALONE}, Machine(2, front=0.002)).open_loop([0, 0, 0.004])
     assert [round(1000 * each, 6) for each in found] == [13, 15, 19]
 
 
@@ -278,8 +224,7 @@ def test_who_sends_takes_a_core_from_the_nodes() -> None:
 
 
 def trial(*figures: float, predicted: float = 100.0) -> Trial:
-    config = tables(n={"backend": "Identity"})
-    candidate = Candidate(Shape.of("x", config))
+    candidate = Candidate(Shape.of("x", ONE))
     return Trial(candidate, Prediction(candidate, predicted, 0.0, predicted, (), 0.0), 100.0, [], list(figures))
 
 
@@ -352,10 +297,7 @@ def test_two_turns_give_no_interval() -> None:
         (["ok.toml", "--img_dir", "none"], "--img_dir none: no image in it (looked for .jpg"),
         (["missing.toml", "--img_dir", "bad"], "missing.toml: no such file (working directory: "),
         (["ok.toml", "--img_dir", "bad"], "ok.toml: no image has a result: "),
-        (
-            ["fails.toml", "--img_dir", "images"],
-            "fails.toml: node 'n': S[DecodeMat,OnnxTensor]: ",
-        ),
+        (["fails.toml", "--img_dir", "images"], "fails.toml: node 'n': S[DecodeMat,OnnxTensor]: "),
         (["two.toml", "--img_dir", "images"], "two.toml: requests enter at a, b; only a file with one root"),
         (["ok.toml", "--img_dir", "images", "--slo-p99", "0.001"], "p99 within 0.001 ms: a single request already "),
         (

@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.waits import PROGRAM_WAIT
+from kit.waits import run
 from torch.utils.data import DataLoader
 from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images
 
@@ -345,8 +344,7 @@ def test_scripts_that_end_early_or_that_workers_cannot_import(
     dataset: ImageFiles, tmp_path: Path, toml: str, call: str, status: int, message: str
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT + call, encoding="utf-8")
-    command = [sys.executable, tmp_path / "script.py", toml, *(path for path, _ in dataset.samples)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT)
+    done = run(sys.executable, tmp_path / "script.py", toml, *(path for path, _ in dataset.samples))
     assert (done.returncode, len(done.stdout.split())) == (status, 1 if status < 0 else 0)
     assert message in done.stderr
 
