@@ -42,6 +42,7 @@ LIBRARIES = (
     ("cryptography", "cryptography", "encryption", "encrypted models"),
     ("opentelemetry.sdk", "opentelemetry-sdk", "otel", "tracing"),
     ("av", "av", "video", "reading video files and cameras; OpenCV does without it"),
+    ("PyNvVideoCodec", "pynvvideocodec", "", "decoding streams on a GPU"),
     ("lmdb", "lmdb", "train", "LmdbImages"),
     ("ray", "ray", "ray", "Ray Serve and Ray Data"),
 )
