@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with the pinned dependencies and this checkout installed in it. Does nothing if that is done already.
-#   PYTHON=/path/to/python3   which Python (3.10 to 3.13 are tested, 3.14 is untried); default: the first suitable one found
+#   PYTHON=/path/to/python3   which Python (3.10 to 3.14); default: the first suitable one found
 #   VENV=folder               where, and what the other scripts here run with; default: .venv
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -337,7 +337,7 @@ INSIDE_THE_GUARD = f"{GUARD}\n    def transform(image):\n        return image\n 
         (f"{GUARD}\n    first = train(decode=False)\n    train()", 0, ""),  # ends with its loaders open
         ("train()", 1, f"workers of its own; put what the script does under: {GUARD}"),
         ("train(decode=False, multiprocessing_context='spawn')", 1, f"; a script does what it does under: {GUARD}"),
-        (INSIDE_THE_GUARD, 1, "cannot be made in a worker (AttributeError: Can't get attribute 'transform'"),
+        (INSIDE_THE_GUARD, 1, "cannot be made in a worker (AttributeError: "),
     ],
 )
 def test_scripts_that_end_early_or_that_workers_cannot_import(

@@ -80,7 +80,11 @@ class OnTheCpu:
 def wrapped(
     dataset: Any, toml: Any, *, batch_size: int = 4, workers: int = 0, shuffle: bool = False, **options: Any
 ) -> TorchpipeLoader:
-    loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, num_workers=workers)
+    # The tests' lambdas cannot be pickled, which Python 3.14's default needs.
+    how = "fork" if workers and not options.get("workers_decode") else None
+    loader = DataLoader(
+        dataset, batch_size=batch_size, shuffle=shuffle, num_workers=workers, multiprocessing_context=how
+    )
     return wrap_dataloader_torchpipe("single", loader, toml, **{"transforms_gpu": TensorToTensor(), **options})
 
 

@@ -206,8 +206,8 @@ def test_what_was_held_back_is_told(pipe: Pipe) -> None:
 
 CLOSED = """
 import os, sys
+from torchpipe_server.logs.stderr import open_standard_streams  # first: libffi may keep a descriptor open
 os.closerange(0, 3)
-from torchpipe_server.logs.stderr import open_standard_streams
 open_standard_streams()
 null = os.stat(os.devnull)
 found = [os.path.samestat(os.fstat(fd), null) and os.get_inheritable(fd) for fd in range(3)]
