@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 from contextlib import closing
 from itertools import islice, product
 from pathlib import Path
@@ -81,7 +82,12 @@ def _compare(report: Report, config: str, images: str, imports: tuple[str, ...],
             turn(service, trial, goal)
             report.add(f"{config}: {name}", trial.candidate.workers, Load(trial.figures[-1]))
             progress(f"{config}, round {number + 1}: {name}: {trial.figures[-1]:.0f}/s")
-    top = max(trial.figure for trial in trials.values())
-    report.require(f"{config}: tuned against the best of {len(swept)}", trials["tuned"].figure / top, low=0.95)
+    ratios = []
+    for number in range(args.rounds):
+        # NOTE: the best of noisy figures is too good: which is best say the other rounds.
+        figures = [(trial.figures[:number] + trial.figures[number + 1 :], trial) for trial in trials.values()]
+        top = max(figures, key=lambda each: statistics.median(each[0]))[1]
+        ratios.append(trials["tuned"].figures[number] / top.figures[number])
+    report.require(f"{config}: tuned against the best of {len(swept)}", statistics.median(ratios), low=0.95)
     report.require(f"{config}: error of its prediction", abs(best["predicted"] / best["measured"] - 1), high=0.1)
     report.require(f"{config}: and of its p99", abs(best["p99_predicted"] / best["p99_measured"] - 1), high=0.2)
