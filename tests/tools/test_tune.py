@@ -65,6 +65,14 @@ BY_HAND = {
     "two instances": (TWO, {"n": ALONE}, FREE, (0, 0, 0), (10, 10, 20)),
     "two instances share one core": (TWO, {"n": ALONE}, Machine(1), (0, 0), (20, 20)),
     "two instances share a lock": (TWO, {"n": Cost([[0.010]], lock=0.5)}, FREE, (0, 0), (15, 15)),
+    "of three on two cores, one runs beside another": (
+        tables(n={"backend": "Identity", "instance_num": 3}),
+        {"n": Cost([[0.010]], slowing=0.5)},
+        FREE,
+        (0, 0, 0),
+        (22.5, 22.5, 22.5),
+    ),
+    "an instance that slept is woken": (ONE, {"n": ALONE}, Machine(2, handover=0.001), (0, 4, 50), (11, 17, 11)),
     "a pipeline": (PAIR, {"one": ALONE, "two": Cost([[0.020]])}, FREE, (0, 0), (30, 50)),
     "an image skips a node": (PAIR, {"one": Cost([[0.010], []]), "two": ALONE}, FREE, (0, 0), (20, 10)),
     "what waits for an instance is a batch": (tables(n=model()), {"n": BATCHES}, FREE, (0, 1, 2), (10, 19, 18)),
@@ -83,9 +91,8 @@ def test_latencies_are_those_computed_by_hand(
 
 
 def test_a_closed_loop_is_bound_by_the_slowest_node() -> None:
-    rate, latencies = simulation(PAIR, {"one": ALONE, "two": Cost([[0.020]])}).closed_loop(clients=4, calls=100)
-    assert rate == pytest.approx(50)
-    assert max(latencies) == pytest.approx(0.080)
+    found = simulation(PAIR, {"one": ALONE, "two": Cost([[0.020]])}).closed_loop(clients=4, calls=100)
+    assert found == pytest.approx(50)
 
 
 def test_workers_take_turns() -> None:
@@ -164,7 +171,7 @@ def profile_of(config: Tables, each_ms: dict[tuple[int, int], float], **more: An
         profile.cells[cell] = Figures([ms / 1000], [float(threads)], [(names, size * ms / 1000)])
     for instances, processes, ms in more.get("together", [(2, 1, each_ms[1, 1] / 2), (1, 2, each_ms[1, 1] / 2)]):
         profile.cells[Cell(unit, 1, 1, instances, processes)] = Figures([ms / 1000], [1.0])
-    captured = Captured({"n": [1]}, [0.001], {}, 0)
+    captured = Captured({"n": [1]}, [0.001], more.get("handover", 0.0), {}, 0)
     profile.captured[WRITTEN] = captured
     return profile, [shape]
 
@@ -189,7 +196,7 @@ def test_the_search_finds_what_was_planted(
     each_ms: dict[tuple[int, int], float], together: Any, best: dict[str, int]
 ) -> None:
     profile, shapes = profile_of(tables(n=model(max=4, threads=1)), each_ms, together=together)
-    fitted = Calibration(FREE, Measured(1, 1, 1, 1, 0), 0.0)
+    fitted = Calibration(FREE, Measured(1, 1, 1, 1), 0.0, 0.0)
     predictor = Predictor(profile, 1, fitted, Goal(slo=0.2, rate=None, times=EVEN, seconds=4.0))
     search = Search(predictor, shapes, False, lambda _: True)
     first = search.run(Candidate(shapes[0], 1), 60.0, lambda *_: None)[0]
@@ -201,23 +208,19 @@ def test_the_search_finds_what_was_planted(
 
 
 @pytest.mark.parametrize(
-    ("p99", "tail"), [(0.0130, 0.002), (0.0110, 0.0), (math.inf, 0.033)], ids=["a tail", "none", "no answer"]
+    ("p99", "tail"), [(0.0132, 0.002), (0.0110, 0.0), (math.inf, 0.0335)], ids=["a tail", "none", "no answer"]
 )
 def test_calibration_finds_what_the_pipe_adds(p99: float, tail: float) -> None:
-    """A node that takes 8 ms alone takes 10 ms in full batches, and 11 ms where one request is under way."""
+    """A node that takes 8 ms alone takes 10 ms in the pipe, and 1 ms more where its instance slept."""
     each_ms = {(1, 1): 8, (1, 2): 8, (1, 4): 8}
-    profile, (shape,) = profile_of(tables(n=model(max=4, threads=1)), each_ms)
-    measured = Measured(closed=98.0, rate=50.0, p50=0.011, p99=p99, front=0.0005)
+    profile, (shape,) = profile_of(tables(n=model(max=4, threads=1)), each_ms, handover=0.001)
+    measured = Measured(closed=98.0, rate=50.0, p50=0.0112, p99=p99)
     fitted = calibrate(profile, 1, Goal(0.2, None, EVEN, 2.0), Candidate(shape), 4, measured)
+    assert fitted.machine.slower == pytest.approx(1.27, abs=0.02)
+    assert fitted.residual == pytest.approx(0.0, abs=0.02)
     costs = profile.costs(Candidate(shape), 1)
-    assert simulation(shape.config, costs, fitted.machine).closed_loop(4, 400)[0] == pytest.approx(98, rel=0.02)
-    assert simulation(shape.config, costs, fitted.machine).open_loop([1.0]) == [pytest.approx(0.011, rel=0.02)]
-    assert fitted.tail == pytest.approx(tail, abs=2e-4)
-
-
-def test_who_sends_takes_a_core_from_the_nodes() -> None:
-    found = simulation(TWO, {"n": ALONE}, Machine(2, front=0.002)).open_loop([0, 0, 0.004])
-    assert [round(1000 * each, 6) for each in found] == [13, 15, 19]
+    assert simulation(shape.config, costs, fitted.machine).open_loop([1.0]) == [pytest.approx(0.0112, rel=0.02)]
+    assert fitted.tail == pytest.approx(tail, abs=5e-4)
 
 
 # --- the verdict

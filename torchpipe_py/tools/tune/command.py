@@ -17,6 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from torchpipe_py.backends.model.check import EXACT
 from torchpipe_py.errors import counted, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
@@ -45,12 +46,12 @@ _SHARES = {"profile": 0.2, "calibrate": 0.08, "simulate": 0.15, "verify": 0.5}  
 _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, the default of torchpipe load
 _OPEN_LOAD = 0.7  # of its throughput
+_PARTS = 5  # of each loop of the calibration: a stall of the machine spoils one
 _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_LEFT = 0.3  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
-_TOLERANCE = 1e-3  # relative, of numbers in results: other batch sizes round differently
 _NOT_TRIED = (
     "other pixels (another decoder or resize), another precision, new engines: they change results",
     "engine processes (shared = true): they are part of the service, see docs/scaling.md",
@@ -213,17 +214,17 @@ class _Tuning:
         self._show("calibrate", 0.0)
         base = self._base = Candidate(self._shapes[0], 1 if self._has_gpu else min(len(self._cores), MOST_BY_CORES))
         self._results = self._service.build(base)
-        seconds = max(0.5, self._seconds("calibrate") / 3)
-        self._closed = max(1.0, self._service.closed_loop(_CLIENTS, seconds))
+        seconds = max(0.2, self._seconds("calibrate") / (2 * _PARTS) - _EXTRA_S)
+        loops = [self._service.closed_loop(_CLIENTS, seconds) for _ in range(_PARTS)]
+        self._closed = max(1.0, statistics.median(loops))
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
         if needed > _OVERDRAWN * self._budget:
             raise ToolError(f"{self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         rate = _OPEN_LOAD * self._closed
-        goal = replace(self._goal, seconds=seconds)
-        latencies, front = self._service.open_loop(goal.dues(rate), 2.0)
-        p50, p99, count = quantile(latencies, 0.5), quantile(latencies, 0.99), len(self._images)
-        measured = Measured(self._closed, rate, p50, p99, front)
-        fitted = calibrate(self._profile, count, goal, base, _CLIENTS, measured)
+        goal, count = replace(self._goal, seconds=seconds), len(self._images)
+        runs = [self._service.open_loop(goal.dues(rate), 2.0) for _ in range(_PARTS)]
+        p50, p99 = (statistics.median(quantile(latencies, share) for latencies in runs) for share in (0.5, 0.99))
+        fitted = calibrate(self._profile, count, goal, base, _CLIENTS, Measured(self._closed, rate, p50, p99))
         self.report["calibration"] = asdict(fitted)
         self._predictor = Predictor(self._profile, count, fitted, self._goal)
 
@@ -298,7 +299,8 @@ class _Tuning:
     def _has_same_results(self, trial: Trial) -> bool:
         """Whether it has the same results for the images as the original file."""
         try:
-            problem = "" if _same(self._results, self._service.build(trial.candidate)) else "it gives other results"
+            is_same = _same(self._results, self._service.build(trial.candidate), EXACT)
+            problem = "" if is_same else "it gives other results"
         except ToolError as error:
             problem = str(error)
         if problem:
@@ -322,14 +324,14 @@ def _repeated(times: Sequence[float], count: int) -> Iterator[float]:
     return (times[number % len(times)] + number // len(times) * span for number in range(count))
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether results are equal, with a tolerance for numbers."""
+def _same(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether results are equal, with a tolerance for numbers: other batch sizes round differently."""
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(_same(*pair, tolerance) for pair in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_same(one[key], other[key], tolerance) for key in one)
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
     return bool(one == other)
 
 

@@ -130,9 +130,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         rows.append(("noise", f"{drift}; {_others(report)}"))
     if calibration:
         machine, tail = calibration["machine"], 1000 * calibration["tail"]
-        more = f"a batch {machine['beside']:.0%} of an item more, sending {1000 * machine['front']:.2f} ms"
+        more = f"a hand-over {1000 * machine['handover']:.2f} ms"
         rows.append(("calibration", f"nodes take {machine['slower']:.2f} of their time alone, {more}"))
-        rows.append(("", f"predicted p99s include {tail:.1f} ms for delays that no node causes"))
+        rows.append(("", f"{calibration['residual']:.0%} off; predicted p99s include {tail:.1f} ms of other delays"))
         rows.append(("", f"{report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]

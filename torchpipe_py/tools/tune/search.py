@@ -29,7 +29,7 @@ MARGIN = 1.01
 TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
-_MOST_BESIDE, _FITS = 1.0, 7  # of an item's time, which a batch costs more in the pipe; steps of the bisection
+_SLOWER, _FITS = (0.4, 2.5), 7  # range and steps of the bisection
 _MOST_TAIL = 3.0  # of the simulated p99, and half the SLO; more counts as an outlier
 
 
@@ -92,7 +92,7 @@ class Predictor:
             waits = sorted(run.waited, key=lambda node: -run.waited[node])
             return quantile(latencies, 0.99) + self._fitted.tail, tuple(waits)
 
-        full = Simulation(plans, costs, self._fitted.machine).closed_loop(CLIENTS, calls)[0]
+        full = Simulation(plans, costs, self._fitted.machine).closed_loop(CLIENTS, calls)
         if goal.rate is not None:
             p99, waits = at(goal.rate)
             score = 1 / p99 if _FULL * full > goal.rate else 0.0
@@ -125,49 +125,54 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """The original file: requests per second of a closed loop, p50 and p99 of an open loop at ``rate``, in seconds.
-
-    ``front`` is the processor time that sending a request took.
-    """
+    """The original file: requests per second of a closed loop, p50 and p99 of an open loop at ``rate``, in seconds."""
 
     closed: float
     rate: float
     p50: float
     p99: float
-    front: float
 
 
 @dataclass(frozen=True)
 class Calibration:
     """The machine parameters that explain the measurements of the original file.
 
-    ``tail`` is the time in seconds by which its p99 exceeded the simulation: occasional delays of the system.
+    ``residual`` is the share by which each of its two loops was off: the error of every prediction. ``tail`` is the
+    time in seconds by which its p99 exceeded the simulation: occasional delays of the system.
     """
 
     machine: Machine
     measured: Measured
+    residual: float
     tail: float
 
 
 def calibrate(
     profile: Profile, images: int, goal: Goal, base: Candidate, clients: int, measured: Measured
 ) -> Calibration:
-    """Determine the fixed cost of a batch, how much slower nodes are in the pipe, and the tail.
+    """Determine how much slower nodes are in the pipe than alone.
 
-    A closed loop of ``clients`` has large batches, the open loop small ones, so both can be fitted.
+    Cores that are idle at times are slower, so an open loop at ``rate`` finds more than a closed one of ``clients``.
+    The limit lies between the two, so the geometric mean is taken.
     """
-    plans, costs = [base.plan()] * base.workers, profile.costs(base, images)
-    dues, machine = goal.dues(measured.rate), Machine(profile.cores, front=measured.front)
-    low, high, p99 = 0.0, _MOST_BESIDE, math.inf
-    for _ in range(_FITS):
-        machine = replace(machine, beside=(low + high) / 2)
-        for _ in range(2):
-            found = Simulation(plans, costs, machine).closed_loop(clients, CALLS)[0]
-            machine = replace(machine, slower=machine.slower * found / measured.closed)
-        latencies = sorted(Simulation(plans, costs, machine).open_loop(dues))
-        p99, is_short = quantile(latencies, 0.99), quantile(latencies, 0.5) < measured.p50
-        low, high = (machine.beside, high) if is_short else (low, machine.beside)
-    return Calibration(machine, measured, min(max(0.0, measured.p99 - p99), _MOST_TAIL * p99, goal.slo / 2))
+    plans, costs, dues = [base.plan()] * base.workers, profile.costs(base, images), goal.dues(measured.rate, CALLS)
+
+    def run(slower: float) -> Simulation:
+        return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.name].handover))
+
+    def fitted(is_fast: Callable[[float], bool]) -> float:
+        low, high = _SLOWER
+        for _ in range(_FITS):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if is_fast(middle) else (low, middle)
+        return math.sqrt(low * high)
+
+    full = fitted(lambda slower: run(slower).closed_loop(clients, CALLS) > measured.closed)
+    light = fitted(lambda slower: quantile(sorted(run(slower).open_loop(dues)), 0.5) < measured.p50)
+    p99 = quantile(sorted(run(light).open_loop(dues)), 0.99)
+    tail = min(max(0.0, measured.p99 - p99), _MOST_TAIL * p99, goal.slo / 2)
+    residual = math.sqrt(max(full, light) / min(full, light)) - 1
+    return Calibration(run(math.sqrt(full * light)).machine, measured, residual, tail)
 
 
 # --- the search

@@ -31,9 +31,9 @@ class Cost:
     """The measured costs of a node's backend.
 
     ``times`` has the seconds of each visit of each image alone; images without a visit do not reach the node. In a
-    batch of ``n`` an item takes the share ``ladder[0] + ladder[1] / n`` of that. It keeps ``cores`` cores busy. A
-    neighbour in the same process slows it by ``lock``, one anywhere by ``slowing``: 0.3 is 30 % longer. ``limits`` are
-    the batch sizes of an instance.
+    batch of ``n`` an item takes the share ``ladder[0] + ladder[1] / n`` of that. It keeps ``cores`` cores busy. A job
+    that runs at the same time slows it by ``slowing``, and in the same process by ``lock`` too: 0.3 is 30 % longer.
+    ``limits`` are the batch sizes of an instance.
     """
 
     times: Sequence[Sequence[float]]
@@ -43,12 +43,10 @@ class Cost:
     slowing: float = 0.0
     limits: tuple[int, int] = (1, 1)
 
-    def seconds(self, items: Sequence[tuple[int, int]], beside: float = 0.0) -> float:
-        """The time of a batch of ``(image, visit)``; if it may hold several, plus the share ``beside`` of an item."""
-        alone = sum(self.alone(*item) for item in items)
+    def seconds(self, items: Sequence[tuple[int, int]]) -> float:
+        """The time of a batch of ``(image, visit)``."""
         each, batch = self.ladder
-        more = beside / len(items) if self.limits[1] > 1 else 0.0
-        return alone * (each + batch / max(len(items), self.limits[0]) + more)
+        return sum(self.alone(*item) for item in items) * (each + batch / max(len(items), self.limits[0]))
 
     def alone(self, image: int, visit: int) -> float:
         """Seconds of one item alone."""
@@ -56,21 +54,17 @@ class Cost:
         return visits[visit % len(visits)] if visits else 0.0
 
 
-_SENDER = Cost([[]])
-
-
 @dataclass(frozen=True)
 class Machine:
     """The cores of a machine, and the overhead of a pipe.
 
-    In the pipe a node takes ``slower`` times its time alone, plus the share ``beside`` of an item's time per batch.
-    ``front`` is the CPU time in seconds for sending a request.
+    In the pipe a node takes ``slower`` times its time alone, plus ``handover`` seconds for a batch whose instance was
+    asleep.
     """
 
     cores: int
     slower: float = 1.0
-    beside: float = 0.0
-    front: float = 0.0
+    handover: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -212,10 +206,10 @@ class Simulation:
         self._timers: list[tuple[float, int, _InVirtualTime]] = []
         self._numbers = count()
         self._jobs: list[_Job] = []
+        self._rested: dict[Instance, float] = {}
         self._speeds: dict[Hashable, dict[Hashable, float]] = {}
         sources = [source for plan in plans for node in plan.spec.nodes.values() for source in node.map]
         self._names = {key for source in sources for pair in source.pairs for key in pair}
-        self._sending = [deque[Callable[[], None]]() for _ in plans]
         self._workers = [_VirtualRuntime(plan, self, worker) for worker, plan in enumerate(plans)]
 
     # -- for nodes ------------------------------------------------------------------------------------------------
@@ -241,14 +235,16 @@ class Simulation:
         """Start to compute a batch in an instance."""
         instance.busy = len(batch)
         self.waited[node.name] += sum(self.now - request.arrived for request in batch)
-        work = node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch], self.machine.beside)
-        work *= self.machine.slower
+        work = self.machine.slower * node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch])
+        if self._rested.get(instance) != self.now:
+            work += self.machine.handover
         self._jobs.append(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
 
     def _end(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
         """End a batch; requests that wait for the instance continue at once."""
         node.ended(batch)
         instance.rest()
+        self._rested[instance] = self.now
         node.free.append(instance)
         self.look += [node, *node.waiting]
 
@@ -269,16 +265,14 @@ class Simulation:
         )
         return latencies
 
-    def closed_loop(self, clients: int, calls: int) -> tuple[float, list[float]]:
-        """Requests per second of clients that wait for each answer, and latencies; the first tenth is left out."""
-        ends: list[tuple[float, float]] = []
+    def closed_loop(self, clients: int, calls: int) -> float:
+        """Requests per second of clients that wait for each answer; the first tenth is left out."""
+        ends: list[float] = []
         numbers = count()
 
         def call(client: int) -> None:
-            began = self.now
-
             def on_done(*_: object) -> None:
-                ends.append((self.now, self.now - began))
+                ends.append(self.now)
                 if len(ends) < calls:
                     starting.append(client)
 
@@ -286,9 +280,8 @@ class Simulation:
 
         starting = deque(range(clients))
         self._until(lambda: self.now if starting else inf, lambda: call(starting.popleft()), lambda: len(ends) >= calls)
-        first = len(ends) // 10
-        counted = ends[first:]
-        return (len(counted) - 1) / max(1e-12, counted[-1][0] - counted[0][0]), [latency for _, latency in counted]
+        counted = ends[len(ends) // 10 :]
+        return (len(counted) - 1) / max(1e-12, counted[-1] - counted[0])
 
     def _arrive(self, left: deque[tuple[int, float]], latencies: list[float]) -> None:
         index, due = left.popleft()
@@ -296,23 +289,7 @@ class Simulation:
         def on_done(*_: object) -> None:
             latencies[index] = self.now - due
 
-        worker = index % len(self._workers)
-        self._sending[worker].append(lambda: self._submit(index, on_done, worker))
-        if len(self._sending[worker]) == 1:
-            self._send(worker)
-
-    def _send(self, worker: int) -> None:
-        """Send a request: one thread of the worker sends them one after another, which takes CPU time."""
-
-        def sent() -> None:
-            self._sending[worker].popleft()()
-            if self._sending[worker]:
-                self._send(worker)
-
-        if self.machine.front:
-            self._jobs.append(_Job((worker, ""), _SENDER, self.machine.front, sent))
-        else:
-            sent()
+        self._submit(index, on_done, index)
 
     def _submit(self, image: int, on_done: Callable[..., None], turn: int) -> None:
         worker = self._workers[turn % len(self._workers)]
@@ -360,13 +337,15 @@ class Simulation:
     def _shares(self, costs: dict[Any, Cost], kinds: Counter[Any]) -> dict[Hashable, float]:
         asked = sum(costs[kind].cores * number for kind, number in kinds.items())
         fair = min(1.0, self.machine.cores / asked) if asked else 1.0
+        # NOTE: only those slow a job that run at the same time, on the other cores.
+        beside = min(1.0, (self.machine.cores - 1) / max(1, sum(kinds.values()) - 1))
         shares: dict[Hashable, float] = {}
         for kind, cost in costs.items():
             longer = 1.0
             for other, number in kinds.items():
-                others, neighbour = number - (other == kind), costs[other]
+                others, neighbour = beside * (number - (other == kind)), costs[other]
                 longer += others * min(cost.slowing, neighbour.slowing)
                 if other[0] == kind[0]:
-                    longer += others * min(cost.lock, neighbour.lock)
+                    longer += others * (cost.lock + neighbour.lock) / 2
             shares[kind] = fair / longer
         return shares

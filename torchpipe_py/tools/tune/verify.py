@@ -74,12 +74,11 @@ class Service:
         self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
         return results
 
-    def open_loop(self, dues: Sequence[float], grace_s: float) -> tuple[list[float], float]:
-        """Sorted latencies in seconds, and the CPU time of sending one; workers take turns."""
+    def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
+        """Sorted latencies in seconds; workers take turns."""
         start, numbered = perf_counter() + _HEAD_START_S, list(enumerate(dues))
         shares = [(numbered[worker :: self._workers], start, grace_s) for worker in range(self._workers)]
-        runs = self._team.each("open_loop", shares)
-        return sorted(latency for each, _ in runs for latency in each), sum(cpu for _, cpu in runs) / len(dues)
+        return sorted(latency for each in self._team.each("open_loop", shares) for latency in each)
 
     def closed_loop(self, clients: int, seconds: float) -> float:
         """Requests per second, without the first tenth of the time."""
@@ -91,7 +90,7 @@ class Service:
 
     def measure(self, goal: Goal, rate: float) -> Point:
         """Measure one open loop at ``rate``."""
-        latencies, _ = self.open_loop(goal.dues(rate), 2 * goal.slo + 0.2)
+        latencies = self.open_loop(goal.dues(rate), 2 * goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 

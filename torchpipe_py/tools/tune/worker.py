@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from math import inf
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from socket import socketpair
-from time import perf_counter, process_time, sleep, thread_time
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
@@ -111,12 +112,14 @@ def main(descriptor: int) -> None:
 class Captured:
     """The outcome of one run of all images.
 
-    ``visits`` has the visits of each image by node, ``lone`` the seconds of each image alone, ``failed`` the reasons
-    why images have no result, by number, ``gpu_bytes`` the GPU memory of the pipe.
+    ``visits`` has the visits of each image by node, ``lone`` the seconds of each image alone, ``handover`` the seconds
+    of one that pass between two threads, ``failed`` the reasons why images have no result, by number, ``gpu_bytes`` the
+    GPU memory of the pipe.
     """
 
     visits: dict[str, list[int]]
     lone: list[float]
+    handover: float
     failed: dict[int, str]
     gpu_bytes: int
 
@@ -150,20 +153,24 @@ class _State:
         for name, node in runtime.nodes.items():
             node.around = watches[name].around
         self._run_alone(runtime, self.images[0])  # the first run warms up
-        lone, failed = [], {}
+        lone, between, failed = list[float](), list[float](), dict[int, str]()
         for image, body in enumerate(self.images):
             for watch in watches.values():
                 watch.image = image
+                watch.seconds = 0.0
             began = perf_counter()
             why = self._run_alone(runtime, body)
             lone.append(perf_counter() - began)
+            threads = 1 + sum(watch.visits[image] for watch in watches.values())
+            between.append((lone[-1] - sum(watch.seconds for watch in watches.values())) / threads)
             if why:
                 failed[image] = why
         used = max(0, free - _gpu_free())
         runtime.end(perf_counter() + _WAIT_S)
         for name, unit in units.items():
             self.items.setdefault(unit, watches[name].kept)
-        return Captured({name: watch.visits for name, watch in watches.items()}, lone, failed, used)
+        visits = {name: watch.visits for name, watch in watches.items()}
+        return Captured(visits, lone, max(0.0, statistics.median(between)), failed, used)
 
     def _run_alone(self, runtime: Runtime, body: bytes) -> str:
         """Run one image; returns why it has no result, or an empty text."""
@@ -220,12 +227,12 @@ class _State:
         self.pipe(items := [{TASK_DATA_KEY: body} for body in self.images[:_COMPARED]])
         return [_comparable(data[TASK_RESULT_KEY]) for data in items if TASK_RESULT_KEY in data]
 
-    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, grace_s: float) -> tuple[list[float], float]:
+    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, grace_s: float) -> list[float]:
         """Send image ``number`` at ``start + due``; returns seconds since each was due, infinite if it failed.
 
-        It ends ``grace_s`` seconds after the last one. It also returns the CPU time of sending.
+        It ends ``grace_s`` seconds after the last one.
         """
-        latencies, done, used = [inf] * len(dues), threading.Semaphore(0), thread_time()
+        latencies, done = [inf] * len(dues), threading.Semaphore(0)
 
         def send(index: int, number: int, due: float) -> None:
             def on_done(data: Any, error: BaseException | None) -> None:
@@ -241,13 +248,13 @@ class _State:
         for index, (number, due) in enumerate(dues):
             sleep(max(0.0, start + due - perf_counter()))
             send(index, number, due)
-        used, end = thread_time() - used, perf_counter() + grace_s
+        end = perf_counter() + grace_s
         ended = next((at for at in range(len(dues)) if not done.acquire(timeout=max(0.0, end - perf_counter()))), None)
         counted = list(latencies)
         if ended is not None:  # NOTE: so that the next load starts with an idle pipe
             for _ in range(ended, len(dues)):
                 done.acquire(timeout=_WAIT_S)
-        return counted, used
+        return counted
 
     def closed_loop(self, clients: int, seconds: float, start: float) -> list[float]:
         """Run clients in a closed loop; returns the time of each answer in seconds since ``start``."""
@@ -276,7 +283,7 @@ class _Watch:
     """Counts the visits to a node, and keeps its inputs."""
 
     def __init__(self, images: int) -> None:
-        self.visits, self.image, self._room = [0] * images, -1, _KEPT_BYTES
+        self.visits, self.image, self.seconds, self._room = [0] * images, -1, 0.0, _KEPT_BYTES
         self.kept: list[tuple[Item, Data]] = []
 
     def around(self, requests: Sequence[Request], started: float, run: Any) -> Any:
@@ -286,7 +293,11 @@ class _Watch:
                 self.kept.append(((self.image, self.visits[self.image]), dict(request.data)))
                 self._room -= len(data) if isinstance(data, bytes) else getattr(data, "nbytes", 0)
             self.visits[self.image] += 1
-        return run()
+        began = perf_counter()
+        try:
+            return run()
+        finally:
+            self.seconds += perf_counter() - began
 
 
 class _Runner:
