@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.backends.model.check import EXACT
+from torchpipe_py.backends.model.check import EXACT, HALF
 from torchpipe_py.errors import counted, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
@@ -299,7 +299,7 @@ class _Tuning:
     def _has_same_results(self, trial: Trial) -> bool:
         """Whether it has the same results for the images as the original file."""
         try:
-            is_same = _same(self._results, self._service.build(trial.candidate), EXACT)
+            is_same = _same(self._results, self._service.build(trial.candidate), HALF if self._has_gpu else EXACT)
             problem = "" if is_same else "it gives other results"
         except ToolError as error:
             problem = str(error)

@@ -132,7 +132,8 @@ class _State:
     def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> None:
         os.sched_setaffinity(0, cores)
         logger.setLevel("ERROR")
-        self.source, self.images = source, images
+        _gpu_free()  # NOTE: what PyTorch itself takes is no part of a pipe, and all processes open at once
+        self.source, self.images, self.processes = source, images, len(cores)
         self.items: dict[str, list[tuple[Item, Data]]] = {}
         self.nodes: dict[tuple[str, int], list[_Runner]] = {}
         for name in imports:
@@ -165,7 +166,7 @@ class _State:
             between.append((lone[-1] - sum(watch.seconds for watch in watches.values())) / threads)
             if why:
                 failed[image] = why
-        used = max(0, free - _gpu_free())
+        used = max(0, free - _gpu_free()) // self.processes
         runtime.end(perf_counter() + _WAIT_S)
         for name, unit in units.items():
             self.items.setdefault(unit, watches[name].kept)
