@@ -15,7 +15,7 @@ from torchpipe_py.ray.columns import Column, columns_of
 from torchpipe_py.ray.resources import plan_replica, resources_of
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.pipe import Data, pipe
-from torchpipe_py.training.decode import PipeFeeder, first_error, outcome, small_jpeg, small_mat
+from torchpipe_py.training.decode import outcome, small_jpeg, small_mat, unlimited
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import check_bad_samples
 from torchpipe_py.training.samples import EMPTY, NO_BYTES, WRONG, Sample
@@ -69,9 +69,8 @@ class PipeMapper:
         self._column, self._bad_samples, self._error = column, bad_samples, f"{prefix}{ERROR}"
         given = {TASK_COLOR_KEY: color, TASK_NODE_NAME_KEY: node_name}
         self._keys = {key: value for key, value in given.items() if value is not None}
-        self._pipe = pipe(plan_replica(config))
+        self._pipe = pipe(unlimited(plan_replica(config)))
         try:
-            self._feeder = PipeFeeder(self._pipe)
             make = small_jpeg if color is None else small_mat
             tried = self._tried(examples or [make(*size) for size in SIZES])
             self._columns: list[Column] = []
@@ -126,7 +125,7 @@ class PipeMapper:
     def _run(self, images: Sequence[Any]) -> tuple[list[Data], BaseException | None]:
         """A finished request for each image, and the first error that the pipe raised."""
         requests: list[Data] = [{TASK_DATA_KEY: image, **self._keys} for image in images]
-        return requests, first_error(self._feeder.submit(requests))
+        return requests, self._pipe.submit(requests).exception()
 
     def _tried(self, examples: Sequence[Any]) -> list[Data]:
         """Requests with what the pipe gives for the examples."""

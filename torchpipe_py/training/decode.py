@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,9 @@ from torch.utils.data import get_worker_info
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, parse_toml
+from torchpipe_py.plan.sharing import MOST_INFLIGHT
 from torchpipe_py.runtime.pipe import Data, pipe
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.samples import CORRUPT, WRONG, Sample
@@ -28,42 +27,9 @@ CHUNK = 16
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
-class PipeFeeder:
-    """Submits lists of requests to a pipe, and waits while the pipe is at its limit. Thread-safe."""
-
-    def __init__(self, run: pipe) -> None:
-        self._pipe = run
-        self._limit: int = run.stats()["max_inflight"]
-        self._free, self._changed = self._limit, threading.Condition()
-
-    def submit(self, requests: Sequence[Data]) -> list[Future[Any]]:
-        """Submit the requests in parts that the pipe accepts at once; returns a future for each part."""
-        futures = []
-        for start in range(0, len(requests), self._limit):
-            part = requests[start : start + self._limit]
-            with self._changed:
-                while len(part) > self._free:
-                    self._changed.wait()
-                self._free -= len(part)
-            try:
-                future = self._pipe.submit(part)
-            except BaseException:
-                self._leave(len(part))
-                raise
-            future.add_done_callback(partial(self._leave, len(part)))
-            futures.append(future)
-        return futures
-
-    def _leave(self, count: int, done: Future[Any] | None = None) -> None:
-        with self._changed:
-            self._free += count
-            self._changed.notify_all()
-
-
-def first_error(futures: Sequence[Future[Any]]) -> BaseException | None:
-    """Wait for all futures; returns the first error of the pipe."""
-    errors = [future.exception() for future in futures]
-    return next((error for error in errors if error is not None), None)
+def unlimited(pipeline: Pipeline) -> Pipeline:
+    """The plan without its ``max_inflight``, for a caller that limits what is under way itself."""
+    return replace(pipeline, spec=replace(pipeline.spec, max_inflight=MOST_INFLIGHT))
 
 
 class Decoder:
@@ -79,8 +45,8 @@ class Decoder:
         processes = 1 if worker is None else worker.num_workers  # which share the cores
         try:
             for device in devices:
-                self._pipes.append(pipe(plan_pipeline(on_device(toml_path, device), processes=processes)))
-            self._feeders = [PipeFeeder(run) for run in self._pipes]
+                plan = plan_pipeline(on_device(toml_path, device), processes=processes)
+                self._pipes.append(pipe(unlimited(plan)))
             self._pipes[0](request := {TASK_DATA_KEY: small_jpeg()})
             trial = _with_image(Sample(0), request, None)
             if trial.kind:
@@ -93,18 +59,19 @@ class Decoder:
         self.chunk: int = max(CHUNK, self._pipes[0].max()) if len(self._pipes) == 1 else 0
 
     def start(self, samples: Sequence[Sample]) -> Callable[[], list[Sample]]:
-        """Start decoding, once the pipes have room; returns a function for the outcome.
+        """Start decoding; returns a function for the outcome.
 
         That function waits, and returns the samples with Tensors in place of bytes, each on the device of its share;
         samples without bytes are unchanged.
         """
         requests = [None if sample.image is None else {TASK_DATA_KEY: sample.image} for sample in samples]
         futures = []
-        for feeder, share in zip(self._feeders, shares_of(requests, len(self._feeders)), strict=True):
-            futures += feeder.submit([request for request in share if request is not None])
+        for run, share in zip(self._pipes, shares_of(requests, len(self._pipes)), strict=True):
+            futures.append(run.submit([request for request in share if request is not None]))
 
         def finish() -> list[Sample]:
-            problem = first_error(futures)
+            errors = [future.exception() for future in futures]
+            problem = next((error for error in errors if error is not None), None)
             for sample, request in zip(samples, requests, strict=True):
                 if request is not None:
                     _with_image(sample, request, problem)
