@@ -125,7 +125,7 @@ def to_array(key: str, value: Any, dtypes: Collection[str] = DTYPES) -> np.ndarr
             value = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
     if not isinstance(value, np.ndarray) or value.dtype.name not in dtypes:
         raise NoResult(f"{key!r} is an array of {value.dtype}, which has no form on the wire")
-    return value
+    return np.asarray(value)  # of one with a mask the numbers
 
 
 def check_finite(key: str, array: np.ndarray, hint: str = "") -> None:

@@ -18,7 +18,7 @@ from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.methods.oip.requests import InferRequest, Wanted
 from torchpipe_py.methods.oip.results import kept, outputs_of
 
-LABELS = tuple("abc")
+LABELS = (*"abc", "")  # no label is the same as an empty one
 NUMBERS = [[0.5, 3, -1]]
 
 
@@ -44,6 +44,10 @@ def classified(classes: int, *values: Any, name: str = "y", labels: tuple[str, .
         ([np.array([[7, 255, 0]], np.uint8)], 2, [[1, 2], ["255:1:b", "7:0:a"]]),
         ([np.array([[np.nan, 1, np.inf]])], 3, [[1, 3], ["inf:2:c", "1.000000:1:b", "nan:0:a"]]),
         ([np.array([[0, 1, 2, 3.5]])], 2, [[1, 2], ["3.500000:3", "2.000000:2:c"]]),
+        ([np.array([[2**53, 2**53 + 1]])], 1, [[1, 1], [f"{2**53 + 1}:1:b"]]),
+        ([np.array([[True, False, True]])], 2, [[1, 2], ["1:0:a", "1:2:c"]]),
+        ([np.full((1, 3), np.nan)], 2, [[1, 2], ["nan:0:a", "nan:1:b"]]),
+        ([np.array([[0, 1, 2, 3, 4]])], 1, [[1, 1], ["4:4"]]),
     ],
 )
 def test_the_best_classes(values: list[Any], classes: int, expected: Any) -> None:

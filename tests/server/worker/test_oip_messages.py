@@ -268,6 +268,7 @@ def test_rankings_are_filled_up():
         ([torch.tensor([[1.0, 2.0]])], ("FP32", [1, 2], [1, 2])),
         ([torch.tensor([[1, 2]]), torch.tensor([[3, 4]])], ("INT64", [2, 2], [1, 2, 3, 4])),
         ([np.zeros((3, 1), np.uint8)], ("UINT8", [3, 1], [0, 0, 0])),
+        ([np.ma.array([1, 2], mask=[False, True])], ("INT64", [2], [1, 2])),
         ([torch.tensor([1.5, -2.0], dtype=torch.bfloat16)], ("BF16", [2], [1.5, -2])),
         ([torch.tensor([0.5], dtype=torch.float16)], ("FP16", [1], [0.5])),
         ([torch.tensor(True), np.array(False)], ("BOOL", [2], [True, False])),

@@ -64,14 +64,22 @@ def _best_classes(output: Output, items: int, most: int, labels: Sequence[str], 
         )
     if (count := items * min(most, size)) > MOST_ITEM_VALUES:
         raise InvalidRequest(f"output {name[:40]!r}: classification: {count} texts; the limit is {MOST_ITEM_VALUES}")
-    rows = output.numbers().reshape(items, size)
-    best = np.argsort(-rows.astype(np.float64), 1, kind="stable")[:, :most]
     found = []
-    for numbers_, indices in zip(np.take_along_axis(rows, best, 1).tolist(), best.tolist(), strict=True):
-        for number, index in zip(numbers_, indices, strict=True):
+    for row in output.numbers().reshape(items, size):
+        best = _largest(row, count // items)
+        for number, index in zip(row[best].tolist(), best.tolist(), strict=True):
             text = f"{number:f}:{index}" if isinstance(number, float) else f"{number:d}:{index}"
-            found.append(answers.utf8_text(f"{text}:{labels[index]}" if index < len(labels) else text))
-    return texts(name, found, best.shape)
+            label = labels[index] if index < len(labels) else ""
+            found.append(answers.utf8_text(f"{text}:{label}" if label else text))
+    return texts(name, found, [items, count // items])
+
+
+def _largest(row: np.ndarray, count: int) -> np.ndarray:
+    """The indices of a vector's ``count`` largest numbers, the largest and of equals the first one first, NaN last."""
+    keys = -row if row.dtype.kind == "f" else ~row
+    # NOTE: a million numbers are sorted in 0.2 s, which nothing else of the instance gets, and parted in 4 ms.
+    chosen = np.flatnonzero(~(keys > np.partition(keys, count - 1)[count - 1]))
+    return chosen[np.argsort(keys[chosen], kind="stable")[:count]]
 
 
 def _of_results(values: Sequence[Any], names: Sequence[str]) -> list[Output]:
