@@ -24,6 +24,7 @@ from kit.steered import Steered
 from kit.waits import WAIT, error_of, eventually
 
 from torchpipe_py import pipe
+from torchpipe_py.methods.oip import core
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 messages = pytest.importorskip("torchpipe_py.methods.oip.messages")
@@ -332,13 +333,18 @@ def test_a_watch_whose_client_takes_no_answer_does_not_delay_the_end() -> None:
 
 
 def test_many_watches_ask_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a name that is not served looked for among the others again and again."""
     asked: list[float] = []
+    searched: list[str] = []
     stats = pipe.stats
     monkeypatch.setattr(pipe, "stats", lambda self: asked.append(0.0) or stats(self))
+    monkeypatch.setattr(core, "nearest", lambda name, valid: searched.append(name) or "")
     with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
         held = [on.unary_stream(WATCH)(b"", timeout=WAIT) for _ in range(50)]
         assert {next(each) for each in held} == {SERVING}
         assert len(asked) < len(held)
+        assert next(on.unary_stream(WATCH)(b"\n\x01x", timeout=WAIT)) == b"\x08\x03"
+        assert not searched
 
 
 def test_a_call_leaves_nothing_to_the_garbage_collector() -> None:
