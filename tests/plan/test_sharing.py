@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +29,32 @@ def parts(config: dict[str, Any]) -> tuple[Pipeline, Pipeline]:
     return worker_part(plan, lambda section, label: BackendPlan(Backend, f"remote {label}", {})), engine_part(plan)
 
 
-@pytest.mark.parametrize(("device", "there"), [({}, "cpu"), ({"device": "cuda"}, "cuda"), ({"device": "cpu"}, "cpu")])
-def test_workers_keep_tensors_for_a_shared_node_on_the_cpu(device: dict[str, str], there: str) -> None:
-    mats = own("more", **{**device, "backend": "S[DecodeMat,Mat2Tensor]"})
-    workers, _ = parts({"mats": mats, "more": node(), "other": own(backend="Mat2Tensor")})
-    devices = {name: [*plan.backends[0].parts()][-1].params.get("device_type") for name, plan in workers.plans.items()}
-    assert devices == {"mats": there, "more": None, "other": ""}
+TENSORS = {"backend": "S[DecodeMat,Mat2Tensor]"}
+
+
+@pytest.mark.parametrize(
+    ("config", "there"),
+    [
+        ({"mats": own("more", **TENSORS)}, "cpu"),
+        ({"mats": own("more", device="cuda", **TENSORS)}, "cuda"),
+        ({"mats": own("more", device="cpu", **TENSORS)}, "cpu"),
+        ({"mats": own("between", **TENSORS), "between": own("more")}, "cpu"),
+        ({"mats": own("jump", **TENSORS), "jump": own(backend="Jump", jump="more")}, "cpu"),
+        ({"mats": own(**TENSORS), "mats.2": {"next": "more"}}, "cpu"),
+    ],
+)
+def test_workers_keep_tensors_for_a_shared_node_on_the_cpu(config: dict[str, Any], there: str) -> None:
+    workers, _ = parts({**config, "more": node(), "other": own(backend="Mat2Tensor")})
+    found = {name: part.params["device_type"] for name, part in tensor_parts(workers)}
+    assert (found["mats"], found["other"]) == (there, "")
+
+
+def tensor_parts(pipeline: Pipeline) -> Iterator[tuple[str, BackendPlan]]:
+    """Node and plan of each backend with a device for its Tensors."""
+    for name, plan in pipeline.plans.items():
+        for part in (part for backend in plan.backends for part in backend.parts()):
+            if "device_type" in part.params:
+                yield name, part
 
 
 JOIN = "left[result:data],right[result:other]"

@@ -121,17 +121,16 @@ def engine_part(pipeline: Pipeline) -> Pipeline:
 def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan]) -> Pipeline:
     """The plan with one node for each section, under the name of its head.
 
-    ``remote(section, label)`` returns the backend that this node runs. The nodes before it keep Tensors on the CPU
+    ``remote(section, label)`` returns the backend that this node runs. All nodes before it keep Tensors on the CPU
     unless the configuration says otherwise: another process cannot take them from a GPU.
     """
     found = sections(pipeline)
     inner = {name for section in found for name in section.nodes[1:]}
     named = {section.nodes[-1]: section.head for section in found}
     plans = {name: _renamed(plan, named) for name, plan in pipeline.plans.items() if name not in inner}
-    heads = {section.head for section in found}
-    for name, plan in plans.items():
-        if heads.intersection(plan.spec.next):
-            plans[name] = replace(plan, backends=tuple(backend.on_cpu() for backend in plan.backends))
+    before = {name for section in found for name in pipeline.graph.upstream[section.head]}
+    for name in before.union(pipeline.spec.nodes[name].owner for name in before).intersection(plans):
+        plans[name] = replace(plans[name], backends=tuple(backend.on_cpu() for backend in plans[name].backends))
     for section in found:
         plan = plans[section.head]
         next_ = pipeline.spec.nodes[section.nodes[-1]].next
