@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -21,12 +22,14 @@ from kit.services import LIGHT, Process, turn
 from kit.videos import web_server, write_video
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
+from torchpipe_server.options import Options
 from torchpipe_server.supervisor import streams as module
 from torchpipe_server.supervisor.monitoring.figures import Event
 from torchpipe_server.supervisor.streams import SharedStreams, Subscriber
+from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.worker import streams as worker_module
 
-from torchpipe_py import cli, pipe
+from torchpipe_py import cli, parse_toml, pipe
 from torchpipe_py.streams import Frame
 
 pytest.importorskip("av")
@@ -86,6 +89,22 @@ def test_each_stream_has_one_reader_and_stays_there() -> None:
         assert {each["worker"] for each in shared.figures({}).values()} == ({0} if workers else {None})
     assert all(reader.has_streams for reader in readers)
     loop.close()
+
+
+def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None:
+    """Otherwise the next worker that is ready would begin the first one's streams anew."""
+    (folder / "one.toml").write_text('[a]\nsource = "a.ts"\n')
+    options = Options(str(folder / "small.toml"), streams=str(folder / "one.toml"), workers=2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        supervisor = Supervisor(listener, options, lambda: parse_toml(folder / "small.toml"), None)
+        reader: Any = Reader()
+        reader.is_ready = True
+        supervisor._fleet.now.workers[0].child = reader
+        for has_begun, given in ((False, None), (True, ["a"])):
+            supervisor._fleet.has_begun = has_begun
+            supervisor._step()
+            assert reader.given == given
+        supervisor.loop.close()
 
 
 class SlowCall:

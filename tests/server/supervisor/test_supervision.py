@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -170,9 +171,28 @@ def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path)
         assert not is_alive(engine)
 
 
-def test_all_processes_end_with_the_supervisor(tmp_path: Path) -> None:
-    with sharing(tmp_path) as service:
-        processes = psutil.Process(service.wait_started().pid).children(recursive=True)
+def test_a_signal_lets_an_engine_process_finish_what_was_accepted(tmp_path: Path) -> None:
+    with sharing(tmp_path) as service, ExitStack() as stack:
+        service.wait_started()
+        clients = [stack.enter_context(Client(service.port)) for _ in range(8)]
+        seqids = [client.send_batch(b"block %d" % index) for index, client in enumerate(clients)]
+        eventually(lambda: service.inflight == len(clients))
+        service.signal()
+        eventually(lambda: service.get("ready")[0] == 503)
+        service.open()
+        labels = [client.receive(seqid).label for client, seqid in zip(clients, seqids, strict=True)]
+        assert labels == [f"block {index}" for index in range(len(clients))]
+        assert service.wait() == 0, service.stderr
+
+
+def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
+    with sharing(tmp_path, "--hang-seconds", "1") as service, Client(service.wait_started().port) as client:
+        before = service.pids("engines")
+        assert client.error_of("infer_batch", params=IDL.InferenceParams(uuid="u", data=b"block")).code == "worker_died"
+        eventually(lambda: service.is_ready and service.pids("engines") not in ([], before))
+        assert client.infer_batch(b"x") == ("x", 1.0)
+        assert "has a batch that does not end: replacing it" in service.stderr
+        processes = psutil.Process(service.pid).children(recursive=True)
         assert len(processes) >= 4
         service.process.kill()
         eventually(lambda: not any(map(is_alive, processes)))
