@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="check a configuration without loading a model")
-    text = "TOML files, or folders of them, as torchpipe-serve takes it"
+    text = "TOML files, or folders of them, as for torchpipe-serve"
     check.add_argument("configs", nargs="+", metavar="config", help=text)
     _add_imports(check)
     check.add_argument("--streams", metavar="FILE", help="check this file of streams as well")
@@ -130,7 +130,7 @@ def _check(configs: Sequence[str], streams: str | None) -> None:
         from torchpipe_py.streams.config import read_streams
 
         if len(configs) > 1:
-            raise ConfigError("--streams: goes with one configuration")
+            raise ConfigError("--streams: give only one configuration with it")
         pipeline = plan_pipeline(parse_folder(config) if os.path.isdir(config) else config)
         print(f"{streams}: ok, {counted(len(read_streams(streams, pipeline)), 'stream')}")
 

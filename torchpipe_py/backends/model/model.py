@@ -75,8 +75,8 @@ class ModelBackend(Backend):
         for key in ("mean", "std"):
             yield from _pixel_remarks(key, params[key])
         if not (params["mean"] or params["std"]) and (noted := noted_normalisation(params["model"])):
-            text = f"{params['model']} was exported for {noted}; without them its scores are right only where something"
-            yield Remark("mean", f"{text} before normalises, and mean = 0 says so", is_doubt=True)
+            text = f"{params['model']} was exported for {noted}; without them its scores are wrong, unless a node"
+            yield Remark("mean", f"{text} before it normalises: then write mean = 0", is_doubt=True)
         yield from _declared_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):
