@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 import threading
@@ -19,9 +18,7 @@ from typing import Any
 
 from torchpipe_py import filters
 from torchpipe_py.backends.base import Backend
-from torchpipe_py.errors import ConfigError
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.errors import ConfigError, logger
 
 ENTRY_POINT_GROUP = "torchpipe_py.backends"
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import difflib
-import logging
 import os
 import re
 import stat
 from collections.abc import Mapping
 
 from torchpipe_py.encryption.cipher import KEY_BYTES
-from torchpipe_py.errors import ConfigError
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.errors import ConfigError, logger
 
 FORMS = "64 hex digits or 44 characters of base64"
 HOW = "torchpipe encrypt --new_key FILE makes one"

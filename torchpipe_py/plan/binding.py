@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +18,6 @@ from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import backend_instead_of, elsewhere, instead_of, is_service_flag
 from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
 from torchpipe_py.values import Value, to_str
-
-logger = logging.getLogger("torchpipe_py")
 
 
 @dataclass(frozen=True)

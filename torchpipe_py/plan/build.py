@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.cores import usable_cores
-from torchpipe_py.errors import Problems
+from torchpipe_py.errors import Problems, logger
 from torchpipe_py.filters import run, swap
 from torchpipe_py.plan.binding import BackendPlan, Binder, FilterPlan, expand
 from torchpipe_py.plan.config import (
@@ -31,8 +30,6 @@ from torchpipe_py.plan.graph import Graph, add_jumps, build_graph
 from torchpipe_py.plan.isolation import decodes, isolated
 from torchpipe_py.plan.unknown import instead_of
 from torchpipe_py.registry import Registry, default
-
-logger = logging.getLogger("torchpipe_py")
 
 MOST_BY_CORES = 8
 """Maximum number of instances if it is derived from the number of cores."""

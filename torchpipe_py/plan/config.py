@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import stat
@@ -10,12 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
+from torchpipe_py.errors import ConfigError, Problems, logger, nearest, quoted
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import ELSEWHERE
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_key, to_str, to_strings
-
-logger = logging.getLogger("torchpipe_py")
 
 GLOBAL = "global"
 DEFAULT_NODE = "node"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import math
 import os
 import pickle
@@ -18,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchpipe_py.encryption.keys import without_keys
-from torchpipe_py.errors import DecodeError, Failure, WorkerDied, first_line
+from torchpipe_py.errors import DecodeError, Failure, WorkerDied, first_line, logger
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.proc import raw
 from torchpipe_py.proc.child import keep_from_forks, start_interpreter
@@ -27,8 +26,6 @@ from torchpipe_py.proc.confine import confine, end_with_parent, limit_memory
 from torchpipe_py.proc.link import SET_UP, Header
 from torchpipe_py.proc.setup import Setup
 from torchpipe_py.proc.worker import Answerer, make_backend, prepare
-
-logger = logging.getLogger("torchpipe_py")
 
 START_SECONDS = 120.0
 """Time limit for importing the libraries of its decoders."""

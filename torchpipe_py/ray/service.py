@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure
+from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure, logger
 from torchpipe_py.methods.inference import Inference
 from torchpipe_py.methods.routes import Cancellable, Done, Routes, RpcRequest, Served, json_answer
 from torchpipe_py.methods.timing import timed
@@ -27,9 +26,6 @@ from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeE
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import priority_in
 from torchpipe_py.wire.values import output_of
-
-logger = logging.getLogger("torchpipe_py")
-
 
 MOST_FIELDS = 2**12
 """Of a message over gRPC, as of ``torchpipe-serve`` by default."""

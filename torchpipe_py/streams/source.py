@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -11,11 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchpipe_py.errors import BackendUnavailable, first_line
+from torchpipe_py.errors import BackendUnavailable, first_line, logger
 from torchpipe_py.streams.config import StreamOptions
 from torchpipe_py.streams.nvdec import GpuFrames, UndecodableError, to_tensor
-
-logger = logging.getLogger("torchpipe_py")
 
 MOST_BROKEN = 100
 """Packets in a row that cannot be decoded, after which a stream is given up."""

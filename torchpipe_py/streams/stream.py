@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections import deque
@@ -10,11 +9,9 @@ from contextlib import closing, suppress
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import BackendUnavailable, describe
+from torchpipe_py.errors import BackendUnavailable, describe, logger
 from torchpipe_py.streams.config import ALL, LATEST, StreamOptions
 from torchpipe_py.streams.source import Picture, SourceError, read_pictures
-
-logger = logging.getLogger("torchpipe_py")
 
 AHEAD = 8
 """Frames that wait at most where all of them are wanted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,12 +10,10 @@ from typing import Any
 from torchpipe_py.backends.base import Backend, BatchRange, Data, ItemBackend, close_all, explain_returned, run_padded
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest
+from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, InvalidRequest, logger
 from torchpipe_py.filters import RUN, SKIP, Status, run, swap
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import Value, to_int, to_list
-
-logger = logging.getLogger("torchpipe_py")
 
 
 class Identity(ItemBackend):

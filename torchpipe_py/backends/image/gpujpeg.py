@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,9 @@ from torchpipe_py.backends.image.nvimgcodec import NvImageCodec
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED, ENCODED_IMAGE, TENSOR, Signature
 from torchpipe_py.cores import usable_cores
-from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line
+from torchpipe_py.errors import BackendUnavailable, DecodeError, InvalidRequest, first_line, logger
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_int, to_str
-
-logger = logging.getLogger("torchpipe_py")
 
 CHECKERS = 8
 """Threads that check the files of one batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
@@ -11,9 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Protocol
 
-from torchpipe_py.errors import DeadlineExceeded
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.errors import DeadlineExceeded, logger
 
 SMALL = 2**22
 """Bytes. Smaller amounts are not counted: there are no more of them than decoding threads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -13,9 +12,7 @@ from itertools import compress
 from tempfile import TemporaryFile
 from typing import Any
 
-from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line, logger
 
 OLDEST = "0.9"  # that is known to work
 CPU_THREADS = 1  # of a decoder, for what the GPU leaves to the CPU

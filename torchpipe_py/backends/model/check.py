@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,8 @@ import numpy as np
 
 from torchpipe_py.backends.model.inputs import fits
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
-from torchpipe_py.errors import ConfigError, first_line
+from torchpipe_py.errors import ConfigError, first_line, logger
 from torchpipe_py.values import Value, to_int, to_str
-
-logger = logging.getLogger("torchpipe_py")
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
 

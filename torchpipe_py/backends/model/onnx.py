@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +16,10 @@ from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.encryption.model_file import ModelFile
-from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, nearest
+from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, logger, nearest
 from torchpipe_py.files import ONNX
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
-
-logger = logging.getLogger("torchpipe_py")
 
 _DTYPES = {
     "tensor(float)": np.float32,

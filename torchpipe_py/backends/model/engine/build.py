@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,7 @@ from torchpipe_py.backends.model.onnx_graph import node_name
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID
-from torchpipe_py.errors import BackendUnavailable, ConfigError
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.errors import BackendUnavailable, ConfigError, logger
 
 FORMAT = 1  # of the key file; raised when engines must be built anew for a reason no key shows
 PROGRESS_SECONDS = 5.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import stat
@@ -15,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from torchpipe_py.encryption.cipher import Cipher, CipherError
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import ConfigError, logger
 from torchpipe_py.files import ENCRYPTED, replace_file
-
-logger = logging.getLogger("torchpipe_py")
 
 
 class EngineCache:

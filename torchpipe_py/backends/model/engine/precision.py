@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +12,7 @@ import numpy as np
 from torchpipe_py.backends.model.check import HALF, QUANTISED, Bounds
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, no_layer
 from torchpipe_py.encryption.model_file import UNSAID
-from torchpipe_py.errors import ConfigError
-
-logger = logging.getLogger("torchpipe_py")
+from torchpipe_py.errors import ConfigError, logger
 
 LARGEST = 65504.0  # number of fp16
 SHOWN = 5  # layers that a message names
