@@ -11,11 +11,7 @@ from importlib import import_module
 
 from torchpipe_py.arguments import ArgumentParser
 
-MODULES = {
-    "demo": "examples.demo",
-    "textures": "examples.textures",
-    "loader_throughput": "recipes.loaders",
-}
+MODULES = {"demo": "examples.demo", "textures": "examples.textures", "loader_throughput": "recipes.loaders"}
 
 
 def main() -> int:

@@ -62,9 +62,8 @@ def _compare(report: Report, config: str, images: str, imports: tuple[str, ...],
         keys = sorted({key for _, key in knobs})
         for values in product(*(SWEEP[key] for key in keys)):
             chosen = dict(zip(keys, values, strict=True))
-            swept.append(
-                Candidate(shape, workers, tuple(sorted((node, key, float(chosen[key])) for node, key in knobs)))
-            )
+            settings = tuple(sorted((node, key, float(chosen[key])) for node, key in knobs))
+            swept.append(Candidate(shape, workers, settings))
     goal = Goal(found["slo_p99"], None, list(islice(poisson_times(1.0, 1), 20_000)), args.seconds)
     with closing(Team(config, load_images(Path(images), False).bodies, imports, cores)) as team:
         service = Service(team)
