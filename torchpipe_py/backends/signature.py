@@ -30,7 +30,7 @@ class TensorSpec:
     """A model's declaration of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
 
     ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown. ``labels``
-    name the classes of an output that has a number for each.
+    name the classes of an output that has one number per class.
     """
 
     name: str

@@ -14,7 +14,7 @@ COLOR = (80, 220, 60)
 def draw_boxes(image: Any, result: Any) -> np.ndarray:
     """A copy of ``image`` with the boxes in ``result``, and the label of what has none; H×W×3 ``uint8`` BGR.
 
-    ``image`` is as a ``Frame`` has it: the same, or a Tensor 1×3×H×W ``uint8`` RGB.
+    ``image`` is the image of a ``Frame``: H×W×3 ``uint8`` BGR, or a Tensor 1×3×H×W ``uint8`` RGB.
     A box is ``{"box": [left, top, right, bottom], "label": …, "score": …}`` in pixels of the image, or a list that
     begins with these four numbers. ``(label, score)`` of the whole image is written into its corner.
     """

@@ -13,14 +13,14 @@ _NO_PTS = -(2**63)
 
 
 class UndecodableError(Exception):
-    """A packet that the GPU cannot decode: it waits for the next key frame."""
+    """A packet that the GPU cannot decode. Decoding continues at the next key frame."""
 
 
 class GpuFrames:
     """Decodes the packets of one stream; it shares no decoder with another stream.
 
-    ``BackendUnavailable`` if PyNvVideoCodec or CUDA is missing, and unless it is H.264 of 8 bits, 4:2:0: damaged HEVC
-    came out differently each time, as if it showed memory of others (H100, PyNvVideoCodec 2.2).
+    ``BackendUnavailable`` if PyNvVideoCodec or CUDA is missing, and for anything but H.264 of 8 bits, 4:2:0: damaged
+    HEVC gave other pixels each time, perhaps from memory of other streams (H100, PyNvVideoCodec 2.2).
     """
 
     def __init__(self, av: Any, stream: Any, device_id: int, is_live: bool) -> None:
@@ -52,7 +52,7 @@ class GpuFrames:
         self._decoder: Any = None
 
     def decode(self, packet: Any) -> list[tuple[float | None, Any]]:
-        """Seconds, and a Tensor 1×3×H×W ``uint8`` RGB on the GPU, of each frame that is complete now."""
+        """The frames that are complete now: seconds, and a Tensor 1×3×H×W ``uint8`` RGB on the GPU."""
         try:
             parts = self._filter.filter(packet) if packet.size else [*self._filter.filter(None), None]
             return [frame for part in parts for frame in self._decode(part)]
@@ -82,7 +82,7 @@ class GpuFrames:
 
 
 def to_tensor(mat: Any, device_id: int) -> Any:
-    """The same of an image H×W×3 RGB that the CPU decoded; it stays there if there is no GPU."""
+    """An image H×W×3 ``uint8`` RGB as a Tensor 1×3×H×W, on the GPU if there is one."""
     import torch
 
     image = torch.from_numpy(mat).permute(2, 0, 1)[None].contiguous()

@@ -129,7 +129,7 @@ def read_labels(path: str) -> list[str]:
 
 
 class OfClasses(Postprocessor):
-    """What takes labels for the classes of the first output, N×C: lines of the label file."""
+    """A postprocessor with labels for the classes of the first output, N×C: the lines of the label file."""
 
     uses: ClassVar[Collection[str]] = ("labels",)
 

@@ -29,7 +29,7 @@ class NotServedError(TorchpipeError):
 
 
 def shared_memory(region: object) -> None:
-    """What a request about shared memory comes to: an error, or nothing if it is about all regions, which are none.
+    """Refuse a request about a region of shared memory. One about all regions passes: there are none.
 
     Triton's perf_analyzer begins by unregistering all.
     """

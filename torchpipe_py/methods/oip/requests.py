@@ -44,7 +44,7 @@ class OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     classification: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def wanted(self, name: str, is_binary: bool) -> Wanted:
-        """The output of this name; ``is_binary`` where it is not said."""
+        """The output of this name; ``is_binary`` is the default."""
         return Wanted(name, is_binary if self.binary_data is None else self.binary_data, self.classification or 0)
 
 
@@ -68,7 +68,7 @@ class Given(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An output that is asked for, whether as binary, and above 0 its so many best classes in place of its numbers."""
+    """A requested output, whether as binary; with ``classes`` above 0, that many best classes instead of numbers."""
 
     name: str
     is_binary: bool
@@ -87,7 +87,7 @@ class InferRequest(NamedTuple):
     priority: int = 0
 
     def is_plain(self, is_binary: bool, data: Row) -> bool:
-        """Whether all outputs are of the result in ``data`` as it is, and come in this form."""
+        """Whether the answer is the unchanged result in ``data``, and all of it binary or not, as ``is_binary``."""
         if not self.outputs:
             return self.is_binary == is_binary
         return all(

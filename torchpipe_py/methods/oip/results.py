@@ -51,8 +51,9 @@ def outputs_of(
 
 
 def _best_classes(output: Output, items: int, most: int, labels: Sequence[str], is_labelled: bool) -> Output:
-    """Triton's classification: of each item's vector the ``most`` largest, or all where there are fewer, the largest
-    first, as texts ``number:index:label``, without the label where there is none.
+    """Triton's classification: the ``most`` largest numbers of each item's vector, or all if it has fewer.
+
+    They are texts ``number:index:label``, the largest first, or ``number:index`` without labels.
     """
     name, datatype, shape, data = output
     size = 0 if is_labelled or isinstance(data, list) else data.size // items
