@@ -214,7 +214,7 @@ def two_layers(path: Path) -> list[list[np.ndarray]]:
 def test_the_layer_that_int8_harms_is_found(folder: Path) -> None:
     inputs = two_layers(folder / "two.onnx")
     quantiser = Quantiser(str(folder / "two.onnx"), folder)
-    quantiser.calibrate(inputs)
+    quantiser.inputs = inputs
     assert quantiser.layers == ["first", "second"]
     assert search(quantiser, (), 2, 0) == ["first"]
     assert search(quantiser, (), 2, 100) == []

@@ -155,10 +155,8 @@ class ControlledDelay:
         """The target for such a request in seconds."""
         if self._target is not None:
             return self._target
-        return max(LEAST_TARGET, COMPUTES * compute) * (PATIENT if self._is_patient() else 1)
-
-    def _is_patient(self) -> bool:
-        return self._target is None and self._patience is not None and self._patience.is_endless
+        is_patient = self._patience is not None and self._patience.is_endless
+        return max(LEAST_TARGET, COMPUTES * compute) * (PATIENT if is_patient else 1)
 
 
 class Patience:

@@ -42,15 +42,12 @@ class SingleNode(Node):
 
     def _stays_with_caller(self, request: Request, caller: Caller) -> bool:
         # One of several branches stays; more stay only if a hand-over would take longer than the backend.
-        if not self._any_thread or (caller and not self._is_quick()):
+        record = self.instances[0].record
+        if not self._any_thread or (caller and record.compute_time > _HAND_OVER * record.singles):
             return False
         self._reached.add(request)
         caller.append((self, request))
         return True
-
-    def _is_quick(self) -> bool:
-        record = self.instances[0].record
-        return record.compute_time <= _HAND_OVER * record.singles
 
     def run_on_caller(self, request: Request) -> None:
         """Run the backend on the calling thread instead of an idle instance; queue the request if none is idle."""

@@ -14,7 +14,7 @@ from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
-from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.report import ToolError, aligned
 
 REPORT_SECONDS = 5.0
 
@@ -55,13 +55,11 @@ def run_watch(options: argparse.Namespace) -> int:
 def summary(streams: Streams, seconds: float) -> str:
     """A table with a line for each stream."""
     columns = ("state", "decoded", "results", "dropped", "stale", "errors", "reconnects")
-    stats = streams.stats()
-    width = max((len(name) for name in stats), default=6)
-    lines = [f"{'stream':{width}}  fps    {'  '.join(f'{name:>10}' for name in columns)}"]
-    for name, counts in stats.items():
+    rows = []
+    for name, counts in streams.stats().items():
         rate = counts["results"] / seconds if seconds else 0.0
-        lines.append(f"{name:{width}}  {rate:5.1f}  {'  '.join(f'{counts[key]:>10}' for key in columns)}")
-    return "\n".join(lines)
+        rows.append((name, f"{rate:.1f}", *[str(counts[key]) for key in columns]))
+    return "\n".join(aligned(rows, ("stream", "fps", *columns)))
 
 
 def _window() -> Callable[[Frame], None]:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -203,12 +204,8 @@ class GraphedNetwork:
     def _prepared(self, key: RunKey) -> Callable[[], list[Any]]:
         run = self._runs.get(key)
         if run is None:
-            run = self._runs[key] = self._eager(key) if self._pool is None else self._captured(key)
+            run = self._runs[key] = partial(self._enqueue, key, []) if self._pool is None else self._captured(key)
         return run
-
-    def _eager(self, key: RunKey) -> Callable[[], list[Any]]:
-        host: list[Any] = []
-        return lambda: self._enqueue(key, host)
 
     def _captured(self, key: RunKey) -> Callable[[], list[Any]]:
         host: list[Any] = []

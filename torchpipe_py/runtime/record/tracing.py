@@ -96,15 +96,10 @@ class Trace:
         for request in requests:
             taken = taken_at(request.arrived, collected, started)
             arrived, taken, since, until = (time - self._begin for time in (request.arrived, taken, started, ended))
-            number = self._number(request)
-            self._visits.append(Visit(node, instance, size, arrived, taken, since, until, number, batch))
-
-    def _number(self, request: Request) -> int:
-        request = callers_request(request)
-        with self._lock:
-            if not request.number:
-                request.number = next(self._numbers)
-        return request.number
+            caller = callers_request(request)
+            with self._lock:
+                caller.number = caller.number or next(self._numbers)
+            self._visits.append(Visit(node, instance, size, arrived, taken, since, until, caller.number, batch))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file for Perfetto (ui.perfetto.dev) or chrome://tracing, with a row for each instance and request."""

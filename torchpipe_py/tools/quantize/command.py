@@ -68,7 +68,11 @@ LISTED = 5
 
 def run_quantize(args: argparse.Namespace) -> int:
     """0 once the model is written. Raises ``TorchpipeError`` if it cannot be made or loses too much."""
-    _check_out(args.out, args.force)
+    # The output file is checked before minutes of work.
+    if problem := output_problem(args.out, replaces=True):
+        hint = f"; for example {args.out}/model.int8.onnx" if os.path.isdir(args.out) else ""
+        raise ToolError(f"--out {args.out}: {problem}{hint}")
+    refuse_existing([args.out], args.force, "--out FILE.onnx gives another name")
     target = find_target(args.config, args.node)
     if args.out.exists() and args.out.samefile(target.model):
         raise ToolError(f"--out {args.out}: this is the model to quantise; give another name")
@@ -88,13 +92,6 @@ def run_quantize(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_out(out: Path, force: bool) -> None:
-    """Check the output file, before minutes of work."""
-    if problem := output_problem(out, replaces=True):
-        raise ToolError(f"--out {out}: {problem}{f'; for example {out}/model.int8.onnx' if os.path.isdir(out) else ''}")
-    refuse_existing([out], force, "--out FILE.onnx gives another name")
-
-
 def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], candidate: Path) -> None:
     """Write the int8 model to ``candidate``; temporary files lie beside it."""
     folder = candidate.parent
@@ -105,7 +102,7 @@ def _quantise(target: Target, args: argparse.Namespace, paths: Sequence[Path], c
     if len(inputs) < FEWEST:
         few = f"{len(inputs)} of {len(paths)} images can be calibrated with, at least {FEWEST} are needed"
         raise ToolError(f"--img_dir {args.img_dir}: {few}; {refused[0]}")
-    quantiser.calibrate(inputs)
+    quantiser.inputs = inputs
     kept = [*target.fp32_layers, *search(quantiser, target.fp32_layers, args.keep, args.max_drop)]
     quantiser.write(candidate, fp32=kept)
     rows = [("model", f"{target.model}, of node {target.node!r}")]

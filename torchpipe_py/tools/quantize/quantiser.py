@@ -42,7 +42,7 @@ OPTIONS = {
 
 
 class Quantiser:
-    """Quantises one model; temporary files lie in ``folder``. Call ``calibrate`` before ``write``.
+    """Quantises one model; temporary files lie in ``folder``. Set ``inputs`` before ``write``.
 
     Raises ``ToolError`` unless it is an ONNX model in float32 that is not quantised yet.
     """
@@ -71,10 +71,6 @@ class Quantiser:
         nodes = [helper.make_node("Identity", [value.name], [f"{value.name}_given"]) for value in self._inputs]
         graph = helper.make_graph(nodes, "probe", self._inputs, given)
         save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8), str(out))
-
-    def calibrate(self, inputs: Sequence[Arrays]) -> None:
-        """Keep ``inputs``, with which ``write`` determines the ranges of all tensors."""
-        self.inputs = inputs
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raise ``ToolError`` for a name that no node of the model has."""

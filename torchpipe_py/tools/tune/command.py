@@ -347,7 +347,10 @@ def run_tune(args: argparse.Namespace) -> int:
     if os.path.realpath(out) == os.path.realpath(path):
         raise ToolError(f"--out {out}: would replace the file to tune")
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
-        _check_moved(path, out)
+        plan_pipeline(path)
+        moved = parse_toml(path)
+        moved.source = os.fspath(out)  # in another folder, it would perhaps not find the files beside it
+        plan_pipeline(moved)
     imports = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
     with progress_bar(args.progress) as show:
         report = tune(
@@ -374,11 +377,3 @@ def run_tune(args: argparse.Namespace) -> int:
     if args.html is not None:
         write_text(args.html, text.page(report))
     return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0
-
-
-def _check_moved(path: Path, out: Path) -> None:
-    """Raise ``ConfigError`` if the file, in another folder, would not find the files beside it."""
-    plan_pipeline(path)
-    moved = parse_toml(path)
-    moved.source = os.fspath(out)
-    plan_pipeline(moved)
