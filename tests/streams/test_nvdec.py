@@ -11,6 +11,7 @@ import torch
 from kit.videos import GOP, HEIGHT, WIDTH, write_video
 
 from torchpipe_py import ItemBackend, Registry, pipe
+from torchpipe_py.backends.cuda import cuda_device
 from torchpipe_py.streams import Streams, nvdec
 from torchpipe_py.streams import source as source_module
 
@@ -67,11 +68,11 @@ def library(monkeypatch):
     return decoder
 
 
-def play(path):
+def play(path, **options):
     """The frames of a file that a GPU is to decode, and what the stream counts."""
     registry = Registry()
     registry.register_backend(Seen)
-    tables = {"a": {"source": str(path), "keep": "all", "decoder": "pynvvideocodec"}}
+    tables = {"a": {"source": str(path), "keep": "all", "decoder": "pynvvideocodec", **options}}
     with pipe({"backend": "Seen"}, registry=registry) as run, Streams(run, tables) as streams:
         return list(streams), streams.stats()["a"]
 
@@ -108,6 +109,15 @@ def test_gives_up_a_file_of_which_nothing_can_be_decoded_and_refuses_large_frame
     frames, stats = play(tmp_path / "a.mp4")
     assert not frames
     assert "frames of 16777217x2 pixels" in stats["last_error"]
+
+
+def test_gives_up_a_stream_for_a_gpu_that_does_not_exist(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(nvdec, "cuda_device", cuda_device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    frames, stats = play(h264(tmp_path / "a.mp4"), device_id=7)
+    assert (frames, stats["state"]) == ([], "failed")
+    assert stats["last_error"] == "device_id = 7: there are 1 CUDA devices, counted from 0"
 
 
 @pytest.mark.parametrize(("codec", "why"), [("mpeg4", "mpeg4 of format yuv420p"), ("libx264", "PyNvVideoCodec")])

@@ -20,14 +20,15 @@ class GpuFrames:
     """Decodes the packets of one stream; it shares no decoder with another stream.
 
     ``BackendUnavailable`` if PyNvVideoCodec or CUDA is missing, and for anything but H.264 of 8 bits, 4:2:0: damaged
-    HEVC gave other pixels each time, perhaps from memory of other streams (H100, PyNvVideoCodec 2.2).
+    HEVC gave other pixels each time, perhaps from memory of other streams (H100, PyNvVideoCodec 2.2). ``ConfigError``
+    for a GPU that does not exist.
     """
 
     def __init__(self, av: Any, stream: Any, device_id: int, is_live: bool) -> None:
-        try:
-            import torch
+        import torch
 
-            device = cuda_device(device_id)
+        device = cuda_device(device_id)
+        try:
             library: Any = importlib.import_module("PyNvVideoCodec")
         except (ImportError, OSError, RuntimeError) as problem:
             raise BackendUnavailable(f"PyNvVideoCodec does not work here: {first_line(problem)}") from problem

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchpipe_py.errors import BackendUnavailable, describe, logger
+from torchpipe_py.errors import BackendUnavailable, ConfigError, describe, logger
 from torchpipe_py.streams.config import ALL, LATEST, StreamOptions
 from torchpipe_py.streams.source import Picture, SourceError, read_pictures
 
@@ -170,7 +170,7 @@ class Stream:
                     self._note("ended")
                     return
                 text = "the stream ended" if error is None else str(error)
-                if self.options.is_file or not self.options.reconnect or isinstance(error, BackendUnavailable):
+                if self.options.is_file or not self.options.reconnect or isinstance(error, Exception):
                     self._note("ended" if error is None else "failed", text)
                     return
                 pause = self._pause * random.uniform(0.75, 1.25)
@@ -182,7 +182,7 @@ class Stream:
                 self.counts["reconnects"] += 1
                 self._overdue_at = monotonic() + self.options.timeout + _GRACE
 
-    def _read_once(self, stop: threading.Event) -> str | BackendUnavailable | None:
+    def _read_once(self, stop: threading.Event) -> str | Exception | None:
         """Read to the end; what went wrong, if something did."""
         began = 0.0
         last_pts: float | None = None
@@ -206,7 +206,7 @@ class Stream:
                 stop.wait(LAST_SECONDS)
         except SourceError as error:
             return self.options.masked(str(error))
-        except BackendUnavailable as error:  # it will not come by itself
+        except (BackendUnavailable, ConfigError) as error:  # another attempt would fail in the same way
             return error
         except Exception as error:  # of a library that reads what strangers send
             return self.options.masked(describe(error))
