@@ -20,7 +20,12 @@ from model_kit import Data, answer, one_node, onnx_node, reference, refused, ten
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor
-from torchpipe_py.backends.model.onnx_graph import declared_tensors, unsigned_model
+from torchpipe_py.backends.model.onnx_graph import (
+    declared_tensors,
+    note_normalisation,
+    noted_normalisation,
+    unsigned_model,
+)
 from torchpipe_py.encryption.model_file import ModelFile
 
 
@@ -303,6 +308,16 @@ def test_another_file_and_a_part_of_one_have_none(tmp_path: Path) -> None:
         path.write_bytes(content)
         assert declared_tensors(str(path)) == ([], [])
     assert declared_tensors(str(tmp_path / "none.onnx")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("mean", "there"),
+    [("123.675, 1e-05", True), ("x", False), ("1\n2", False), ("\x1b[2J", False), ("1" * 201, False), ("", False)],
+)
+def test_only_numbers_are_told_of_a_files_normalisation(tmp_path: Path, mean: str, there: bool) -> None:
+    path = save_model(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], {"x": ["N", 3]}, {"y": ["N", 3]})
+    note_normalisation(path, mean, "0.5")
+    assert noted_normalisation(path) == (f'mean = "{mean}" and std = "0.5"' if there else "")
 
 
 # -- quantised ONNX models ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -213,6 +214,8 @@ _NAME, _TYPE, _TENSOR_TYPE, _SHAPE, _DIM, _DIM_VALUE = 1, 2, 1, 2, 1, 1
 NORMALISATION = "torchpipe.normalisation"
 """The key in a model's metadata."""
 
+_NOTED = re.compile(r'mean = "[0-9., e+-]{1,200}" and std = "[0-9., e+-]{1,200}"')
+
 Span = tuple[int, int]
 """Where something begins and ends in the file."""
 
@@ -250,7 +253,8 @@ def noted_normalisation(path: str) -> str:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
             noted = {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
-            return noted.get(NORMALISATION, "")
+            found = _NOTED.fullmatch(noted.get(NORMALISATION, ""))  # NOTE: a file of a stranger's may say anything
+            return "" if found is None else found[0]
     except (OSError, ValueError, IndexError):
         return ""
 
