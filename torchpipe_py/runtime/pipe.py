@@ -33,9 +33,9 @@ from torchpipe_py.runtime.record.tracing import (
     DEFAULT_LIMIT,
     WANTED,
     MakeRequest,
-    TimelineRecorder,
     Trace,
     Wanted,
+    add_to_timelines,
     making_timelines,
 )
 from torchpipe_py.runtime.record.visits import Timeline
@@ -89,7 +89,6 @@ class pipe:
         self.roots, self.only_root = plan.roots, plan.only_root
         """Maps each valid ``node_name`` to a root; and the root of a request without ``node_name``."""
         self._make_request: MakeRequest = Request
-        self._timelines: TimelineRecorder | None = None
         self._spans: Spans | None = None
 
     def __call__(self, data: Given, timeout: float | None = None) -> Given:
@@ -327,9 +326,8 @@ class pipe:
             WANTED.reset(token)
 
     def _record_timelines(self) -> None:
-        if self._timelines is None:
-            self._timelines = TimelineRecorder()
-            self._runtime.recorders.append(self._timelines)
+        if add_to_timelines not in self._runtime.recorders:
+            self._runtime.recorders.append(add_to_timelines)
 
     def instrument(self, tracer_provider: TracerProvider | None = None, *, starts_traces: bool = True) -> None:
         """Record OpenTelemetry spans of requests from now on, as children of the span that is current at each call.

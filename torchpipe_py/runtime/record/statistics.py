@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchpipe_py.runtime.request import Request
 
@@ -46,13 +46,11 @@ def folded(places: Sequence[int]) -> list[int]:
     return [*places[: COUNTS - 1], sum(places[COUNTS - 1 :])]
 
 
-class Recorder(Protocol):
-    """Receives each batch: a trace, or spans."""
+Recorder = Callable[[str, int, Sequence[Request], float, float, float], object]
+"""Receives each batch that has run, from any thread: node, instance, requests, and times of ``time.perf_counter``.
 
-    def record(
-        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
-    ) -> None:
-        """A batch has run; times of ``time.perf_counter``. From any thread."""
+The times are when the batch was ``collected``, when it ``started``, and when it ``ended``.
+"""
 
 
 class Record:
@@ -116,7 +114,7 @@ class Record:
     def traced(self, requests: Sequence[Request], collected: float, start: float, end: float) -> None:
         """Add the batch to the traces, if there are any."""
         for trace in self.traces:
-            trace.record(self._node, self._instance, requests, collected, start, end)
+            trace(self._node, self._instance, requests, collected, start, end)
 
 
 def summed(records: Sequence[Record]) -> dict[str, Any]:

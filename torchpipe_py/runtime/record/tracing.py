@@ -49,23 +49,20 @@ def making_timelines(make: MakeRequest) -> MakeRequest:
     return make_request
 
 
-class TimelineRecorder:
-    """Adds each batch to the timelines of its requests, if they have one."""
-
-    def record(
-        self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
-    ) -> None:
-        """A batch has run; times of ``time.perf_counter``. From any thread."""
-        for request in requests:
-            timeline = None if request.links is None else request.links.timeline
-            if timeline is not None:
-                times = request.arrived, taken_at(request.arrived, collected, started), started, ended
-                error = error_in(request.data)
-                timeline.visited(Visit(request.node, instance, len(requests), *times, error=error), request.data)
+def add_to_timelines(
+    node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
+) -> None:
+    """A ``Recorder`` that adds each batch to the timelines of its requests, if they have one."""
+    for request in requests:
+        timeline = None if request.links is None else request.links.timeline
+        if timeline is not None:
+            times = request.arrived, taken_at(request.arrived, collected, started), started, ended
+            error = error_in(request.data)
+            timeline.visited(Visit(request.node, instance, len(requests), *times, error=error), request.data)
 
 
 class Trace:
-    """The visits recorded by ``pipe.trace``. After ``limit`` visits, further ones are only counted."""
+    """A ``Recorder``: the visits recorded by ``pipe.trace``. After ``limit`` visits, further ones are only counted."""
 
     def __init__(self, limit: int = DEFAULT_LIMIT) -> None:
         self.dropped = 0
@@ -82,10 +79,10 @@ class Trace:
         """All visits so far, in the order in which they ended."""
         return tuple(self._visits)
 
-    def record(
+    def __call__(
         self, node: str, instance: int, requests: Sequence[Request], collected: float, started: float, ended: float
     ) -> None:
-        """A batch has run; times of ``time.perf_counter``. From any thread."""
+        """A batch has run; see ``Recorder``."""
         if self.is_over:
             return
         size = len(requests)
