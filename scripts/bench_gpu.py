@@ -21,10 +21,10 @@ from benchmarks.gpu import in_process
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.mosec import against_mosec
 from benchmarks.gpu.sharing import CHECKED, FEW, MANY, shared
-from torchpipe_server.worker.worker import limit_threads
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.model.engine.api import is_lean, load_tensorrt
+from torchpipe_py.cores import limit_threads
 from torchpipe_py.errors import BackendUnavailable
 
 BENCHMARKS = {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+SWITCH_SECONDS = 0.0005
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -15,6 +18,17 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_quotas(root)])
+
+
+def limit_threads() -> None:
+    """Set OpenCV and PyTorch to one thread each: parallelism comes from the instances."""
+    import cv2
+    import torch
+
+    cv2.setNumThreads(1)
+    torch.set_num_threads(1)
+    # After a call of OpenCV or a GPU, a thread waits at most this long for the GIL (default: 5 ms).
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def _quotas(root: Path) -> Iterator[int]:

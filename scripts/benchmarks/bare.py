@@ -81,9 +81,8 @@ def measure_nodes(
 
 def nodes(config: Mapping[str, Any], size: int) -> tuple[Measure, str]:
     """The backends of a chain of nodes, called one after the other by one thread."""
-    from torchpipe_server.worker.worker import limit_threads
-
     from torchpipe_py.backends.base import BackendConfig
+    from torchpipe_py.cores import limit_threads
     from torchpipe_py.plan.build import plan_pipeline
 
     limit_threads()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from torchpipe_py.tools.load.measure import CpuMeter, CpuUse
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
 from torchpipe_py.tools.tune.report import rows_of, trial_fields
-from torchpipe_py.tools.tune.search import Calibration, Goal, Measured, Prediction, Predictor, Search, calibrate
+from torchpipe_py.tools.tune.search import (
+    Calibration,
+    Goal,
+    Measured,
+    Prediction,
+    Predictor,
+    Search,
+    calibrate,
+    typical,
+)
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Point, Trial, is_off, judge, limit_of
@@ -221,6 +231,11 @@ def test_calibration_finds_what_the_pipe_adds(p99: float, tail: float) -> None:
     costs = profile.costs(Candidate(shape), 1)
     assert simulation(shape.config, costs, fitted.machine).open_loop([1.0]) == [pytest.approx(0.0112, rel=0.02)]
     assert fitted.tail == pytest.approx(tail, abs=5e-4)
+
+
+def test_few_arrivals_are_as_bursty_as_all() -> None:
+    gaps = [1.0] * 100 + ([0.1] * 5 + [1.0] * 95) * 60
+    assert typical(list(accumulate(gaps)), 100)[:7] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 1.4, 2.4])
 
 
 # --- the verdict

@@ -47,8 +47,7 @@ class Classify(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        from torchpipe_server.worker.worker import limit_threads
-
+        from torchpipe_py.cores import limit_threads
         from torchpipe_py.plan.build import plan_pipeline
         from torchpipe_py.runtime.instance import creator
 

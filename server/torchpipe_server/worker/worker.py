@@ -21,6 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchpipe_py.cores import limit_threads
 from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.folder import Folder
 from torchpipe_server.front.counters import RequestCounters, log_request
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchpipe_server")
 
-SWITCH_SECONDS = 0.0005
 PR_SET_PDEATHSIG = 1
 HUNG = 3  # exit status of a process with a backend that does not return
 # For the supervisor to read the last messages, and for backends to return at the end.
@@ -367,17 +367,6 @@ def meet(engine: EngineClient, start: Start) -> None:
         os.set_inheritable(descriptors[0], False)
         if engine.meet(socket.socket(fileno=descriptors[0])):
             return
-
-
-def limit_threads() -> None:
-    """Set OpenCV and PyTorch to one thread each: parallelism comes from the instances."""
-    import cv2
-    import torch
-
-    cv2.setNumThreads(1)
-    torch.set_num_threads(1)
-    # After a call of OpenCV or a GPU, a thread waits at most this long for the GIL (default: 5 ms).
-    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def die_with_parent(is_wanted: bool) -> None:

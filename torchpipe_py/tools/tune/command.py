@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import shlex
@@ -28,7 +27,7 @@ from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.profile import Profiler
-from torchpipe_py.tools.tune.search import LEAST_CALLS, Goal, Measured, Predictor, Search, calibrate, quantile
+from torchpipe_py.tools.tune.search import LEAST_CALLS, Goal, Measured, Predictor, Search, calibrate, quantile, typical
 from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
 from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
@@ -98,8 +97,8 @@ def tune(
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
         stack.callback(os.sched_setaffinity, 0, all_cores)
         plan_pipeline(tables)  # so that it warns only once
-        logger.addFilter(_is_error)
-        stack.callback(logger.removeFilter, _is_error)
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel("ERROR")  # hundreds of plans would repeat warnings
         run = _Tuning(tables, bodies[:: -(-len(bodies) // MOST_IMAGES)], usable, budget, progress)
         run.report |= {"img_dir": str(images) if is_folder else None, "rate": rate, "slo_given": slo_p99 is not None}
         try:
@@ -114,11 +113,6 @@ def tune(
             run.report["verdict"] = "interrupted"
     report: dict[str, Any] = text.finite(run.report)
     return report
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    """A log filter that drops warnings, which hundreds of plans would repeat."""
-    return record.levelno >= logging.ERROR
 
 
 class _Tuning:
@@ -220,6 +214,8 @@ class _Tuning:
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
         if needed > _OVERDRAWN * self._budget:
             raise ToolError(f"{self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
+        count = max(LEAST_CALLS, round((self._goal.rate or self._closed) * self._goal.seconds))
+        self._goal = replace(self._goal, times=typical(self._goal.times, count))
         rate = _OPEN_LOAD * self._closed
         goal, count = replace(self._goal, seconds=seconds), len(self._images)
         runs = [self._service.open_loop(goal.dues(rate), 2.0) for _ in range(_PARTS)]

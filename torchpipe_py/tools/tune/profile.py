@@ -68,11 +68,6 @@ class Profile:
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def noisy(self) -> list[Cell]:
-        """Cells whose rounds differ by more than ``DRIFT``."""
-        return [cell for cell, figures in self.cells.items() if figures.drift > DRIFT]
-
     def threads_of(self, unit: str) -> list[int]:
         """The measured numbers of threads of a unit."""
         return sorted({cell.threads for cell in self.cells if cell.unit == unit})

@@ -13,7 +13,7 @@ from typing import Any
 from torchpipe_py.tools import report as shared
 from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.report import Line, aligned, chart, linear_axis, write_text
-from torchpipe_py.tools.tune.profile import Profile
+from torchpipe_py.tools.tune.profile import DRIFT, Profile
 from torchpipe_py.tools.tune.search import Goal
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Trial, interval_of
 
@@ -42,7 +42,8 @@ def profile_fields(profile: Profile) -> dict[str, Any]:
         profile.names[unit]: dict(zip(("lock", "slowing"), profile.neighbours(unit), strict=True))
         for unit in profile.limits
     }
-    return {"cells": cells, "neighbours": neighbours, "noisy_cells": len(profile.noisy)}
+    noisy = sum(figures.drift > DRIFT for figures in profile.cells.values())
+    return {"cells": cells, "neighbours": neighbours, "noisy_cells": noisy}
 
 
 def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:

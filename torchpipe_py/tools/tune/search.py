@@ -27,6 +27,7 @@ MARGIN = 1.01
 """A change must gain more than this factor; otherwise the simpler candidate is kept."""
 
 TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
+_LOAD = 0.8  # of the server that judges how bursty arrivals are
 _FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
 _SLOWER, _FITS = (0.4, 2.5), 7  # range and steps of the bisection
@@ -113,6 +114,25 @@ class Predictor:
             rate = (limit + full) / 2
         light = LIGHT * limit
         return Prediction(candidate, limit, light, at(light)[0] if light and is_exact else math.inf, where, limit)
+
+
+def typical(times: Sequence[float], count: int) -> list[float]:
+    """The arrivals from where ``count`` of them wait for one server as all of them do, by their p99.
+
+    A few hundred arrivals may have no burst by chance, and those with one have the limit at half the rate.
+    """
+
+    def p99(stretch: Sequence[float]) -> float:
+        free, waits = 0.0, []
+        for time in stretch:
+            free = max(free, time)
+            waits.append(free - time)
+            free += _LOAD
+        return quantile(sorted(waits), 0.99)
+
+    starts, whole = range(0, max(1, len(times) - MOST_CALLS), count), p99(times)
+    start = min(starts, key=lambda start: abs(p99(times[start : start + count]) - whole))
+    return [time - times[start] for time in times[start:]]
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -18,8 +18,10 @@ from time import perf_counter, process_time, sleep
 from typing import Any
 
 from torchpipe_py.backends.base import Data, run_padded
+from torchpipe_py.cores import limit_threads
 from torchpipe_py.errors import NoResult, TorchpipeError, describe, logger
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.child import start_interpreter
 from torchpipe_py.registry import import_code
@@ -138,6 +140,8 @@ class _State:
         self.nodes: dict[tuple[str, int], list[_Runner]] = {}
         for name in imports:
             import_code(name)
+        limit_threads()
+        keep_freed_memory()
 
     def use(self, images: list[int]) -> None:
         """Continue with only these images."""
