@@ -33,13 +33,13 @@ def tuning(args: argparse.Namespace) -> Report:
 
 
 def _compare(report: Report, config: str, images: str, imports: tuple[str, ...], args: argparse.Namespace) -> None:
-    from torchpipe_py.plan.config import Tables, parse_toml
+    from torchpipe_py.plan.config import parse_toml
     from torchpipe_py.registry import import_code
     from torchpipe_py.tools.load.arrivals import load_images, poisson_times
     from torchpipe_py.tools.tune import tune
     from torchpipe_py.tools.tune.report import lines_of
     from torchpipe_py.tools.tune.search import Goal, Prediction
-    from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of, shapes_of
+    from torchpipe_py.tools.tune.shapes import Candidate, Shape, copied, knobs_of, shapes_of
     from torchpipe_py.tools.tune.verify import Service, Trial, turn
     from torchpipe_py.tools.tune.worker import Team
 
@@ -52,8 +52,7 @@ def _compare(report: Report, config: str, images: str, imports: tuple[str, ...],
         raise RuntimeError(found["verdict"])
     shapes = shapes_of(parse_toml(config))
     fixed = {"as written": Candidate(shapes[0], len(cores))}
-    tuned = Tables(found["tuned"] or shapes[0].config)
-    tuned.source = config
+    tuned = copied(found["tuned"] or shapes[0].config, config)
     fixed["tuned"] = Candidate(Shape.of("tuned", tuned), best["workers"])
     swept = []
     for shape, workers in product(shapes, {1, len(cores)}):
