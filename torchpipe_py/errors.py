@@ -300,7 +300,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-_LISTED = 12
+_LISTED = 16
 """The most names that a message lists."""
 
 _NEAR = 0.5  # of the letters of two names, in common

@@ -128,7 +128,7 @@ def make_backend(setup: Setup, before_main: Any = None) -> Backend:
         raise ConfigError(
             f"a worker process cannot import what it needs: {type(error).__name__}: {error}; a class must stand at the "
             "top level of a module that can be imported without side effects, from a folder that sys.path has by its "
-            "absolute path"
+            "absolute path: '', the working directory, is left out (PYTHONPATH=$PWD, uvicorn --app-dir $PWD)"
         ) from error
     for name, cls in postprocessors.items():
         registry.register_postprocessor(cls, name)

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any
 
-from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
+from torchpipe_py.errors import DeadlineExceeded, Overloaded
 from torchpipe_py.methods.routes import OK, Cancellable
 from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
 from torchpipe_server.front.services import Service
@@ -291,8 +291,7 @@ class Connection(asyncio.BufferedProtocol):
             if self.is_refused:
                 self.reader = _NoReader()
                 self.close_when_answered()
-                most = counted(owner.options.max_connections, "connection")
-                raise Overloaded(f"more than {most}", retry_after_ms=1000)
+                raise Overloaded(f"more than {owner.options.max_connections} connections", retry_after_ms=1000)
             if owner.counters.is_logging:
                 call.request_id = method.request_id(args)
             ticket = method.start(args, call.done)
@@ -314,6 +313,8 @@ class Connection(asyncio.BufferedProtocol):
         self.last_active = now
         marks, work = self._marks, self._base + 1
         marks[work] = REPLYING
+        if self.state is LEAVING:
+            self._read(False)  # the client's next request is for the next process
         if not self.transport.is_closing():
             self.transport.write(data)
         if not self.is_full:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from torchpipe_server.front.connection import Call, Connection
 from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal
 from torchpipe_server.wire.thrift import Framing, Message
 
@@ -92,3 +94,19 @@ def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None
     assert next(slots) == 0
     entries[1].remember(90.0)
     assert list(slots) == [], "in use again"
+
+
+def test_a_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -> None:
+    """The next request waits in the socket for the next process: perhaps it is for a model that was just loaded."""
+    transport, owner = Mock(), Mock(is_ending=False)
+    transport.is_closing.return_value = False
+    connection = Connection(owner, Mock(), 1, journal.entry(1), False)
+    connection.connection_made(transport)
+    connection.call = Call(connection, Mock(), FIRST, 1, 0.0)
+    connection.leave()
+    assert not owner.let_leave.called
+    connection.answered(connection.call, b"loaded", 0.0)
+    steps = [name for name, *_ in transport.mock_calls if name in ("pause_reading", "write", "resume_reading")]
+    assert steps == ["pause_reading", "write"]
+    connection.go_on()
+    owner.let_leave.assert_called_once_with(connection)
