@@ -79,8 +79,7 @@ class Profile:
 
     def cost(self, unit: str, threads: float, images: int) -> Cost:
         """The costs of a unit for the simulation; ``threads`` is rounded to the next measured number."""
-        known = self.threads_of(unit)
-        count = min(known, key=lambda each: abs(each - threads))
+        count = min(self.threads_of(unit), key=lambda each: abs(each - threads))
         alone: dict[tuple[int, int], list[float]] = defaultdict(list)
         base = self.cells[Cell(unit, count)]
         for names, seconds in base.runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from time import perf_counter
 
 from torchpipe_py.tools.tune.profile import Profile
@@ -123,11 +124,8 @@ def typical(times: Sequence[float], count: int) -> list[float]:
     """
 
     def p99(stretch: Sequence[float]) -> float:
-        free, waits = 0.0, []
-        for time in stretch:
-            free = max(free, time)
-            waits.append(free - time)
-            free += _LOAD
+        gaps = (after - before for before, after in pairwise(stretch))
+        waits = accumulate(gaps, lambda wait, gap: max(0.0, wait + _LOAD - gap), initial=0.0)
         return quantile(sorted(waits), 0.99)
 
     starts, whole = range(0, max(1, len(times) - MOST_CALLS), count), p99(times)

@@ -163,7 +163,8 @@ class _VirtualRuntime(Runtime):
         self._simulation, self._worker = simulation, worker
         owners = {instance.node for instance in self.instances}
         for instance in self.instances:
-            instance.min, instance.max = simulation.limits(instance.node, self.plans[instance.node].batch_range())
+            planned = self.plans[instance.node].batch_range()
+            instance.min, instance.max = planned or simulation.costs.get(instance.node, Cost([[]])).limits
         self.nodes = {name: self.make_node(name) for name in self.plans if name in owners}
         self.connect({name: self._passes(name) for name in self.plans})
 
@@ -226,10 +227,6 @@ class Simulation:
         """How often an image reaches a node; once if unknown."""
         cost = self.costs.get(node)
         return 1 if cost is None else len(cost.times[image % len(cost.times)])
-
-    def limits(self, node: str, planned: tuple[int, int] | None) -> tuple[int, int]:
-        """The batch sizes of an instance: as planned, or as measured if the plan does not know."""
-        return planned or self.costs.get(node, Cost([[]])).limits
 
     def start(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
         """Start to compute a batch in an instance."""

@@ -54,6 +54,7 @@ class Team:
                 with theirs:
                     self._processes.append(start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()]))
                 self._channels.append(Connection(ours.detach()))
+            self.pids = [process.pid for process in self._processes]
             self.all("open", source, list(images), list(imports), list(cores))
         except BaseException:
             self.close()
@@ -61,11 +62,6 @@ class Team:
 
     def __len__(self) -> int:
         return len(self._channels)
-
-    @property
-    def pids(self) -> list[int]:
-        """The pids of all processes."""
-        return [process.pid for process in self._processes]
 
     def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
         """Call a method in all processes, or the first ``most``, at once; returns their results."""
