@@ -208,7 +208,7 @@ class Registry:
 
 def own_name(what: str) -> str:
     """What may be missing where no backend, filter or postprocessor has a name."""
-    return f"(one of your own is registered before: register_{what}, import_code, --import)"
+    return f"(register your own first: register_{what}, import_code, --import)"
 
 
 default = Registry()

@@ -144,7 +144,7 @@ class Shift(ItemBackend):
         (Annotated, {"factor": "x"}, "key 'factor': expected an integer, got 'x'"),
         (Annotated, {"factor": 1, "shft": 2}, "key 'shft': unknown key; did you mean 'shift'?"),
         (Annotated, {"factor": 1, "upper": 3}, "key 'upper': expected true or false"),
-        (Annotated, {"factor": 1, "zz": 2}, "unknown key; none of the "),
+        (Annotated, {"factor": 1, "zz": 2}, "unknown key; valid: "),
         (Wrong, {"factor": 1}, "parameter 'model' is annotated <class 'object'>; expected int"),
         (Shift, {}, "key 'by': NAME needs it: how much"),
         (Shift, {"by": 10}, "key 'by': expected at most 9, got 10"),

@@ -229,7 +229,7 @@ if multiprocessing.parent_process() is None:
 def test_a_pipe_that_workers_cannot_build(dataset: ImageFiles) -> None:
     with (
         decoded_by(1, dataset, {"backend": "NowhereElse"}) as loader,
-        pytest.raises(ConfigError, match=r"no backend 'NowhereElse'.*registered before"),
+        pytest.raises(ConfigError, match=r"no backend 'NowhereElse'.*register your own first"),
     ):
         next(loader)
 
