@@ -171,6 +171,7 @@ def test_events_that_the_loop_and_the_supervisor_do_not_take_are_lost_and_counte
             turn(loop)
         subject.close()
         subject._streams.close()
+    eventually(lambda: "torchpipe-stream-results" not in {thread.name for thread in threading.enumerate()})
     loop.close()
     assert [(json.loads(each["data"])["number"], each["missed"]) for each in sent] == [(2, 2), (3, 0), (4, 0), (0, 2)]
 
