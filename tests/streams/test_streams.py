@@ -203,7 +203,7 @@ def test_streams_that_were_removed_leave_nothing(video):
             streams.remove(name)
         assert open_files() <= files
         assert threading.active_count() <= threads
-        assert len(streams._order) == 1
+        eventually(lambda: len(streams._order) == 1)  # the last frame of the last one may be in the pipe
 
 
 def test_a_thread_that_cannot_be_started_costs_only_its_stream(video, monkeypatch):
