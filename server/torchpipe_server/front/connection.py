@@ -10,7 +10,7 @@ from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any
 
-from torchpipe_py.errors import DeadlineExceeded, Overloaded
+from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
 from torchpipe_py.methods.routes import OK, Cancellable
 from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
 from torchpipe_server.front.services import Service
@@ -291,7 +291,8 @@ class Connection(asyncio.BufferedProtocol):
             if self.is_refused:
                 self.reader = _NoReader()
                 self.close_when_answered()
-                raise Overloaded(f"more than {owner.options.max_connections} connections", retry_after_ms=1000)
+                most = counted(owner.options.max_connections, "connection")
+                raise Overloaded(f"more than {most}", retry_after_ms=1000)
             if owner.counters.is_logging:
                 call.request_id = method.request_id(args)
             ticket = method.start(args, call.done)
