@@ -48,6 +48,8 @@ def make_parser() -> ArgumentParser:
     group = parser.add_argument_group("goodput")
     group.add_argument("--services", default=",".join(SERVICES[:4]), help="to measure (default: %(default)s)")
     group.add_argument("--triton", type=int, metavar="PORT", help="of a Triton that serves benchmarks/triton")
+    for side in ("service", "tester"):
+        group.add_argument(f"--{side}-cores", default="", metavar="0,1", help="to run it on, of priorities too")
     return parser
 
 

@@ -193,6 +193,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def keep_to(cores: str) -> None:
+    """Run this thread, and what it starts from now on, on these cores: ``0,1``. Empty: no change."""
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
 def progress(line: str) -> None:
     """Print what is known so far to stderr."""
     print(line, file=sys.stderr, flush=True)
@@ -232,9 +238,13 @@ def in_threads(call: Call, images: int = 1) -> Callable[[int, float], Load]:
 
 def load_of(latencies: Sequence[float], wall: float, images: int = 1) -> Load:
     """The figures of calls with these latencies in seconds, measured within ``wall`` seconds."""
-    ordered = sorted(latencies)
-    p50, p99 = (1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.99))
-    return Load(images * len(ordered) / wall, p50, p99)
+    p50, p99 = (1000 * quantile(latencies, share) for share in (0.5, 0.99))
+    return Load(images * len(latencies) / wall, p50, p99)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that this share of them is below; 0 if there are none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:

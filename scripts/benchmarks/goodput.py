@@ -17,7 +17,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, takewhile
 from time import perf_counter
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from torchpipe_server.front.loop import new_loop
 
-from benchmarks.common import Load, Report, progress
+from benchmarks.common import Load, Report, keep_to, load_of, progress, quantile
 from benchmarks.peers import PATHS, is_installed, serving_module
 from benchmarks.services import free_port, serving, started, stats
 from torchpipe_py.tools.load.arrivals import poisson_times
@@ -110,7 +110,9 @@ def goodput(args: argparse.Namespace) -> Report:
         f"within {DEADLINES} x a lone request's time, open loop"
     )
     with ExitStack() as stack:
+        keep_to(args.service_cores)
         services = dict(_services(stack, report, args))
+        keep_to(args.tester_cores)
         for number in range(args.rounds):
             for name, arrive in ARRIVALS.items():
                 for offered in OFFERED:
@@ -162,13 +164,12 @@ def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[
     loop.close()
     good, refused = outcomes.good, outcomes.refused
     more: dict[str, float] = {"left": outcomes.left, "refused": len(refused), "broken": outcomes.broken}
-    more[REFUSALS_P99] = 1000 * _quantile(refused, 0.99)
-    more["sent late, p99 ms"] = 1000 * _quantile(outcomes.sent_late, 0.99)
+    more[REFUSALS_P99] = 1000 * quantile(refused, 0.99)
+    more["sent late, p99 ms"] = 1000 * quantile(outcomes.sent_late, 0.99)
     if service.computed:
         computed = service.computed() - before
         more[WASTED] = 100 * max(0, computed - len(good)) / max(1, computed)
-    p50, p99 = (1000 * _quantile(good, share) for share in (0.5, 0.99))
-    return Load(len(good) / seconds, p50, p99, more=more), outcomes
+    return replace(load_of(good, seconds), more=more), outcomes
 
 
 async def _send(
@@ -176,44 +177,36 @@ async def _send(
 ) -> None:
     rng, tasks = random.Random(0), []
     start = perf_counter() + 0.05
+
+    async def request(offset: float) -> None:
+        """One request, and perhaps another one."""
+        due = start + offset
+        for _ in range(2):
+            sent = perf_counter()
+            outcomes.sent_late.append(sent - due)
+            try:
+                status = await asyncio.wait_for(_exchange(service, free), due + deadline - sent)
+                now = perf_counter()
+                if status == 200:
+                    outcomes.good.append(now - due)
+                    return
+                outcomes.refused.append(now - sent)
+            except asyncio.TimeoutError:
+                outcomes.left += 1
+            except (OSError, EOFError):
+                outcomes.broken += 1
+            if rng.random() > AGAIN:
+                break
+            due = perf_counter()
+        outcomes.missed.append(offset)
+
     for due in dues:
         if (wait := start + due - perf_counter()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(_request(service, free, start, due, deadline, outcomes, rng)))
+        tasks.append(asyncio.create_task(request(due)))
     await asyncio.gather(*tasks)
     for _, writer in free:
         writer.close()
-
-
-async def _request(
-    service: Service,
-    free: list[Streams],
-    start: float,
-    offset: float,
-    deadline: float,
-    outcomes: Outcomes,
-    rng: random.Random,
-) -> None:
-    """One request, and perhaps another one."""
-    due = start + offset
-    for _ in range(2):
-        sent = perf_counter()
-        outcomes.sent_late.append(sent - due)
-        try:
-            status = await asyncio.wait_for(_exchange(service, free), due + deadline - sent)
-            now = perf_counter()
-            if status == 200:
-                outcomes.good.append(now - due)
-                return
-            outcomes.refused.append(now - sent)
-        except asyncio.TimeoutError:
-            outcomes.left += 1
-        except (OSError, EOFError):
-            outcomes.broken += 1
-        if rng.random() > AGAIN:
-            break
-        due = perf_counter()
-    outcomes.missed.append(offset)
 
 
 async def _exchange(service: Service, free: list[Streams]) -> int:
@@ -255,10 +248,6 @@ def _hold(report: Report) -> None:
             report.require(f"{arrivals}, {figure}, at the worst load", worst, high=high)
     normal = report.median(f"{OURS}, 50 %, {{}} %, 50 % of capacity", 200).more[NORMAL]
     report.require(f"{NORMAL} after the step", normal, high=1.0)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 class _Refusing(asyncio.Protocol):

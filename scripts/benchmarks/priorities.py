@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 from torchpipe_client import Client
 
 from benchmarks.bare import child
-from benchmarks.common import Load, Report, in_threads, load_of, picture
+from benchmarks.common import Load, Report, in_threads, keep_to, load_of, picture
 from benchmarks.services import serving
 
 CONNECTIONS, IMAGES = 4, 64
@@ -19,7 +19,9 @@ ALONE, BESIDE = "a client, an image every 50 ms, {}", "a flood of 4 x 64 images,
 def priorities(args: argparse.Namespace) -> Report:
     """The demo as it is: a client and a flood, each alone and both together."""
     report = Report("priorities: configs/demo.toml, Thrift; QPS are images")
+    keep_to(args.service_cores)
     with serving("configs/demo.toml") as port, child() as other:
+        keep_to(args.tester_cores)
         other.submit(flood, port, 0.0, 1).result()  # it has started
         for _ in range(args.rounds):
             report.add(ALONE.format("alone"), 1, one_client(port, args.seconds))
