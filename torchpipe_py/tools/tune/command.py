@@ -27,7 +27,17 @@ from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.profile import Profiler
-from torchpipe_py.tools.tune.search import LEAST_CALLS, Goal, Measured, Predictor, Search, calibrate, quantile, typical
+from torchpipe_py.tools.tune.search import (
+    LEAST_CALLS,
+    LIGHT,
+    Goal,
+    Measured,
+    Prediction,
+    Predictor,
+    Search,
+    calibrate,
+    typical,
+)
 from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
 from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
@@ -41,14 +51,15 @@ MOST_IMAGES = 48
 
 EXIT_INTERRUPTED = 130
 
-_SHARES = {"profile": 0.2, "calibrate": 0.08, "simulate": 0.15, "verify": 0.5}  # of the budget
+_SHARES = {"profile": 0.16, "calibrate": 0.16, "simulate": 0.16, "verify": 0.46}  # of the budget
 _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, the default of torchpipe load
-_OPEN_LOAD = 0.7  # of its throughput
-_PARTS = 5  # of each loop of the calibration: a stall of the machine spoils one
+_OPEN_LOAD = 0.7  # of its throughput, from where the limit is searched
+_PARTS = 3  # of it: a stall of the machine spoils one
 _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
+_LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_LEFT = 0.3  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = (
@@ -199,28 +210,36 @@ class _Tuning:
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
         self.report["slo_p99"] = slo_of(slo, self.report["lone"])
-        loops = verify.TURNS * (1 + _TRIALS) * _LOOPS
-        seconds = min(_MOST_S, max(_LEAST_S, self._seconds("verify") / loops - _EXTRA_S))
-        self._goal = Goal(self.report["slo_p99"], self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
+        slo, verifying = self.report["slo_p99"], self._seconds("verify")
+        even = verifying / (verify.TURNS * (1 + _TRIALS) * _LOOPS) - _EXTRA_S
+        seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
+        least = verify.LEAST_TURNS * _LOOPS * (seconds + _EXTRA_S)
+        self._most_trials = max(1, min(_TRIALS, round(verifying / least) - 1))
+        self._goal = Goal(slo, self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
 
     def calibrate(self) -> None:
         """Measure the original file with the default number of workers, and fit the simulation to that."""
         self._show("calibrate", 0.0)
         base = self._base = Candidate(self._shapes[0], 1 if self._has_gpu else min(len(self._cores), MOST_BY_CORES))
         self._results = self._service.build(base)
-        seconds = max(0.2, self._seconds("calibrate") / (2 * _PARTS) - _EXTRA_S)
-        loops = [self._service.closed_loop(_CLIENTS, seconds) for _ in range(_PARTS)]
+        began, seconds = monotonic(), self._seconds("calibrate")
+        loops = [self._service.closed_loop(_CLIENTS, self._goal.seconds) for _ in range(_PARTS)]
         self._closed = max(1.0, statistics.median(loops))
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
         if needed > _OVERDRAWN * self._budget:
             raise ToolError(f"{self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         count = max(LEAST_CALLS, round((self._goal.rate or self._closed) * self._goal.seconds))
         self._goal = replace(self._goal, times=typical(self._goal.times, count))
-        rate = _OPEN_LOAD * self._closed
-        goal, count = replace(self._goal, seconds=seconds), len(self._images)
-        runs = [self._service.open_loop(goal.dues(rate), 2.0) for _ in range(_PARTS)]
-        p50, p99 = (statistics.median(quantile(latencies, share) for latencies in runs) for share in (0.5, 0.99))
-        fitted = calibrate(self._profile, count, goal, base, _CLIENTS, Measured(self._closed, rate, p50, p99))
+        goal, count, start = self._goal, len(self._images), _OPEN_LOAD * self._closed
+        trial = Trial(base, Prediction(base, start, goal.rate or start, math.inf, (), 0.0), start)
+        verify.turn(self._service, trial, goal)  # finds the limit, around which the others measure
+        trial.predicted = replace(trial.predicted, rate=goal.rate or LIGHT * trial.centre)
+        while len(trial.figures) < 2 or monotonic() - began < seconds:
+            verify.turn(self._service, trial, goal)
+            self._show("calibrate", (monotonic() - began) / seconds)
+        limit = statistics.median(trial.figures[1:]) if goal.rate is None else None
+        measured = Measured(self._closed, limit, trial.predicted.rate, statistics.median(trial.p99s[1:]))
+        fitted = calibrate(self._profile, count, goal, base, _CLIENTS, measured)
         self.report["calibration"] = asdict(fitted)
         self._predictor = Predictor(self._profile, count, fitted, self._goal)
 
@@ -235,7 +254,7 @@ class _Tuning:
         best = search.run(self._base, self._seconds("simulate"), self._show)
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
         self._yours = self._trial(self._base)
-        self._trials = [self._trial(found.candidate) for found in self._predicted[:_TRIALS]]
+        self._trials = [self._trial(found.candidate) for found in self._predicted[: self._most_trials]]
         self.report["simulated"] = self._predictor.simulated
         self._write_trials()
 

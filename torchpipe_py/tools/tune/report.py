@@ -130,11 +130,10 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         drift = f"{profile['noisy_cells']} of {len(profile['cells'])} measurements of nodes drifted by more than 10 %"
         rows.append(("noise", f"{drift}; {_others(report)}"))
     if calibration:
-        machine, tail = calibration["machine"], 1000 * calibration["tail"]
-        more = f"a hand-over {1000 * machine['handover']:.2f} ms"
-        rows.append(("calibration", f"nodes take {machine['slower']:.2f} of their time alone, {more}"))
-        rows.append(("", f"{calibration['residual']:.0%} off; predicted p99s include {tail:.1f} ms of other delays"))
-        rows.append(("", f"{report['simulated']} simulations"))
+        machine, light = calibration["machine"], calibration["light"]
+        slower = f"{machine['slower']:.2f} of their time alone, {light['slower']:.2f} where p99 is predicted"
+        rows.append(("calibration", f"nodes take {slower}; a hand-over {1000 * machine['handover']:.2f} ms"))
+        rows.append(("", f"a closed loop is {calibration['residual']:.0%} off; {report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 

@@ -12,11 +12,11 @@ from torchpipe_py.tools.tune.profile import Profile
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Machine, Simulation
 
-CALLS = 600
-"""The most requests of a simulated open loop while candidates are compared."""
+CALLS = 500
+"""Requests of a simulated open loop while candidates are compared: fewer would favor what suits a single burst."""
 
 LEAST_CALLS, MOST_CALLS = 20, 2500
-"""Requests of an open loop, simulated or measured."""
+"""Requests of an open loop that is measured, and of the simulation that predicts it."""
 
 CLIENTS = 64
 """Clients of the simulated closed loop that determines a candidate's throughput."""
@@ -31,8 +31,7 @@ TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _LOAD = 0.8  # of the server that judges how bursty arrivals are
 _FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
-_SLOWER, _FITS = (0.4, 2.5), 7  # range and steps of the bisection
-_MOST_TAIL = 3.0  # of the simulated p99, and half the SLO; more counts as an outlier
+_SLOWER, _FITS = (0.4, 2.5), 8  # range and steps of the bisection
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,13 @@ class Goal:
         """-1 if less is better, else 1."""
         return 1 if self.rate is None else -1
 
-    def dues(self, rate: float, most: int = MOST_CALLS) -> list[float]:
-        """The times at which calls of an open loop at ``rate`` are due."""
-        return [time / rate for time in self.times[: max(LEAST_CALLS, min(most, round(rate * self.seconds)))]]
+    def dues(self, rate: float, count: int | None = None) -> list[float]:
+        """The times at which ``count`` calls of an open loop at ``rate`` are due, by default those of ``seconds``."""
+        return [time / rate for time in self.times[: count or self.calls(rate)]]
+
+    def calls(self, rate: float) -> int:
+        """The number of calls of an open loop at ``rate``."""
+        return max(LEAST_CALLS, min(MOST_CALLS, round(rate * self.seconds)))
 
 
 @dataclass(frozen=True)
@@ -82,21 +85,21 @@ class Predictor:
 
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
         """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""
-        calls, steps = (MOST_CALLS, _STEPS + 2) if is_exact else (CALLS, _STEPS)
+        calls, steps = (None, _STEPS + 2) if is_exact else (CALLS, _STEPS)
         plans = [candidate.plan()] * candidate.workers
         costs = self.profile.costs(candidate, self._images)
-        goal = self.goal
+        goal, fitted = self.goal, self._fitted
 
-        def at(rate: float) -> tuple[float, tuple[str, ...]]:
+        def at(rate: float, machine: Machine = fitted.machine) -> tuple[float, tuple[str, ...]]:
             self.simulated += 1
-            run = Simulation(plans, costs, self._fitted.machine)
+            run = Simulation(plans, costs, machine)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
             waits = sorted(run.waited, key=lambda node: -run.waited[node])
-            return quantile(latencies, 0.99) + self._fitted.tail, tuple(waits)
+            return quantile(latencies, 0.99), tuple(waits)
 
-        full = Simulation(plans, costs, self._fitted.machine).closed_loop(CLIENTS, calls)
+        full = Simulation(plans, costs, fitted.machine).closed_loop(CLIENTS, CALLS)
         if goal.rate is not None:
-            p99, waits = at(goal.rate)
+            p99, waits = at(goal.rate, fitted.light)
             score = 1 / p99 if _FULL * full > goal.rate else 0.0
             return Prediction(candidate, goal.rate, goal.rate, p99, waits, score) if score >= floor else None
         full *= 1 + goal.slo / goal.seconds  # NOTE: within a run, the queue may grow up to the SLO
@@ -114,7 +117,8 @@ class Predictor:
                 full, where = rate, where or waits
             rate = (limit + full) / 2
         light = LIGHT * limit
-        return Prediction(candidate, limit, light, at(light)[0] if light and is_exact else math.inf, where, limit)
+        p99 = at(light, fitted.light)[0] if light and is_exact else math.inf
+        return Prediction(candidate, limit, light, p99, where, limit)
 
 
 def typical(times: Sequence[float], count: int) -> list[float]:
@@ -143,40 +147,44 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """The original file: requests per second of a closed loop, p50 and p99 of an open loop at ``rate``, in seconds."""
+    """The original file: requests per second of a closed loop, its limit, and its p99 in seconds at ``rate``.
+
+    With a rate as the goal there is no limit.
+    """
 
     closed: float
+    limit: float | None
     rate: float
-    p50: float
     p99: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The machine parameters that explain the measurements of the original file.
+    """The machine parameters with which the original file has the measured limit, and ``light``: the measured p99.
 
-    ``residual`` is the share by which each of its two loops was off: the error of every prediction. ``tail`` is the
-    time in seconds by which its p99 exceeded the simulation: occasional delays of the system.
+    ``residual`` is the share by which the closed loop, to which nothing is fitted, is off.
     """
 
     machine: Machine
+    light: Machine
     measured: Measured
     residual: float
-    tail: float
 
 
 def calibrate(
     profile: Profile, images: int, goal: Goal, base: Candidate, clients: int, measured: Measured
 ) -> Calibration:
-    """Determine how much slower nodes are in the pipe than alone.
+    """Determine how much slower nodes are in the pipe than alone, at the limit and at the rate of the p99.
 
-    Cores that are idle at times are slower, so an open loop at ``rate`` finds more than a closed one of ``clients``.
-    The limit lies between the two, so the geometric mean is taken.
+    Cores that are idle at times are slower.
     """
-    plans, costs, dues = [base.plan()] * base.workers, profile.costs(base, images), goal.dues(measured.rate, CALLS)
+    plans, costs = [base.plan()] * base.workers, profile.costs(base, images)
 
     def run(slower: float) -> Simulation:
         return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.name].handover))
+
+    def closed(slower: float) -> float:
+        return run(slower).closed_loop(clients, CALLS)
 
     def fitted(is_fast: Callable[[float], bool]) -> float:
         low, high = _SLOWER
@@ -185,12 +193,15 @@ def calibrate(
             low, high = (middle, high) if is_fast(middle) else (low, middle)
         return math.sqrt(low * high)
 
-    full = fitted(lambda slower: run(slower).closed_loop(clients, CALLS) > measured.closed)
-    light = fitted(lambda slower: quantile(sorted(run(slower).open_loop(dues)), 0.5) < measured.p50)
-    p99 = quantile(sorted(run(light).open_loop(dues)), 0.99)
-    tail = min(max(0.0, measured.p99 - p99), _MOST_TAIL * p99, goal.slo / 2)
-    residual = math.sqrt(max(full, light) / min(full, light)) - 1
-    return Calibration(run(math.sqrt(full * light)).machine, measured, residual, tail)
+    def fitted_to(p99: float, rate: float) -> float:
+        return fitted(lambda slower: quantile(sorted(run(slower).open_loop(goal.dues(rate))), 0.99) < p99)
+
+    if measured.limit is None:
+        full = fitted(lambda slower: closed(slower) > measured.closed)
+    else:
+        full = fitted_to(goal.slo, measured.limit)
+    light = fitted_to(measured.p99, measured.rate) if measured.p99 < math.inf else full
+    return Calibration(run(full).machine, run(light).machine, measured, abs(closed(full) / measured.closed - 1))
 
 
 # --- the search

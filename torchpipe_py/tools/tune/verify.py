@@ -25,10 +25,11 @@ BUSY = 0.15
 """The share of the cores that other programs may use; with more, there is no verdict."""
 
 _HEAD_START_S = 0.05
-_WARM_UP_S, _WARM_UP_CLIENTS = 0.1, 8
+_WARM_UP_S, _WARM_UP_CLIENTS = 0.3, 8
 _NEVER_S = 60.0  # in place of an infinite p99
 _STEP = 1.15  # factor for the rate if all tried rates held, or none
 _MOST_STEPS = 5
+_FARTHEST = 1.0  # logarithm of p99 to SLO; more counts as much: the queue of an overload grows without end
 _T95 = (math.inf, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # by degrees of freedom
 
 
@@ -115,18 +116,21 @@ def turn(service: Service, trial: Trial, goal: Goal) -> None:
 def limit_of(points: Sequence[Point], slo: float) -> float:
     """The rate at which the p99 crosses ``slo``, interpolated in log p99.
 
-    The p99 is noisy near the limit, so this is the median of all crossings between neighbouring rates.
+    A stall of the machine may spoil the p99 at a low rate, so a p99 that falls with the rate is averaged first.
     """
-    ordered = sorted(points, key=lambda point: point.rate)
-    places = []
-    for low, high in pairwise(ordered):
-        if (low.p99 <= slo) != (high.p99 <= slo):
-            finite = max(low.p99, high.p99) < math.inf
-            part = math.log(slo / low.p99) / math.log(high.p99 / low.p99) if finite else float(high.p99 <= slo)
-            places.append(low.rate + part * (high.rate - low.rate))
-    if places:
-        return statistics.median(places)
-    return _STEP * ordered[-1].rate if ordered[-1].p99 <= slo else ordered[0].rate / _STEP
+    steps: list[tuple[float, float, int]] = []  # mean rate, mean logarithm of p99 to SLO, points
+    for point in sorted(points, key=lambda point: point.rate):
+        far = math.log(point.p99 / slo) if point.p99 < math.inf else math.inf
+        step = point.rate, max(-_FARTHEST, min(_FARTHEST, far)), 1
+        while steps and steps[-1][1] > step[1]:
+            rate, far, number = steps.pop()
+            total = number + step[2]
+            step = (number * rate + step[2] * step[0]) / total, (number * far + step[2] * step[1]) / total, total
+        steps.append(step)
+    for low, high in pairwise(steps):
+        if low[1] <= 0 < high[1]:
+            return low[0] - low[1] / (high[1] - low[1]) * (high[0] - low[0])
+    return _STEP * steps[-1][0] if steps[-1][1] <= 0 else steps[0][0] / _STEP
 
 
 # --- the verdict
