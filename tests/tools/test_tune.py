@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ from torchpipe_py.tools.tune.search import (
     Predictor,
     Search,
     calibrate,
+    starts_of,
     typical,
 )
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Point, Trial, is_off, judge, limit_of
-from torchpipe_py.tools.tune.worker import Captured
+from torchpipe_py.tools.tune.worker import Captured, Team
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "configs" / "demo" / "images"
@@ -51,8 +53,10 @@ def model(**keys: Any) -> dict[str, Any]:
     return {"backend": "OnnxTensor", "model": DEMO_MODEL["model"], "max": 4, **keys}
 
 
-def simulation(config: Tables, costs: dict[str, Cost], machine: Machine = FREE, workers: int = 1) -> Simulation:
-    return Simulation([Candidate(Shape.of("x", config)).plan()] * workers, costs, machine)
+def simulation(
+    config: Tables, costs: dict[str, Cost], machine: Machine = FREE, workers: int = 1, engines: int = 0
+) -> Simulation:
+    return Simulation(Candidate(Shape.of("x", config), workers, engines=engines).plans(), costs, machine)
 
 
 # --- simulation: queues computed by hand, in milliseconds
@@ -109,6 +113,15 @@ def test_workers_take_turns() -> None:
     assert simulation(ONE, {"n": ALONE}, workers=2).open_loop([0, 0, 0, 0]) == pytest.approx([0.01, 0.01, 0.02, 0.02])
 
 
+def test_requests_of_two_workers_are_one_batch_of_their_engine_process() -> None:
+    """Each takes 1 ms of its worker on the way there, and 2 ms of the engine process."""
+    costs = {"n": replace(BATCHES, hand_over=(0.001, 0.002))}
+    found = simulation(tables(n=model(shared=True)), costs, Machine(4), workers=2, engines=1).open_loop(
+        [0, 0.004, 0.004]
+    )
+    assert found == pytest.approx([0.013, 0.023, 0.023])
+
+
 # --- shapes
 
 
@@ -124,8 +137,32 @@ APART = {
     ("nodes", "shape", "other"), [(TOGETHER, "apart", APART), (APART, "one node", TOGETHER)], ids=["one node", "apart"]
 )
 def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: str, other: dict[str, Any]) -> None:
-    found = {each.name: backends_of(each.config) for each in shapes_of(tables(**nodes))}
+    found = {each.name: backends_of(each.config) for each in shapes_of(tables(**nodes)) if not each.heads}
     assert found == {WRITTEN: backends_of(nodes), shape: backends_of(other)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shared"),
+    [
+        (TOGETHER, {WRITTEN: [], "apart": [], "as written, shared": ["n"], "apart, shared": ["n_model"]}),
+        (
+            {**APART, "n_model": {**APART["n_model"], "shared": True}},
+            {WRITTEN: ["n_model"], "as written, not shared": []},
+        ),
+        ({"n": {"backend": "DecodeMat"}}, {WRITTEN: []}),
+    ],
+    ids=["models", "as written", "no model"],
+)
+def test_models_are_shared_and_not_shared(nodes: dict[str, Any], shared: dict[str, list[str]]) -> None:
+    shapes = shapes_of(tables(**nodes))
+    assert {shape.name: shape.heads for shape in shapes} == shared
+    starts = starts_of(Candidate(shapes[0]), shapes, cores=2)
+    processes = {(each.shape.name, each.workers, each.engines) for each in starts}
+    assert processes == {(WRITTEN, 1, 0)} | {
+        (name, *numbers)
+        for name, heads in shared.items()
+        for numbers in ([(2, 1), (2, 2)] if heads else [(1, 0), (2, 0)])
+    }
 
 
 def backends_of(nodes: Mapping[str, Any]) -> dict[str, str]:
@@ -391,6 +428,22 @@ def test_with_a_busy_neighbour_it_cannot_tell(
     assert known == ["cannot tell", None, None, pytest.approx(0.4)]
     assert "cannot tell: other programs took 40% of the cores; measure on a quiet" in capsys.readouterr().out
     assert not (folder / "ok.tuned.toml").exists()
+
+
+@pytest.mark.slow
+def test_shared_nodes_are_measured_in_an_engine_process() -> None:
+    config = tables(n={"backend": "S[DecodeMat,ResizeMat]", **PREPARE, "next": "m"}, m=model(shared=True, **DEMO_MODEL))
+    bodies = [path.read_bytes() for path in sorted(IMAGES.glob("*.jpg"))[:4]]
+    team = Team("x", bodies, [], sorted(os.sched_getaffinity(0))[:2], engines=1)
+    try:
+        shape = Shape.of(WRITTEN, config)
+        assert team.all("capture", config, shape.units)[0].failed == {}
+        assert team.build(config, 2, 1) == team.build(config, 2, 0)
+        alone, shared = team.echo(shape.units["m"], 0, 0.1)[0], team.echo(shape.units["m"], 1, 0.1)
+        assert shared[0] > alone
+        assert shared[1] > 0
+    finally:
+        team.close()
 
 
 @pytest.mark.slow

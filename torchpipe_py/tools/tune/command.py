@@ -21,6 +21,7 @@ from torchpipe_py.errors import counted, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
+from torchpipe_py.plan.sharing import decodes_on_gpu
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
 from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
@@ -28,6 +29,7 @@ from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.profile import Profiler
 from torchpipe_py.tools.tune.search import (
+    ENGINES,
     LEAST_CALLS,
     LIGHT,
     Goal,
@@ -64,7 +66,7 @@ _LEAST_LEFT = 0.3  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = (
     "other pixels (another decoder or resize), another precision, new engines: they change results",
-    "engine processes (shared = true): they are part of the service, see docs/scaling.md",
+    "engine processes for nodes without a model or GPU decoder: sharing moves their work behind one GIL",
 )
 
 Progress = Callable[[str, float, float], None]
@@ -135,6 +137,7 @@ class _Tuning:
         self._images, self._cores, self._budget, self._progress = images, cores, budget, progress
         self._until = monotonic() + budget
         self._shapes = shapes_of(tables)
+        self._shares = any(shape.heads for shape in self._shapes)
         entered = self._shapes[0].pipeline.graph.entered
         if len(entered) != 1:
             raise ToolError(
@@ -163,7 +166,7 @@ class _Tuning:
     def start(self, imports: Sequence[str]) -> Team:
         """Start the processes."""
         self._show("profile", 0.0)
-        self._team = Team(self.report["config"], self._images, imports, self._cores)
+        self._team = Team(self.report["config"], self._images, imports, self._cores, ENGINES[-1] * self._shares)
         self._service = Service(self._team)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
@@ -193,6 +196,7 @@ class _Tuning:
             raise ToolError(f"p99 within {1000 * slo:g} ms: a single request already takes {1000 * lone:.3g} ms")
         self._has_gpu = captured.gpu_bytes > 0
         self._profiler.measure(self._profiler.prepare(self._has_gpu), self._show)
+        self._profiler.hand_over()
         self.report["profile"] = text.profile_fields(self._profile)
         self._team.all("release")
 
@@ -220,7 +224,10 @@ class _Tuning:
     def calibrate(self) -> None:
         """Measure the original file with the default number of workers, and fit the simulation to that."""
         self._show("calibrate", 0.0)
-        base = self._base = Candidate(self._shapes[0], 1 if self._has_gpu else min(len(self._cores), MOST_BY_CORES))
+        written, workers = self._shapes[0], min(len(self._cores), MOST_BY_CORES)
+        workers = 1 if self._has_gpu and not written.heads else workers
+        engines = 1 + decodes_on_gpu(written.config) if written.heads and workers > 1 else 0
+        base = self._base = Candidate(written, workers, engines=min(engines, workers))
         self._results = self._service.build(base)
         began, seconds = monotonic(), self._seconds("calibrate")
         loops = [self._service.closed_loop(_CLIENTS, self._goal.seconds) for _ in range(_PARTS)]
@@ -248,7 +255,8 @@ class _Tuning:
         captured = self._profile.captured
 
         def is_allowed(candidate: Candidate) -> bool:
-            return not gpu_memory or captured[candidate.shape.name].gpu_bytes * candidate.workers <= gpu_memory
+            copies = candidate.engines or candidate.workers
+            return not gpu_memory or captured[candidate.shape.twin].gpu_bytes * copies <= gpu_memory
 
         search = Search(self._predictor, self._shapes, self._has_gpu, is_allowed)
         best = search.run(self._base, self._seconds("simulate"), self._show)
@@ -384,7 +392,7 @@ def run_tune(args: argparse.Namespace) -> int:
     print(text.verdict_line(report))
     if report["tuned"] is not None:
         more = "".join(f" --import {shlex.quote(each)}" for each in imports)
-        report["command"] = f"torchpipe-serve {shlex.quote(str(out))} --workers {report['best']['workers']}{more}"
+        report["command"] = f"torchpipe-serve {shlex.quote(str(out))} {report['best']['processes']}{more}"
         text.write_tuned(out, report)
         print(f"{out}\n{report['command']}")
     if args.json is not None:

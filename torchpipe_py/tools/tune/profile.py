@@ -23,6 +23,7 @@ MOST_ROUNDS = 8
 
 _HEAD_START_S = 0.02
 _CELL_S = 0.06
+_HAND_OVER_S = 0.2
 
 Run = tuple[list[tuple[int, int]], float]
 
@@ -67,6 +68,7 @@ class Profile:
     cells: dict[Cell, Figures] = field(default_factory=dict)
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    hand_overs: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def threads_of(self, unit: str) -> list[int]:
         """The measured numbers of threads of a unit."""
@@ -124,9 +126,14 @@ class Profile:
                 costs[node] = Cost([[]] * images)
                 continue
             threads = candidate.value(node, "threads")
-            sharing = int(candidate.value(node, "instance_num")) * candidate.workers
+            is_shared = candidate.engines and candidate.shape.pipeline.plans[node].spec.shared
+            sharing = int(candidate.value(node, "instance_num")) * (
+                candidate.engines if is_shared else candidate.workers
+            )
             cost = self.cost(unit, threads or max(1, self.cores // sharing), images)
-            visits = self.captured[candidate.shape.name].visits[node]
+            if is_shared and node in candidate.shape.heads:
+                cost.hand_over = self.hand_overs[unit]
+            visits = self.captured[candidate.shape.twin].visits[node]
             for image in range(images):
                 if not visits[image]:
                     cost.times[image].clear()  # type: ignore[attr-defined]
@@ -147,6 +154,8 @@ class Profiler:
     def capture(self) -> None:
         """Run the images through each shape in each process, and keep the inputs of the nodes."""
         for shape in self._shapes:
+            if shape.twin != shape.name:
+                continue
             self.profile.captured[shape.name] = self._team.all("capture", shape.config, dict(shape.units))[0]
             for node, unit in shape.units.items():
                 self.profile.names.setdefault(unit, node if shape is self._shapes[0] else f"{node} ({shape.name})")
@@ -157,7 +166,7 @@ class Profiler:
         cores = self.profile.cores
         for shape in self._shapes:
             for node, unit in shape.units.items():
-                if unit in self.profile.limits or not any(self.profile.captured[shape.name].visits[node]):
+                if unit in self.profile.limits or not any(self.profile.captured[shape.twin].visits[node]):
                     continue
                 knobs = knobs_of(shape.pipeline.plans[node], has_gpu)
                 for threads in (1, cores) if "threads" in knobs else (0,):
@@ -170,6 +179,17 @@ class Profiler:
                     if threads < 2:
                         cells += [Cell(unit, threads, 1, cores, 1), Cell(unit, threads, 1, 1, cores)]
         return cells
+
+    def hand_over(self) -> None:
+        """Measure the processor seconds that handing an input of shared nodes over takes, there and back.
+
+        The engine process answers with the input, and a pipe without one is subtracted.
+        """
+        heads = {shape.units[node] for shape in self._shapes for node in shape.heads}
+        for unit in heads.intersection(self.profile.limits):
+            alone, _ = self._team.echo(unit, 0, _HAND_OVER_S)
+            worker, engine = self._team.echo(unit, 1, _HAND_OVER_S)
+            self.profile.hand_overs[unit] = max(0.0, worker - alone), engine
 
     def measure(self, cells: list[Cell], progress: Callable[[str, float], None]) -> None:
         """Measure all cells in at least two rounds, after a warm-up; the first round adds larger batches.

@@ -43,7 +43,8 @@ def profile_fields(profile: Profile) -> dict[str, Any]:
         for unit in profile.limits
     }
     noisy = sum(figures.drift > DRIFT for figures in profile.cells.values())
-    return {"cells": cells, "neighbours": neighbours, "noisy_cells": noisy}
+    hand_overs = {profile.names[unit]: list(seconds) for unit, seconds in profile.hand_overs.items()}
+    return {"cells": cells, "neighbours": neighbours, "noisy_cells": noisy, "hand_overs": hand_overs}
 
 
 def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
     return {
         "shape": trial.candidate.shape.name,
         "workers": trial.candidate.workers,
+        "engines": trial.candidate.engines,
+        "processes": trial.candidate.processes,
         "settings": {f"{node}.{key}": value for node, key, value in trial.candidate.knobs},
         "predicted": predicted,
         "anchored": predicted * yours.figure / (yours.predicted.figure(goal) or math.nan) if yours.figures else None,
@@ -96,7 +99,7 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for number, trial in enumerate([report["yours"], *report["others"]] if report["yours"] else []):
         interval = " to ".join(_figure(report, bound) for bound in trial["interval"]) if trial["interval"] else "-"
-        settings = [trial["shape"], f"--workers {trial['workers']}"]
+        settings = [trial["shape"], trial["processes"]]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
         figures = [_figure(report, trial[key]) for key in ("predicted", "anchored", "measured")]
         p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
@@ -129,6 +132,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     if profile:
         drift = f"{profile['noisy_cells']} of {len(profile['cells'])} measurements of nodes drifted by more than 10 %"
         rows.append(("noise", f"{drift}; {_others(report)}"))
+        for node, seconds in profile["hand_overs"].items():
+            there, back = (_ms(each) for each in seconds)
+            rows.append(("sharing", f"{node}: an engine process costs {there} of a worker and {back} of its own"))
     if calibration:
         machine, light = calibration["machine"], calibration["light"]
         slower = f"{machine['slower']:.2f} of their time alone, {light['slower']:.2f} where p99 is predicted"

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from time import perf_counter
 
 from torchpipe_py.tools.tune.profile import Profile
-from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
+from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Machine, Simulation
 
 CALLS = 500
@@ -26,6 +26,9 @@ LIGHT = 0.75
 
 MARGIN = 1.01
 """A change must gain more than this factor; otherwise the simpler candidate is kept."""
+
+ENGINES = (1, 2)
+"""Numbers of engine processes for all workers."""
 
 TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _LOAD = 0.8  # of the server that judges how bursty arrivals are
@@ -86,7 +89,7 @@ class Predictor:
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
         """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""
         calls, steps = (None, _STEPS + 2) if is_exact else (CALLS, _STEPS)
-        plans = [candidate.plan()] * candidate.workers
+        plans = candidate.plans()
         costs = self.profile.costs(candidate, self._images)
         goal, fitted = self.goal, self._fitted
 
@@ -178,10 +181,10 @@ def calibrate(
 
     Cores that are idle at times are slower.
     """
-    plans, costs = [base.plan()] * base.workers, profile.costs(base, images)
+    plans, costs = base.plans(), profile.costs(base, images)
 
     def run(slower: float) -> Simulation:
-        return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.name].handover))
+        return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.twin].handover))
 
     def closed(slower: float) -> float:
         return run(slower).closed_loop(clients, CALLS)
@@ -219,11 +222,10 @@ class Search:
         self._until = math.inf
 
     def run(self, base: Candidate, seconds: float, progress: Callable[[str, float], None]) -> list[Prediction]:
-        """The best candidates, best first; one for each shape and number of workers."""
+        """The best candidates, best first; one for each shape and numbers of processes."""
         began = perf_counter()
         self._until = began + seconds
-        counts = _doublings(self.predictor.profile.cores)
-        starts = [replace(base, shape=shape, workers=workers) for shape in self._shapes for workers in counts]
+        starts = starts_of(base, self._shapes, self.predictor.profile.cores)
         first = [found for start in starts if (found := self._judge(start, 0.0)) is not None]
         for number, start in enumerate(sorted(first, key=lambda each: -each.score)):
             share = (number + 1) / len(first)
@@ -238,7 +240,7 @@ class Search:
         self.judged.add(str(candidate))
         found = self.predictor.predict(candidate, floor)
         if found is not None and found.score > 0:
-            place = candidate.shape.name, str(candidate.workers)
+            place = candidate.shape.name, candidate.processes
             if place not in self.found or found.score > self.found[place].score:
                 self.found[place] = found
         return found
@@ -274,6 +276,17 @@ class Search:
         return [
             candidate.with_knob(node, *change) for change in changes if candidate.value(node, change[0]) != change[1]
         ]
+
+
+def starts_of(base: Candidate, shapes: Sequence[Shape], cores: int) -> list[Candidate]:
+    """Each shape with each number of workers and, if it shares nodes, of engine processes."""
+    starts = []
+    for shape in shapes:
+        for workers in _doublings(cores):
+            # NOTE: with one worker, ``shared`` changes nothing.
+            engines = [count for count in ENGINES if count <= workers] if shape.heads and workers > 1 else [0]
+            starts += [replace(base, shape=shape, workers=workers, engines=count) for count in engines]
+    return [each for each in starts if each.engines or each.shape.name == WRITTEN or not each.shape.heads]
 
 
 def _doublings(most: int) -> list[int]:

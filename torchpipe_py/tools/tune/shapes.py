@@ -12,6 +12,8 @@ from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, NODE_KEYS, Tables
 from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.plan.sharing import engine_part, sections, worker_part
+from torchpipe_py.proc.backends import Remote
 
 ROUTING = ("next", "map", "filter", "or")
 KNOBS = ("instance_num", "max", "batching_timeout", "threads")
@@ -23,19 +25,28 @@ Knobs = tuple[tuple[str, str, float], ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration with other nodes but the same computation; ``units`` names what each node computes."""
+    """A configuration with other nodes but the same computation; ``units`` names what each node computes.
+
+    ``twin`` names the shape with the same units, which is profiled in place of this one; perhaps itself.
+    """
 
     name: str
     config: Tables
     pipeline: Pipeline
     units: Mapping[str, str]
+    twin: str
 
     @classmethod
     def of(cls, name: str, config: Tables) -> Shape:
         """Check and plan a configuration. Raises ``ConfigError``."""
         pipeline = plan_pipeline(config)
         nodes = {each: plan for each, plan in pipeline.plans.items() if plan.spec.owner == each and not plan.jumps()}
-        return cls(name, config, pipeline, {each: _unit(plan) for each, plan in nodes.items()})
+        return cls(name, config, pipeline, {each: _unit(plan) for each, plan in nodes.items()}, name)
+
+    @property
+    def heads(self) -> list[str]:
+        """The first node of each section that engine processes run."""
+        return [section.head for section in sections(self.pipeline)]
 
     def alone(self, node: str, **settings: Any) -> dict[str, dict[str, Any]]:
         """The configuration of one node, without its neighbours."""
@@ -49,11 +60,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings to evaluate: a shape, the number of workers, and settings of nodes."""
+    """Settings to evaluate: a shape, the numbers of workers and of engine processes, and settings of nodes."""
 
     shape: Shape
     workers: int = 1
     knobs: Knobs = ()
+    engines: int = 0
 
     def with_knob(self, node: str, key: str, value: float) -> Candidate:
         """The candidate with another setting."""
@@ -81,13 +93,23 @@ class Candidate:
             tables[node][key] = int(value) if value == int(value) else value
         return tables
 
-    def plan(self) -> Pipeline:
-        """The plan of one worker."""
-        return plan_pipeline(self.config(), processes=self.workers)
+    def plans(self) -> tuple[list[Pipeline], list[Pipeline]]:
+        """The plan of each worker, and of each engine process. Raises ``ConfigError``."""
+        plan = plan_pipeline(self.config(), processes=self.workers)
+        if not self.engines:
+            return [plan] * self.workers, []
+        plan = worker_part(plan, lambda section, label: BackendPlan(Remote, label, {}))
+        shared = engine_part(plan_pipeline(self.config(), processes=self.engines))
+        return [plan] * self.workers, [shared] * self.engines
+
+    @property
+    def processes(self) -> str:
+        """The options of ``torchpipe-serve``."""
+        return f"--workers {self.workers}" + (f" --engines {self.engines}" if self.engines else "")
 
     def __str__(self) -> str:
         settings = [f"{node}.{key} {value:g}" for node, key, value in self.knobs]
-        return ", ".join([self.shape.name, f"{self.workers} worker{'s' * (self.workers > 1)}", *settings])
+        return ", ".join([self.shape.name, self.processes, *settings])
 
 
 def _unit(plan: NodePlan) -> str:
@@ -121,7 +143,7 @@ def _keys(backends: Iterable[BackendPlan]) -> set[str]:
 
 
 def shapes_of(config: Tables) -> list[Shape]:
-    """The shapes: as written, with neighbours joined, with decoder and model apart; without duplicates."""
+    """The shapes: as written, with neighbours joined, with decoder and model apart; each with and without sharing."""
     written = Shape.of(WRITTEN, config)
     found = [written]
     for name, change in (("one node", _joined), ("apart", _apart)):
@@ -132,8 +154,22 @@ def shapes_of(config: Tables) -> list[Shape]:
             continue
         if shape and _computes(shape) == _computes(written):
             several = name == "one node" and len(shape.pipeline.plans) > 1
-            found.append(replace(shape, name="joined") if several else shape)
-    return found
+            found.append(replace(shape, name="joined", twin="joined") if several else shape)
+    return found + [twin for shape in found if (twin := _twin(shape)) is not None]
+
+
+def _twin(shape: Shape) -> Shape | None:
+    """The shape with nodes of models and of GPU decoders shared or, if it has shared nodes, without; None if alike."""
+    tables, is_shared = copied(shape.config, shape.config.source), bool(shape.heads)
+    for name, table in tables.items():
+        table.pop("shared", None)
+        if name in shape.units and not is_shared and "max" in _keys(shape.pipeline.plans[name].backends):
+            table["shared"] = True
+    try:
+        twin = Shape.of(f"{shape.name}, {'not ' * is_shared}shared", tables)
+    except ConfigError:
+        return None
+    return replace(twin, twin=shape.name) if bool(twin.heads) != is_shared else None
 
 
 def _computes(shape: Shape) -> list[tuple[type, str]]:

@@ -15,6 +15,7 @@ from torchpipe_py.errors import Overloaded
 from torchpipe_py.filters import Status
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
+from torchpipe_py.proc.backends import Remote
 from torchpipe_py.runtime.batching import BatchingNode
 from torchpipe_py.runtime.instance import Instance
 from torchpipe_py.runtime.node import Node
@@ -33,7 +34,8 @@ class Cost:
     ``times`` has the seconds of each visit of each image alone; images without a visit do not reach the node. In a
     batch of ``n`` an item takes the share ``ladder[0] + ladder[1] / n`` of that. It keeps ``cores`` cores busy. A job
     that runs at the same time slows it by ``slowing``, and in the same process by ``lock`` too: 0.3 is 30 % longer.
-    ``limits`` are the batch sizes of an instance.
+    ``limits`` are the batch sizes of an instance. To hand an item over to an engine process takes ``hand_over`` seconds
+    of the worker's interpreter, and as many of the engine process's as its second number says.
     """
 
     times: Sequence[Sequence[float]]
@@ -42,16 +44,21 @@ class Cost:
     lock: float = 0.0
     slowing: float = 0.0
     limits: tuple[int, int] = (1, 1)
+    hand_over: tuple[float, float] = (0.0, 0.0)
 
     def seconds(self, items: Sequence[tuple[int, int]]) -> float:
         """The time of a batch of ``(image, visit)``."""
         each, batch = self.ladder
-        return sum(self.alone(*item) for item in items) * (each + batch / max(len(items), self.limits[0]))
+        computing = sum(self.alone(*item) for item in items) * (each + batch / max(len(items), self.limits[0]))
+        return computing + self.hand_over[1] * len(items)
 
     def alone(self, image: int, visit: int) -> float:
         """Seconds of one item alone."""
         visits = self.times[image % len(self.times)]
         return visits[visit % len(visits)] if visits else 0.0
+
+
+_HANDING_OVER = Cost([[]], lock=1.0)  # it is Python code
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,25 @@ class _Deferred(_InVirtualTime, SingleNode):
                 on_done([])
 
 
+class _Remote(_InVirtualTime, SingleNode):
+    """Shared nodes, which ``engine`` runs."""
+
+    engine: Runtime
+
+    def put(self, request: Request) -> None:
+        self.instances[0].busy += 1  # NOTE: later nodes may wait for the request
+        self.simulation.hand_over(self, lambda: self._enter(request))
+
+    def _enter(self, request: Request) -> None:
+        def on_done(errors: list[BaseException | None]) -> None:
+            self.instances[0].busy -= 1
+            self.ended([request])
+            self.simulation.look += self.waiting
+
+        data = self.simulation.data(*request.data[TASK_DATA_KEY])
+        self.engine.run_graphs(self.name, [data], on_done, request)
+
+
 class _Batching(_InVirtualTime, BatchingNode):
     """The real batching rule, with timers instead of sleeping threads."""
 
@@ -156,11 +182,13 @@ class _Batching(_InVirtualTime, BatchingNode):
 
 
 class _VirtualRuntime(Runtime):
-    """A simulated worker process."""
+    """A simulated worker process, or engine process; ``engine`` is that of a worker with shared nodes."""
 
-    def __init__(self, pipeline: Pipeline, simulation: Simulation, worker: int) -> None:
+    def __init__(
+        self, pipeline: Pipeline, simulation: Simulation, worker: int, engine: _VirtualRuntime | None = None
+    ) -> None:
         super().__init__(pipeline)
-        self._simulation, self._worker = simulation, worker
+        self._simulation, self._worker, self._engine = simulation, worker, engine
         owners = {instance.node for instance in self.instances}
         for instance in self.instances:
             planned = self.plans[instance.node].batch_range()
@@ -174,6 +202,9 @@ class _VirtualRuntime(Runtime):
         node: Any
         if max(instance.max for instance in instances) > 1:
             node = _Batching(*parts, plan.spec.batching_timeout / 1000)
+        elif plan.backends[0].cls is Remote:
+            node = _Remote(*parts)
+            node.engine = self._engine
         else:
             node = _Deferred(*parts) if jumps else _Single(*parts)
             node.roots = jumps
@@ -194,12 +225,14 @@ class _VirtualRuntime(Runtime):
 
 
 class Simulation:
-    """Simulated worker processes, each with the runtime of its plan, on the cores of a machine.
+    """Simulated workers and engine processes, each with the runtime of its plan, on the cores of a machine.
 
     Running batches share the cores evenly, and slow each other according to ``costs``, which is by node.
     """
 
-    def __init__(self, plans: Sequence[Pipeline], costs: dict[str, Cost], machine: Machine) -> None:
+    def __init__(
+        self, plans: tuple[Sequence[Pipeline], Sequence[Pipeline]], costs: dict[str, Cost], machine: Machine
+    ) -> None:
         self.costs, self.machine, self.now = costs, machine, 0.0
         self.look: list[_InVirtualTime] = []
         # Seconds, by node, from the arrival to the start of the batch.
@@ -209,9 +242,14 @@ class Simulation:
         self._jobs: list[_Job] = []
         self._rested: dict[Instance, float] = {}
         self._speeds: dict[Hashable, dict[Hashable, float]] = {}
-        sources = [source for plan in plans for node in plan.spec.nodes.values() for source in node.map]
+        workers, engines = plans
+        sources = [source for plan in workers for node in plan.spec.nodes.values() for source in node.map]
         self._names = {key for source in sources for pair in source.pairs for key in pair}
-        self._workers = [_VirtualRuntime(plan, self, worker) for worker, plan in enumerate(plans)]
+        shared = [_VirtualRuntime(plan, self, len(workers) + number) for number, plan in enumerate(engines)]
+        self._workers = [
+            _VirtualRuntime(plan, self, number, shared[number % len(shared)] if shared else None)
+            for number, plan in enumerate(workers)
+        ]
 
     # -- for nodes ------------------------------------------------------------------------------------------------
 
@@ -244,6 +282,10 @@ class Simulation:
         self._rested[instance] = self.now
         node.free.append(instance)
         self.look += [node, *node.waiting]
+
+    def hand_over(self, node: _InVirtualTime, then: Callable[[], object]) -> None:
+        """Have a worker send a request to its engine process."""
+        self._jobs.append(_Job((node.worker, node.name), _HANDING_OVER, node.cost.hand_over[0], then))
 
     def wake_at(self, time: float, node: _InVirtualTime) -> None:
         """Check the node at ``time``."""

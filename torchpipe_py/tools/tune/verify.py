@@ -71,7 +71,7 @@ class Service:
     def build(self, candidate: Candidate) -> list[Any]:
         """Build and warm up the pipes of all its workers; returns the first results."""
         self._workers = candidate.workers
-        results: list[Any] = self._team.all("build", candidate.config(), self._workers, most=self._workers)[0]
+        results = self._team.build(candidate.config(), self._workers, candidate.engines)
         self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
         return results
 

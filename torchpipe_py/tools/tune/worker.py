@@ -6,14 +6,18 @@ import json
 import os
 import statistics
 import threading
+from asyncio import new_event_loop
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from math import inf
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from queue import SimpleQueue
-from socket import socketpair
+from signal import SIG_IGN, SIGINT, signal
+from socket import socket, socketpair
 from time import perf_counter, process_time, sleep
 from typing import Any
 
@@ -23,7 +27,10 @@ from torchpipe_py.errors import NoResult, TorchpipeError, describe, logger
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.plan.build import plan_pipeline
+from torchpipe_py.plan.config import GLOBAL
 from torchpipe_py.proc.child import start_interpreter
+from torchpipe_py.proc.client import Watch
+from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.instance import Instance, creator
 from torchpipe_py.runtime.pipe import pipe
@@ -40,36 +47,39 @@ Item = tuple[int, int]
 _KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 3
 _COMPARED = 8  # results
+_CLIENTS = 8
 _WAIT_S = 60.0
 
 
 class Team:
-    """One process per core, seen from the parent. Raises ``ToolError`` if one fails or dies."""
+    """One process per core, and ``engines`` more, seen from the parent. Raises ``ToolError`` if one fails or dies."""
 
-    def __init__(self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int]) -> None:
-        self._processes, self._channels = [], []
+    def __init__(
+        self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int], engines: int
+    ) -> None:
+        self._processes, self._channels, self._workers = [], [], len(cores)
         try:
-            for _ in cores:
+            for _ in range(len(cores) + engines):
                 ours, theirs = socketpair()
                 with theirs:
                     self._processes.append(start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()]))
                 self._channels.append(Connection(ours.detach()))
             self.pids = [process.pid for process in self._processes]
-            self.all("open", source, list(images), list(imports), list(cores))
+            self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        return len(self._channels)
+        return self._workers
 
     def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
-        """Call a method in all processes, or the first ``most``, at once; returns their results."""
+        """Call a method in the processes of all cores, or the first ``most``, at once; returns their results."""
         return self.each(name, [arguments] * (most or len(self)))
 
-    def each(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Like ``all``, with different arguments for each process."""
-        channels = self._channels[: len(arguments)]
+    def each(self, name: str, arguments: Sequence[Sequence[Any]], first: int = 0) -> list[Any]:
+        """Like ``all``, with different arguments for each process, from the ``first`` on."""
+        channels = self._channels[first : first + len(arguments)]
         try:
             for channel, own in zip(channels, arguments, strict=True):
                 channel.send((name, own))
@@ -80,6 +90,29 @@ class Team:
             if not is_done:
                 raise ToolError(value)
         return [value for _, value in answers]
+
+    def build(self, config: Config, workers: int, engines: int) -> list[Any]:
+        """Build the pipes of workers, with engine processes for shared nodes; returns the first results."""
+        if engines:
+            self.each("serve", [(config, engines)] * engines, self._workers)
+        for worker in range(workers if engines else 0):
+            with ExitStack() as stack:
+                for place, sock in zip((self._workers + worker % engines, worker), socketpair(), strict=True):
+                    stack.enter_context(sock)
+                    self._channels[place].send(("attach", ()))
+                    send_handle(self._channels[place], sock.fileno(), self.pids[place])
+                    self._channels[place].recv()
+        results: list[Any] = self.all("build", config, workers, most=workers)[0]
+        return results
+
+    def echo(self, unit: str, engines: int, seconds: float) -> tuple[float, float]:
+        """Processor seconds of a worker, and of its engine process, for each input of a node that is sent back."""
+        self.build({GLOBAL: {}, "node": {"backend": "Identity", "shared": True}}, 1, engines)
+        places = (0, self._workers)[: 1 + engines]
+        before = [self.each("cpu", [()], place)[0] for place in places]
+        ends = self.all("closed_loop", _CLIENTS, seconds, perf_counter(), unit, most=1)[0]
+        used = [self.each("cpu", [()], place)[0] - start for place, start in zip(places, before, strict=True)]
+        return used[0] / len(ends), used[-1] / len(ends)
 
     def close(self) -> None:
         """End them."""
@@ -92,7 +125,9 @@ class Team:
 
 def main(descriptor: int) -> None:
     """Run in the process: answer the parent's calls until it is gone."""
-    channel, room = Connection(descriptor), _State()
+    signal(SIGINT, SIG_IGN)  # the parent ends it; and no worker of a service has such a handler
+    channel = Connection(descriptor)
+    room = _State(channel)
     while True:
         try:
             name, arguments = channel.recv()
@@ -123,9 +158,12 @@ class Captured:
 
 
 class _State:
-    """The state of a process between its parent's calls."""
+    """The state of a process between its parent's calls: a worker, or an engine process."""
 
-    pipe: pipe
+    def __init__(self, channel: Connection) -> None:
+        self._channel, self._running = channel, ExitStack()
+        self._server: EngineServer | None = None
+        self._link: socket | None = None
 
     def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> None:
         os.sched_setaffinity(0, cores)
@@ -220,11 +258,37 @@ class _State:
 
     # -- a pipe under load ----------------------------------------------------------------------------------------
 
+    def serve(self, config: Config, processes: int) -> None:
+        """Be one of ``processes`` engine processes of a configuration."""
+        self._running.close()
+        self._server = EngineServer(plan_pipeline(copied(config, self.source), processes=processes))
+        self._running.callback(self._server.close, _WAIT_S)
+
+    def attach(self) -> None:
+        """Receive the link between an engine process and a worker that is built next."""
+        link = socket(fileno=recv_handle(self._channel))
+        if self._server is not None:
+            self._server.attach(link)
+        else:
+            self._link = link
+
+    def cpu(self) -> float:
+        """Processor seconds used so far."""
+        return process_time()
+
     def build(self, config: Config, processes: int) -> list[Any]:
-        """Build the pipe of one of ``processes`` processes, and run the first images; returns their results as JSON."""
-        if hasattr(self, "pipe"):
-            self.pipe.close(_WAIT_S)
-        self.pipe = pipe(plan_pipeline(copied(config, self.source), processes=processes))
+        """Build the pipe of one of ``processes`` workers, and run the first images; returns their results as JSON."""
+        self._running.close()
+        plan, link = plan_pipeline(copied(config, self.source), processes=processes), self._link
+        if link is None:
+            self.pipe = pipe(plan)
+        else:
+            self._link, client = None, EngineClient(_watch())
+            self._running.callback(client.close)
+            if not client.meet(link):
+                raise ToolError(f"{self.source}: the engine process cannot be linked")
+            self.pipe = pipe_of_worker(plan, client)
+        self._running.callback(self.pipe.close, _WAIT_S)
         self.pipe(items := [{TASK_DATA_KEY: body} for body in self.images[:_COMPARED]])
         return [_comparable(data[TASK_RESULT_KEY]) for data in items if TASK_RESULT_KEY in data]
 
@@ -257,13 +321,17 @@ class _State:
                 done.acquire(timeout=_WAIT_S)
         return counted
 
-    def closed_loop(self, clients: int, seconds: float, start: float) -> list[float]:
-        """Run clients in a closed loop; returns the time of each answer in seconds since ``start``."""
+    def closed_loop(self, clients: int, seconds: float, start: float, unit: str = "") -> list[float]:
+        """Run clients in a closed loop; returns the time of each answer in seconds since ``start``.
+
+        They send the images, or the inputs of a node.
+        """
+        kept = [data for _, data in self.items[unit]] if unit else [{TASK_DATA_KEY: body} for body in self.images]
         ends: list[float] = []
         numbers, done = count(), threading.Semaphore(0)
 
         def send() -> None:
-            self.pipe.dispatch({TASK_DATA_KEY: self.images[next(numbers) % len(self.images)]}, on_done)
+            self.pipe.dispatch(dict(kept[next(numbers) % len(kept)]), on_done)
 
         def on_done(data: Any, error: BaseException | None) -> None:
             ends.append(perf_counter() - start)
@@ -278,6 +346,18 @@ class _State:
         for _ in range(clients):
             done.acquire(timeout=_WAIT_S + seconds)
         return ends
+
+
+def _watch() -> Watch:
+    """Watches descriptors on the loop of a new thread, as the loop of a worker does."""
+    loop = new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def watch(fd: int, take: Callable[[], object] | None) -> None:
+        change: tuple[Any, ...] = (loop.remove_reader, fd) if take is None else (loop.add_reader, fd, take)
+        loop.call_soon_threadsafe(*change)
+
+    return watch
 
 
 class _Watch:
