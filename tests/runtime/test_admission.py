@@ -76,9 +76,8 @@ def test_queues_may_be_longer_while_nobody_leaves() -> None:
     assert any(waits(delay, 1.7, 3.0, 4.0))
     assert any(waits(configured, 0.5, 1.0, 2.0)), "what is configured holds whatever clients do"
     for window in range(Patience.WINDOWS):
-        for _ in range(Patience.SEEN):
-            patience.left(0.05)
-        patience.bound((window + 1) * Patience.SEEN, float(window))
+        patience.left(0.05)
+        patience.bound(float(window))
     assert not patience.is_endless
     assert delay.longest(0.02) == Patience.MARGIN * 0.05, "no longer than clients wait"
     assert any(waits(delay, 0.5, 9.0, 10.0))
@@ -90,7 +89,7 @@ def judged(patience: Patience, window: int, left: int = 0, stayed: int = 0) -> f
         patience.left(0.05 + 0.01 * (place % 3))
     for _ in range(stayed):
         patience.answered(0.08)
-    return patience.bound(Patience.SEEN * (window + 1), 0.11 * window)
+    return patience.bound(1.1 * Patience.WINDOW * window)
 
 
 def test_patience_is_learnt_from_those_that_left_and_those_that_waited_as_long() -> None:
@@ -99,12 +98,13 @@ def test_patience_is_learnt_from_those_that_left_and_those_that_waited_as_long()
     leaving = [3, 0, *[3] * (Patience.WINDOWS - 1)]
     windows = [judged(patience, window, left, stayed=20) for window, left in enumerate(leaving)]
     assert windows == [math.inf] * len(leaving), "most of those that waited so long stayed"
+    for window in range(Patience.APART + 1):
+        judged(patience, 20 + window)
     assert not patience.is_learning
-    windows = [judged(patience, 20 + window, left, stayed=2) for window, left in enumerate(leaving[:-1])]
+    windows = [judged(patience, 50 + window, left, stayed=1) for window, left in enumerate(leaving[:-1])]
     assert windows == [math.inf] * len(leaving[:-1]), "they may have been closed at once"
     assert patience.is_learning
-    assert judged(patience, 40, left=3) == pytest.approx(0.06)
-    assert not patience.is_learning
+    assert judged(patience, 60, left=3) == 0.05, "it is not known who stays how long, so the shortest"
 
 
 @pytest.mark.parametrize(("priority", "learns"), [(0, True), (1, False)])
@@ -118,53 +118,76 @@ def test_requests_of_low_priority_show_no_patience(priority: int, learns: bool) 
 
 def test_clients_that_leave_now_and_then_show_nothing() -> None:
     patience = Patience()
-    for window in range(6 * Patience.WITHIN):
-        assert judged(patience, window, left=2 if window % (Patience.WITHIN // 2) == 0 else 0) == math.inf
+    for window in range(20 * Patience.APART):
+        assert judged(patience, window, left=2 if window % (Patience.APART + 1) == 0 else 0) == math.inf
 
 
 def test_load_testers_that_end_show_nothing_after_a_lighter_load() -> None:
     """They leave while the queue is long; who waits less, stays less long."""
     patience = Patience()
-    for window in range(6 * Patience.WITHIN):
-        is_end = window % (Patience.WITHIN // 5) == 0
-        for _ in range(40 if is_end else 0):
+    for window in range(20 * Patience.APART):
+        for _ in range(40 if window % (2 * Patience.APART) in (0, 1) else 0):
             patience.left(0.013)
         for _ in range(60):
             patience.answered(0.006)
-        assert patience.bound(Patience.SEEN * (window + 1), 0.11 * window) == math.inf
+        assert patience.bound(1.1 * Patience.WINDOW * window) == math.inf
 
 
-def test_few_times_are_kept_while_nobody_judges_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_times_are_kept_while_nobody_judges_them() -> None:
     """Requests that are not checked at the door, such as frames of streams, lead to no judging."""
-    monkeypatch.setattr(Patience, "KEPT", 5)
     patience = Patience()
-    for _ in range(9):
+    for _ in range(Patience.KEPT):
         patience.left(0.05)
-    assert len(patience._left) == 5
-    for place in range(9):
-        assert patience.is_learning == (place < 5)
         patience.answered(0.08)
+    assert len(patience._ends) == Patience.KEPT
 
 
-def test_a_known_patience_follows_those_that_leave_and_is_forgotten() -> None:
+def known() -> Patience:
+    """A patience of 60 ms."""
     patience = Patience()
     for window in range(Patience.WINDOWS):
         judged(patience, window, left=3)
+        patience.left(0.06)
+    patience.answered(0.051)
+    return patience
+
+
+def test_a_known_patience_holds_then_grows_fast_until_clients_leave_again() -> None:
+    patience = known()
+    known_at = patience.bound(0.0)
+    windows = [judged(patience, 10 + window) for window in range(Patience.HELD + 5)]
+    assert windows[Patience.HELD - 10 :] == sorted(windows[Patience.HELD - 10 :])
+    assert set(windows[: Patience.HELD - 10]) == {known_at}, "its answers are in time: none is risked"
+    assert windows[-1] > known_at
+    patience.left(0.06)
+    assert judged(patience, 1000) == known_at
+    assert judged(patience, 1001, left=3) == known_at, "it is lowered by what is shorter only"
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_known_patience_is_forgotten_once_few_leave(leaving: int) -> None:
+    """One of ten clients may go on to leave early: the other nine must not be refused for minutes."""
+    patience = Patience()
+    for window in range(Patience.WINDOWS):
+        patience.left(0.01)
+        patience.bound(1.1 * Patience.WINDOW * window)
     assert not patience.is_endless
-    assert patience.bound(0, 100.0) == pytest.approx(0.06), "too few to judge by"
-    grown = judged(patience, 100)
-    assert grown == pytest.approx(0.06 * Patience.GROWTH)
-    patience.left(0.02)
-    assert judged(patience, 101) > grown, "it left early"
-    patience.left(0.2)
-    assert judged(patience, 102) > grown, "it left so late that the others may wait longer"
-    assert judged(patience, 103, left=3) < judged(patience, 104)
-    few = [judged(patience, 105 + window, left=window % 4 == 0) for window in range(40)]
-    assert few == sorted(few), "one of 32 clients left, which is less than the share"
-    shrunk = judged(patience, 145, left=3)
-    windows = [judged(patience, 146 + window) for window in range(3 * Patience.WITHIN)]
-    assert windows[Patience.WITHIN - 1] == pytest.approx(shrunk * Patience.GROWTH**Patience.WITHIN)
-    assert windows[-1] == math.inf, "clients that do not leave must not be refused for minutes"
+    for window in range(Patience.HELD, 3 * Patience.HELD):
+        for _ in range(leaving):
+            patience.left(0.01)
+        judged(patience, window, stayed=9)
+    assert patience.is_endless
+
+
+@pytest.mark.parametrize("answered", [0, 8])
+def test_a_few_that_leave_early_do_not_shorten_the_patience_of_the_others(answered: int) -> None:
+    patience = Patience()
+    for window in range(100):
+        patience.left(0.01 if window % 8 == 0 else 0.06)
+        for _ in range(answered):
+            patience.answered(0.05)
+        patience.bound(1.1 * Patience.WINDOW * window)
+    assert patience.bound(1000.0) == 0.06
 
 
 def test_a_newcomer_waits_for_what_runs_and_for_what_is_before_it() -> None:

@@ -6,6 +6,8 @@ The clock is an argument.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
@@ -162,32 +164,29 @@ class ControlledDelay:
 class Patience:
     """Estimates from departures how long clients wait for an answer; in seconds, ``inf`` while few leave.
 
-    The estimate is set if at least ``SEEN`` clients left within ``WITHIN`` windows, in ``WINDOWS`` of them or more
-    (many that close at once, as a load tester does at its end, mean nothing, nor do several load testers), and they
-    are more than ``MOST`` of the clients that waited as long as their median: it is that median, at least ``LEAST``.
-    Then it shrinks if more than ``SHARE`` of the clients left after about as long, from half of it to twice: each time
-    that more than ``CHANCE`` have left beyond that share, since a single one exceeds it in a small window.
-    Else it grows, since it is unknown how much longer the others would wait: by ``GROWTH`` a window, and by ``HEALING``
-    once ``WITHIN`` windows have not shrunk it: the clients that left are gone. Above ``FORGOTTEN`` it is dropped.
-    A window is ``WINDOW`` seconds and ``SEEN`` requests.
+    The estimate is the shortest time after which most clients leave: of the last ``KEPT`` clients, at least ``LEFT``
+    left between that time and three times that, and they are more than a share of all that waited as long. The share
+    is ``MOST`` to set the estimate, and ``STILL`` to lower it again. It is set only once clients left in ``WINDOWS``
+    windows, never more than ``APART`` windows apart: many that close at once, as a load tester does at its end, mean
+    nothing.
+    No client waits longer than the estimate allows, so it is unknown how much longer they would. Once ``HELD`` windows
+    have not lowered it, it grows by ``GROWTH`` a window, until clients leave again: quickly, since answers are late in
+    vain while it comes near the truth. Above ``FORGOTTEN`` seconds it is dropped.
+    A window is ``WINDOW`` seconds, and longer if no request comes.
     """
 
-    WINDOW, SEEN, WINDOWS, WITHIN, MOST, LEAST = 0.1, 8, 10, 100, 0.5, 0.01
-    SHARE, CHANCE, SHRINKING, GROWTH, HEALING, FORGOTTEN = 0.05, 2, 0.95, 1.002, 1.1, 60.0
+    WINDOW, WINDOWS, APART, HELD = 0.02, 5, 25, 500
+    KEPT, LEFT, MOST, STILL = 512, 3, 0.5, 0.2
+    GROWTH, LEAST, FORGOTTEN = 1.03, 0.01, 60.0
     MARGIN = 0.85
     """Share of that time that an answer may take: it must still reach the client, and a late answer is useless."""
 
-    KEPT = 50_000
-    """Most times that are kept: nothing empties them while all requests skip the check, as frames of streams do."""
-
     def __init__(self) -> None:
         self._seconds = math.inf
-        self._left: list[float] = []
-        self._answered: list[float] = []
-        self._admitted = 0
-        self._age = 0  # in windows, of the current observation, or since the estimate was set or shrank
-        self._windows = self._seen = 0  # windows in which clients left, and clients that had left by the last one
-        self._beyond = 0.0  # clients that left beyond ``SHARE`` of all
+        self._ends: deque[tuple[float, bool]] = deque(maxlen=self.KEPT)  # how long a client waited, whether it left
+        self._has_left = False  # in this window
+        self._windows = 0  # in which clients left
+        self._age = 0  # in windows, since a client left or, if the estimate is set, since it was set or lowered
         self._until = -math.inf
 
     @property
@@ -198,50 +197,55 @@ class Patience:
     @property
     def is_learning(self) -> bool:
         """Whether clients left lately, so that answers must be recorded too."""
-        return self.is_endless and bool(self._left) and len(self._answered) < self.KEPT
+        return bool(self._ends)
 
     def left(self, seconds: float) -> None:
         """Record that a client left after waiting ``seconds``; from any thread."""
-        if len(self._left) < self.KEPT:
-            self._left.append(seconds)
+        self._ends.append((seconds, True))
+        self._has_left = True
 
     def answered(self, seconds: float) -> None:
         """Record that a client got its answer after ``seconds``; from any thread."""
-        self._answered.append(seconds)
+        self._ends.append((seconds, False))
 
-    def bound(self, admitted: int, now: float) -> float:
-        """Seconds that most clients wait; ``admitted`` counts the requests since the start."""
-        count = admitted - self._admitted
-        if now >= self._until and count >= self.SEEN:
-            if self.is_endless:
-                self._learn()
-            else:
-                left, self._left = self._left, []
-                leaving = sum(1 for each in left if 0.5 <= each / self._seconds < 2)
-                self._beyond = max(0.0, self._beyond + leaving - self.SHARE * count)
-                if self._beyond > self.CHANCE:
-                    self._seconds = max(self.LEAST, self.SHRINKING * self._seconds)
-                    self._age, self._beyond = 0, 0.0
-                else:
-                    growth = self.GROWTH if self._age < self.WITHIN else self.HEALING
-                    self._seconds = growth * self._seconds if self._seconds < self.FORGOTTEN else math.inf
-                    self._age += 1
-            self._admitted, self._until = admitted, now + self.WINDOW
+    def bound(self, now: float) -> float:
+        """Seconds that most clients wait; to be called for each request."""
+        if now >= self._until:
+            self._until = now + self.WINDOW
+            self._age += 1
+            shortest = math.inf
+            if self._has_left:
+                self._has_left = False
+                self._windows += 1
+                if self.is_endless:
+                    self._age = 0
+                if self._windows >= self.WINDOWS:
+                    shortest = self._shortest(self.MOST if self.is_endless else self.STILL)
+            if shortest < self._seconds:
+                self._seconds, self._age = max(self.LEAST, shortest), 0
+            elif self.is_endless:
+                if self._age >= self.APART:
+                    self._forget()
+            elif self._age > self.HELD:
+                self._seconds *= self.GROWTH
+                if self._seconds > self.FORGOTTEN:
+                    self._forget()
         return self._seconds
 
-    def _learn(self) -> None:
-        left = sorted(self._left)
-        if len(left) > self._seen:
-            self._windows, self._seen = self._windows + 1, len(left)
-        self._age += 1
-        is_enough = self._windows >= self.WINDOWS and len(left) >= self.SEEN
-        if is_enough:
-            median = left[len(left) // 2]
-            stayed = sum(1 for each in list(self._answered) if each >= median)
-            if len(left) > self.MOST * (len(left) + stayed):
-                self._seconds = max(self.LEAST, median)
-        if is_enough or not left or self._age >= self.WITHIN:
-            self._left, self._answered, self._age, self._windows, self._seen = [], [], 0, 0, 0
+    def _shortest(self, share: float) -> float:
+        """The shortest time that more than ``share`` of those that waited so long left after, before three times it."""
+        ends = list(self._ends)
+        waited = sorted(seconds for seconds, _ in ends)
+        left = sorted(seconds for seconds, has_left in ends if has_left)
+        for place, seconds in enumerate(left):
+            leaving = bisect_left(left, 3 * seconds) - place
+            if leaving >= self.LEFT and leaving > share * (len(waited) - bisect_left(waited, seconds)):
+                return seconds
+        return math.inf
+
+    def _forget(self) -> None:
+        self._seconds, self._windows, self._age = math.inf, 0, 0
+        self._ends.clear()
 
     def allows(self, compute: float) -> float:
         """Maximum seconds for a request whose computation takes ``compute``."""
@@ -304,16 +308,13 @@ class Door:
         """Whether ``check`` refused a request within the last ``CALM`` seconds."""
         return perf_counter() - self._refused_at < CALM
 
-    def check(self, seconds: float | None, root: str | None, admitted: int, priority: int = 0) -> None:
-        """Raise ``Overloaded`` if a request that arrives now cannot be finished in time; see ``pipe.check_delay``.
-
-        ``admitted`` counts the requests since the start.
-        """
+    def check(self, seconds: float | None, root: str | None, priority: int = 0) -> None:
+        """Raise ``Overloaded`` if a request that arrives now cannot be finished in time; see ``pipe.check_delay``."""
         now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
         if bound is None:
             if self.patience is None or priority:
                 return
-            bound, why = self.patience.bound(admitted, now), "clients leave after"
+            bound, why = self.patience.bound(now), "clients leave after"
             nodes = self._nodes if root is None else self._paths[root].nodes
             shedding = [node.delay for node in nodes if node.delay is not None and node.delay.is_shedding(now)]
             if bound == math.inf and not shedding:

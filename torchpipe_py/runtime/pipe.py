@@ -271,7 +271,7 @@ class pipe:
         If ``node_name`` is a root, only the nodes reached from it count.
         """
         root = self.roots.get(node_name) if isinstance(node_name, str) else self.only_root
-        self._runtime.door.check(seconds, root, self._runtime.inflight.admitted, priority)
+        self._runtime.door.check(seconds, root, priority)
 
     @property
     def is_refusing(self) -> bool:
