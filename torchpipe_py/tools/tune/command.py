@@ -28,18 +28,7 @@ from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.profile import Profiler
-from torchpipe_py.tools.tune.search import (
-    ENGINES,
-    LEAST_CALLS,
-    LIGHT,
-    Goal,
-    Measured,
-    Prediction,
-    Predictor,
-    Search,
-    calibrate,
-    typical,
-)
+from torchpipe_py.tools.tune.search import ENGINES, LEAST_CALLS, LIGHT, Goal, Predictor, Search, calibrate, typical
 from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
 from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
@@ -57,7 +46,6 @@ _SHARES = {"profile": 0.16, "calibrate": 0.16, "simulate": 0.16, "verify": 0.46}
 _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, the default of torchpipe load
 _OPEN_LOAD = 0.7  # of its throughput, from where the limit is searched
-_PARTS = 3  # of it: a stall of the machine spoils one
 _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
@@ -214,11 +202,10 @@ class _Tuning:
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
         self.report["slo_p99"] = slo_of(slo, self.report["lone"])
-        slo, verifying = self.report["slo_p99"], self._seconds("verify")
-        even = verifying / (verify.TURNS * (1 + _TRIALS) * _LOOPS) - _EXTRA_S
+        slo, loops = self.report["slo_p99"], self._seconds("verify") / _LOOPS
+        even = loops / (verify.TURNS * (1 + _TRIALS)) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
-        least = verify.LEAST_TURNS * _LOOPS * (seconds + _EXTRA_S)
-        self._most_trials = max(1, min(_TRIALS, round(verifying / least) - 1))
+        self._most_trials = max(1, min(_TRIALS, round(loops / (verify.LEAST_TURNS * (seconds + _EXTRA_S))) - 1))
         self._goal = Goal(slo, self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
 
     def calibrate(self) -> None:
@@ -230,25 +217,22 @@ class _Tuning:
         base = self._base = Candidate(written, workers, engines=min(engines, workers))
         self._results = self._service.build(base)
         began, seconds = monotonic(), self._seconds("calibrate")
-        loops = [self._service.closed_loop(_CLIENTS, self._goal.seconds) for _ in range(_PARTS)]
-        self._closed = max(1.0, statistics.median(loops))
+        self._closed = max(1.0, self._service.closed_loop(_CLIENTS, 2 * self._goal.seconds))
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
         if needed > _OVERDRAWN * self._budget:
             raise ToolError(f"{self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         count = max(LEAST_CALLS, round((self._goal.rate or self._closed) * self._goal.seconds))
         self._goal = replace(self._goal, times=typical(self._goal.times, count))
-        goal, count, start = self._goal, len(self._images), _OPEN_LOAD * self._closed
-        trial = Trial(base, Prediction(base, start, goal.rate or start, math.inf, (), 0.0), start)
-        verify.turn(self._service, trial, goal)  # finds the limit, around which the others measure
-        trial.predicted = replace(trial.predicted, rate=goal.rate or LIGHT * trial.centre)
+        goal, images, start = self._goal, len(self._images), _OPEN_LOAD * self._closed
+        trial = Trial.around(base, start, goal.rate or LIGHT * start)
         while len(trial.figures) < 2 or monotonic() - began < seconds:
             verify.turn(self._service, trial, goal)
             self._show("calibrate", (monotonic() - began) / seconds)
-        limit = statistics.median(trial.figures[1:]) if goal.rate is None else None
-        measured = Measured(self._closed, limit, trial.predicted.rate, statistics.median(trial.p99s[1:]))
-        fitted = calibrate(self._profile, count, goal, base, _CLIENTS, measured)
+        light = verify.typical_of(trial, trial.predicted.rate, goal)
+        full = light if goal.rate is not None else verify.typical_of(trial, trial.figure, goal)
+        fitted = calibrate(self._profile, images, goal, base, (_CLIENTS, self._closed), full, light)
         self.report["calibration"] = asdict(fitted)
-        self._predictor = Predictor(self._profile, count, fitted, self._goal)
+        self._predictor = Predictor(self._profile, images, fitted, self._goal)
 
     def search(self, gpu_memory: int | None) -> None:
         """Simulate candidates; the best ones and the original file become trials."""
@@ -308,7 +292,7 @@ class _Tuning:
         kind, best, gain, interval = verify.judge(self._yours, self._trials, self._goal)
         self._write_trials()
         self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
-        self.report["best"] = text.trial_fields(best, self._goal, self._yours)
+        self.report["best"] = text.trial_fields(best, self._goal)
         if not self.is_disturbed() and kind == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
@@ -332,8 +316,8 @@ class _Tuning:
 
     def _write_trials(self) -> None:
         """Put the trials into the report, also for Ctrl-C."""
-        self.report["yours"] = text.trial_fields(self._yours, self._goal, self._yours)
-        self.report["others"] = [text.trial_fields(trial, self._goal, self._yours) for trial in self._trials]
+        self.report["yours"] = text.trial_fields(self._yours, self._goal)
+        self.report["others"] = [text.trial_fields(trial, self._goal) for trial in self._trials]
 
 
 def slo_of(given: float | None, lone: float) -> float:

@@ -47,10 +47,9 @@ class Figures:
     cores: list[float] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
-    @property
-    def rate(self) -> float:
-        """Items per second of all instances and processes."""
-        return 1 / statistics.median(self.seconds)
+    def times(self, other: Figures) -> float:
+        """How many times as long an item takes as in ``other``, in the same rounds: a machine varies between them."""
+        return statistics.median(one / two for one, two in zip(self.seconds, other.seconds, strict=False))
 
     @property
     def drift(self) -> float:
@@ -76,8 +75,7 @@ class Profile:
 
     def sizes_of(self, unit: str, threads: int) -> list[int]:
         """The measured batch sizes."""
-        single = [cell for cell in self.cells if (cell.unit, cell.threads) == (unit, threads)]
-        return sorted({cell.size for cell in single if cell.instances == cell.processes == 1})
+        return sorted({cell.size for cell in self.cells if cell == Cell(unit, threads, cell.size)})
 
     def cost(self, unit: str, threads: float, images: int) -> Cost:
         """The costs of a unit for the simulation; ``threads`` is rounded to the next measured number."""
@@ -100,7 +98,7 @@ class Profile:
         sizes = self.sizes_of(unit, threads)
         if len(sizes) == 1:
             return 1.0, 0.0
-        each = [1 / self.cells[Cell(unit, threads, size)].rate for size in sizes]
+        each = [statistics.median(self.cells[Cell(unit, threads, size)].seconds) for size in sizes]
         batch, item = statistics.linear_regression([1 / size for size in sizes], each)
         return item / (item + batch), batch / (item + batch)
 
@@ -111,11 +109,11 @@ class Profile:
             if cell.unit != unit or cell.processes == 1:
                 continue
             number, alone = cell.processes, self.cells[Cell(unit, cell.threads, cell.size)]
-            slowing = max(0.0, (number * alone.rate / figures.rate - 1) / (number - 1))
+            slowing = max(0.0, (number * figures.times(alone) - 1) / (number - 1))
             together = self.cells.get(Cell(unit, cell.threads, cell.size, instances=number))
             slowings.append(slowing)
             if together:
-                locks.append(max(0.0, (figures.rate / together.rate - 1) / (number - 1) * (1 + slowing * (number - 1))))
+                locks.append(max(0.0, (together.times(figures) - 1) / (number - 1) * (1 + slowing * (number - 1))))
         return (statistics.mean(locks) if locks else 0.0), (statistics.mean(slowings) if slowings else 0.0)
 
     def costs(self, candidate: Candidate, images: int) -> dict[str, Cost]:

@@ -17,7 +17,7 @@ from torchpipe_py.tools.tune.profile import DRIFT, Profile
 from torchpipe_py.tools.tune.search import Goal
 from torchpipe_py.tools.tune.verify import LEAST_TURNS, Trial, interval_of
 
-HEADS = ("", "predicted", "re-anchored", "measured", "95 % interval", "p99 at", "predicted", "measured", "settings")
+HEADS = ("", "predicted", "measured", "95 % interval", "p99 at", "predicted", "measured", "settings")
 CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "drift")
 
 
@@ -47,13 +47,11 @@ def profile_fields(profile: Profile) -> dict[str, Any]:
     return {"cells": cells, "neighbours": neighbours, "noisy_cells": noisy, "hand_overs": hand_overs}
 
 
-def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
+def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
     """A measured candidate: figures in requests per second or, with a rate, p99s in seconds.
 
-    ``anchored`` is the prediction, corrected by its error for ``yours``; p99s are at ``rate``. ``interval`` is None
-    after fewer than ``LEAST_TURNS`` turns, which do not show the noise.
+    p99s are at ``rate``. ``interval`` is None after fewer than ``LEAST_TURNS`` turns, which do not show the noise.
     """
-    predicted = trial.predicted.figure(goal)
     interval = [math.exp(bound) for bound in interval_of([math.log(figure) for figure in trial.figures])]
     return {
         "shape": trial.candidate.shape.name,
@@ -61,8 +59,7 @@ def trial_fields(trial: Trial, goal: Goal, yours: Trial) -> dict[str, Any]:
         "engines": trial.candidate.engines,
         "processes": trial.candidate.processes,
         "settings": {f"{node}.{key}": value for node, key, value in trial.candidate.knobs},
-        "predicted": predicted,
-        "anchored": predicted * yours.figure / (yours.predicted.figure(goal) or math.nan) if yours.figures else None,
+        "predicted": trial.predicted.figure(goal),
         "measured": trial.figure if trial.figures else None,
         "rate": trial.predicted.rate,
         "p99_predicted": trial.predicted.p99,
@@ -101,7 +98,7 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         interval = " to ".join(_figure(report, bound) for bound in trial["interval"]) if trial["interval"] else "-"
         settings = [trial["shape"], trial["processes"]]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
-        figures = [_figure(report, trial[key]) for key in ("predicted", "anchored", "measured")]
+        figures = [_figure(report, trial[key]) for key in ("predicted", "measured")]
         p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
         name, rate = f"no. {number}" if number else "yours", f"{trial['rate'] or 0:.0f}/s"
         rows.append((name, *figures, interval, rate, *p99s, ", ".join(settings)))
@@ -139,7 +136,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         machine, light = calibration["machine"], calibration["light"]
         slower = f"{machine['slower']:.2f} of their time alone, {light['slower']:.2f} where p99 is predicted"
         rows.append(("calibration", f"nodes take {slower}; a hand-over {1000 * machine['handover']:.2f} ms"))
-        rows.append(("", f"a closed loop is {calibration['residual']:.0%} off; {report['simulated']} simulations"))
+        tails = f"other delays add {1000 * machine['tail']:.1f} and {1000 * light['tail']:.1f} ms to a p99"
+        rows.append(("", f"{tails}; a closed loop is {calibration['residual']:.0%} off"))
+        rows.append(("", f"{report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 
@@ -176,7 +175,7 @@ def page(report: Mapping[str, Any]) -> str:
         limit = None if report["rate"] is not None else ("p99 limit", 1000 * report["slo_p99"])
         x = linear_axis("requests per second", min(rates), max(rates))
         parts.append(shared.charts([chart("Latency by rate", x, "ms", lines, limit)]))
-    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 8)))
+    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 7)))
     cells = [list(cell.values()) for cell in report["profile"].get("cells", ())]
     rows = [
         [*("-" if each is None else str(each) for each in cell[:5]), f"{min(cell[5]):.3f}", f"{cell[6]:.0%}"]

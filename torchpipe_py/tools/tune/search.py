@@ -34,6 +34,7 @@ TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _LOAD = 0.8  # of the server that judges how bursty arrivals are
 _FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
+_MOST_TAIL = 0.75  # of the SLO
 _SLOWER, _FITS = (0.4, 2.5), 8  # range and steps of the bisection
 
 
@@ -56,11 +57,8 @@ class Goal:
 
     def dues(self, rate: float, count: int | None = None) -> list[float]:
         """The times at which ``count`` calls of an open loop at ``rate`` are due, by default those of ``seconds``."""
-        return [time / rate for time in self.times[: count or self.calls(rate)]]
-
-    def calls(self, rate: float) -> int:
-        """The number of calls of an open loop at ``rate``."""
-        return max(LEAST_CALLS, min(MOST_CALLS, round(rate * self.seconds)))
+        count = count or max(LEAST_CALLS, min(MOST_CALLS, round(rate * self.seconds)))
+        return [time / rate for time in self.times[:count]]
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Predictor:
             run = Simulation(plans, costs, machine)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
             waits = sorted(run.waited, key=lambda node: -run.waited[node])
-            return quantile(latencies, 0.99), tuple(waits)
+            return max(quantile(latencies, 0.5), quantile(latencies, 0.99) + machine.tail), tuple(waits)
 
         full = Simulation(plans, costs, fitted.machine).closed_loop(CLIENTS, CALLS)
         if goal.rate is not None:
@@ -149,62 +147,51 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The original file: requests per second of a closed loop, its limit, and its p99 in seconds at ``rate``.
+class Point:
+    """One open loop: requests per second, and latencies in seconds; infinite if over 1 % had no answer."""
 
-    With a rate as the goal there is no limit.
-    """
-
-    closed: float
-    limit: float | None
     rate: float
+    p50: float
     p99: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The machine parameters with which the original file has the measured limit, and ``light``: the measured p99.
+    """The machine parameters that explain the original file at its limit, and at the rate of the p99: ``light``.
 
     ``residual`` is the share by which the closed loop, to which nothing is fitted, is off.
     """
 
     machine: Machine
     light: Machine
-    measured: Measured
     residual: float
 
 
 def calibrate(
-    profile: Profile, images: int, goal: Goal, base: Candidate, clients: int, measured: Measured
+    profile: Profile, images: int, goal: Goal, base: Candidate, closed: tuple[int, float], full: Point, light: Point
 ) -> Calibration:
-    """Determine how much slower nodes are in the pipe than alone, at the limit and at the rate of the p99.
+    """Determine how much slower nodes are in the pipe than alone, and what other delays add to the p99.
 
-    Cores that are idle at times are slower.
+    Cores that are idle at times are slower, so this differs between ``full``, the limit, and ``light``. ``closed`` has
+    the clients of a closed loop and its requests per second.
     """
     plans, costs = base.plans(), profile.costs(base, images)
 
     def run(slower: float) -> Simulation:
         return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.twin].handover))
 
-    def closed(slower: float) -> float:
-        return run(slower).closed_loop(clients, CALLS)
-
-    def fitted(is_fast: Callable[[float], bool]) -> float:
+    def fitted(point: Point) -> Machine:
         low, high = _SLOWER
         for _ in range(_FITS):
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if is_fast(middle) else (low, middle)
-        return math.sqrt(low * high)
+            latencies = sorted(run(middle).open_loop(goal.dues(point.rate)))
+            low, high = (middle, high) if quantile(latencies, 0.5) < point.p50 else (low, middle)
+        tail = point.p99 - quantile(latencies, 0.99)
+        return replace(run(middle).machine, tail=max(-_MOST_TAIL, min(_MOST_TAIL, tail / goal.slo)) * goal.slo)
 
-    def fitted_to(p99: float, rate: float) -> float:
-        return fitted(lambda slower: quantile(sorted(run(slower).open_loop(goal.dues(rate))), 0.99) < p99)
-
-    if measured.limit is None:
-        full = fitted(lambda slower: closed(slower) > measured.closed)
-    else:
-        full = fitted_to(goal.slo, measured.limit)
-    light = fitted_to(measured.p99, measured.rate) if measured.p99 < math.inf else full
-    return Calibration(run(full).machine, run(light).machine, measured, abs(closed(full) / measured.closed - 1))
+    machine = fitted(full)
+    residual = abs(run(machine.slower).closed_loop(closed[0], CALLS) / closed[1] - 1)
+    return Calibration(machine, fitted(light), residual)
 
 
 # --- the search

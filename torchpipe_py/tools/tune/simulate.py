@@ -66,12 +66,13 @@ class Machine:
     """The cores of a machine, and the overhead of a pipe.
 
     In the pipe a node takes ``slower`` times its time alone, plus ``handover`` seconds for a batch whose instance was
-    asleep.
+    asleep. Other delays, as of the system, add ``tail`` seconds to a p99.
     """
 
     cores: int
     slower: float = 1.0
     handover: float = 0.0
+    tail: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -109,11 +110,6 @@ class _InVirtualTime(Node):
         for request in batch:
             request.data.update(self.simulation.keys(request.data))
             self.deliver(request)
-
-    @property
-    def waiting(self) -> list[Any]:
-        """Nodes whose batches may close when a request leaves this one."""
-        return list(self._waiting)
 
 
 class _Single(_InVirtualTime, SingleNode):
@@ -155,7 +151,7 @@ class _Remote(_InVirtualTime, SingleNode):
         def on_done(errors: list[BaseException | None]) -> None:
             self.instances[0].busy -= 1
             self.ended([request])
-            self.simulation.look += self.waiting
+            self.simulation.look += self._waiting
 
         data = self.simulation.data(*request.data[TASK_DATA_KEY])
         self.engine.run_graphs(self.name, [data], on_done, request)
@@ -281,7 +277,7 @@ class Simulation:
         instance.rest()
         self._rested[instance] = self.now
         node.free.append(instance)
-        self.look += [node, *node.waiting]
+        self.look += [node, *node._waiting]  # whose batches may close when a request leaves this one
 
     def hand_over(self, node: _InVirtualTime, then: Callable[[], object]) -> None:
         """Have a worker send a request to its engine process."""

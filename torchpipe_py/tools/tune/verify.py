@@ -10,7 +10,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.tools.tune.search import Goal, Prediction, quantile
+from torchpipe_py.tools.tune.search import Goal, Point, Prediction, quantile
 from torchpipe_py.tools.tune.shapes import Candidate
 from torchpipe_py.tools.tune.worker import Team
 
@@ -33,15 +33,6 @@ _FARTHEST = 1.0  # logarithm of p99 to SLO; more counts as much: the queue of an
 _T95 = (math.inf, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # by degrees of freedom
 
 
-@dataclass(frozen=True)
-class Point:
-    """One open loop: requests per second, and latencies in seconds; infinite if over 1 % had no answer."""
-
-    rate: float
-    p50: float
-    p99: float
-
-
 @dataclass
 class Trial:
     """A measured candidate: ``figures`` has one entry per turn, a limit in requests per second or a p99.
@@ -55,6 +46,11 @@ class Trial:
     points: list[Point] = field(default_factory=list)
     figures: list[float] = field(default_factory=list)
     p99s: list[float] = field(default_factory=list)
+
+    @classmethod
+    def around(cls, candidate: Candidate, limit: float, rate: float) -> Trial:
+        """Without a prediction: the search for the limit begins at ``limit``."""
+        return cls(candidate, Prediction(candidate, limit, rate, math.inf, (), 0.0), limit)
 
     @property
     def figure(self) -> float:
@@ -116,21 +112,27 @@ def turn(service: Service, trial: Trial, goal: Goal) -> None:
 def limit_of(points: Sequence[Point], slo: float) -> float:
     """The rate at which the p99 crosses ``slo``, interpolated in log p99.
 
-    A stall of the machine may spoil the p99 at a low rate, so a p99 that falls with the rate is averaged first.
+    A stall of the machine may spoil the p99 at a low rate, so the points that contradict the crossing are as few and as
+    near to the SLO as can be.
     """
-    steps: list[tuple[float, float, int]] = []  # mean rate, mean logarithm of p99 to SLO, points
-    for point in sorted(points, key=lambda point: point.rate):
-        far = math.log(point.p99 / slo) if point.p99 < math.inf else math.inf
-        step = point.rate, max(-_FARTHEST, min(_FARTHEST, far)), 1
-        while steps and steps[-1][1] > step[1]:
-            rate, far, number = steps.pop()
-            total = number + step[2]
-            step = (number * rate + step[2] * step[0]) / total, (number * far + step[2] * step[1]) / total, total
-        steps.append(step)
-    for low, high in pairwise(steps):
-        if low[1] <= 0 < high[1]:
-            return low[0] - low[1] / (high[1] - low[1]) * (high[0] - low[0])
-    return _STEP * steps[-1][0] if steps[-1][1] <= 0 else steps[0][0] / _STEP
+    ordered = sorted(points, key=lambda point: point.rate)
+    far = [max(-_FARTHEST, min(_FARTHEST, math.log(min(point.p99, _NEVER_S) / slo))) for point in ordered]
+
+    def contradicts(cut: int) -> float:
+        return sum(max(0.0, each) for each in far[:cut]) - sum(min(0.0, each) for each in far[cut:])
+
+    cut = min(range(len(far) + 1), key=contradicts)
+    if cut in (0, len(far)):
+        return _STEP * ordered[-1].rate if cut else ordered[0].rate / _STEP
+    part = far[cut - 1] / (far[cut - 1] - far[cut])
+    return ordered[cut - 1].rate + part * (ordered[cut].rate - ordered[cut - 1].rate)
+
+
+def typical_of(trial: Trial, rate: float, goal: Goal) -> Point:
+    """The medians of the points nearest to ``rate``, one per turn; at the limit the p99 is the SLO."""
+    near = sorted(trial.points, key=lambda point: abs(point.rate - rate))[: len(trial.figures)]
+    p99 = goal.slo if rate == trial.figure else statistics.median(trial.p99s)
+    return Point(rate, statistics.median(point.p50 for point in near), p99)
 
 
 # --- the verdict
