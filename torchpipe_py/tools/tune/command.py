@@ -231,7 +231,7 @@ class _Tuning:
         light = verify.typical_of(trial, trial.predicted.rate, goal)
         full = light if goal.rate is not None else verify.typical_of(trial, trial.figure, goal)
         fitted = calibrate(self._profile, images, goal, base, (_CLIENTS, self._closed), full, light)
-        self.report["calibration"] = asdict(fitted)
+        self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
         self._predictor = Predictor(self._profile, images, fitted, self._goal)
 
     def search(self, gpu_memory: int | None) -> None:
