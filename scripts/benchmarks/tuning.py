@@ -42,6 +42,7 @@ def _compare(
     from torchpipe_py.plan.config import parse_toml
     from torchpipe_py.registry import import_code
     from torchpipe_py.tools.load.arrivals import load_images, poisson_times
+    from torchpipe_py.tools.report import write_json
     from torchpipe_py.tools.tune import tune
     from torchpipe_py.tools.tune.report import lines_of
     from torchpipe_py.tools.tune.search import Goal
@@ -54,6 +55,8 @@ def _compare(
     began = monotonic()
     found = tune(config, images, imports=imports, budget=args.budget)
     progress("\n".join(lines_of(found)))
+    if args.json:
+        write_json(args.json.with_name(f"{case}.tune.json"), found)
     cores, best = sorted(os.sched_getaffinity(0)), found["best"] or found["yours"]
     if best is None:
         raise RuntimeError(found["verdict"])
