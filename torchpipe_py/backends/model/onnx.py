@@ -86,7 +86,7 @@ class OnnxTensor(ModelBackend):
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
         try:
-            outputs: list[np.ndarray] = self._session.run(None, feed)
+            outputs: list[np.ndarray] = self._session.run(self.output_names, feed)
         except Exception as error:
             if self.file.has_key:
                 raise self.file.without_words(error) from None
