@@ -19,8 +19,10 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import Tables
 from torchpipe_py.proc import child
 from torchpipe_py.tools.load.measure import CpuMeter, CpuUse
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune import tune
-from torchpipe_py.tools.tune.profile import Cell, Figures, Profile
+from torchpipe_py.tools.tune.pixels import ALTERNATIVES, changed, parity_of
+from torchpipe_py.tools.tune.profile import Cell, Figures, Profile, Profiler
 from torchpipe_py.tools.tune.report import rows_of, trial_fields
 from torchpipe_py.tools.tune.search import (
     Calibration,
@@ -204,6 +206,86 @@ def test_an_engine_keeps_its_batches() -> None:
     assert {"max", "threads"} & set(knobs_of(plan, has_gpu=True)) == set()
 
 
+# --- alternatives with other results
+
+PILLOW = {"n": {"backend": "S[DecodeMat,PillowResizeMat]", "PillowResizeMat::resize_h": 64, "resize_w": 64}}
+CACHED = {
+    "n": {"backend": "TensorrtTensor", "precision": "fp32", "model::cache": "a.trt", "model": DEMO_MODEL["model"]}
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "name", "other"),
+    [
+        (TOGETHER, "nearest interpolation", {"interpolation": "nearest"}),
+        (
+            {"n": {**TOGETHER["n"], "ResizeMat::interpolation": "area"}},
+            "nearest interpolation",
+            {"ResizeMat::interpolation": "nearest"},
+        ),
+        ({"n": {**TOGETHER["n"], "interpolation": "nearest"}}, "nearest interpolation", None),
+        (TOGETHER, "OpenCV's resize", None),
+        (
+            PILLOW,
+            "OpenCV's resize",
+            {"backend": "S[DecodeMat,ResizeMat]", "ResizeMat::resize_h": 64, "PillowResizeMat::resize_h": None},
+        ),
+        (
+            TOGETHER,
+            "GPU decode",
+            {"backend": "SyncTensor[S[DecodeTensor,ResizeTensor,OnnxTensor]]", "DecodeTensor::color": "bgr"},
+        ),
+        (TOGETHER, "fp16", None),
+        (CACHED, "fp16", {"precision": "fp16", "model::cache": "a.trt.fp16"}),
+    ],
+)
+def test_alternatives_change_what_a_file_has(nodes: dict[str, Any], name: str, other: dict[str, Any] | None) -> None:
+    (alternative,) = [each for each in ALTERNATIVES if each.name == name]
+    found = changed(Shape.of("x", tables(**nodes)), alternative)
+    expected = other and {key: value for key, value in {**nodes["n"], **other}.items() if value is not None}
+    assert (found and found.config["n"]) == expected
+
+
+SCALE = {"color": "rgb", "mean": "123.675, 116.28, 103.53", "std": "58.395, 57.12, 57.375"}
+CLASSES = {**TOGETHER["n"], **SCALE, "backend": "S[DecodeMat,ResizeMat,cvtColorMat,OnnxTensor]"}
+PIXELS = {"backend": "S[DecodeMat,ResizeMat]", **PREPARE}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "keys", "words", "passes"),
+    [
+        (CLASSES, {"interpolation": "nearest"}, "the same class for 47 of 48 images, accuracy 97.9% before", True),
+        (CLASSES, {"mean": "255"}, "the same class for ", False),
+        (PIXELS, {"interpolation": "nearest"}, "pixels differ by ", True),
+    ],
+    ids=["classes", "too few of them", "pixels"],
+)
+def test_parity_says_how_results_differ(nodes: dict[str, Any], keys: dict[str, str], words: str, passes: bool) -> None:
+    written, other = Shape.of("yours", tables(n=nodes)), Shape.of("other", tables(n={**nodes, **keys}))
+    found, is_passed = parity_of(written, other, str(IMAGES))
+    assert (found.startswith(words), is_passed) == (True, passes)
+
+
+@pytest.mark.parametrize("failed", [{0: "no CUDA"}, None], ids=["an image", "all"])
+def test_an_alternative_that_cannot_run_is_left_out(failed: dict[int, str] | None) -> None:
+    shape = Shape.of(WRITTEN, tables(n={"backend": "DecodeMat"}))
+    other = replace(shape, name="other", config=tables(n={"backend": "X"}), twin="other", alternative="GPU decode")
+    shapes = [shape, other, replace(other, name="other, shared")]
+
+    class OneCore(Team):
+        def __init__(self) -> None:
+            self._workers = 1
+
+        def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
+            if arguments[0] != shape.config and failed is None:
+                raise ToolError("no CUDA")
+            return [Captured({"n": [1]}, [0.1], 0.0, failed or {} if arguments[0] != shape.config else {}, 0)]
+
+    (why,) = Profiler(shapes, OneCore(), 1.0).capture().values()
+    assert why.startswith("no CUDA")
+    assert shapes == [shape]
+
+
 # --- the search
 
 
@@ -366,6 +448,7 @@ def test_two_turns_give_no_interval() -> None:
         ),
         (["ok.toml", "--img_dir", "images", "--replay", "one.txt"], "the times of --replay are all the same"),
         (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
+        (["ok.toml", "--img_dir", "images", "--gpu-memory", "6G"], "--gpu-memory: there is no GPU here"),
         (["ok.toml", "--img_dir", "images", "--gpu-memory", "6 G"], "expected bytes, as 6G or 800M, got '6 G'"),
         (["ok.toml", "--img_dir", "images", "--budget", "1"], "expected a number of seconds from 5 to 3600, got '1'"),
     ],
@@ -421,11 +504,15 @@ def test_with_a_busy_neighbour_it_cannot_tell(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others_take(0.4 * (os.cpu_count() or 1), monkeypatch)
-    assert main(["tune", "ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json"]) == 0
+    arguments = ["ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json", "--allow-pixels"]
+    assert main(["tune", *arguments]) == 0
     report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
     known = [report[key] for key in ("verdict", "tuned", "yours", "other_programs")]
     assert known == ["cannot tell", None, None, pytest.approx(0.4)]
-    assert "cannot tell: other programs took 40% of the cores; measure on a quiet" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "cannot tell: other programs took 40% of the cores; measure on a quiet" in printed
+    assert "--allow-pixels has no effect on this file" in printed
+    assert "not tried: GPU decode: there is no GPU" in printed
     assert not (folder / "ok.tuned.toml").exists()
 
 

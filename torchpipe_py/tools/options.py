@@ -207,7 +207,7 @@ def to_bytes(text: str) -> int:
 def add_tune_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``torchpipe tune``."""
     add, default = parser.add_argument, "; default %(default)g"
-    add("config", metavar="CONFIG.toml", help="a pipe; pixels, precision and engines stay as they are")
+    add("config", metavar="CONFIG.toml", help="a pipe with one root")
     add("--img_dir", type=Path, required=True, metavar="DIR", help="typical images, found recursively")
     slo = "find the most requests per second with 99 %% answered within MS"
     add("--slo-p99", dest="slo_p99", type=above_zero("ms"), metavar="MS", help=slo)
@@ -216,6 +216,8 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
     add("--replay", type=Path, metavar="FILE", help="arrival times in seconds, one per line; default: Poisson")
     add("--cores", type=at_least(1), metavar="N", help="cores that the service will have; default: all")
     add("--gpu-memory", type=to_bytes, metavar="BYTES", help="of a GPU that the service may use, as 6G")
+    pixels = "also try other pixels and precision, which change results, and say by how much"
+    add("--allow-pixels", dest="allow_pixels", action="store_true", help=pixels)
     budget = number("a number of seconds from 5 to 3600", 5, 3600)
     add("--budget", type=budget, default=120.0, metavar="S", help="about how many seconds it may take" + default)
     add("--out", type=output_file, metavar="FILE", help="the tuned file; default: CONFIG.tuned.toml")

@@ -13,11 +13,12 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
 from torchpipe_py.backends.model.check import EXACT, HALF
-from torchpipe_py.errors import counted, logger
+from torchpipe_py.errors import TorchpipeError, counted, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
@@ -27,9 +28,10 @@ from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
 from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
+from torchpipe_py.tools.tune.pixels import ALTERNATIVES, UNAVAILABLE, changed, parity_of
 from torchpipe_py.tools.tune.profile import Profiler
 from torchpipe_py.tools.tune.search import ENGINES, LEAST_CALLS, LIGHT, Goal, Predictor, Search, calibrate, typical
-from torchpipe_py.tools.tune.shapes import Candidate, shapes_of
+from torchpipe_py.tools.tune.shapes import Candidate, Shape, shapes_of, twin_of
 from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
 
@@ -52,10 +54,7 @@ _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_LEFT = 0.3  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
-_NOT_TRIED = (
-    "other pixels (another decoder or resize), another precision, new engines: they change results",
-    "engine processes for nodes without a model or GPU decoder: sharing moves their work behind one GIL",
-)
+_NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: sharing moves their work behind one GIL",)
 
 Progress = Callable[[str, float, float], None]
 """Called with the phase, the finished share of it, and the seconds left."""
@@ -69,6 +68,7 @@ def tune(
     rate: float | None = None,
     cores: int | None = None,
     gpu_memory: int | None = None,
+    allow_pixels: bool = False,
     budget: float = DEFAULT_BUDGET_S,
     times: Sequence[float] | None = None,
     imports: Sequence[str] = (),
@@ -79,7 +79,8 @@ def tune(
     ``images`` are a folder or encoded images. The goal is the most requests per second of which 99 % are answered
     within ``slo_p99`` seconds, or the shortest p99 at ``rate`` requests per second. ``cores`` may be used, and
     ``gpu_memory`` bytes. It takes about ``budget`` seconds. ``times`` are arrivals in seconds instead of Poisson's.
-    ``imports`` are modules or files with custom backends.
+    ``imports`` are modules or files with custom backends. With ``allow_pixels``, settings that change pixels or
+    precision are tried too; their ``parity`` says how results differ.
     ``report["verdict"]`` is ``better``, ``as good``, ``cannot tell`` or, after Ctrl-C, ``interrupted``;
     ``report["tuned"]`` has the tables of the tuned configuration if it is better, else None. Times are in seconds.
     Raises ``ToolError`` and ``ConfigError``, which explain in one line why it cannot be tuned.
@@ -103,7 +104,8 @@ def tune(
         run = _Tuning(tables, bodies[:: -(-len(bodies) // MOST_IMAGES)], usable, budget, progress)
         run.report |= {"img_dir": str(images) if is_folder else None, "rate": rate, "slo_given": slo_p99 is not None}
         try:
-            stack.callback(run.start(imports).close)
+            stack.callback(run.start(imports, gpu_memory is not None).close)
+            run.add_alternatives(allow_pixels)
             run.profile(slo_p99)
             run.set_goal(slo_p99, pattern)
             run.calibrate()
@@ -151,7 +153,7 @@ class _Tuning:
             "not_tried": list(_NOT_TRIED),
         }
 
-    def start(self, imports: Sequence[str]) -> Team:
+    def start(self, imports: Sequence[str], needs_gpu: bool) -> Team:
         """Start the processes."""
         self._show("profile", 0.0)
         self._team = Team(self.report["config"], self._images, imports, self._cores, ENGINES[-1] * self._shares)
@@ -160,7 +162,31 @@ class _Tuning:
         self._meter.start()
         self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"))
         self._profile = self._profiler.profile
+        if needs_gpu and not self._team.has_gpu:
+            self._team.close()
+            raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
         return self._team
+
+    def add_alternatives(self, is_allowed: bool) -> None:
+        """Add the shapes that change results, or say why not."""
+        notes: list[str] = self.report["not_tried"]
+        if not is_allowed:
+            notes.append("other pixels or precision, which need new engines: they change results; see --allow-pixels")
+            return
+        plain = [shape for shape in self._shapes if shape.twin == shape.name]
+        for each in ALTERNATIVES:
+            if each.needs_gpu and not self._team.has_gpu:
+                notes.append(f"{each.name}: there is no GPU")
+                continue
+            shapes = [shape for shape in (changed(shape, each) for shape in plain) if shape is not None]
+            self._shapes += shapes
+            if each.needs_gpu:
+                self._shapes += [twin for twin in map(twin_of, shapes) if twin is not None]
+            if not shapes:
+                notes.append(f"{each.name}: no node of the file can change to it")
+        notes += UNAVAILABLE
+        if not any(shape.alternative for shape in self._shapes):
+            self.report["notes"].append("--allow-pixels has no effect on this file; why not is listed below")
 
     def _seconds(self, phase: str) -> float:
         return self._budget * _SHARES[phase]
@@ -174,10 +200,11 @@ class _Tuning:
 
     def profile(self, slo: float | None) -> None:
         """Run the images once, and each node alone."""
-        self._profiler.capture()
+        left_out = self._profiler.capture()
         if failed := self._profile.captured[self._shapes[0].name].failed:
             self._leave_out(failed)
-            self._profiler.capture()
+            left_out |= self._profiler.capture()
+        self.report["not_tried"] += [f"{name}: {why}" for name, why in left_out.items()]
         captured = self._profile.captured[self._shapes[0].name]
         self.report["lone"] = lone = statistics.median(captured.lone)
         if slo is not None and slo < lone:
@@ -246,7 +273,11 @@ class _Tuning:
         best = search.run(self._base, self._seconds("simulate"), self._show)
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
         self._yours = self._trial(self._base)
-        self._trials = [self._trial(found.candidate) for found in self._predicted[: self._most_trials]]
+        same = [found for found in self._predicted if not found.candidate.shape.alternative]
+        others = [found for found in self._predicted if found.candidate.shape.alternative]
+        half = -(-self._most_trials // 2)
+        chosen = [*same[:half], *others[:half]] if others else same[: self._most_trials]
+        self._trials = [self._trial(found.candidate) for found in chosen]
         self.report["simulated"] = self._predictor.simulated
         self._write_trials()
 
@@ -304,15 +335,26 @@ class _Tuning:
             self._show("verify", (number + (at + 1) / len(trials)) / verify.TURNS)
 
     def _has_same_results(self, trial: Trial) -> bool:
-        """Whether it has the same results for the images as the original file."""
+        """Whether it has the same results for the images as the original file or, if they may change, similar ones."""
         try:
-            is_same = _same(self._results, self._service.build(trial.candidate), HALF if self._has_gpu else EXACT)
-            problem = "" if is_same else "it gives other results"
-        except ToolError as error:
+            results = self._service.build(trial.candidate)
+            if trial.candidate.shape.alternative:
+                trial.parity, is_same = self._parity(trial.candidate.shape)
+            else:
+                is_same = _same(self._results, results, HALF if self._has_gpu else EXACT)
+            problem = "" if is_same else trial.parity or "it gives other results"
+        except TorchpipeError as error:
             problem = str(error)
         if problem:
             self.report["notes"].append(f"{trial.candidate} was left out: {problem}")
         return not problem
+
+    def _parity(self, shape: Shape) -> tuple[str, bool]:
+        """The verdict of ``torchpipe parity`` on a shape, and whether it passes."""
+        with TemporaryDirectory() as folder:
+            for number, body in enumerate([] if self.report["img_dir"] else self._images):
+                Path(folder, f"{number}.jpg").write_bytes(body)
+            return parity_of(self._shapes[0], shape, self.report["img_dir"] or folder)
 
     def _write_trials(self) -> None:
         """Put the trials into the report, also for Ctrl-C."""
@@ -367,6 +409,7 @@ def run_tune(args: argparse.Namespace) -> int:
             rate=args.rate,
             cores=args.cores,
             gpu_memory=args.gpu_memory,
+            allow_pixels=args.allow_pixels,
             budget=args.budget,
             times=args.replay and read_replay(args.replay, None),
             imports=imports,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from torchpipe_py.errors import counted
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Cost
 from torchpipe_py.tools.tune.worker import Captured, Team
@@ -145,18 +147,33 @@ class Profile:
 class Profiler:
     """Measures the units of all shapes, in about the given seconds."""
 
-    def __init__(self, shapes: Sequence[Shape], team: Team, seconds: float) -> None:
+    def __init__(self, shapes: list[Shape], team: Team, seconds: float) -> None:
         self.profile = Profile(len(team))
         self._shapes, self._team, self._seconds = shapes, team, seconds
 
-    def capture(self) -> None:
-        """Run the images through each shape in each process, and keep the inputs of the nodes."""
-        for shape in self._shapes:
-            if shape.twin != shape.name:
+    def capture(self) -> dict[str, str]:
+        """Run the images through each shape in each process, and keep the inputs of the nodes.
+
+        Removes alternatives from the shapes that cannot run here; returns the reasons by name.
+        """
+        failed: dict[str, str] = {}
+        for shape in [each for each in self._shapes if each.twin == each.name]:
+            try:
+                captured = self._team.all("capture", shape.config, dict(shape.units))[0]
+                if shape.alternative and captured.failed:
+                    raise ToolError(
+                        f"{next(iter(captured.failed.values()))} ({counted(len(captured.failed), 'image')})"
+                    )
+            except ToolError as error:
+                if not shape.alternative:
+                    raise
+                failed[shape.name] = str(error)
                 continue
-            self.profile.captured[shape.name] = self._team.all("capture", shape.config, dict(shape.units))[0]
+            self.profile.captured[shape.name] = captured
             for node, unit in shape.units.items():
                 self.profile.names.setdefault(unit, node if shape is self._shapes[0] else f"{node} ({shape.name})")
+        self._shapes[:] = [shape for shape in self._shapes if shape.twin not in failed]
+        return failed
 
     def prepare(self, has_gpu: bool) -> list[Cell]:
         """Set up instances of each unit alone; returns the first cells."""

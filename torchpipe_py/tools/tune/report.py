@@ -58,6 +58,7 @@ def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
         "workers": trial.candidate.workers,
         "engines": trial.candidate.engines,
         "processes": trial.candidate.processes,
+        "parity": trial.parity,
         "settings": {f"{node}.{key}": value for node, key, value in trial.candidate.knobs},
         "predicted": trial.predicted.figure(goal),
         "measured": trial.figure if trial.figures else None,
@@ -98,6 +99,7 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         interval = " to ".join(_figure(report, bound) for bound in trial["interval"]) if trial["interval"] else "-"
         settings = [trial["shape"], trial["processes"]]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
+        settings += [trial["parity"]] if trial["parity"] else []
         figures = [_figure(report, trial[key]) for key in ("predicted", "measured")]
         p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
         name, rate = f"no. {number}" if number else "yours", f"{trial['rate'] or 0:.0f}/s"
@@ -109,8 +111,9 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     """The verdict in one line."""
     kind, (low, high) = report["verdict"], report["gain_interval"]
     between = f"95 %: {low or 0:.2f} to {high or math.inf:.2f}"
+    parity = f"; {report['best']['parity']}" if report["best"] and report["best"]["parity"] else ""
     return {
-        "better": f"better than your file by a factor of {report['gain'] or 1:.2f} ({between})",
+        "better": f"better than your file by a factor of {report['gain'] or 1:.2f} ({between}){parity}",
         "as good": f"your file is as good: nothing beats it beyond the noise ({between})",
         "cannot tell": f"cannot tell: {_others(report)}; measure on a quiet machine",
     }.get(kind, "interrupted: this is what is known so far")

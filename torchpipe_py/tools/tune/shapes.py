@@ -28,6 +28,7 @@ class Shape:
     """A configuration with other nodes but the same computation; ``units`` names what each node computes.
 
     ``twin`` names the shape with the same units, which is profiled in place of this one; perhaps itself.
+    ``alternative`` names what changes its results, empty if nothing does.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Shape:
     pipeline: Pipeline
     units: Mapping[str, str]
     twin: str
+    alternative: str = ""
 
     @classmethod
     def of(cls, name: str, config: Tables) -> Shape:
@@ -155,10 +157,10 @@ def shapes_of(config: Tables) -> list[Shape]:
         if shape and _computes(shape) == _computes(written):
             several = name == "one node" and len(shape.pipeline.plans) > 1
             found.append(replace(shape, name="joined", twin="joined") if several else shape)
-    return found + [twin for shape in found if (twin := _twin(shape)) is not None]
+    return found + [twin for shape in found if (twin := twin_of(shape)) is not None]
 
 
-def _twin(shape: Shape) -> Shape | None:
+def twin_of(shape: Shape) -> Shape | None:
     """The shape with nodes of models and of GPU decoders shared or, if it has shared nodes, without; None if alike."""
     tables, is_shared = copied(shape.config, shape.config.source), bool(shape.heads)
     for name, table in tables.items():
@@ -169,7 +171,8 @@ def _twin(shape: Shape) -> Shape | None:
         twin = Shape.of(f"{shape.name}, {'not ' * is_shared}shared", tables)
     except ConfigError:
         return None
-    return replace(twin, twin=shape.name) if bool(twin.heads) != is_shared else None
+    is_other = bool(twin.heads) != is_shared
+    return replace(twin, twin=shape.name, alternative=shape.alternative) if is_other else None
 
 
 def _computes(shape: Shape) -> list[tuple[type, str]]:

@@ -37,7 +37,8 @@ _T95 = (math.inf, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # by de
 class Trial:
     """A measured candidate: ``figures`` has one entry per turn, a limit in requests per second or a p99.
 
-    ``p99s`` are measured at the rate for which ``predicted`` has one.
+    ``p99s`` are measured at the rate for which ``predicted`` has one. ``parity`` says how its results differ from those
+    of the original file, empty if they do not.
     """
 
     candidate: Candidate
@@ -46,6 +47,7 @@ class Trial:
     points: list[Point] = field(default_factory=list)
     figures: list[float] = field(default_factory=list)
     p99s: list[float] = field(default_factory=list)
+    parity: str = ""
 
     @classmethod
     def around(cls, candidate: Candidate, limit: float, rate: float) -> Trial:

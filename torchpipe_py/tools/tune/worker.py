@@ -55,7 +55,7 @@ class Team:
     """One process per core, and ``engines`` more, seen from the parent. Raises ``ToolError`` if one fails or dies."""
 
     def __init__(
-        self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int], engines: int
+        self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int], engines: int = 0
     ) -> None:
         self._processes, self._channels, self._workers = [], [], len(cores)
         try:
@@ -65,7 +65,8 @@ class Team:
                     self._processes.append(start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()]))
                 self._channels.append(Connection(ours.detach()))
             self.pids = [process.pid for process in self._processes]
-            self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
+            opened = self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
+            self.has_gpu = any(opened)
         except BaseException:
             self.close()
             raise
@@ -165,10 +166,11 @@ class _State:
         self._server: EngineServer | None = None
         self._link: socket | None = None
 
-    def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> None:
+    def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> int:
+        """Prepare the process; returns the free bytes of the GPU."""
         os.sched_setaffinity(0, cores)
         logger.setLevel("ERROR")
-        _gpu_free()  # NOTE: what PyTorch itself takes is no part of a pipe, and all processes open at once
+        free = _gpu_free()  # NOTE: what PyTorch itself takes is no part of a pipe, and all processes open at once
         self.source, self.images, self.processes = source, images, len(cores)
         self.items: dict[str, list[tuple[Item, Data]]] = {}
         self.nodes: dict[tuple[str, int], list[_Runner]] = {}
@@ -176,6 +178,7 @@ class _State:
             import_code(name)
         limit_threads()
         keep_freed_memory()
+        return free
 
     def use(self, images: list[int]) -> None:
         """Continue with only these images."""
