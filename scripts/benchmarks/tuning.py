@@ -23,7 +23,7 @@ CASES = {
     "branch": ("configs/branch.toml", EXAMPLES, (str(EXAMPLES / "backends.py"),)),
 }
 SWEEP = {"instance_num": (1, 2), "max": (1, 8), "threads": (1, 2), "batching_timeout": (0, 2)}
-_SCREEN_S, _SCREEN_SHARE, _FINALISTS = 0.3, 0.5, 6
+_SCREEN_S, _SCREEN_CALLS, _SCREEN_SHARE, _FINALISTS = 0.3, 60, 0.5, 6
 
 
 def tuning(args: argparse.Namespace) -> Report:
@@ -81,14 +81,14 @@ def _compare(
     goals = [Goal(found["slo_p99"], None, times, args.seconds) for times in patterns]
     with closing(Team(config, load_images(Path(images), False).bodies, imports, cores, best["engines"])) as team:
         service = Service(team)
+        start = float(best["measured"] or 100.0)
         rates: dict[str, list[float]] = {name: [] for name in swept}
         for name in [*swept, *reversed(swept)]:
             if rates[name] and monotonic() - began > _SCREEN_SHARE * args.most:
                 break
             service.build(swept[name])
-            rates[name].append(service.closed_loop(20, _SCREEN_S))
+            rates[name].append(service.closed_loop(20, max(_SCREEN_S, _SCREEN_CALLS / start)))
             report.add(f"{case}, closed loop: {name}", swept[name].workers, Load(rates[name][-1]))
-        start = float(best["measured"] or 100.0)
         every = {"tuned": tuned} | {
             name: swept[name] for name in sorted(rates, key=lambda name: -statistics.mean(rates[name]))[:_FINALISTS]
         }

@@ -302,9 +302,10 @@ class _Tuning:
         If predictions are off, more candidates are measured. After the second turn the better half continues.
         """
         self._trials = [trial for trial in self._trials if self._has_same_results(trial)]
+        running = self._trials
         for number in range(verify.MOST_TURNS):
             began = monotonic()
-            self._turn([self._yours, *self._trials], number)
+            self._turn([self._yours, *running], number)
             why = verify.is_off([self._yours, *self._trials], self._goal) if number == 0 else ""
             if why and self._left() < _LEAST_LEFT * self._budget:
                 self.report["notes"].append(f"{why}; no time was left to measure more candidates")
@@ -315,12 +316,12 @@ class _Tuning:
                 more = [self._trial(each) for each in others[: _MORE_TRIALS - len(known)]]
                 more = [trial for trial in more if self._has_same_results(trial)]
                 self._turn(more, number)
-                self._trials += more
+                self._trials = running = self._trials + more
             if number > 0:
-                self._trials = verify.best_of(self._trials, self._goal)[: max(2, (len(self._trials) + 1) // 2)]
+                running = verify.best_of(running, self._goal)[: (len(running) + 1) // 2]
             if number + 1 >= verify.LEAST_TURNS and monotonic() - began > self._left():
                 break
-        kind, best, gain, interval = verify.judge(self._yours, self._trials, self._goal)
+        kind, best, gain, interval = verify.judge(self._yours, running, self._goal)
         self._write_trials()
         self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
         self.report["best"] = text.trial_fields(best, self._goal)
