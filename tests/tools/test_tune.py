@@ -327,7 +327,7 @@ def test_the_search_finds_what_was_planted(
     profile, shapes = profile_of(tables(n=model(max=4, threads=1)), each_ms, together=together)
     fitted = Calibration(FREE, FREE, 0.0)
     predictor = Predictor(profile, 1, fitted, Goal(slo=0.2, rate=None, times=EVEN, seconds=4.0))
-    search = Search(predictor, shapes, False, lambda _: True)
+    search = Search(predictor, shapes, False, lambda _: "")
     first = search.run(Candidate(shapes[0], 1), 60.0, lambda *_: None)[0]
     settings = {key: first.candidate.value("n", key) for key in ("max", "threads")}
     settings["workers"] = first.candidate.workers
@@ -348,6 +348,22 @@ def test_calibration_finds_what_the_pipe_adds(p99: float, tail: float) -> None:
     assert fitted.machine == Machine(2, pytest.approx(1.25, abs=0.02), 0.001, pytest.approx(0.002, abs=5e-4))
     assert fitted.light == Machine(2, pytest.approx(1.27, abs=0.02), 0.001, pytest.approx(tail, abs=5e-4))
     assert fitted.residual == pytest.approx(0.09, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "problem", "not_tried"),
+    [
+        (60.0, "needs 3 GiB", dict.fromkeys(["as written, --workers 1", "as written, --workers 2"], "needs 3 GiB")),
+        (0.0, "", {"further settings": "the time for simulations was over"}),
+    ],
+    ids=["memory", "time"],
+)
+def test_what_was_not_tried_has_a_reason(seconds: float, problem: str, not_tried: dict[str, str]) -> None:
+    profile, shapes = profile_of(tables(n=model(max=4, threads=1)), A_LOCK)
+    predictor = Predictor(profile, 1, Calibration(FREE, FREE, 0.0), Goal(slo=0.2, rate=None, times=EVEN, seconds=4.0))
+    search = Search(predictor, shapes, False, lambda _: problem)
+    assert search.run(Candidate(shapes[0], 1), seconds, lambda *_: None) == []
+    assert search.not_tried == not_tried
 
 
 def test_few_arrivals_are_as_bursty_as_all() -> None:

@@ -265,12 +265,13 @@ class _Tuning:
         """Simulate candidates; the best ones and the original file become trials."""
         captured = self._profile.captured
 
-        def is_allowed(candidate: Candidate) -> bool:
-            copies = candidate.engines or candidate.workers
-            return not gpu_memory or captured[candidate.shape.twin].gpu_bytes * copies <= gpu_memory
+        def problem(candidate: Candidate) -> str:
+            needed = captured[candidate.shape.twin].gpu_bytes * (candidate.engines or candidate.workers)
+            return f"needs {needed / 2**30:.1f} GiB, over --gpu-memory" if gpu_memory and needed > gpu_memory else ""
 
-        search = Search(self._predictor, self._shapes, self._has_gpu, is_allowed)
+        search = Search(self._predictor, self._shapes, self._has_gpu, problem)
         best = search.run(self._base, self._seconds("simulate"), self._show)
+        self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
         self._yours = self._trial(self._base)
         same = [found for found in self._predicted if not found.candidate.shape.alternative]

@@ -161,7 +161,7 @@ def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The HTML file: verdict, plot of latency over rate, the table, and all cells of the profile."""
+    """The HTML file: verdict, plot of latency over rate, the table, and the other lines of the report."""
     is_good = report["verdict"] in ("better", "as good")
     parts = [shared.verdict(verdict_line(report), is_good)]
     lines, best = [], report["best"] if report["best"] != report["yours"] else None
@@ -179,11 +179,5 @@ def page(report: Mapping[str, Any]) -> str:
         x = linear_axis("requests per second", min(rates), max(rates))
         parts.append(shared.charts([chart("Latency by rate", x, "ms", lines, limit)]))
     parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 7)))
-    cells = [list(cell.values()) for cell in report["profile"].get("cells", ())]
-    rows = [
-        [*("-" if each is None else str(each) for each in cell[:5]), f"{min(cell[5]):.3f}", f"{cell[6]:.0%}"]
-        for cell in cells
-    ]
-    parts.append(shared.table(CELLS, rows, "Each node alone", range(1, len(CELLS))))
     parts += [f"<p>{escape(line)}</p>" for line in lines_of(report) if not line.startswith(("yours", "no. "))]
     return shared.page(f"Tuning of {report['config']}", parts)

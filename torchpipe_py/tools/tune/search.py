@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from time import perf_counter
 
+from torchpipe_py.errors import ConfigError
 from torchpipe_py.tools.tune.profile import Profile
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Machine, Simulation
@@ -198,14 +199,18 @@ def calibrate(
 
 
 class Search:
-    """Searches greedily from each shape, changing the node where requests wait longest."""
+    """Searches greedily from each shape, changing the node where requests wait longest.
+
+    ``problem`` says why a candidate is not allowed, or nothing. ``not_tried`` has the reasons by candidate.
+    """
 
     def __init__(
-        self, predictor: Predictor, shapes: Sequence[Shape], has_gpu: bool, allowed: Callable[[Candidate], bool]
+        self, predictor: Predictor, shapes: Sequence[Shape], has_gpu: bool, problem: Callable[[Candidate], str]
     ) -> None:
-        self.predictor, self._shapes, self._has_gpu, self._allowed = predictor, shapes, has_gpu, allowed
-        self.found: dict[tuple[str, str], Prediction] = {}
+        self.predictor, self._shapes, self._has_gpu, self._problem = predictor, shapes, has_gpu, problem
+        self.found: dict[str, Prediction] = {}
         self.judged: set[str] = set()
+        self.not_tried: dict[str, str] = {}
         self._until = math.inf
 
     def run(self, base: Candidate, seconds: float, progress: Callable[[str, float], None]) -> list[Prediction]:
@@ -222,14 +227,23 @@ class Search:
 
     def _judge(self, candidate: Candidate, floor: float) -> Prediction | None:
         """Predict and remember a candidate; ``None`` if it is worse than ``floor``, already known, or too late."""
-        if str(candidate) in self.judged or not self._allowed(candidate) or perf_counter() > self._until:
+        if str(candidate) in self.judged:
+            return None
+        if perf_counter() > self._until:
+            self.not_tried["further settings"] = "the time for simulations was over"
             return None
         self.judged.add(str(candidate))
-        found = self.predictor.predict(candidate, floor)
-        if found is not None and found.score > 0:
-            place = candidate.shape.name, candidate.processes
-            if place not in self.found or found.score > self.found[place].score:
-                self.found[place] = found
+        place = f"{candidate.shape.name}, {candidate.processes}"
+        try:
+            if problem := self._problem(candidate):
+                raise ConfigError(problem)
+            found = self.predictor.predict(candidate, floor)
+        except ConfigError as error:
+            self.not_tried[place] = str(error)
+            return None
+        best = self.found.get(place)
+        if found is not None and found.score > (best.score if best else 0.0):
+            self.found[place] = found
         return found
 
     def _climb(self, best: Prediction, until: float) -> None:
