@@ -47,7 +47,7 @@ EXIT_INTERRUPTED = 130
 _SHARES = {"profile": 0.16, "calibrate": 0.16, "simulate": 0.16, "verify": 0.46}  # of the budget
 _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, the default of torchpipe load
-_OPEN_LOAD = 0.7  # of its throughput, from where the limit is searched
+_OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
 _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
@@ -254,9 +254,9 @@ class _Tuning:
         trial = Trial.around(base, start, goal.rate or LIGHT * start)
         while len(trial.figures) < 2 or monotonic() - began < seconds:
             verify.turn(self._service, trial, goal)
+            trial.predicted = replace(trial.predicted, rate=goal.rate or LIGHT * trial.centre)
             self._show("calibrate", (monotonic() - began) / seconds)
-        light = verify.typical_of(trial, trial.predicted.rate, goal)
-        full = light if goal.rate is not None else verify.typical_of(trial, trial.figure, goal)
+        full, light = verify.typical_of(trial, goal), verify.typical_of(trial, goal, LIGHT)
         fitted = calibrate(self._profile, images, goal, base, (_CLIENTS, self._closed), full, light)
         self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
         self._predictor = Predictor(self._profile, images, fitted, self._goal)

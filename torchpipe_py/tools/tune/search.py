@@ -97,7 +97,7 @@ class Predictor:
             run = Simulation(plans, costs, machine)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
             waits = sorted(run.waited, key=lambda node: -run.waited[node])
-            return max(quantile(latencies, 0.5), quantile(latencies, 0.99) + machine.tail), tuple(waits)
+            return quantile(latencies, 0.99) + machine.tail, tuple(waits)
 
         full = Simulation(plans, costs, fitted.machine).closed_loop(CLIENTS, CALLS)
         if goal.rate is not None:
@@ -186,9 +186,10 @@ def calibrate(
         for _ in range(_FITS):
             middle = math.sqrt(low * high)
             latencies = sorted(run(middle).open_loop(goal.dues(point.rate)))
-            low, high = (middle, high) if quantile(latencies, 0.5) < point.p50 else (low, middle)
-        tail = point.p99 - quantile(latencies, 0.99)
-        return replace(run(middle).machine, tail=max(-_MOST_TAIL, min(_MOST_TAIL, tail / goal.slo)) * goal.slo)
+            is_fast = quantile(latencies, 0.5) < point.p50 and quantile(latencies, 0.99) < point.p99
+            low, high = (middle, high) if is_fast else (low, middle)
+        tail = max(0.0, min(_MOST_TAIL * goal.slo, point.p99 - quantile(latencies, 0.99)))
+        return replace(run(middle).machine, tail=tail)
 
     machine = fitted(full)
     residual = abs(run(machine.slower).closed_loop(closed[0], CALLS) / closed[1] - 1)

@@ -130,11 +130,15 @@ def limit_of(points: Sequence[Point], slo: float) -> float:
     return ordered[cut - 1].rate + part * (ordered[cut].rate - ordered[cut - 1].rate)
 
 
-def typical_of(trial: Trial, rate: float, goal: Goal) -> Point:
-    """The medians of the points nearest to ``rate``, one per turn; at the limit the p99 is the SLO."""
-    near = sorted(trial.points, key=lambda point: abs(point.rate - rate))[: len(trial.figures)]
-    p99 = goal.slo if rate == trial.figure else statistics.median(trial.p99s)
-    return Point(rate, statistics.median(point.p50 for point in near), p99)
+def typical_of(trial: Trial, goal: Goal, share: float = 1.0) -> Point:
+    """The medians of the points nearest to a ``share`` of the limit, as many as turns; at the limit the p99 is the SLO.
+
+    With a rate as the goal, those of all points, which are at that rate.
+    """
+    limit = goal.rate or trial.figure
+    near = sorted(trial.points, key=lambda point: abs(point.rate - share * limit))[: len(trial.figures)]
+    rate, p50, p99 = (statistics.median(getattr(point, key) for point in near) for key in ("rate", "p50", "p99"))
+    return Point(rate, p50, p99) if goal.rate or share < 1 else Point(limit, p50, goal.slo)
 
 
 # --- the verdict
