@@ -1,4 +1,4 @@
-"""Recent compute times, queues that stand, patience: by a clock that is an argument; and a pipe that is overloaded."""
+"""Recent compute times, standing queues, clients' timeouts: by a clock that is an argument; and an overloaded pipe."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchpipe_py.runtime.admission import (
     INTERVAL,
     RECENT,
     REMEMBERED,
+    ClientTimeout,
     ComputeTimes,
     ControlledDelay,
     Path,
-    Patience,
 )
 
 
@@ -70,124 +70,124 @@ def test_a_queue_that_stands_is_shed_until_nothing_is_refused_for_a_while() -> N
 
 
 def test_queues_may_be_longer_while_nobody_leaves() -> None:
-    patience = Patience()
-    delay, configured = ControlledDelay(None, patience), ControlledDelay(0.05, patience)
+    timeout = ClientTimeout()
+    delay, configured = ControlledDelay(None, timeout), ControlledDelay(0.05, timeout)
     assert not any(waits(delay, 0.5, 1.0, 2.0))
     assert any(waits(delay, 1.7, 3.0, 4.0))
     assert any(waits(configured, 0.5, 1.0, 2.0)), "what is configured holds whatever clients do"
-    for window in range(Patience.WINDOWS):
-        patience.left(0.05)
-        patience.bound(float(window))
-    assert not patience.is_endless
-    assert delay.longest(0.02) == Patience.MARGIN * 0.05, "no longer than clients wait"
+    for window in range(ClientTimeout.WINDOWS):
+        timeout.left(0.05)
+        timeout.bound(float(window))
+    assert not timeout.is_endless
+    assert delay.longest(0.02) == ClientTimeout.MARGIN * 0.05, "no longer than clients wait"
     assert any(waits(delay, 0.5, 9.0, 10.0))
 
 
-def judged(patience: Patience, window: int, left: int = 0, stayed: int = 0) -> float:
+def judged(timeout: ClientTimeout, window: int, left: int = 0, stayed: int = 0) -> float:
     """What is known after the window, in which clients left after 50 to 70 ms, or were answered after 80."""
     for place in range(left):
-        patience.left(0.05 + 0.01 * (place % 3))
+        timeout.left(0.05 + 0.01 * (place % 3))
     for _ in range(stayed):
-        patience.answered(0.08)
-    return patience.bound(1.1 * Patience.WINDOW * window)
+        timeout.answered(0.08)
+    return timeout.bound(1.1 * ClientTimeout.WINDOW * window)
 
 
-def test_patience_is_learnt_from_those_that_left_and_those_that_waited_as_long() -> None:
-    patience = Patience()
-    assert not patience.is_learning
-    leaving = [3, 0, *[3] * (Patience.WINDOWS - 1)]
-    windows = [judged(patience, window, left, stayed=20) for window, left in enumerate(leaving)]
+def test_a_timeout_is_learnt_from_those_that_left_and_those_that_waited_as_long() -> None:
+    timeout = ClientTimeout()
+    assert not timeout.is_learning
+    leaving = [3, 0, *[3] * (ClientTimeout.WINDOWS - 1)]
+    windows = [judged(timeout, window, left, stayed=20) for window, left in enumerate(leaving)]
     assert windows == [math.inf] * len(leaving), "most of those that waited so long stayed"
-    for window in range(Patience.APART + 1):
-        judged(patience, 20 + window)
-    assert not patience.is_learning
-    windows = [judged(patience, 50 + window, left, stayed=1) for window, left in enumerate(leaving[:-1])]
+    for window in range(ClientTimeout.APART + 1):
+        judged(timeout, 20 + window)
+    assert not timeout.is_learning
+    windows = [judged(timeout, 50 + window, left, stayed=1) for window, left in enumerate(leaving[:-1])]
     assert windows == [math.inf] * len(leaving[:-1]), "they may have been closed at once"
-    assert patience.is_learning
-    assert judged(patience, 60, left=3) == 0.05, "it is not known who stays how long, so the shortest"
+    assert timeout.is_learning
+    assert judged(timeout, 60, left=3) == 0.05, "it is not known who stays how long, so the shortest"
 
 
 @pytest.mark.parametrize(("priority", "learns"), [(0, True), (1, False)])
-def test_requests_of_low_priority_show_no_patience(priority: int, learns: bool) -> None:
+def test_requests_of_low_priority_show_no_timeout(priority: int, learns: bool) -> None:
     with pipe({"backend": "Identity"}) as run:
         run.limit_delays(None)
-        assert run._runtime.door.patience is not None
+        assert run._runtime.door.client_timeout is not None
         run.dispatch({"data": 1, "priority": priority}, lambda data, error: None).client_left()
-        assert run._runtime.door.patience.is_learning == learns
+        assert run._runtime.door.client_timeout.is_learning == learns
 
 
 def test_clients_that_leave_now_and_then_show_nothing() -> None:
-    patience = Patience()
-    for window in range(20 * Patience.APART):
-        assert judged(patience, window, left=2 if window % (Patience.APART + 1) == 0 else 0) == math.inf
+    timeout = ClientTimeout()
+    for window in range(20 * ClientTimeout.APART):
+        assert judged(timeout, window, left=2 if window % (ClientTimeout.APART + 1) == 0 else 0) == math.inf
 
 
 def test_load_testers_that_end_show_nothing_after_a_lighter_load() -> None:
     """They leave while the queue is long; who waits less, stays less long."""
-    patience = Patience()
-    for window in range(20 * Patience.APART):
-        for _ in range(40 if window % (2 * Patience.APART) in (0, 1) else 0):
-            patience.left(0.013)
+    timeout = ClientTimeout()
+    for window in range(20 * ClientTimeout.APART):
+        for _ in range(40 if window % (2 * ClientTimeout.APART) in (0, 1) else 0):
+            timeout.left(0.013)
         for _ in range(60):
-            patience.answered(0.006)
-        assert patience.bound(1.1 * Patience.WINDOW * window) == math.inf
+            timeout.answered(0.006)
+        assert timeout.bound(1.1 * ClientTimeout.WINDOW * window) == math.inf
 
 
 def test_few_times_are_kept_while_nobody_judges_them() -> None:
     """Requests that are not checked at the door, such as frames of streams, lead to no judging."""
-    patience = Patience()
-    for _ in range(Patience.KEPT):
-        patience.left(0.05)
-        patience.answered(0.08)
-    assert len(patience._ends) == Patience.KEPT
+    timeout = ClientTimeout()
+    for _ in range(ClientTimeout.KEPT):
+        timeout.left(0.05)
+        timeout.answered(0.08)
+    assert len(timeout._ends) == ClientTimeout.KEPT
 
 
-def known() -> Patience:
-    """A patience of 60 ms."""
-    patience = Patience()
-    for window in range(Patience.WINDOWS):
-        judged(patience, window, left=3)
-        patience.left(0.06)
-    patience.answered(0.051)
-    return patience
+def known() -> ClientTimeout:
+    """A timeout of 60 ms."""
+    timeout = ClientTimeout()
+    for window in range(ClientTimeout.WINDOWS):
+        judged(timeout, window, left=3)
+        timeout.left(0.06)
+    timeout.answered(0.051)
+    return timeout
 
 
-def test_a_known_patience_holds_then_grows_fast_until_clients_leave_again() -> None:
-    patience = known()
-    known_at = patience.bound(0.0)
-    windows = [judged(patience, 10 + window) for window in range(Patience.HELD + 5)]
-    assert windows[Patience.HELD - 10 :] == sorted(windows[Patience.HELD - 10 :])
-    assert set(windows[: Patience.HELD - 10]) == {known_at}, "its answers are in time: none is risked"
+def test_a_known_timeout_holds_then_grows_fast_until_clients_leave_again() -> None:
+    timeout = known()
+    known_at = timeout.bound(0.0)
+    windows = [judged(timeout, 10 + window) for window in range(ClientTimeout.HELD + 5)]
+    assert windows[ClientTimeout.HELD - 10 :] == sorted(windows[ClientTimeout.HELD - 10 :])
+    assert set(windows[: ClientTimeout.HELD - 10]) == {known_at}, "its answers are in time: none is risked"
     assert windows[-1] > known_at
-    patience.left(0.06)
-    assert judged(patience, 1000) == known_at
-    assert judged(patience, 1001, left=3) == known_at, "it is lowered by what is shorter only"
+    timeout.left(0.06)
+    assert judged(timeout, 1000) == known_at
+    assert judged(timeout, 1001, left=3) == known_at, "it is lowered by what is shorter only"
 
 
 @pytest.mark.parametrize("leaving", [0, 1])
-def test_a_known_patience_is_forgotten_once_few_leave(leaving: int) -> None:
+def test_a_known_timeout_is_forgotten_once_few_leave(leaving: int) -> None:
     """One of ten clients may go on to leave early: the other nine must not be refused for minutes."""
-    patience = Patience()
-    for window in range(Patience.WINDOWS):
-        patience.left(0.01)
-        patience.bound(1.1 * Patience.WINDOW * window)
-    assert not patience.is_endless
-    for window in range(Patience.HELD, 3 * Patience.HELD):
+    timeout = ClientTimeout()
+    for window in range(ClientTimeout.WINDOWS):
+        timeout.left(0.01)
+        timeout.bound(1.1 * ClientTimeout.WINDOW * window)
+    assert not timeout.is_endless
+    for window in range(ClientTimeout.HELD, 3 * ClientTimeout.HELD):
         for _ in range(leaving):
-            patience.left(0.01)
-        judged(patience, window, stayed=9)
-    assert patience.is_endless
+            timeout.left(0.01)
+        judged(timeout, window, stayed=9)
+    assert timeout.is_endless
 
 
 @pytest.mark.parametrize("answered", [0, 8])
-def test_a_few_that_leave_early_do_not_shorten_the_patience_of_the_others(answered: int) -> None:
-    patience = Patience()
+def test_a_few_that_leave_early_do_not_shorten_the_timeout_of_the_others(answered: int) -> None:
+    timeout = ClientTimeout()
     for window in range(100):
-        patience.left(0.01 if window % 8 == 0 else 0.06)
+        timeout.left(0.01 if window % 8 == 0 else 0.06)
         for _ in range(answered):
-            patience.answered(0.05)
-        patience.bound(1.1 * Patience.WINDOW * window)
-    assert patience.bound(1000.0) == 0.06
+            timeout.answered(0.05)
+        timeout.bound(1.1 * ClientTimeout.WINDOW * window)
+    assert timeout.bound(1000.0) == 0.06
 
 
 def test_a_newcomer_waits_for_what_runs_and_for_what_is_before_it() -> None:

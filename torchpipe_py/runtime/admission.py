@@ -26,8 +26,8 @@ COMPUTES = 4
 LEAST_LEFT = 0.1
 """Share of its compute time that a running batch is assumed to need, even if it should have finished."""
 
-PATIENT = 10
-"""A request may wait this multiple of the target while all clients wait for their answers."""
+TARGETS = 10
+"""While all clients wait for their answers, a request may wait this multiple of the target."""
 
 CALM = 1.0
 """Seconds without a refusal after which a node stops shedding."""
@@ -109,15 +109,15 @@ class ControlledDelay:
     has then waited more than twice the target, the node is overloaded and sheds: it refuses requests that it could not
     finish within the target, or before clients leave, until a pause in refusals. A longer queue would only delay every
     answer. A burst that the instances process in time loses nothing.
-    If no client leaves (for example, a fixed number of clients that wait for each answer), queues may be ``PATIENT``
+    If no client leaves (for example, a fixed number of clients that wait for each answer), queues may be ``TARGETS``
     times as long, unless the target is configured.
     """
 
-    __slots__ = ("_above_since", "_patience", "_shed_at", "_target", "sheds")
+    __slots__ = ("_above_since", "_client_timeout", "_shed_at", "_target", "sheds")
 
-    def __init__(self, target: float | None, patience: Patience | None = None) -> None:
+    def __init__(self, target: float | None, client_timeout: ClientTimeout | None = None) -> None:
         """``target`` in seconds; 0.0: no shedding. ``None``: ``COMPUTES`` batch times, at least ``LEAST_TARGET``."""
-        self._target, self._patience = target, patience
+        self._target, self._client_timeout = target, client_timeout
         self.sheds = target != 0.0
         self._above_since = 0.0
         self._shed_at = -math.inf
@@ -149,19 +149,19 @@ class ControlledDelay:
 
     def longest(self, compute: float) -> float:
         """Maximum seconds, while shedding, for a request whose computation takes ``compute``."""
-        if self._target is not None or self._patience is None or self._patience.is_endless:
+        if self._target is not None or self._client_timeout is None or self._client_timeout.is_endless:
             return self._allowed(compute)
-        return min(self._allowed(compute), self._patience.allows(compute))
+        return min(self._allowed(compute), self._client_timeout.allows(compute))
 
     def _allowed(self, compute: float) -> float:
         """The target for such a request in seconds."""
         if self._target is not None:
             return self._target
-        is_patient = self._patience is not None and self._patience.is_endless
-        return max(LEAST_TARGET, COMPUTES * compute) * (PATIENT if is_patient else 1)
+        all_wait = self._client_timeout is not None and self._client_timeout.is_endless
+        return max(LEAST_TARGET, COMPUTES * compute) * (TARGETS if all_wait else 1)
 
 
-class Patience:
+class ClientTimeout:
     """Estimates from departures how long clients wait for an answer; in seconds, ``inf`` while few leave.
 
     The estimate is the shortest time after which most clients leave: of the last ``KEPT`` clients, at least ``LEFT``
@@ -289,15 +289,15 @@ class Door:
     """
 
     def __init__(self, paths: Mapping[str, Path], nodes: Sequence[Queued]) -> None:
-        self.patience: Patience | None = None
+        self.client_timeout: ClientTimeout | None = None
         self._paths, self._nodes = paths, nodes
         self._refused_at = -math.inf
 
     def limit_delays(self, target: float | None) -> None:
         """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
-        self.patience = None if target == 0.0 else Patience()
+        self.client_timeout = None if target == 0.0 else ClientTimeout()
         for node in self._nodes:
-            node.delay = ControlledDelay(target, self.patience)
+            node.delay = ControlledDelay(target, self.client_timeout)
 
     def expected_wait(self) -> float:
         """Expected seconds that a request that enters now waits on its longest path, from recent times."""
@@ -311,10 +311,11 @@ class Door:
     def check(self, seconds: float | None, root: str | None, priority: int = 0) -> None:
         """Raise ``Overloaded`` if a request that arrives now cannot be finished in time; see ``pipe.check_delay``."""
         now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
+        timeout = self.client_timeout
         if bound is None:
-            if self.patience is None or priority:
+            if timeout is None or priority:
                 return
-            bound, why = self.patience.bound(now), "clients leave after"
+            bound, why = timeout.bound(now), "clients leave after"
             nodes = self._nodes if root is None else self._paths[root].nodes
             shedding = [node.delay for node in nodes if node.delay is not None and node.delay.is_shedding(now)]
             if bound == math.inf and not shedding:
@@ -328,10 +329,10 @@ class Door:
             if shedding and takes > min(delay.longest(computes) for delay in shedding):
                 for delay in shedding:
                     delay.refused(now)
-            elif takes <= (bound if seconds is not None or self.patience is None else self.patience.allows(computes)):
+            elif takes <= (timeout.allows(computes) if timeout and seconds is None else bound):
                 continue
             self._refused_at = now
-            limit = f"{why} {1000 * bound:.15g} ms" if bound < math.inf else "more come than can be taken"
+            limit = f"{why} {round(1000 * bound, 3):.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
 
 

@@ -24,7 +24,7 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
-from torchpipe_py.runtime.admission import Patience
+from torchpipe_py.runtime.admission import ClientTimeout
 from torchpipe_py.runtime.batching import BatchingNode, Due
 from torchpipe_py.runtime.idle import is_main_thread
 from torchpipe_py.runtime.mapping import in_order
@@ -171,8 +171,8 @@ class pipe:
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         request = self._request(data, on_done, deadline_after(timeout))
         ticket = Ticket(self._runtime, request)
-        patience = self._runtime.door.patience
-        if patience is not None and patience.is_learning:
+        known = self._runtime.door.client_timeout
+        if known is not None and known.is_learning:
             request.on_done = ticket.noting(on_done)
         self._runtime.inflight.submit((request,))
         return ticket
@@ -463,7 +463,7 @@ class Ticket:
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self._runtime, self._request = runtime, request
-        self._since = 0.0 if runtime.door.patience is None else perf_counter()
+        self._since = 0.0 if runtime.door.client_timeout is None else perf_counter()
 
     @property
     def deadline(self) -> float | None:
@@ -492,29 +492,29 @@ class Ticket:
 
     def client_left(self) -> None:
         """Record how long its client waited before it apparently left; later calls have no effect."""
-        if (patience := self._patience()) is not None:
-            patience.left(perf_counter() - self._since)
+        if (timeout := self._client_timeout()) is not None:
+            timeout.left(perf_counter() - self._since)
             self._since = 0.0
 
     def noting(self, on_done: Callable[[Data, BaseException | None], None]) -> OnDone:
         """Wrap ``on_done`` to record first how long the client waited, unless it left."""
 
         def note(data: Data, error: BaseException | None) -> None:
-            patience = self._patience()
-            if patience is not None and not isinstance(error, CancelledError):
-                patience.answered(perf_counter() - self._since)
+            timeout = self._client_timeout()
+            if timeout is not None and not isinstance(error, CancelledError):
+                timeout.answered(perf_counter() - self._since)
             on_done(data, error)
 
         return note
 
-    def _patience(self) -> Patience | None:
+    def _client_timeout(self) -> ClientTimeout | None:
         """The estimate that records how long its client waits; ``None`` once the client left.
 
         ``None`` too with a deadline or low priority: such requests are not refused by it, nor do they empty it.
         """
         request = self._request
         is_recorded = request.deadline is None and not request.priority and self._since
-        return self._runtime.door.patience if is_recorded else None
+        return self._runtime.door.client_timeout if is_recorded else None
 
 
 def _has_own_code(node: Node) -> bool:
