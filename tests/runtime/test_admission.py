@@ -18,6 +18,7 @@ from torchpipe_py.runtime import admission
 from torchpipe_py.runtime.admission import (
     CALM,
     INTERVAL,
+    LEAST_TARGET,
     RECENT,
     REMEMBERED,
     ClientTimeout,
@@ -62,11 +63,16 @@ def test_a_burst_loses_nothing() -> None:
 
 def test_a_queue_that_stands_is_shed_until_nothing_is_refused_for_a_while() -> None:
     delay = ControlledDelay(None)
+    assert delay.calm_wait == LEAST_TARGET
     assert waits(delay, 0.5, 1.0, 2.0)[-1]
     assert delay.is_shedding(2.0)
+    assert not any(waits(delay, 0.01, 2.0, 2.1))
+    assert delay.calm_wait == 0.0, "each is judged until the queue is calm again"
     assert not any(waits(delay, delay.longest(0.02) - 0.021, 2.0, 2.5)), "what is in time is not shed"
     assert not delay.is_shedding(2.0 + CALM)
     assert not any(waits(delay, 0.1, 4.0, 5.0)), "less than twice the target"
+    assert not any(waits(delay, 0.01, 5.0, 5.1))
+    assert delay.calm_wait == LEAST_TARGET
 
 
 def test_queues_may_be_longer_while_nobody_leaves() -> None:

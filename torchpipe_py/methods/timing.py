@@ -29,7 +29,8 @@ def timed(
             return method
 
         def start_timed(args: Any, done: Done) -> Cancellable | None:
-            is_asked = is_always or _asks(args)
+            fields, query = getattr(args, "fields", None) or (), getattr(args, "query", "")
+            is_asked = is_always or WISH in fields or (query and "timing=1" in query.split("&"))
             # NOTE: this is all that a request pays whose time nobody asks for.
             if not is_asked and slow_s is None:
                 return start(args, done)
@@ -55,12 +56,6 @@ def timed(
     changed = served.changed(change)
     # NOTE: an answer of Thrift has no room for times.
     return changed if slow_s is not None else changed._replace(methods=served.methods)
-
-
-def _asks(args: Any) -> bool:
-    fields = getattr(args, "fields", None)
-    query = getattr(args, "query", "")
-    return fields is not None and (WISH in fields or (bool(query) and "timing=1" in query.split("&")))
 
 
 def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:

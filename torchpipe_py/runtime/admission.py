@@ -113,12 +113,14 @@ class ControlledDelay:
     times as long, unless the target is configured.
     """
 
-    __slots__ = ("_above_since", "_client_timeout", "_shed_at", "_target", "sheds")
+    __slots__ = ("_above_since", "_client_timeout", "_least", "_shed_at", "_target", "calm_wait")
 
     def __init__(self, target: float | None, client_timeout: ClientTimeout | None = None) -> None:
         """``target`` in seconds; 0.0: no shedding. ``None``: ``COMPUTES`` batch times, at least ``LEAST_TARGET``."""
         self._target, self._client_timeout = target, client_timeout
-        self.sheds = target != 0.0
+        self._least = math.inf if target == 0.0 else target or LEAST_TARGET
+        self.calm_wait = self._least
+        """Seconds up to which ``took`` refuses none, whatever it computes; 0.0 while requests wait longer."""
         self._above_since = 0.0
         self._shed_at = -math.inf
 
@@ -128,19 +130,20 @@ class ControlledDelay:
 
     def refused(self, now: float) -> None:
         """Record that a request was refused, in the queue or on entry."""
-        self._shed_at = now
+        self._shed_at, self.calm_wait = now, 0.0
 
     def took(self, wait: float, compute: float, now: float) -> bool:
         """Whether to refuse a request that leaves the queue after ``wait`` seconds and needs ``compute`` seconds."""
-        if not self.sheds:
+        if self._target == 0.0:
             return False
         if self.is_shedding(now):
             is_late = wait + compute > self.longest(compute)
         else:
             target = self._allowed(compute)
             if wait <= target:
-                self._above_since = 0.0
+                self._above_since, self.calm_wait = 0.0, self._least
                 return False
+            self.calm_wait = 0.0
             self._above_since = self._above_since or now
             is_late = wait > 2 * target and now - self._above_since >= INTERVAL
         if is_late:
@@ -184,25 +187,23 @@ class ClientTimeout:
     def __init__(self) -> None:
         self._seconds = math.inf
         self._ends: deque[tuple[float, bool]] = deque(maxlen=self.KEPT)  # how long a client waited, whether it left
+        self.is_learning = False
+        """Whether clients left lately, so that answers must be recorded too."""
         self._has_left = False  # in this window
         self._windows = 0  # in which clients left
         self._age = 0  # in windows, since a client left or, if the estimate is set, since it was set or lowered
-        self._until = -math.inf
+        self.until = -math.inf
+        """When this window ends, by the clock of ``bound``."""
 
     @property
     def is_endless(self) -> bool:
         """Whether (nearly) all clients wait for their answers, as far as is known."""
         return self._seconds == math.inf
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether clients left lately, so that answers must be recorded too."""
-        return bool(self._ends)
-
     def left(self, seconds: float) -> None:
         """Record that a client left after waiting ``seconds``; from any thread."""
         self._ends.append((seconds, True))
-        self._has_left = True
+        self._has_left = self.is_learning = True
 
     def answered(self, seconds: float) -> None:
         """Record that a client got its answer after ``seconds``; from any thread."""
@@ -210,8 +211,8 @@ class ClientTimeout:
 
     def bound(self, now: float) -> float:
         """Seconds that most clients wait; to be called for each request."""
-        if now >= self._until:
-            self._until = now + self.WINDOW
+        if now >= self.until:
+            self.until = now + self.WINDOW
             self._age += 1
             shortest = math.inf
             if self._has_left:
@@ -246,6 +247,7 @@ class ClientTimeout:
     def _forget(self) -> None:
         self._seconds, self._windows, self._age = math.inf, 0, 0
         self._ends.clear()
+        self.is_learning = False
 
     def allows(self, compute: float) -> float:
         """Maximum seconds for a request whose computation takes ``compute``."""
@@ -292,6 +294,9 @@ class Door:
         self.client_timeout: ClientTimeout | None = None
         self._paths, self._nodes = paths, nodes
         self._refused_at = -math.inf
+        self._calm_until = -math.inf  # until then nothing is shed and no client leaves, as far as is known
+        self.is_refusing = False
+        """Whether ``check`` refused a request within ``CALM`` seconds before its last call."""
 
     def limit_delays(self, target: float | None) -> None:
         """Shed requests without a deadline that wait too long, before the first request; see ``pipe.limit_delays``."""
@@ -304,21 +309,21 @@ class Door:
         now = perf_counter()
         return max(path.expected(now)[0] for path in self._paths.values())
 
-    def is_refusing(self) -> bool:
-        """Whether ``check`` refused a request within the last ``CALM`` seconds."""
-        return perf_counter() - self._refused_at < CALM
-
     def check(self, seconds: float | None, root: str | None, priority: int = 0) -> None:
         """Raise ``Overloaded`` if a request that arrives now cannot be finished in time; see ``pipe.check_delay``."""
         now, bound, why, shedding = perf_counter(), seconds, "its deadline is", []
+        if self.is_refusing:
+            self.is_refusing = now - self._refused_at < CALM
         timeout = self.client_timeout
         if bound is None:
-            if timeout is None or priority:
+            if timeout is None or priority or now < self._calm_until:
                 return
             bound, why = timeout.bound(now), "clients leave after"
             nodes = self._nodes if root is None else self._paths[root].nodes
             shedding = [node.delay for node in nodes if node.delay is not None and node.delay.is_shedding(now)]
             if bound == math.inf and not shedding:
+                if not any(node.delay is not None and node.delay.is_shedding(now) for node in self._nodes):
+                    self._calm_until = timeout.until
                 return
         for path in self._paths.values() if root is None else [self._paths[root]]:
             waits, computes = path.expected(now, priority)
@@ -331,7 +336,7 @@ class Door:
                     delay.refused(now)
             elif takes <= (timeout.allows(computes) if timeout and seconds is None else bound):
                 continue
-            self._refused_at = now
+            self._refused_at, self.is_refusing = now, True
             limit = f"{why} {round(1000 * bound, 3):.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
 
@@ -341,11 +346,6 @@ class Deadlines:
 
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
-
-    @property
-    def is_refusing(self) -> bool:
-        """Whether requests were refused just now, so that it pays to check the next one before its inputs are read."""
-        return bool(self._pipe.is_refusing)
 
     def seconds(self, milliseconds: float | None = None, priority: int = 0, node_name: object = None) -> float | None:
         """The time limit of a request that asks for ``milliseconds``, or ``None``; ``Overloaded`` if it cannot be met.

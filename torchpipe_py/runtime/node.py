@@ -143,7 +143,8 @@ class Node:
         if request.caller is not None and self._stays_with_caller(request, request.caller):
             return
         request.caller = None
-        self._queue.of(request).append(request)
+        queue = self._queue
+        (queue.low if request.priority else queue.normal).append(request)
         if self.idle.to_wake:
             self.idle.wake_one()
         if self.is_closing:
@@ -269,9 +270,10 @@ class Node:
 
     def _is_worth_it(self, delay: ControlledDelay, instance: Instance, request: Request, now: float, size: int) -> bool:
         """Whether the request can meet its deadline or, without one, did not wait too long; else completes it."""
-        if request.deadline is None and not delay.sheds:
+        waited = now - request.arrived
+        if request.deadline is None and waited <= delay.calm_wait:
             return True
-        waited, compute = now - request.arrived, self.times.expected(size, now)
+        compute = self.times.expected(size, now)
         if request.deadline is not None:
             # NOTE: a request that did not wait is run even if the means predict it is too slow: this corrects them.
             if now + (compute if waited > _AT_ONCE else 0.0) < request.deadline:

@@ -275,8 +275,11 @@ class pipe:
 
     @property
     def is_refusing(self) -> bool:
-        """Whether ``check_delay`` refused a request within the last second."""
-        return self._runtime.door.is_refusing()
+        """Whether ``check_delay`` refused a request within a second before its last call.
+
+        Then it pays to check the next request before its inputs are read.
+        """
+        return self._runtime.door.is_refusing
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the pipe was built; see ``torchpipe_py.runtime.record.statistics``."""

@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     @property
     def priority(self) -> int:
         """0 (normal) or 1 (low)."""
-        return priority_in(self.data)
+        return priority_in(self.data) if "priority" in self.data else 0
 
 
 class _Wishes(msgspec.Struct, gc=False, omit_defaults=True):

@@ -84,7 +84,7 @@ class OipHandler:
             known = request.known[_HEAD] = named, read_head(request.fields)
         named, head = known
         model = self._core.models.find(*named)  # NOTE: each time, since a model may go
-        admit = partial(self._core.admit, model, began) if model.deadlines.is_refusing else None
+        admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
         return self._core.infer(model, read_infer(request.body, head, self._limits, admit), self, began, done)
 
     def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:
