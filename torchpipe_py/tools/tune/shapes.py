@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, NODE_KEYS, Tables
-from torchpipe_py.plan.expression import Call, parse_expression
+from torchpipe_py.plan.expression import parse_expression
 from torchpipe_py.plan.sharing import engine_part, sections, worker_part
 from torchpipe_py.proc.backends import Remote
 
@@ -49,6 +49,14 @@ class Shape:
     def heads(self) -> list[str]:
         """The first node of each section that engine processes run."""
         return [section.head for section in sections(self.pipeline)]
+
+    def is_free(self, node: str) -> bool:
+        """Whether a node may be split or joined: no key concerns it as a whole, and no node reads or copies it."""
+        plan, spec = self.pipeline.plans[node], self.pipeline.plans[node].spec
+        is_whole = spec.shared or spec.ordered_by or plan.jumps() or len(spec.calls) > 1
+        is_read = any(source.node == node for each in self.pipeline.plans.values() for source in each.spec.map)
+        is_copied = len(self.pipeline.spec.logical()[spec.owner]) > 1
+        return not (is_whole or is_read or is_copied or "|" in str(self.config[node]))
 
     def alone(self, node: str, **settings: Any) -> dict[str, dict[str, Any]]:
         """The configuration of one node, without its neighbours."""
@@ -151,10 +159,10 @@ def shapes_of(config: Tables) -> list[Shape]:
     for name, change in (("one node", _joined), ("apart", _apart)):
         tables = change(written)
         try:
-            shape = tables and Shape.of(name, tables)
+            shape = Shape.of(name, tables)
         except ConfigError:
             continue
-        if shape and _computes(shape) == _computes(written):
+        if len(tables) != len(config) and _computes(shape) == _computes(written):
             several = name == "one node" and len(shape.pipeline.plans) > 1
             found.append(replace(shape, name="joined", twin="joined") if several else shape)
     return found + [twin for shape in found if (twin := twin_of(shape)) is not None]
@@ -185,36 +193,27 @@ def _computes(shape: Shape) -> list[tuple[type, str]]:
     return [(part.cls, str({k: v for k, v in part.params.items() if k not in free})) for part in parts]
 
 
-def _joined(shape: Shape) -> Tables | None:
-    """The tables with each pair of exclusive neighbours as one node, or None."""
+def _joined(shape: Shape) -> Tables:
+    """The tables with each pair of exclusive neighbours as one node."""
     tables, graph = copied(shape.config, shape.config.source), shape.pipeline.graph
-    read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
-    is_changed = False
     for name in reversed(graph.order):
         after = graph.successors[name]
-        if len(after) != 1 or len(graph.predecessors[after[0]]) != 1 or {name, after[0]} & read:
+        if len(after) != 1 or len(graph.predecessors[after[0]]) != 1 or not all(map(shape.is_free, (name, after[0]))):
             continue
-        one, two = shape.pipeline.plans[name], shape.pipeline.plans[after[0]]
-        plain = all(_is_plain(plan) and not plan.jumps() for plan in (one, two))
-        alone = all(len(shape.pipeline.spec.logical()[plan.spec.owner]) == 1 for plan in (one, two))
-        if two.spec.map or two.spec.filter or not (plain and alone) or one.spec.device_id != two.spec.device_id:
-            continue
+        one, two = (shape.pipeline.plans[each].spec for each in (name, after[0]))
         first, second = tables[name], tables[after[0]]
         both = set(first) & set(second) - {*KNOBS, *ROUTING, "backend"}
-        if any(first[key] != second[key] for key in both) or any("|" in str(each) for each in (first, second)):
+        if two.map or two.filter or one.device_id != two.device_id or any(first[key] != second[key] for key in both):
             continue
-        kept = {key: value for key, value in first.items() if key not in ("next", "backend")}
-        expression = f"S[{','.join([*_items(first, shape), *_items(second, shape)])}]"
-        tables[name] = {"backend": expression, **kept, **{k: v for k, v in second.items() if k != "backend"}}
+        expression = _listed([*_items(first, shape), *_items(second, shape)])
+        del tables[after[0]], first["next"]
+        tables[name] = {**first, **second, "backend": expression}
         tables[name].pop("instance_num", None)
-        del tables[after[0]]
-        is_changed = True
-    return tables if is_changed else None
+    return tables
 
 
-def _is_plain(plan: NodePlan) -> bool:
-    """Whether a node may be split or joined: none of its keys concerns it as a whole."""
-    return len(plan.spec.calls) == 1 and not plan.spec.shared and not plan.spec.ordered_by
+def _listed(parts: Sequence[object]) -> str:
+    return f"S[{','.join(map(str, parts))}]" if len(parts) > 1 else str(parts[0])
 
 
 def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
@@ -224,49 +223,37 @@ def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
     return [str(arg) for arg in call.args] if is_list else [str(call)]
 
 
-def _apart(shape: Shape) -> Tables | None:
-    """The tables with each node that prepares images and runs a model as two nodes, or None."""
+def _apart(shape: Shape) -> Tables:
+    """The tables with each node that prepares images and runs a model as two nodes."""
     tables = copied({}, shape.config.source)
-    is_changed = False
-    read = {source.node for plan in shape.pipeline.plans.values() for source in plan.spec.map}
     for name, table in shape.config.items():
-        parts = None if name == GLOBAL else _two_parts(shape.pipeline.plans[name])
-        model = f"{name}_model"
-        if parts is None or name in read or model in shape.config or "backend" not in table:
-            tables[name] = dict(table)
+        tables[name] = dict(table)
+        place = _before_batches(shape, name) if name in shape.pipeline.plans else 0
+        if not place:
             continue
-        (head, head_keys), tail = parts
-        own = {key: value for key, value in table.items() if key not in ("backend", "next", *KNOBS)}
-        entry = {key: own[key] for key in own if key in (*ROUTING, "decode_isolation", "device_id")}
-        first = {key: value for key, value in own.items() if _bare(key, head) in head_keys}
-        second = {key: value for key, value in own.items() if key not in first and key not in ROUTING}
-        second |= {key: table[key] for key in ("next", *KNOBS) if key in table and key != "instance_num"}
-        second.pop("decode_isolation", None)
-        tables[name] = {"backend": f"S[{','.join(map(str, head))}]", **first, **entry, "next": model}
-        tables[model] = {"backend": str(tail[0]) if len(tail) == 1 else f"S[{','.join(map(str, tail))}]", **second}
-        is_changed = True
-    return tables if is_changed else None
+        plan = shape.pipeline.plans[name]
+        args, head = plan.spec.calls[0].args, plan.backends[0].children[:place]
+        scopes = {call.name for arg in args[:place] for call in arg.walk()}
+        keys = {*_keys(head), "map", "filter", "or", "decode_isolation"}
+        first, second = {"backend": _listed(args[:place])}, dict[str, Any]()
+        for key, value in table.items():
+            scope, _, rest = key.partition("::")
+            (first if (rest if scope in scopes else key) in keys else second)[key] = value
+        first |= {key: table[key] for key in ("device_id",) if key in table} | {"next": f"{name}_model"}
+        second.pop("instance_num", None)
+        tables[name] = first
+        tables[first["next"]] = {**second, "backend": _listed(args[place:])}
+    return tables
 
 
-def _two_parts(plan: NodePlan) -> tuple[tuple[list[Call], set[str]], list[Call]] | None:
-    """The calls before the first batching backend, with their keys, and the calls from there on."""
-    spec = plan.spec
-    if not _is_plain(plan) or len(plan.backends[0].children) != len(spec.calls[0].args):
-        return None
-    args, children = spec.calls[0].args, plan.backends[0].children
-    if not plan.backends[0].cls.is_sequence or any(arg.filter for arg in args) or "|" in str(dict(spec.params)):
-        return None
-    place = next((at for at, child in enumerate(children) if "max" in _keys([child])), 0)
-    if not place or any(part.cls.any_params for child in children for part in child.parts()):
-        return None
-    return (list(args[:place]), _keys(children[:place])), list(args[place:])
-
-
-def _bare(key: str, calls: Iterable[Call]) -> str:
-    """A key without its scope, if that is one of the calls."""
-    names = {each.name for call in calls for each in call.walk()}
-    scope, _, rest = key.partition("::")
-    return rest if scope in names else key
+def _before_batches(shape: Shape, name: str) -> int:
+    """The number of calls in a node's list before the first backend that batches; 0 if the node must stay whole."""
+    plan = shape.pipeline.plans[name]
+    args, backend = plan.spec.calls[0].args, plan.backends[0]
+    is_list = backend.cls.is_sequence and len(backend.children) == len(args) and not any(arg.filter for arg in args)
+    if not is_list or not shape.is_free(name) or any(part.cls.any_params for part in backend.parts()):
+        return 0
+    return next((at for at, child in enumerate(backend.children) if "max" in _keys([child])), 0)
 
 
 def copied(config: Mapping[str, Mapping[str, Any]], source: str) -> Tables:

@@ -291,53 +291,45 @@ class Simulation:
 
     def open_loop(self, dues: Sequence[float]) -> list[float]:
         """The latency of each request in seconds, infinite without an answer; workers take turns."""
-        latencies = [inf] * len(dues)
-        left = deque(enumerate(dues))
-        self._until(
-            lambda: left[0][1] if left else inf,
-            lambda: self._arrive(left, latencies),
-            lambda: sum(len(worker.inflight) for worker in self._workers) > MOST_UNDER_WAY,
-        )
-        return latencies
+        ends = self._run(deque((due, turn) for turn, due in enumerate(dues)), len(dues))
+        return [end - due for due, end in zip(dues, ends, strict=True)]
 
     def closed_loop(self, clients: int, calls: int) -> float:
-        """Requests per second of clients that wait for each answer; the first tenth is left out."""
+        """Requests per second of clients that wait for each answer.
+
+        The first tenth is left out, and the end, when clients stop.
+        """
+        ends = sorted(self._run(deque((0.0, client) for client in range(clients)), calls))[
+            calls // 10 : calls - clients
+        ]
+        return (len(ends) - 1) / max(1e-12, ends[-1] - ends[0])
+
+    def _run(self, left: deque[tuple[float, int]], calls: int) -> list[float]:
+        """Advance time from event to event: requests, timers of batches, ends of jobs.
+
+        ``left`` has the times at which requests are due, and whose turn it is; after an answer comes the next, up to
+        ``calls``. Returns the time of each answer, infinite without one.
+        """
         ends: list[float] = []
-        numbers = count()
 
-        def call(client: int) -> None:
+        def submit(turn: int) -> None:
+            number = len(ends)
+            ends.append(inf)
+
             def on_done(*_: object) -> None:
-                ends.append(self.now)
-                if len(ends) < calls:
-                    starting.append(client)
+                ends[number] = self.now
+                if len(ends) + len(left) < calls:
+                    left.append((self.now, turn))
 
-            self._submit(next(numbers), on_done, client)
+            worker = self._workers[turn % len(self._workers)]
+            entered = worker.graph.entered or worker.graph.roots
+            with suppress(Overloaded):  # not answered
+                worker.inflight.submit([Request(self.data(number), on_done, entered[0])])
 
-        starting = deque(range(clients))
-        self._until(lambda: self.now if starting else inf, lambda: call(starting.popleft()), lambda: len(ends) >= calls)
-        counted = ends[len(ends) // 10 :]
-        return (len(counted) - 1) / max(1e-12, counted[-1] - counted[0])
-
-    def _arrive(self, left: deque[tuple[int, float]], latencies: list[float]) -> None:
-        index, due = left.popleft()
-
-        def on_done(*_: object) -> None:
-            latencies[index] = self.now - due
-
-        self._submit(index, on_done, index)
-
-    def _submit(self, image: int, on_done: Callable[..., None], turn: int) -> None:
-        worker = self._workers[turn % len(self._workers)]
-        entered = worker.graph.entered or worker.graph.roots
-        with suppress(Overloaded):  # not answered
-            worker.inflight.submit([Request(self.data(image), on_done, entered[0])])
-
-    def _until(self, next_call: Callable[[], float], call: Callable[[], None], is_over: Callable[[], bool]) -> None:
-        """Advance time from event to event: calls, timers of batches, ends of batches."""
         jobs, timers = self._jobs, self._timers
-        while not is_over():
+        while sum(len(worker.inflight) for worker in self._workers) <= MOST_UNDER_WAY:
             speeds = self._speed_of()
-            arrival, timer = next_call(), timers[0][0] if timers else inf
+            arrival, timer = left[0][0] if left else inf, timers[0][0] if timers else inf
             first: _Job | None = None
             end = inf
             for job in jobs:
@@ -346,13 +338,13 @@ class Simulation:
                     first, end = job, at
             time = min(arrival, timer, end)
             if time == inf:
-                return
+                break
             passed = max(0.0, time - self.now)
             for job in jobs:
                 job.left -= passed * speeds[job.kind]
             self.now = max(self.now, time)
             if arrival <= time:
-                call()
+                submit(left.popleft()[1])
             elif end <= time and first is not None:
                 jobs.remove(first)
                 first.done()
@@ -360,6 +352,7 @@ class Simulation:
                 self.look.append(heappop(timers)[2])
             while self.look:
                 self.look.pop().start_batches()
+        return ends + [inf] * (calls - len(ends))
 
     def _speed_of(self) -> dict[Hashable, float]:
         """The share of full speed for each kind of running job."""
