@@ -98,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TorchpipeError as error:
         for line in str(error).split("\n"):
             print(f"torchpipe: {line}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("torchpipe: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if error.name not in DEPENDENCIES:
             raise

@@ -24,6 +24,7 @@ from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.sharing import decodes_on_gpu
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
+from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
 from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
 from torchpipe_py.tools.tune import report as text
@@ -42,8 +43,6 @@ SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
 MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
 
-EXIT_INTERRUPTED = 130
-
 _SHARES = {"profile": 0.16, "calibrate": 0.16, "simulate": 0.16, "verify": 0.46}  # of the budget
 _ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, the default of torchpipe load
@@ -54,7 +53,7 @@ _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_LEFT = 0.3  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
-_NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: sharing moves their work behind one GIL",)
+_NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
 Progress = Callable[[str, float, float], None]
 """Called with the phase, the finished share of it, and the seconds left."""
@@ -85,10 +84,14 @@ def tune(
     ``report["tuned"]`` has the tables of the tuned configuration if it is better, else None. Times are in seconds.
     Raises ``ToolError`` and ``ConfigError``, which explain in one line why it cannot be tuned.
     """
-    is_folder = isinstance(images, (str, os.PathLike))
-    bodies = load_images(Path(images), False).bodies if isinstance(images, (str, os.PathLike)) else list(images)
+    folder = Path(images) if isinstance(images, (str, os.PathLike)) else None
+    bodies: Any = load_images(folder, False).bodies if folder else images
     all_cores = os.sched_getaffinity(0)
     usable = sorted(all_cores)[:cores]
+    if slo_p99 is not None and rate is not None:
+        raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
+    if cores is not None and cores > len(all_cores):
+        raise ToolError(f"--cores {cores}: only {len(all_cores)} are usable here")
     if not bodies:
         raise ToolError("no images")
     if len(usable) < 2:
@@ -102,7 +105,7 @@ def tune(
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel("ERROR")  # hundreds of plans would repeat warnings
         run = _Tuning(tables, bodies[:: -(-len(bodies) // MOST_IMAGES)], usable, budget, progress)
-        run.report |= {"img_dir": str(images) if is_folder else None, "rate": rate, "slo_given": slo_p99 is not None}
+        run.report |= {"img_dir": folder and str(folder), "rate": rate, "slo_given": slo_p99 is not None}
         try:
             stack.callback(run.start(imports, gpu_memory is not None).close)
             run.add_alternatives(allow_pixels)
@@ -146,7 +149,7 @@ class _Tuning:
             "verdict": "interrupted",
             "gain": None,
             "gain_interval": (0.0, math.inf),
-            "slo_p99": slo_of(None, 0.0),
+            "slo_p99": LEAST_SLO_S,
             "simulated": 0,
             "other_programs": None,
             "notes": [],
@@ -171,7 +174,7 @@ class _Tuning:
         """Add the shapes that change results, or say why not."""
         notes: list[str] = self.report["not_tried"]
         if not is_allowed:
-            notes.append("other pixels or precision, which need new engines: they change results; see --allow-pixels")
+            notes.append("other pixels or precision: they change results; --allow-pixels tries them")
             return
         plain = [shape for shape in self._shapes if shape.twin == shape.name]
         for each in ALTERNATIVES:
@@ -228,8 +231,8 @@ class _Tuning:
 
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
-        self.report["slo_p99"] = slo_of(slo, self.report["lone"])
-        slo, loops = self.report["slo_p99"], self._seconds("verify") / _LOOPS
+        slo = self.report["slo_p99"] = slo or max(LEAST_SLO_S, SLO_OF_LONE * self.report["lone"])
+        loops = self._seconds("verify") / _LOOPS
         even = loops / (verify.TURNS * (1 + _TRIALS)) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
         self._most_trials = max(1, min(_TRIALS, round(loops / (verify.LEAST_TURNS * (seconds + _EXTRA_S))) - 1))
@@ -245,21 +248,23 @@ class _Tuning:
         self._results = self._service.build(base)
         began, seconds = monotonic(), self._seconds("calibrate")
         self._closed = max(1.0, self._service.closed_loop(_CLIENTS, 2 * self._goal.seconds))
-        needed = (1 + _TRIALS) * verify.LEAST_TURNS * _LOOPS * LEAST_CALLS / self._closed
+        pace = self._goal.rate or self._closed / _LOOPS
+        needed = (1 + _TRIALS) * verify.LEAST_TURNS * LEAST_CALLS / pace
         if needed > _OVERDRAWN * self._budget:
-            raise ToolError(f"{self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
+            given = self._goal.rate or self._closed
+            raise ToolError(f"{given:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         count = max(LEAST_CALLS, round((self._goal.rate or self._closed) * self._goal.seconds))
         self._goal = replace(self._goal, times=typical(self._goal.times, count))
-        goal, images, start = self._goal, len(self._images), _OPEN_LOAD * self._closed
+        goal, start = self._goal, _OPEN_LOAD * self._closed
         trial = Trial.around(base, start, goal.rate or LIGHT * start)
         while len(trial.figures) < 2 or monotonic() - began < seconds:
             verify.turn(self._service, trial, goal)
             trial.predicted = replace(trial.predicted, rate=goal.rate or LIGHT * trial.centre)
             self._show("calibrate", (monotonic() - began) / seconds)
         full, light = verify.typical_of(trial, goal), verify.typical_of(trial, goal, LIGHT)
-        fitted = calibrate(self._profile, images, goal, base, (_CLIENTS, self._closed), full, light)
+        fitted = calibrate(self._profile, goal, base, (_CLIENTS, self._closed), full, light)
         self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
-        self._predictor = Predictor(self._profile, images, fitted, self._goal)
+        self._predictor = Predictor(self._profile, fitted, self._goal)
 
     def search(self, gpu_memory: int | None) -> None:
         """Simulate candidates; the best ones and the original file become trials."""
@@ -362,11 +367,6 @@ class _Tuning:
         """Put the trials into the report, also for Ctrl-C."""
         self.report["yours"] = text.trial_fields(self._yours, self._goal)
         self.report["others"] = [text.trial_fields(trial, self._goal) for trial in self._trials]
-
-
-def slo_of(given: float | None, lone: float) -> float:
-    """The SLO in seconds, or its default."""
-    return given or max(LEAST_SLO_S, SLO_OF_LONE * lone)
 
 
 def _repeated(times: Sequence[float], count: int) -> Iterator[float]:

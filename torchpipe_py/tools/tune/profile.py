@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -79,16 +79,19 @@ class Profile:
         """The measured batch sizes."""
         return sorted({cell.size for cell in self.cells if cell == Cell(unit, threads, cell.size)})
 
-    def cost(self, unit: str, threads: float, images: int) -> Cost:
-        """The costs of a unit for the simulation; ``threads`` is rounded to the next measured number."""
+    def cost(self, unit: str, threads: float, visits: Sequence[int]) -> Cost:
+        """The costs of a unit for the simulation; ``threads`` is rounded to the next measured number.
+
+        Visits that were not measured take the mean of the others.
+        """
         count = min(self.threads_of(unit), key=lambda each: abs(each - threads))
         alone: dict[tuple[int, int], list[float]] = defaultdict(list)
         base = self.cells[Cell(unit, count)]
         for names, seconds in base.runs:
             alone[names[0]].append(seconds)
-        times: list[list[float]] = [[] for _ in range(images)]
-        for (image, _), measured in sorted(alone.items()):
-            times[image].append(statistics.median(measured))
+        each = {item: statistics.median(measured) for item, measured in alone.items()}
+        mean = statistics.mean(each.values())
+        times = [[each.get((image, visit), mean) for visit in range(number)] for image, number in enumerate(visits)]
         cores = max(0.01, statistics.median(base.cores))
         return Cost(times, self.ladder(unit, count), cores, *self.neighbours(unit), self.limits[unit])
 
@@ -118,29 +121,22 @@ class Profile:
                 locks.append(max(0.0, (together.times(figures) - 1) / (number - 1) * (1 + slowing * (number - 1))))
         return (statistics.mean(locks) if locks else 0.0), (statistics.mean(slowings) if slowings else 0.0)
 
-    def costs(self, candidate: Candidate, images: int) -> dict[str, Cost]:
+    def costs(self, candidate: Candidate) -> dict[str, Cost]:
         """The costs of each node of the candidate."""
         costs = {}
         for node, unit in candidate.shape.units.items():
+            visits = self.captured[candidate.shape.twin].visits[node]
             if unit not in self.limits:  # no image reaches it
-                costs[node] = Cost([[]] * images)
+                costs[node] = Cost([[] for _ in visits])
                 continue
             threads = candidate.value(node, "threads")
             is_shared = candidate.engines and candidate.shape.pipeline.plans[node].spec.shared
             sharing = int(candidate.value(node, "instance_num")) * (
                 candidate.engines if is_shared else candidate.workers
             )
-            cost = self.cost(unit, threads or max(1, self.cores // sharing), images)
+            costs[node] = self.cost(unit, threads or max(1, self.cores // sharing), visits)
             if is_shared and node in candidate.shape.heads:
-                cost.hand_over = self.hand_overs[unit]
-            visits = self.captured[candidate.shape.twin].visits[node]
-            for image in range(images):
-                if not visits[image]:
-                    cost.times[image].clear()  # type: ignore[attr-defined]
-                elif not cost.times[image]:
-                    known = [each for visit in cost.times for each in visit]
-                    cost.times[image].extend([statistics.mean(known)] * visits[image])  # type: ignore[attr-defined]
-            costs[node] = cost
+                costs[node].hand_over = self.hand_overs[unit]
         return costs
 
 

@@ -110,7 +110,7 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def verdict_line(report: Mapping[str, Any]) -> str:
     """The verdict in one line."""
     kind, (low, high) = report["verdict"], report["gain_interval"]
-    between = f"95 %: {low or 0:.2f} to {high or math.inf:.2f}"
+    between = f"95 % interval of the gain: {low or 0:.2f} to {high or math.inf:.2f}"
     parity = f"; {report['best']['parity']}" if report["best"] and report["best"]["parity"] else ""
     return {
         "better": f"better than your file by a factor of {report['gain'] or 1:.2f} ({between}){parity}",
@@ -133,14 +133,15 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         drift = f"{profile['noisy_cells']} of {len(profile['cells'])} measurements of nodes drifted by more than 10 %"
         rows.append(("noise", f"{drift}; {_others(report)}"))
         for node, seconds in profile["hand_overs"].items():
-            there, back = (_ms(each) for each in seconds)
-            rows.append(("sharing", f"{node}: an engine process costs {there} of a worker and {back} of its own"))
+            worker, engine = (_ms(each) for each in seconds)
+            rows.append(("sharing", f"{node}: a hand-over takes a worker {worker} and an engine process {engine}"))
     if calibration:
         machine, light = calibration["machine"], calibration["light"]
-        slower = f"{machine['slower']:.2f} of their time alone, {light['slower']:.2f} where p99 is predicted"
-        rows.append(("calibration", f"nodes take {slower}; a hand-over {1000 * machine['handover']:.2f} ms"))
-        tails = f"other delays add {1000 * machine['tail']:.1f} and {1000 * light['tail']:.1f} ms to a p99"
-        rows.append(("", f"{tails}; a closed loop is {calibration['residual']:.0%} off"))
+        rows.append(("calibration", f"to wake a thread takes {_ms(machine['handover'])}"))
+        for rate, each in (("at the limit", machine), ("at lower rates", light)):
+            slower = f"nodes take {each['slower']:.2f} times as long as alone"
+            rows.append(("", f"{rate}, {slower}, and other delays add {_ms(each['tail'])} to the p99"))
+        rows.append(("", f"the prediction of a closed loop is {calibration['residual']:.0%} off"))
         rows.append(("", f"{report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]

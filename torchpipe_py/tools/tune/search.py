@@ -81,15 +81,15 @@ class Prediction:
 class Predictor:
     """Simulates candidates in the same way as they are measured."""
 
-    def __init__(self, profile: Profile, images: int, fitted: Calibration, goal: Goal) -> None:
+    def __init__(self, profile: Profile, fitted: Calibration, goal: Goal) -> None:
         self.profile, self.goal, self.simulated = profile, goal, 0
-        self._images, self._fitted = images, fitted
+        self._fitted = fitted
 
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
         """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""
         calls, steps = (None, _STEPS + 2) if is_exact else (CALLS, _STEPS)
         plans = candidate.plans()
-        costs = self.profile.costs(candidate, self._images)
+        costs = self.profile.costs(candidate)
         goal, fitted = self.goal, self._fitted
 
         def at(rate: float, machine: Machine = fitted.machine) -> tuple[float, tuple[str, ...]]:
@@ -169,14 +169,14 @@ class Calibration:
 
 
 def calibrate(
-    profile: Profile, images: int, goal: Goal, base: Candidate, closed: tuple[int, float], full: Point, light: Point
+    profile: Profile, goal: Goal, base: Candidate, closed: tuple[int, float], full: Point, light: Point
 ) -> Calibration:
     """Determine how much slower nodes are in the pipe than alone, and what other delays add to the p99.
 
     Cores that are idle at times are slower, so this differs between ``full``, the limit, and ``light``. ``closed`` has
     the clients of a closed loop and its requests per second.
     """
-    plans, costs = base.plans(), profile.costs(base, images)
+    plans, costs = base.plans(), profile.costs(base)
 
     def run(slower: float) -> Simulation:
         return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.twin].handover))

@@ -119,6 +119,7 @@ class Team:
         """End them."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.wait()
         for channel in self._channels:
             channel.close()
