@@ -43,8 +43,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
-    most = "seconds for each file with its sweep, after which no round begins (default: %(default)g)"
-    group.add_argument("--most", type=float, default=3600.0, metavar="SECONDS", help=most)
+    group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="begin no round after so many")
     case = "demo, demo_nodes, detector, branch, or a file, as of torchpipe export (default: all of them)"
     group.add_argument("--case", action="append", metavar="NAME", help=case)
     group = parser.add_argument_group("goodput")

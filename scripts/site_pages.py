@@ -19,19 +19,7 @@ GUIDE = {
     "Serve": "service protocols client monitoring tuning deployment scaling gpu ray",
     "More": "training benchmarks architecture CONTRIBUTING SECURITY CHANGELOG api",
 }
-API = """# API reference
-
-::: torchpipe_py
-    options: {members_order: alphabetical}
-
-::: torchpipe_py.training
-
-::: torchpipe_py.ray
-
-::: torchpipe_client
-
-::: torchpipe_server
-"""
+PACKAGES = ("torchpipe_py", "torchpipe_py.training", "torchpipe_py.ray", "torchpipe_client", "torchpipe_server")
 
 
 def main(target: Path) -> None:
@@ -44,7 +32,8 @@ def main(target: Path) -> None:
         text = "".join(parts)
         name = "index.md" if source.name == "README.md" else source.name
         (pages / name).write_text(text, encoding="utf-8")
-    (pages / "api.md").write_text(API, encoding="utf-8")
+    api = "\n\n".join(["# API reference", *(f"::: {package}" for package in PACKAGES)])
+    (pages / "api.md").write_text(api + "\n", encoding="utf-8")
     (target / "mkdocs.yml").write_text(json.dumps(configuration(), indent=1), encoding="utf-8")  # JSON is YAML
 
 
@@ -70,7 +59,7 @@ def configuration() -> dict[str, object]:
     """mkdocs' configuration: no fonts, icons or scripts of other hosts."""
     nav: list[dict[str, object]] = [{"torchpipe_py": "index.md"}]
     nav += [{title: [f"{page}.md" for page in names.split()]} for title, names in GUIDE.items()]
-    paths = [str(ROOT), str(ROOT / "server")]
+    paths, options = [str(ROOT), str(ROOT / "server")], {"members_order": "alphabetical"}
     return {
         "site_name": "torchpipe_py",
         "docs_dir": "pages",
@@ -79,7 +68,7 @@ def configuration() -> dict[str, object]:
         "use_directory_urls": False,
         "theme": {"name": "material", "font": False, "features": ["navigation.sections", "content.code.copy"]},
         "markdown_extensions": ["tables", "toc", "pymdownx.superfences", "pymdownx.highlight"],
-        "plugins": ["search", {"mkdocstrings": {"handlers": {"python": {"paths": paths}}}}],
+        "plugins": ["search", {"mkdocstrings": {"handlers": {"python": {"paths": paths, "options": options}}}}],
         "validation": {"anchors": "warn", "links": {"not_found": "warn"}},
     }
 

@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise, takewhile
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -32,24 +31,20 @@ from torchpipe_py.tools.load.arrivals import poisson_times
 
 COMPUTE_S, INSTANCES = 0.02, 2
 CAPACITY = INSTANCES / COMPUTE_S
-OFFERED = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)
-"""Times the capacity."""
-DEADLINES = 3
-"""A client waits so many times as long as a request takes alone."""
-AGAIN = 0.3
-"""The share of those without an answer in time who try once more."""
+OFFERED = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)  # times the capacity
+DEADLINES = 3  # a client waits so many times as long as a request takes alone
+AGAIN = 0.3  # the share of those without an answer in time who try once more
 BURST_CV = 4.0
-STEP = (0.5, 2.0), (2.0, 3.0), (0.5, 3.0)
-"""Times the capacity, for so many seconds."""
+STEP = (0.5, 2.0), (2.0, 3.0), (0.5, 3.0)  # times the capacity, for so many seconds
 WASTED, REFUSALS_P99, NORMAL = "wasted %", "refusals' p99 ms", "s until normal"
 OURS, FRONT = "torchpipe-serve", "refusing front"
 SERVICES = (FRONT, OURS, "mosec", "litserve", "triton")
 BODY = bytes(200)
 HEAD = (
     "HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
+    # The next field tells Triton that the body is the tensor.
     f"Inference-Header-Content-Length: 0\r\nContent-Length: {len(BODY)}\r\n\r\n"
 )
-"""The third field tells Triton that the body is the tensor."""
 REFUSAL = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
 BACKEND = """
 import time
@@ -136,7 +131,7 @@ def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Ite
         http, config = free_port(), {"sleep": {"backend": "Sleep", "instance_num": INSTANCES}}
         options = ["--workers", "1", "--http-port", str(http)]
         port = stack.enter_context(serving(config, options, BACKEND.format(seconds=COMPUTE_S)))
-        yield OURS, Service(port, "/infer", partial(_computed, http))
+        yield OURS, Service(port, "/infer", lambda: sum(node["requests"] for node in stats(http)["nodes"].values()))
     # At their best: they wait no longer than clients, as far as they can be told.
     settings = {"SLEEP_MS": 1000 * COMPUTE_S, "WORKERS": INSTANCES, "BATCH": 1, "WAIT_MS": 0, "TIMEOUT_S": 0.04}
     for name, options in {"mosec": ["--timeout", "60", "--capacity", "3"], "litserve": []}.items():
@@ -145,10 +140,6 @@ def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Ite
             yield name, Service(peer.port, PATHS[name])
     if "triton" in wanted:
         yield "Triton", Service(args.triton, "/v2/models/sleep/infer")
-
-
-def _computed(http: int) -> int:
-    return sum(int(node["requests"]) for node in stats(http)["nodes"].values())
 
 
 def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[Load, Outcomes]:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -179,8 +180,7 @@ def _take(frames: Streams, seconds: float) -> dict[str, list[float]]:
 
 
 def _load(ages: dict[str, list[float]], seconds: float, note: str) -> Load:
-    load = load_of([age for each in ages.values() for age in each], seconds)
-    return Load(load.qps, load.p50, load.p99, note=note)
+    return replace(load_of([age for each in ages.values() for age in each], seconds), note=note)
 
 
 class _Source:

@@ -82,14 +82,6 @@ class Loaders:
 
 
 def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms: Any) -> TorchpipeLoader:
-    return wrap_dataloader_torchpipe(
-        place.kind,
-        loader,
-        toml,
-        local_rank=place.local_rank,
-        devices=place.devices,
-        seed=args.seed,
-        bad_samples=args.bad_samples,
-        workers_decode=args.workers_decode,
-        transforms_batch=transforms,
-    )
+    given = {name: getattr(args, name) for name in ("seed", "bad_samples", "workers_decode")}
+    where: dict[str, Any] = {"local_rank": place.local_rank, "devices": place.devices}
+    return wrap_dataloader_torchpipe(place.kind, loader, toml, transforms_batch=transforms, **where, **given)

@@ -75,9 +75,8 @@ def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
     numbers = {name: number for number, name in enumerate(dataset.classes)}
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = serving_config(
-            args.checkpoint, args.toml, args.arch, args.size, args.precision, folder, dataset.classes
-        )
+        model = args.arch, args.size, args.precision
+        config = serving_config(args.checkpoint, args.toml, *model, folder, dataset.classes)
         run = stack.enter_context(pipe(config))
 
         def requests(indices: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -101,9 +100,8 @@ def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
     check_preprocessing(args.toml, args.size)
     plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
     predictions = Predictions(len(dataset))
-    with wrap_dataloader_torchpipe(
-        "single", plain, args.toml, bad_samples="mask", transforms_batch=Normalise()
-    ) as loader:
+    options: dict[str, Any] = {"bad_samples": "mask", "transforms_batch": Normalise()}
+    with wrap_dataloader_torchpipe("single", plain, args.toml, **options) as loader:
         device = loader.devices[0]
         model.to(device)
         _probabilities(model, torch.zeros(args.batch_size, 3, args.size, args.size, device=device), args.precision)
