@@ -14,7 +14,9 @@ from kit.services import LocalServer, serving
 from kit.waits import WAIT, eventually
 from torchpipe_server.options import Options
 
-from torchpipe_py.methods.timing import header_of, node_times
+from torchpipe_py import pipe
+from torchpipe_py.methods.routes import Method, Routes, Served
+from torchpipe_py.methods.timing import header_of, node_times, timed
 
 CONFIG = {"first": {"backend": "Identity", "next": "last"}, "last": {"backend": "Identity"}}
 HEADER = r"total;dur=[\d.]+((, (first|last)\.(queue|wait|compute);dur=[\de.-]+){3}){2}"
@@ -69,6 +71,17 @@ def test_slow_requests_are_logged_with_the_times_in_each_node(caplog: pytest.Log
     with serving(CONFIG, log_requests="slow:100000") as server, Client(server.port) as client:
         client.call("infer", request=IDL.InferRequest(uuid="8", inputs={"data": IDL.Value(bytes=b"x")}))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(("fields", "query"), [(7, "timing=1"), (["x-timing"], ["timing=1"]), (b"x", 7), (None, None)])
+def test_arguments_of_thrift_ask_for_nothing(fields: Any, query: Any) -> None:
+    """They may have fields of these names; nor does a result with headers of its own change."""
+    answer, given = SimpleNamespace(headers={}), list[Any]()
+    method = Method(SimpleNamespace, lambda args, done: done(answer), trace_fields=lambda args: (None, None))
+    with pipe(CONFIG) as run:
+        served = timed(Served({"x": method}, Routes(())), run, True, 0.0)
+        served.methods["x"].start(SimpleNamespace(fields=fields, query=query), given.append)
+    assert given == [answer]
 
 
 def test_of_several_visits_of_a_node_the_longest_counts() -> None:

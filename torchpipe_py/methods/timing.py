@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.methods.routes import Cancellable, Done, Method, Served
+from torchpipe_py.methods.routes import Cancellable, Done, Method, RpcRequest, Served
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import code_of
+from torchpipe_py.wire.http import HttpRequest
 
 HEADER, WISH = "Server-Timing", "x-timing"
 """The header, or metadata, of an answer; and that of a request that wants it. ``?timing=1`` wants it, too."""
@@ -29,8 +30,10 @@ def timed(
             return method
 
         def start_timed(args: Any, done: Done) -> Cancellable | None:
-            fields, query = getattr(args, "fields", None) or (), getattr(args, "query", "")
-            is_asked = is_always or WISH in fields or (query and "timing=1" in query.split("&"))
+            # NOTE: arguments of Thrift may have fields of these names, of any type.
+            is_asked = isinstance(args, (HttpRequest, RpcRequest)) and (
+                is_always or WISH in args.fields or "timing=1" in getattr(args, "query", "").split("&")
+            )
             # NOTE: this is all that a request pays whose time nobody asks for.
             if not is_asked and slow_s is None:
                 return start(args, done)
