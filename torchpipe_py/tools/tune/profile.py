@@ -156,10 +156,11 @@ class Profiler:
         for shape in [each for each in self._shapes if each.twin == each.name]:
             try:
                 captured = self._team.all("capture", shape.config, dict(shape.units))[0]
-                if shape.alternative and captured.failed:
-                    raise ToolError(
-                        f"{next(iter(captured.failed.values()))} ({counted(len(captured.failed), 'image')})"
-                    )
+                if shape.alternative:
+                    known = self.profile.captured[self._shapes[0].name].failed  # left out of all shapes
+                    new = [why for number, why in captured.failed.items() if number not in known]
+                    if new:
+                        raise ToolError(f"{new[0]} ({counted(len(new), 'image')})")
             except ToolError as error:
                 if not shape.alternative:
                     raise

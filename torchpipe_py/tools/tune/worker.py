@@ -222,7 +222,7 @@ class _State:
         request = Request(data, lambda _, error: done.put(error), runtime.graph.entered[0])
         runtime.inflight.submit([request])
         error = done.get() or (None if TASK_RESULT_KEY in data else data.get(TASK_ERROR_KEY, NoResult("no result")))
-        return describe(error) if isinstance(error, BaseException) else ""
+        return describe(error).split("\n", 1)[0] if isinstance(error, BaseException) else ""
 
     def prepare(self, unit: str, config: Config, threads: int, instances: int) -> tuple[int, int]:
         """Set up instances of a single node, with threads of its model; returns their batch sizes."""
