@@ -68,8 +68,8 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         keys = sorted({key for _, key in knobs})
         for values in product(*(SWEEP[key] for key in keys)):
             chosen = dict(zip(keys, values, strict=True))
-            candidate = Candidate(shape, workers, tuple((node, key, float(chosen[key])) for node, key in knobs))
-            swept[str(candidate)] = candidate
+            name = ", ".join([f"{shape.name}, {workers} workers", *(f"{key} {chosen[key]}" for key in keys)])
+            swept[name] = Candidate(shape, workers, tuple((node, key, float(chosen[key])) for node, key in knobs))
     # NOTE: each round has arrivals of its own, since a few hundred may have no burst by chance.
     patterns = [list(islice(poisson_times(1.0, number + 1), 20_000)) for number in range(args.rounds)]
     with closing(Team(config, load_images(Path(images), False).bodies, imports, cores, best["engines"])) as team:

@@ -138,11 +138,13 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     if calibration:
         machine, light = calibration["machine"], calibration["light"]
         rows.append(("calibration", f"to wake a thread takes {_ms(machine['handover'])}"))
-        for rate, each in (("at the limit", machine), ("at lower rates", light)):
+        rates = [("at the limit", machine), ("at lower rates", light)]
+        for rate, each in rates if report["rate"] is None else [("at the rate", light)]:
             slower = f"nodes take {each['slower']:.2f} times as long as alone"
             rows.append(("", f"{rate}, {slower}, and other delays add {_ms(each['tail'])} to the p99"))
         rows.append(("", f"the prediction of a closed loop is {calibration['residual']:.0%} off"))
-        rows.append(("", f"{report['simulated']} simulations"))
+    if report["simulated"]:
+        rows.append(("search", f"{report['simulated']} simulations"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 
