@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from kit.services import LIGHT
+from kit.waits import eventually, is_alive
 
 from torchpipe_py.cli import main
 from torchpipe_py.plan.build import plan_pipeline
@@ -505,6 +509,25 @@ def test_ctrl_c_without_a_report_gets_one_line(
     monkeypatch.setattr("torchpipe_py.tools.tune.command.load_images", interrupt)
     assert main(["tune", "ok.toml", "--img_dir", "images"]) == 130
     assert capsys.readouterr().err == "torchpipe: interrupted\n"
+
+
+BUSY_TEAM = """
+from torchpipe_py.tools.tune.worker import Team
+team = Team("t.toml", [], [], [0])
+team._channels[0].send(("open_loop", ([(0, 1e6)], 1e6, 0.0)))
+print(team.pids[0], flush=True)
+input()
+"""
+
+
+def test_nothing_runs_on_when_the_tuner_is_killed() -> None:
+    command = [sys.executable, "-c", BUSY_TEAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tuner:
+        assert tuner.stdout is not None
+        process = psutil.Process(int(tuner.stdout.readline()))
+        assert is_alive(process)
+        tuner.kill()
+        eventually(lambda: not is_alive(process))
 
 
 @pytest.fixture

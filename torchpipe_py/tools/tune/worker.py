@@ -30,6 +30,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import GLOBAL
 from torchpipe_py.proc.child import start_interpreter
 from torchpipe_py.proc.client import Watch
+from torchpipe_py.proc.confine import end_with_parent
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.instance import Instance, creator
@@ -62,7 +63,8 @@ class Team:
             for _ in range(len(cores) + engines):
                 ours, theirs = socketpair()
                 with theirs:
-                    self._processes.append(start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()]))
+                    process = start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()], os.getpid())
+                    self._processes.append(process)
                 self._channels.append(Connection(ours.detach()))
             self.pids = [process.pid for process in self._processes]
             opened = self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
@@ -125,8 +127,9 @@ class Team:
             channel.close()
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, parent: int) -> None:
     """Run in the process: answer the parent's calls until it is gone."""
+    end_with_parent(parent)  # also within a call, which may take long
     signal(SIGINT, SIG_IGN)  # the parent ends it; and no worker of a service has such a handler
     channel = Connection(descriptor)
     room = _State(channel)
