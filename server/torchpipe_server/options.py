@@ -44,7 +44,6 @@ class Options:
         0,
         1024,
     )
-    pin_workers: bool = _option(False, "keep each worker on one core, in turn: shorter tails on cores of its own")
     devices: str = _option("", "CUDA devices for the workers in turn, as 0,1; default: all are visible to each")
     engines: int = _option(
         0, "engine processes for each device, where nodes are shared; 0: 2 if they decode on the GPU, else 1", 0, 64

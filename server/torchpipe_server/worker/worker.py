@@ -182,10 +182,6 @@ class Worker:
         self._provider: Any = None  # of trace spans
         self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
         make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
-        if options.pin_workers:
-            # NOTE: before any thread of the pipe begins: threads inherit it.
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[start.index % len(cores)]})
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
