@@ -476,6 +476,7 @@ def test_two_turns_give_no_interval() -> None:
             "1 requests/s: measuring candidates ",
         ),
         (["ok.toml", "--img_dir", "images", "--out", "ok.toml"], "--out ok.toml: would replace the file to tune"),
+        (["ok.toml", "--img_dir", "images", "--json", "ok.toml"], "--json ok.toml: would replace the file to tune"),
         (
             ["beside/model.toml", "--img_dir", "images", "--out", "t.toml"],
             "t.toml: node 'n': key 'model': no such file: own.onnx",

@@ -395,8 +395,9 @@ def run_tune(args: argparse.Namespace) -> int:
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     if problem := output_problem(out):
         raise ToolError(f"--out {out} cannot be written: {problem}")
-    if os.path.realpath(out) == os.path.realpath(path):
-        raise ToolError(f"--out {out}: would replace the file to tune")
+    for option, file in (("--out", out), ("--json", args.json), ("--html", args.html)):
+        if file is not None and os.path.realpath(file) == os.path.realpath(path):
+            raise ToolError(f"{option} {file}: would replace the file to tune")
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         plan_pipeline(path)
         moved = parse_toml(path)
