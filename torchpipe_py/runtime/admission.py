@@ -320,9 +320,9 @@ class Door:
                 return
             bound, why = timeout.bound(now), "clients leave after"
             nodes = self._nodes if root is None else self._paths[root].nodes
-            shedding = [node.delay for node in nodes if node.delay is not None and node.delay.is_shedding(now)]
+            shedding = _shedding(nodes, now)
             if bound == math.inf and not shedding:
-                if not any(node.delay is not None and node.delay.is_shedding(now) for node in self._nodes):
+                if not _shedding(self._nodes, now):
                     self._calm_until = timeout.until
                 return
         for path in self._paths.values() if root is None else [self._paths[root]]:
@@ -339,6 +339,11 @@ class Door:
             self._refused_at, self.is_refusing = now, True
             limit = f"{why} {round(1000 * bound, 3):.15g} ms" if bound < math.inf else "more come than can be taken"
             raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
+
+
+def _shedding(nodes: Sequence[Queued], now: float) -> list[ControlledDelay]:
+    """The delays of the nodes that refused a request lately."""
+    return [node.delay for node in nodes if node.delay is not None and node.delay.is_shedding(now)]
 
 
 class Deadlines:
