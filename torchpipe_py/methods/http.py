@@ -13,7 +13,7 @@ from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import Asked, answer_of, read_request
+from torchpipe_py.wire.infer import Asked, answer_of, priority_in, read_request
 
 
 class HttpHandler:
@@ -43,4 +43,4 @@ class HttpHandler:
         return self._pipe.dispatch(asked.data, finish, self._admit(asked))
 
     def _admit(self, asked: Asked) -> float | None:
-        return self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))
+        return self._deadlines.seconds(asked.deadline_ms, priority_in(asked.data), asked.data.get("node_name"))

@@ -31,11 +31,6 @@ class Asked(NamedTuple):
     deadline_ms: float | None
     hint: str = ""
 
-    @property
-    def priority(self) -> int:
-        """0 (normal) or 1 (low)."""
-        return priority_in(self.data) if "priority" in self.data else 0
-
 
 class _Wishes(msgspec.Struct, gc=False, omit_defaults=True):
     """The members of a JSON request that decide whether it is admitted."""

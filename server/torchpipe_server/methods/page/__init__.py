@@ -21,7 +21,7 @@ from torchpipe_py.runtime.record.pictures import Picture
 from torchpipe_py.runtime.record.visits import Timeline
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import answer_of, read_request
+from torchpipe_py.wire.infer import answer_of, priority_in, read_request
 from torchpipe_server.front.services import error_answer, reply_bound
 from torchpipe_server.options import Options
 
@@ -59,7 +59,7 @@ class PageHandler:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
         asked = read_request(request.body, request.query, request.fields, self._text)
-        seconds = self._deadlines.seconds(asked.deadline_ms, asked.priority, asked.data.get("node_name"))
+        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(asked.data), asked.data.get("node_name"))
         if not self._tries.acquire(blocking=False):
             raise Overloaded(f"more than {MOST_TRIES} tries at once", retry_after_ms=1000)
 
