@@ -43,10 +43,11 @@ def shared_nodes(tables: Mapping[str, Any]) -> list[str]:
         return []
 
 
-def decodes_on_gpu(tables: Mapping[str, Any]) -> bool:
-    """Whether a shared node decodes on the GPU; this keeps one process's thread busy, so two processes are faster."""
+def usual_engines(tables: Mapping[str, Any]) -> int:
+    """Engine processes for a device: 2 if a shared node decodes on the GPU, which keeps a thread busy, else 1."""
     shared = [node for node in load_config(tables).nodes.values() if node.shared]
-    return any(part.name == "DecodeTensor" for node in shared for call in node.calls for part in call.walk())
+    parts = (part for node in shared for call in node.calls for part in call.walk())
+    return 2 if any(part.name == "DecodeTensor" for part in parts) else 1
 
 
 def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -40,9 +40,9 @@ def has_engine(options: Options, tables: Any) -> bool:
 
 def engine_processes(options: Options, tables: Any) -> int:
     """The number of engine processes, if there are shared nodes: at most one per worker."""
-    from torchpipe_py.plan.sharing import decodes_on_gpu
+    from torchpipe_py.plan.sharing import usual_engines
 
-    each = options.engines or (2 if decodes_on_gpu(tables) else 1)
+    each = options.engines or usual_engines(tables)
     return min(each * max(1, len(options.device_numbers)), options.workers)
 
 

@@ -22,7 +22,7 @@ from torchpipe_py.errors import TorchpipeError, counted, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
-from torchpipe_py.plan.sharing import decodes_on_gpu
+from torchpipe_py.plan.sharing import usual_engines
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
@@ -243,7 +243,7 @@ class _Tuning:
         self._show("calibrate", 0.0)
         written, workers = self._shapes[0], min(len(self._cores), MOST_BY_CORES)
         workers = 1 if self._has_gpu and not written.heads else workers
-        engines = 1 + decodes_on_gpu(written.config) if written.heads and workers > 1 else 0
+        engines = usual_engines(written.config) if written.heads and workers > 1 else 0
         base = self._base = Candidate(written, workers, engines=min(engines, workers))
         self._results = self._service.build(base)
         began, seconds = monotonic(), self._seconds("calibrate")
