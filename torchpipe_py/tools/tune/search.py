@@ -177,22 +177,21 @@ def calibrate(
     the clients of a closed loop and its requests per second.
     """
     plans, costs = base.plans(), profile.costs(base)
-
-    def run(slower: float) -> Simulation:
-        return Simulation(plans, costs, Machine(profile.cores, slower, profile.captured[base.shape.twin].handover))
+    handover = profile.captured[base.shape.twin].handover
 
     def fitted(point: Point) -> Machine:
         low, high = _SLOWER
         for _ in range(_FITS):
             middle = math.sqrt(low * high)
-            latencies = sorted(run(middle).open_loop(goal.dues(point.rate)))
+            machine = Machine(profile.cores, middle, handover)
+            latencies = sorted(Simulation(plans, costs, machine).open_loop(goal.dues(point.rate)))
             is_fast = quantile(latencies, 0.5) < point.p50 and quantile(latencies, 0.99) < point.p99
             low, high = (middle, high) if is_fast else (low, middle)
         tail = max(0.0, min(_MOST_TAIL * goal.slo, point.p99 - quantile(latencies, 0.99)))
-        return replace(run(middle).machine, tail=tail)
+        return replace(machine, tail=tail)
 
     machine = fitted(full)
-    residual = abs(run(machine.slower).closed_loop(closed[0], CALLS) / closed[1] - 1)
+    residual = abs(Simulation(plans, costs, machine).closed_loop(closed[0], CALLS) / closed[1] - 1)
     return Calibration(machine, fitted(light), residual)
 
 
