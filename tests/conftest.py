@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """A test that leaves a thread of a pipe behind fails; nothing is closed for it."""
+    """A test that leaves a thread of a pipe behind fails; nothing is closed for it.
+
+    A thread that ends by itself may still run its last lines when the test has its result.
+    """
     before = set(threading.enumerate())
     yield
-    left = {thread.name for thread in threading.enumerate() if thread not in before}
-    assert {name for name in left if name.startswith("torchpipe-")} == set()
+    ends = time.monotonic() + 30
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("torchpipe-")]
+    for thread in left:
+        thread.join(max(0.0, ends - time.monotonic()))
+    assert {thread.name for thread in left if thread.is_alive()} == set()
 
 
 @pytest.fixture
