@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from kit.waits import eventually
+
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
@@ -18,9 +20,9 @@ def nothing_left() -> Iterator[None]:
     children = set(psutil.Process().children())
     yield
     gc.collect()
-    assert set(psutil.Process().children()) - children == set()
-    assert len(os.listdir("/proc/self/fd")) <= fds
-    assert _shared_memory() - shared == set()
+    eventually(lambda: set(psutil.Process().children()) <= children, "a process is left")
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds, "a descriptor is left")
+    eventually(lambda: _shared_memory() <= shared, "shared memory is left")
 
 
 def _shared_memory() -> set[str]:

@@ -8,7 +8,6 @@ import mmap
 import os
 import select
 import socket
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -23,7 +22,7 @@ import torch
 from conftest import Register
 from engines import Worker, engine_of, link, workers_of
 from kit.backends import Gate
-from kit.waits import WAIT, error_of, eventually, in_threads, outcome
+from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run
 
 from torchpipe_py import Backend, ItemBackend, Param, PipeClosed, WorkerDied
 from torchpipe_py import pipe as plain_pipe
@@ -424,7 +423,7 @@ for make in (lambda sock: (WorkerLink(sock, Answered()), fork()), client._link):
 
 def test_a_process_that_a_backend_forks_does_not_hide_the_end_of_its_own() -> None:
     """Or a worker would wait for an engine process that was killed, as long as a child of that one lives."""
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=4 * WAIT)
+    done = run(sys.executable, "-c", FORK)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.waits import run
 
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.ray.arguments import read_arguments
@@ -58,7 +58,8 @@ def test_the_file_in_configs_is_what_serve_build_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "build", "built:demo"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     arguments = ["--app-dir", str(tmp_path), "-o", str(tmp_path / "built.yaml")]
-    subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True, timeout=100)
+    done = run(*command, *arguments, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
     built = yaml.safe_load((tmp_path / "built.yaml").read_text(encoding="utf-8"))
     (application,) = built["applications"]
     # An application with arguments is named by its function and them, which `serve build` does not take.

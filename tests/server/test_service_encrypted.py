@@ -8,6 +8,7 @@ import signal
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,9 @@ def open_files(pid: int) -> Iterator[bytes]:
     """The regular files that a process has open, deleted ones as well."""
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = Path(f"/proc/{pid}/fd/{name}")
-        if stat.S_ISREG(path.stat().st_mode):
-            yield path.read_bytes()
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if stat.S_ISREG(path.stat().st_mode):
+                yield path.read_bytes()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux shows what a process has open")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.waits import run
+from kit.waits import eventually, run
 from torch.utils.data import DataLoader
 from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images
 
@@ -273,17 +273,18 @@ class Started:
 def test_workers_are_started_and_ended_and_may_die(tmp_path: Path, toml: str) -> None:
     (tmp_path / "started").mkdir()
     dataset = write_images(tmp_path / "images", 40)
-    plain = DataLoader(dataset, batch_size=4, num_workers=2, worker_init_fn=Started(tmp_path / "started"))  # type: ignore[arg-type]
+    plain = DataLoader(dataset, batch_size=1, num_workers=2, worker_init_fn=Started(tmp_path / "started"))  # type: ignore[arg-type]
     before = set(multiprocessing.active_children())
     with wrap_dataloader_torchpipe("single", plain, toml, workers_decode=True) as loader:
-        next(loader)
+        for _ in range(2):  # of each worker, so that both have begun
+            next(loader)
         workers = set(multiprocessing.active_children()) - before
         victim, _ = workers
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(TrainingError, match=r"exited unexpectedly.*; it was killed"):
             list(loader)
-    assert not any(worker.is_alive() for worker in workers)
+    eventually(lambda: not any(worker.is_alive() for worker in workers))
     assert sorted(path.name for path in (tmp_path / "started").iterdir()) == ["0", "1"]
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from kit.services import ROOT
-from kit.waits import WAIT
+from kit.waits import WAIT, run
 from torchpipe_server.logs import handler as module
 from torchpipe_server.logs import repeats
 from torchpipe_server.logs.formats import LINE_BYTES, JsonFormatter, LineFormatter, TextFormatter
@@ -216,10 +215,10 @@ os._exit(0 if all(found) and os.dup(0) > 2 else 1)
 
 
 def test_a_socket_never_becomes_stderr_and_a_wrong_command_line_still_ends() -> None:
-    assert subprocess.run([sys.executable, "-c", CLOSED], cwd=ROOT, timeout=60).returncode == 0
+    assert run(sys.executable, "-c", CLOSED, cwd=ROOT).returncode == 0
     code = "from torchpipe_server.cli import main; main(['--nonsense'])"
     command = f'exec {sys.executable} -c "{code}" 2>&- >&-'
-    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=60, env=dict(os.environ)).returncode == 2
+    assert run("bash", "-c", command, cwd=ROOT).returncode == 2
 
 
 # -- floods ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,8 +71,9 @@ def test_reloads_one_upon_the_other_leave_no_worker_behind(tmp_path: Path) -> No
     with SteeredService(tmp_path, "--workers", "2") as service, Client(service.wait_started().port) as client:
         before = service.workers
         for _ in range(4):
+            known = set(service.workers)
             service.signal(signal.SIGHUP)
-            time.sleep(0.05)  # the forks of the one before are under way
+            eventually(lambda known=known: set(service.workers) - known, "no worker is forked")
         eventually(
             lambda: len(now := service.workers) == 2 and not set(now) & set(before), "more than two, or old ones"
         )
@@ -186,7 +186,7 @@ def test_a_signal_lets_an_engine_process_finish_what_was_accepted(tmp_path: Path
 
 
 def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
-    with sharing(tmp_path, "--hang-seconds", "1") as service, Client(service.wait_started().port) as client:
+    with sharing(tmp_path, "--hang-seconds", "4") as service, Client(service.wait_started().port) as client:
         before = service.pids("engines")
         assert client.error_of("infer_batch", params=IDL.InferenceParams(uuid="u", data=b"block")).code == "worker_died"
         eventually(lambda: service.is_ready and service.pids("engines") not in ([], before))
