@@ -612,8 +612,14 @@ def test_a_whole_run_reports_what_it_measured(
         main(["tune", "ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json", "--html", "r.html"]) == 0
     )
     report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
-    printed = capsys.readouterr().out
-    assert report["verdict"] in ("better", "as good")
+    printed, phases = capsys.readouterr()
+    assert report["verdict"] in ("better", "as good", "cannot tell")
+    assert [line.partition(": about ")[0] for line in phases.splitlines()] == [
+        "profile",
+        "calibrate",
+        "simulate",
+        "verify",
+    ]
     assert report["images"] == 4
     assert "1 image without a result left out: DecodeError" in report["notes"][0]
     assert len(report["yours"]["turns"]) >= LEAST_TURNS

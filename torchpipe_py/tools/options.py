@@ -223,7 +223,7 @@ def add_tune_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=output_file, metavar="FILE", help="the tuned file; default: CONFIG.tuned.toml")
     add("--json", type=output_file, metavar="FILE", help="write all measurements to FILE")
     add("--html", type=output_file, metavar="FILE", help="write a self-contained page with a plot")
-    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar, nor a line per phase")
 
 
 # --- torchpipe bench and torchpipe load

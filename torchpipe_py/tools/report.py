@@ -61,11 +61,20 @@ def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int
 
 
 @contextmanager
-def progress_bar(wanted: bool) -> Iterator[Callable[[str, float, str], None]]:
-    """Yields a function that shows a name, a share from 0 to 1 and a note on one line; silent without a terminal."""
-    is_shown = wanted and sys.stderr is not None and sys.stderr.isatty()
+def progress_bar(wanted: bool, has_lines: bool = False) -> Iterator[Callable[[str, float, str], None]]:
+    """Yields a function that shows a name, a share from 0 to 1 and a note on one line.
+
+    Without a terminal it is silent or, with ``has_lines``, prints each new name with its note.
+    """
+    is_wanted = wanted and sys.stderr is not None
+    is_shown = is_wanted and sys.stderr.isatty()
+    last = ""
 
     def show(name: str, share: float, note: str) -> None:
+        nonlocal last
+        if is_wanted and has_lines and not is_shown and name != last:
+            print(f"{name}: {note}", file=sys.stderr, flush=True)
+        last = name
         if is_shown:
             bar = "#" * round(20 * share)
             print(f"\r{name:<10} [{bar:<20}] {note}\x1b[K", end="", file=sys.stderr, flush=True)

@@ -274,6 +274,7 @@ class _Tuning:
             needed = captured[candidate.shape.twin].gpu_bytes * (candidate.engines or candidate.workers)
             return f"needs {needed / 2**30:.1f} GiB, over --gpu-memory" if gpu_memory and needed > gpu_memory else ""
 
+        self._show("simulate", 0.0)
         search = Search(self._predictor, self._shapes, self._has_gpu, problem)
         best = search.run(self._base, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
@@ -404,7 +405,7 @@ def run_tune(args: argparse.Namespace) -> int:
         moved.source = os.fspath(out)  # in another folder, it would perhaps not find the files beside it
         plan_pipeline(moved)
     imports = [part.strip() for each in args.imports or () for part in each.split(",") if part.strip()]
-    with progress_bar(args.progress) as show:
+    with progress_bar(args.progress, has_lines=True) as show:
         report = tune(
             args.config,
             args.img_dir,
