@@ -27,7 +27,7 @@ from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, changed, parity_of
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile, Profiler
-from torchpipe_py.tools.tune.report import rows_of, trial_fields
+from torchpipe_py.tools.tune.report import rows_of, trial_fields, verdict_line
 from torchpipe_py.tools.tune.search import (
     Calibration,
     Goal,
@@ -396,7 +396,8 @@ MOST = Goal(0.02, None, EVEN, 1.0)
     [
         ((100, 101, 99), [(120, 121, 119), (90, 91, 92)], "better"),
         ((100, 101, 99), [(101, 99, 100)], "as good"),
-        ((100, 130, 90), [(120, 95, 125)], "as good"),
+        ((100, 130, 90), [(120, 95, 125)], "cannot tell"),
+        ((100, 101, 99), [(60, 90, 50)], "as good"),  # it varies, but surely gains nothing
         ((100, 101, 99), [], "as good"),
     ],
 )
@@ -430,12 +431,26 @@ def test_the_limit_lies_where_p99_passes_the_slo(p99s: tuple[float, ...], limit:
     ("trials", "is_told"),
     [
         ([trial(100, 101, 99, predicted=110), trial(90, 91, 89, predicted=95)], False),
-        ([trial(100, 101, 99, predicted=130)], True),
+        ([trial(100, predicted=130)], True),
+        ([trial(100, predicted=110), trial(108, predicted=105)], True),
+        ([trial(100, predicted=110), trial(103, predicted=105)], False),
     ],
-    ids=["right", "far off"],
+    ids=["right", "far off", "another order", "another order within the noise"],
 )
 def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool) -> None:
-    assert bool(is_off(trials, MOST)) == is_told
+    assert bool(is_off(trials, MOST, repeated=(98, 103, 100))) == is_told
+
+
+def test_a_shorter_p99_than_that_of_the_predicted_best_is_told() -> None:
+    trials = [trial(0.030, predicted=0.028), trial(0.025, predicted=0.029)]
+    assert "and predicted to be worse" in is_off(trials, Goal(0.02, 50.0, EVEN, 1.0), repeated=(0.029, 0.03))
+
+
+def test_a_verdict_that_is_open_has_a_reason() -> None:
+    report = {"verdict": "cannot tell", "gain_interval": (0.4, 5.0), "best": None, "other_programs": None}
+    assert verdict_line(report).startswith(
+        "cannot tell: measurements vary too much (95 % interval of the gain: 0.40 to 5.00)"
+    )
 
 
 def test_two_turns_give_no_interval() -> None:

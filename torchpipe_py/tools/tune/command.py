@@ -261,6 +261,7 @@ class _Tuning:
             verify.turn(self._service, trial, goal)
             trial.predicted = replace(trial.predicted, rate=goal.rate or LIGHT * trial.centre)
             self._show("calibrate", (monotonic() - began) / seconds)
+        self._repeated = trial.figures
         full, light = verify.typical_of(trial, goal), verify.typical_of(trial, goal, LIGHT)
         fitted = calibrate(self._profile, goal, base, (_CLIENTS, self._closed), full, light)
         self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
@@ -308,16 +309,18 @@ class _Tuning:
 
         If predictions are off, more candidates are measured. After the second turn the better half continues.
         """
+        self._show("verify", 0.0)
         self._trials = [trial for trial in self._trials if self._has_same_results(trial)]
         running = self._trials
         for number in range(verify.MOST_TURNS):
             began = monotonic()
             self._turn([self._yours, *running], number)
-            why = verify.is_off([self._yours, *self._trials], self._goal) if number == 0 else ""
+            repeated = [*self._repeated, *self._yours.figures]
+            why = verify.is_off([self._yours, *self._trials], self._goal, repeated) if number == 0 else ""
             if why and self._left() < _LEAST_LEFT * self._budget:
-                self.report["notes"].append(f"{why}; no time was left to measure more candidates")
+                self.report["notes"].append(f"{why}; no time was left for successive halving by measurement")
             elif why:
-                self.report["notes"].append(f"{why}: more candidates were measured, and the better half again")
+                self.report["notes"].append(f"{why}: more candidates were chosen by successive halving by measurement")
                 known = {str(trial.candidate) for trial in self._trials}
                 others = [each.candidate for each in self._predicted if str(each.candidate) not in known]
                 more = [self._trial(each) for each in others[: _MORE_TRIALS - len(known)]]

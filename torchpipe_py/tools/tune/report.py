@@ -15,7 +15,7 @@ from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.report import Line, aligned, chart, linear_axis, write_text
 from torchpipe_py.tools.tune.profile import DRIFT, Profile
 from torchpipe_py.tools.tune.search import Goal
-from torchpipe_py.tools.tune.verify import LEAST_TURNS, Trial, interval_of
+from torchpipe_py.tools.tune.verify import BUSY, LEAST_TURNS, Trial, interval_of
 
 HEADS = ("", "predicted", "measured", "95 % interval", "p99 at", "predicted", "measured", "settings")
 CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "drift")
@@ -112,10 +112,13 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     kind, (low, high) = report["verdict"], report["gain_interval"]
     between = f"95 % interval of the gain: {low or 0:.2f} to {high or math.inf:.2f}"
     parity = f"; {report['best']['parity']}" if report["best"] and report["best"]["parity"] else ""
+    why = f"measurements vary too much ({between}): tune with a longer --budget, or"
+    if (report["other_programs"] or 0.0) > BUSY:
+        why = f"{_others(report)};"
     return {
         "better": f"better than your file by a factor of {report['gain'] or 1:.2f} ({between}){parity}",
         "as good": f"your file is as good: nothing beats it beyond the noise ({between})",
-        "cannot tell": f"cannot tell: {_others(report)}; measure on a quiet machine",
+        "cannot tell": f"cannot tell: {why} measure on a quiet machine",
     }.get(kind, "interrupted: this is what is known so far")
 
 

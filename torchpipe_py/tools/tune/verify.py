@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,9 @@ FACTORS = (0.95, 1.05)
 
 FAR_OFF = 0.2
 """Relative error of predictions above which more candidates are measured."""
+
+MOST_GAIN = 1.25
+"""The file is as good only if the interval of the gain ends below this factor; otherwise the verdict is open."""
 
 LEAST_TURNS, TURNS, MOST_TURNS = 3, 4, 9
 BUSY = 0.15
@@ -146,12 +150,12 @@ def typical_of(trial: Trial, goal: Goal, share: float = 1.0) -> Point:
 def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial, float, tuple[float, float]]:
     """Compare the best candidate with the original file, turn by turn.
 
-    ``better`` or ``as good``, the best, and the factor of the gain with its 95 % interval.
+    ``better``, ``as good`` or ``cannot tell``, the best, and the factor of the gain with its 95 % interval.
     """
     best = best_of(others, goal)[0] if others else yours
     logs = _ratios(best, yours, goal)
     low, high = interval_of(logs)
-    kind = "better" if best is not yours and low > 0 else "as good"
+    kind = "better" if low > 0 else "as good" if high < math.log(MOST_GAIN) else "cannot tell"
     gain = statistics.mean(logs) if logs else 0.0
     return kind, best if kind == "better" else yours, math.exp(gain), (math.exp(low), math.exp(high))
 
@@ -174,10 +178,17 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values) - half, statistics.mean(values) + half
 
 
-def is_off(trials: Sequence[Trial], goal: Goal) -> str:
-    """Why predictions cannot be trusted: an error above ``FAR_OFF``; else empty."""
+def is_off(trials: Sequence[Trial], goal: Goal, repeated: Sequence[float]) -> str:
+    """Why predictions cannot be trusted: an error above ``FAR_OFF``, or another order; else empty.
+
+    Figures that differ by a smaller factor than the ``repeated`` ones of one candidate may be in any order.
+    """
     for trial in trials:
         error = trial.predicted.figure(goal) / trial.figure - 1
         if abs(error) > FAR_OFF:
             return f"at first, {trial.candidate} was predicted {abs(error):.0%} too {'high' if error > 0 else 'low'}"
+    ordered = sorted(trials, key=lambda trial: -goal.sign * trial.predicted.figure(goal))
+    for better, worse in combinations(ordered, 2):
+        if (worse.figure / better.figure) ** goal.sign > max(repeated) / min(repeated):
+            return f"at first, {worse.candidate} was better than {better.candidate}, and predicted to be worse"
     return ""
