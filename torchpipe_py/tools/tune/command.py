@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.backends.model.check import EXACT, HALF
-from torchpipe_py.errors import TorchpipeError, counted, logger
+from torchpipe_py.backends.image.files import find_images
+from torchpipe_py.errors import TorchpipeError, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
@@ -86,6 +86,7 @@ def tune(
     """
     folder = Path(images) if isinstance(images, (str, os.PathLike)) else None
     bodies: Any = load_images(folder, False).bodies if folder else images
+    names: Any = find_images(folder) if folder else [f"images[{number}]" for number in range(len(bodies))]
     all_cores = os.sched_getaffinity(0)
     usable = sorted(all_cores)[:cores]
     if slo_p99 is not None and rate is not None:
@@ -104,7 +105,8 @@ def tune(
         plan_pipeline(tables)  # so that it warns only once
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel("ERROR")  # hundreds of plans would repeat warnings
-        run = _Tuning(tables, bodies[:: -(-len(bodies) // MOST_IMAGES)], usable, budget, progress)
+        some = slice(None, None, -(-len(bodies) // MOST_IMAGES))
+        run = _Tuning(tables, dict(zip(map(str, names[some]), bodies[some], strict=True)), usable, budget, progress)
         run.report |= {"img_dir": folder and str(folder), "rate": rate, "slo_given": slo_p99 is not None}
         try:
             stack.callback(run.start(imports, gpu_memory is not None).close)
@@ -125,9 +127,15 @@ class _Tuning:
     """One run: its phases in order, and the report that they extend."""
 
     def __init__(
-        self, tables: Tables, images: Sequence[bytes], cores: Sequence[int], budget: float, progress: Progress | None
+        self,
+        tables: Tables,
+        images: Mapping[str, bytes],
+        cores: Sequence[int],
+        budget: float,
+        progress: Progress | None,
     ) -> None:
-        self._images, self._cores, self._budget, self._progress = images, cores, budget, progress
+        self._names, self._images = list(images), list(images.values())
+        self._cores, self._budget, self._progress = cores, budget, progress
         self._until = monotonic() + budget
         self._shapes = shapes_of(tables)
         self._shares = any(shape.heads for shape in self._shapes)
@@ -163,7 +171,7 @@ class _Tuning:
         self._service = Service(self._team)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
-        self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"))
+        self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"), self._names)
         self._profile = self._profiler.profile
         if needs_gpu and not self._team.has_gpu:
             self._team.close()
@@ -204,9 +212,6 @@ class _Tuning:
     def profile(self, slo: float | None) -> None:
         """Run the images once, and each node alone."""
         left_out = self._profiler.capture()
-        if failed := self._profile.captured[self._shapes[0].name].failed:
-            self._leave_out(failed)
-            left_out |= self._profiler.capture()
         self.report["not_tried"] += [f"{name}: {why}" for name, why in left_out.items()]
         captured = self._profile.captured[self._shapes[0].name]
         self.report["lone"] = lone = statistics.median(captured.lone)
@@ -217,17 +222,6 @@ class _Tuning:
         self._profiler.hand_over()
         self.report["profile"] = text.profile_fields(self._profile)
         self._team.all("release")
-
-    def _leave_out(self, failed: Mapping[int, str]) -> None:
-        """Leave out images without a result, which would count as unanswered requests."""
-        why = next(iter(failed.values()))
-        good = [number for number in range(len(self._images)) if number not in failed]
-        if not good:
-            raise ToolError(f"{self.report['config']}: no image has a result: {why}")
-        self._images = [self._images[number] for number in good]
-        self._team.all("use", good)
-        self.report["images"] = len(good)
-        self.report["notes"].append(f"{counted(len(failed), 'image')} without a result left out: {why}")
 
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
@@ -245,7 +239,7 @@ class _Tuning:
         workers = 1 if self._has_gpu and not written.heads else workers
         engines = usual_engines(written.config) if written.heads and workers > 1 else 0
         base = self._base = Candidate(written, workers, engines=min(engines, workers))
-        self._results = self._service.build(base)
+        self._service.build(base)
         began, seconds = monotonic(), self._seconds("calibrate")
         self._closed = max(1.0, self._service.closed_loop(_CLIENTS, 2 * self._goal.seconds))
         pace = self._goal.rate or self._closed / _LOOPS
@@ -310,7 +304,7 @@ class _Tuning:
         If predictions are off, more candidates are measured. After the second turn the better half continues.
         """
         self._show("verify", 0.0)
-        self._trials = [trial for trial in self._trials if self._has_same_results(trial)]
+        self._trials = [trial for trial in self._trials if self._is_usable(trial)]
         running = self._trials
         for number in range(verify.MOST_TURNS):
             began = monotonic()
@@ -324,7 +318,7 @@ class _Tuning:
                 known = {str(trial.candidate) for trial in self._trials}
                 others = [each.candidate for each in self._predicted if str(each.candidate) not in known]
                 more = [self._trial(each) for each in others[: _MORE_TRIALS - len(known)]]
-                more = [trial for trial in more if self._has_same_results(trial)]
+                more = [trial for trial in more if self._is_usable(trial)]
                 self._turn(more, number)
                 self._trials = running = self._trials + more
             if number > 0:
@@ -345,15 +339,14 @@ class _Tuning:
             self._write_trials()
             self._show("verify", (number + (at + 1) / len(trials)) / verify.TURNS)
 
-    def _has_same_results(self, trial: Trial) -> bool:
-        """Whether it has the same results for the images as the original file or, if they may change, similar ones."""
+    def _is_usable(self, trial: Trial) -> bool:
+        """Whether it can be built, and gives similar results if it may change them."""
+        is_similar = True
         try:
-            results = self._service.build(trial.candidate)
+            self._service.build(trial.candidate)
             if trial.candidate.shape.alternative:
-                trial.parity, is_same = self._parity(trial.candidate.shape)
-            else:
-                is_same = _same(self._results, results, HALF if self._has_gpu else EXACT)
-            problem = "" if is_same else trial.parity or "it gives other results"
+                trial.parity, is_similar = self._parity(trial.candidate.shape)
+            problem = "" if is_similar else trial.parity
         except TorchpipeError as error:
             problem = str(error)
         if problem:
@@ -377,17 +370,6 @@ def _repeated(times: Sequence[float], count: int) -> Iterator[float]:
     """Repeat the pattern up to ``count`` arrivals, with gaps of 1 in between."""
     span = times[-1] - times[0] + 1
     return (times[number % len(times)] + number // len(times) * span for number in range(count))
-
-
-def _same(one: Any, other: Any, tolerance: float) -> bool:
-    """Whether results are equal, with a tolerance for numbers: other batch sizes round differently."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(_same(*pair, tolerance) for pair in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
-    return bool(one == other)
 
 
 # --- the command

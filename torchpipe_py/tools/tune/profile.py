@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from torchpipe_py.errors import counted
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Cost
@@ -143,24 +142,23 @@ class Profile:
 class Profiler:
     """Measures the units of all shapes, in about the given seconds."""
 
-    def __init__(self, shapes: list[Shape], team: Team, seconds: float) -> None:
+    def __init__(self, shapes: list[Shape], team: Team, seconds: float, images: Sequence[str]) -> None:
         self.profile = Profile(len(team))
-        self._shapes, self._team, self._seconds = shapes, team, seconds
+        self._shapes, self._team, self._seconds, self._images = shapes, team, seconds, images
 
     def capture(self) -> dict[str, str]:
         """Run the images through each shape in each process, and keep the inputs of the nodes.
 
-        Removes alternatives from the shapes that cannot run here; returns the reasons by name.
+        Removes alternatives from the shapes that cannot run here; returns the reasons by name. Raises ``ToolError`` if
+        an image has no result otherwise.
         """
         failed: dict[str, str] = {}
         for shape in [each for each in self._shapes if each.twin == each.name]:
             try:
                 captured = self._team.all("capture", shape.config, dict(shape.units))[0]
-                if shape.alternative:
-                    known = self.profile.captured[self._shapes[0].name].failed  # left out of all shapes
-                    new = [why for number, why in captured.failed.items() if number not in known]
-                    if new:
-                        raise ToolError(f"{new[0]} ({counted(len(new), 'image')})")
+                if captured.failed is not None:
+                    number, why = captured.failed
+                    raise ToolError(f"{self._images[number]} has no result: {why}")
             except ToolError as error:
                 if not shape.alternative:
                     raise

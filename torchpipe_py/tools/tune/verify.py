@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from time import perf_counter
-from typing import Any
 
 from torchpipe_py.tools.tune.search import Goal, Point, Prediction, quantile
 from torchpipe_py.tools.tune.shapes import Candidate
@@ -69,12 +68,11 @@ class Service:
     def __init__(self, team: Team) -> None:
         self._team, self._workers = team, 1
 
-    def build(self, candidate: Candidate) -> list[Any]:
-        """Build and warm up the pipes of all its workers; returns the first results."""
+    def build(self, candidate: Candidate) -> None:
+        """Build and warm up the pipes of all its workers."""
         self._workers = candidate.workers
-        results = self._team.build(candidate.config(), self._workers, candidate.engines)
+        self._team.build(candidate.config(), self._workers, candidate.engines)
         self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
-        return results
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies in seconds; workers take turns."""

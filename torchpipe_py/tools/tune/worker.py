@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import threading
@@ -39,7 +38,6 @@ from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.shapes import copied
-from torchpipe_py.wire.json_values import to_json
 
 Config = Mapping[str, Mapping[str, Any]]
 Item = tuple[int, int]
@@ -47,7 +45,6 @@ Item = tuple[int, int]
 
 _KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 3
-_COMPARED = 8  # results
 _CLIENTS = 8
 _WAIT_S = 60.0
 
@@ -94,8 +91,8 @@ class Team:
                 raise ToolError(value)
         return [value for _, value in answers]
 
-    def build(self, config: Config, workers: int, engines: int) -> list[Any]:
-        """Build the pipes of workers, with engine processes for shared nodes; returns the first results."""
+    def build(self, config: Config, workers: int, engines: int) -> None:
+        """Build the pipes of workers, with engine processes for shared nodes."""
         if engines:
             self.each("serve", [(config, engines)] * engines, self._workers)
         for worker in range(workers if engines else 0):
@@ -105,8 +102,7 @@ class Team:
                     self._channels[place].send(("attach", ()))
                     send_handle(self._channels[place], sock.fileno(), self.pids[place])
                     self._channels[place].recv()
-        results: list[Any] = self.all("build", config, workers, most=workers)[0]
-        return results
+        self.all("build", config, workers, most=workers)
 
     def echo(self, unit: str, engines: int, seconds: float) -> tuple[float, float]:
         """Processor seconds of a worker, and of its engine process, for each input of a node that is sent back."""
@@ -151,14 +147,14 @@ class Captured:
     """The outcome of one run of all images.
 
     ``visits`` has the visits of each image by node, ``lone`` the seconds of each image alone, ``handover`` the seconds
-    of one that pass between two threads, ``failed`` the reasons why images have no result, by number, ``gpu_bytes`` the
-    GPU memory of the pipe.
+    of one that pass between two threads, ``failed`` the first image without a result and why, ``gpu_bytes`` the GPU
+    memory of the pipe.
     """
 
     visits: dict[str, list[int]]
     lone: list[float]
     handover: float
-    failed: dict[int, str]
+    failed: tuple[int, str] | None
     gpu_bytes: int
 
 
@@ -184,11 +180,6 @@ class _State:
         keep_freed_memory()
         return free
 
-    def use(self, images: list[int]) -> None:
-        """Continue with only these images."""
-        self.images = [self.images[number] for number in images]
-        self.items.clear()
-
     # -- nodes alone ----------------------------------------------------------------------------------------------
 
     def capture(self, config: Config, units: dict[str, str]) -> Captured:
@@ -199,7 +190,7 @@ class _State:
         for name, node in runtime.nodes.items():
             node.around = watches[name].around
         self._run_alone(runtime, self.images[0])  # the first run warms up
-        lone, between, failed = list[float](), list[float](), dict[int, str]()
+        lone, between, failed = list[float](), list[float](), None
         for image, body in enumerate(self.images):
             for watch in watches.values():
                 watch.image = image
@@ -209,8 +200,8 @@ class _State:
             lone.append(perf_counter() - began)
             threads = 1 + sum(watch.visits[image] for watch in watches.values())
             between.append((lone[-1] - sum(watch.seconds for watch in watches.values())) / threads)
-            if why:
-                failed[image] = why
+            if why and failed is None:
+                failed = image, why
         used = max(0, free - _gpu_free()) // self.processes
         runtime.end(perf_counter() + _WAIT_S)
         for name, unit in units.items():
@@ -283,8 +274,8 @@ class _State:
         """Processor seconds used so far."""
         return process_time()
 
-    def build(self, config: Config, processes: int) -> list[Any]:
-        """Build the pipe of one of ``processes`` workers, and run the first images; returns their results as JSON."""
+    def build(self, config: Config, processes: int) -> None:
+        """Build the pipe of one of ``processes`` workers."""
         self._running.close()
         plan, link = plan_pipeline(copied(config, self.source), processes=processes), self._link
         if link is None:
@@ -296,11 +287,9 @@ class _State:
                 raise ToolError(f"{self.source}: the engine process cannot be linked")
             self.pipe = pipe_of_worker(plan, client)
         self._running.callback(self.pipe.close, _WAIT_S)
-        self.pipe(items := [{TASK_DATA_KEY: body} for body in self.images[:_COMPARED]])
-        return [_comparable(data[TASK_RESULT_KEY]) for data in items if TASK_RESULT_KEY in data]
 
     def open_loop(self, dues: Sequence[tuple[int, float]], start: float, grace_s: float) -> list[float]:
-        """Send image ``number`` at ``start + due``; returns seconds since each was due, infinite if it failed.
+        """Send image ``number`` at ``start + due``; returns seconds since each was due, infinite without a result.
 
         It ends ``grace_s`` seconds after the last one.
         """
@@ -308,7 +297,7 @@ class _State:
 
         def send(index: int, number: int, due: float) -> None:
             def on_done(data: Any, error: BaseException | None) -> None:
-                if error is None:  # an image may have no result
+                if error is None and TASK_RESULT_KEY in data:
                     latencies[index] = perf_counter() - start - due
                 done.release()
 
@@ -426,14 +415,6 @@ def _batches(items: Sequence[tuple[Item, Data]], size: int, instance: Instance) 
             names, originals = zip(*[group[(first + at) % len(group)] for at in range(size)], strict=True)
             batches.append((list(names), list(originals)))
     return batches
-
-
-def _comparable(result: Any) -> Any:
-    """The result as JSON; for unsupported values, their type."""
-    try:
-        return [json.loads(value) for value in to_json("result", result).values()]
-    except NoResult:
-        return type(result).__name__
 
 
 def _gpu_free() -> int:
