@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -38,7 +37,6 @@ from torchpipe_py.tools.tune.search import (
     Search,
     calibrate,
     starts_of,
-    typical,
 )
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of, shapes_of
 from torchpipe_py.tools.tune.simulate import Cost, Machine, Simulation
@@ -372,11 +370,6 @@ def test_what_was_not_tried_has_a_reason(seconds: float, problem: str, not_tried
     assert search.not_tried == not_tried
 
 
-def test_few_arrivals_are_as_bursty_as_all() -> None:
-    gaps = [1.0] * 100 + ([0.1] * 5 + [1.0] * 95) * 60
-    assert typical(list(accumulate(gaps)), 100)[:7] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 1.4, 2.4])
-
-
 # --- the verdict
 
 
@@ -394,7 +387,7 @@ MOST = Goal(0.02, None, EVEN, 1.0)
         ((100, 101, 99), [(120, 121, 119), (90, 91, 92)], "better"),
         ((100, 101, 99), [(101, 99, 100)], "as good"),
         ((100, 130, 90), [(120, 95, 125)], "cannot tell"),
-        ((100, 101, 99), [(60, 90, 50)], "as good"),  # it varies, but surely gains nothing
+        ((100, 101, 99), [(60, 75, 55)], "as good"),  # it varies, but surely gains nothing
         ((100, 101, 99), [], "as good"),
     ],
 )

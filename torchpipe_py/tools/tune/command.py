@@ -31,7 +31,7 @@ from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, UNAVAILABLE, changed, parity_of
 from torchpipe_py.tools.tune.profile import Profiler
-from torchpipe_py.tools.tune.search import ENGINES, LEAST_CALLS, LIGHT, Goal, Predictor, Search, calibrate, typical
+from torchpipe_py.tools.tune.search import ENGINES, LEAST_CALLS, LIGHT, MOST_CALLS, Goal, Predictor, Search, calibrate
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, shapes_of, twin_of
 from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
@@ -44,7 +44,6 @@ MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
 
 _SHARES = {"profile": 0.16, "calibrate": 0.16, "simulate": 0.16, "verify": 0.46}  # of the budget
-_ARRIVALS = 20_000
 _CLIENTS = 20  # of the closed loop, the default of torchpipe load
 _OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
 _TRIALS, _MORE_TRIALS = 3, 7
@@ -97,7 +96,7 @@ def tune(
         raise ToolError("no images")
     if len(usable) < 2:
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
-    pattern = rescale(times, 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
+    pattern = rescale(times, 1.0) if times else list(islice(poisson_times(1.0, 0), MOST_CALLS))
     tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
     with ExitStack() as stack:
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
@@ -230,7 +229,7 @@ class _Tuning:
         even = loops / (verify.TURNS * (1 + _TRIALS)) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
         self._most_trials = max(1, min(_TRIALS, round(loops / (verify.LEAST_TURNS * (seconds + _EXTRA_S))) - 1))
-        self._goal = Goal(slo, self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
+        self._goal = Goal(slo, self.report["rate"], list(_repeated(times, MOST_CALLS)), seconds)
 
     def calibrate(self) -> None:
         """Measure the original file with the default number of workers, and fit the simulation to that."""
@@ -247,8 +246,6 @@ class _Tuning:
         if needed > _OVERDRAWN * self._budget:
             given = self._goal.rate or self._closed
             raise ToolError(f"{given:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
-        count = max(LEAST_CALLS, round((self._goal.rate or self._closed) * self._goal.seconds))
-        self._goal = replace(self._goal, times=typical(self._goal.times, count))
         goal, start = self._goal, _OPEN_LOAD * self._closed
         trial = Trial.around(base, start, goal.rate or LIGHT * start)
         while len(trial.figures) < 2 or monotonic() - began < seconds:

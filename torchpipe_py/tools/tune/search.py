@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from time import perf_counter
 
 from torchpipe_py.errors import ConfigError
@@ -32,7 +31,6 @@ ENGINES = (1, 2)
 """Numbers of engine processes for all workers."""
 
 TIMEOUTS = (0.0, 1.0, 2.0, 5.0, 10.0)
-_LOAD = 0.8  # of the server that judges how bursty arrivals are
 _FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
 _MOST_TAIL = 0.75  # of the SLO
@@ -121,22 +119,6 @@ class Predictor:
         light = LIGHT * limit
         p99 = at(light, fitted.light)[0] if light and is_exact else math.inf
         return Prediction(candidate, limit, light, p99, where, limit)
-
-
-def typical(times: Sequence[float], count: int) -> list[float]:
-    """The arrivals from where ``count`` of them wait for one server as all of them do, by their p99.
-
-    A few hundred arrivals may have no burst by chance, and those with one have the limit at half the rate.
-    """
-
-    def p99(stretch: Sequence[float]) -> float:
-        gaps = (after - before for before, after in pairwise(stretch))
-        waits = accumulate(gaps, lambda wait, gap: max(0.0, wait + _LOAD - gap), initial=0.0)
-        return quantile(sorted(waits), 0.99)
-
-    starts, whole = range(0, max(1, len(times) - MOST_CALLS), count), p99(times)
-    start = min(starts, key=lambda start: abs(p99(times[start : start + count]) - whole))
-    return [time - times[start] for time in times[start:]]
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
