@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -86,12 +87,16 @@ class _Job:
 
 
 class _InVirtualTime(Node):
-    """A node without threads: the simulation starts and ends the batches of its instances."""
+    """A node without threads: the simulation starts and ends the batches of its instances.
+
+    If it jumps, its requests then run the graph of ``root``.
+    """
 
     simulation: Simulation
     runtime: Runtime
     worker: int
     cost: Cost
+    root: str | None
     free: list[Instance]
 
     def put(self, request: Request) -> None:
@@ -106,36 +111,24 @@ class _InVirtualTime(Node):
             self.simulation.start(self, instance, [self._queue.take()])
 
     def ended(self, batch: Sequence[Request]) -> None:
-        """Deliver a computed batch."""
+        """Deliver a computed batch, after the graph that it jumps to."""
         for request in batch:
-            request.data.update(self.simulation.keys(request.data))
-            self.deliver(request)
+            image = request.data[TASK_DATA_KEY][0]
+            visits = 0 if self.root is None else self.simulation.visits(self.root, image)
+            if self.root is not None and visits:
+                parts = [{TASK_DATA_KEY: (image, visit)} for visit in range(visits)]
+                self.runtime.run_graphs(self.root, parts, partial(self.finish, request), request)
+            else:
+                self.finish(request)
+
+    def finish(self, request: Request, *_: object) -> None:
+        """Deliver a request."""
+        request.data.update(self.simulation.keys(request.data))
+        self.deliver(request)
 
 
 class _Single(_InVirtualTime, SingleNode):
     """One request at a time."""
-
-
-class _Deferred(_InVirtualTime, SingleNode):
-    """``Jump`` and ``MapReduce``, whose work is done by another graph."""
-
-    roots: Sequence[str]
-
-    def ended(self, batch: Sequence[Request]) -> None:
-        for request in batch:
-            image = request.data[TASK_DATA_KEY][0]
-            inner = [(root, visit) for root in self.roots for visit in range(self.simulation.visits(root, image))]
-            left = count(1 - len(inner))
-
-            def on_done(errors: list[BaseException | None], request: Request = request, left: Any = left) -> None:
-                if next(left) >= 0:
-                    request.data.update(self.simulation.keys(request.data))
-                    self.deliver(request)
-
-            for root, visit in inner:
-                self.runtime.run_graphs(root, [self.simulation.data(image, visit)], on_done, request)
-            if not inner:
-                on_done([])
 
 
 class _Remote(_InVirtualTime, SingleNode):
@@ -150,11 +143,10 @@ class _Remote(_InVirtualTime, SingleNode):
     def _enter(self, request: Request) -> None:
         def on_done(errors: list[BaseException | None]) -> None:
             self.instances[0].busy -= 1
-            self.ended([request])
+            self.finish(request)
             self.simulation.look += self._waiting
 
-        data = self.simulation.data(*request.data[TASK_DATA_KEY])
-        self.engine.run_graphs(self.name, [data], on_done, request)
+        self.engine.run_graphs(self.name, [{TASK_DATA_KEY: request.data[TASK_DATA_KEY]}], on_done, request)
 
 
 class _Batching(_InVirtualTime, BatchingNode):
@@ -190,34 +182,26 @@ class _VirtualRuntime(Runtime):
             planned = self.plans[instance.node].batch_range()
             instance.min, instance.max = planned or simulation.costs.get(instance.node, Cost([[]])).limits
         self.nodes = {name: self.make_node(name) for name in self.plans if name in owners}
-        self.connect({name: self._passes(name) for name in self.plans})
+        self.connect({name: partial(self._passes, self.plans[name].spec.owner) for name in self.plans})
 
     def make_node(self, name: str) -> Node:
         parts, plan = self.parts_of(name), self.plans[name]
-        jumps, instances = list(plan.jumps()), parts[1]
-        node: Any
-        if max(instance.max for instance in instances) > 1:
+        node: _InVirtualTime
+        if max(instance.max for instance in parts[1]) > 1:
             node = _Batching(*parts, plan.spec.batching_timeout / 1000)
-        elif plan.backends[0].cls is Remote:
+        elif self._engine is not None and plan.backends[0].cls is Remote:
             node = _Remote(*parts)
             node.engine = self._engine
         else:
-            node = _Deferred(*parts) if jumps else _Single(*parts)
-            node.roots = jumps
+            node = _Single(*parts)
         node.simulation, node.runtime, node.worker = self._simulation, self, self._worker
-        node.free, node.cost = list(instances), self._simulation.costs.get(name, Cost([[]]))
-        made: Node = node
-        return made
+        node.free, node.cost = list(parts[1]), self._simulation.costs.get(name, Cost([[]]))
+        node.root = next(iter(plan.jumps()), None)
+        return node
 
-    def _passes(self, name: str) -> Callable[[dict[str, Any]], Status]:
-        """A node's filter, which runs for the images that reached the node when captured."""
-        visits, owner = self._simulation.visits, self.plans[name].spec.owner
-        jumps = bool(self.plans[name].jumps())
-
-        def decide(data: dict[str, Any]) -> Status:
-            return Status.Run if jumps or visits(owner, data[TASK_DATA_KEY][0]) else Status.Skip
-
-        return decide
+    def _passes(self, owner: str, data: dict[str, Any]) -> Status:
+        """The filter of each node, which runs for the images that reached the node when captured."""
+        return Status.Run if self._simulation.visits(owner, data[TASK_DATA_KEY][0]) else Status.Skip
 
 
 class Simulation:
@@ -249,12 +233,8 @@ class Simulation:
 
     # -- for nodes ------------------------------------------------------------------------------------------------
 
-    def data(self, image: int, visit: int = 0) -> dict[str, Any]:
-        """The dict of a request; its data identifies the image and its element."""
-        return {TASK_DATA_KEY: (image, visit)}
-
     def keys(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Keys that a backend may have written, for filters and maps."""
+        """Keys that a backend may have written, for maps; a request's data is its image and the visit to a node."""
         return dict.fromkeys((*self._names, TASK_RESULT_KEY), data[TASK_DATA_KEY])
 
     def visits(self, node: str, image: int) -> int:
@@ -324,7 +304,7 @@ class Simulation:
             worker = self._workers[turn % len(self._workers)]
             entered = worker.graph.entered or worker.graph.roots
             with suppress(Overloaded):  # not answered
-                worker.inflight.submit([Request(self.data(number), on_done, entered[0])])
+                worker.inflight.submit([Request({TASK_DATA_KEY: (number, 0)}, on_done, entered[0])])
 
         jobs, timers = self._jobs, self._timers
         while sum(len(worker.inflight) for worker in self._workers) <= MOST_UNDER_WAY:

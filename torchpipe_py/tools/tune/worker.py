@@ -310,11 +310,12 @@ class _State:
             sleep(max(0.0, start + due - perf_counter()))
             send(index, number, due)
         end = perf_counter() + grace_s
-        ended = next((at for at in range(len(dues)) if not done.acquire(timeout=max(0.0, end - perf_counter()))), None)
+        left = len(dues)
+        while left and done.acquire(timeout=max(0.0, end - perf_counter())):
+            left -= 1
         counted = list(latencies)
-        if ended is not None:  # NOTE: so that the next load starts with an idle pipe
-            for _ in range(ended, len(dues)):
-                done.acquire(timeout=_WAIT_S)
+        while left and done.acquire(timeout=_WAIT_S):  # NOTE: so that the next load starts with an idle pipe
+            left -= 1
         return counted
 
     def closed_loop(self, clients: int, seconds: float, start: float, unit: str = "") -> list[float]:
