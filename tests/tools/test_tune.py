@@ -139,7 +139,7 @@ APART = {
 
 
 @pytest.mark.parametrize(
-    ("nodes", "shape", "other"), [(TOGETHER, "apart", APART), (APART, "one node", TOGETHER)], ids=["one node", "apart"]
+    ("nodes", "shape", "other"), [(TOGETHER, "apart", APART), (APART, "joined", TOGETHER)], ids=["one node", "apart"]
 )
 def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: str, other: dict[str, Any]) -> None:
     found = {each.name: backends_of(each.config) for each in shapes_of(tables(**nodes)) if not each.heads}
@@ -586,7 +586,6 @@ def test_with_a_busy_neighbour_it_cannot_tell(
     assert known == ["cannot tell", None, None, pytest.approx(0.4)]
     printed = capsys.readouterr().out
     assert "cannot tell: other programs took 40% of the cores; measure on a quiet" in printed
-    assert "--allow-pixels has no effect on this file" in printed
     assert "not tried: GPU decode: there is no GPU" in printed
     assert not (folder / "ok.tuned.toml").exists()
 

@@ -118,8 +118,7 @@ def tune(
                 run.verify()
         except KeyboardInterrupt:
             run.report["verdict"] = "interrupted"
-    report: dict[str, Any] = text.finite(run.report)
-    return report
+    return run.finish()
 
 
 class _Tuning:
@@ -144,14 +143,15 @@ class _Tuning:
                 f"{tables.source}: requests enter at {', '.join(entered)}; only a file with one root can be tuned"
             )
         self._trials: list[Trial] = []
-        nothing: dict[str, Any] = {"profile": {}, "calibration": {}, "yours": None, "others": [], "best": None}
         self.report: dict[str, Any] = {
             "config": tables.source,
             "date": datetime.now(timezone.utc).isoformat(),
             "cpu_model": cpu_model(),
             "cores": len(cores),
             "images": len(images),
-            **nothing,
+            "profile": {},
+            "calibration": {},
+            "best": None,
             "tuned": None,
             "verdict": "interrupted",
             "gain": None,
@@ -195,8 +195,6 @@ class _Tuning:
             if not shapes:
                 notes.append(f"{each.name}: no node of the file can change to it")
         notes += UNAVAILABLE
-        if not any(shape.alternative for shape in self._shapes):
-            self.report["notes"].append("--allow-pixels has no effect on this file; why not is listed below")
 
     def _seconds(self, phase: str) -> float:
         return self._budget * _SHARES[phase]
@@ -271,14 +269,12 @@ class _Tuning:
         best = search.run(self._base, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
-        self._yours = self._trial(self._base)
         same = [found for found in self._predicted if not found.candidate.shape.alternative]
         others = [found for found in self._predicted if found.candidate.shape.alternative]
         half = -(-self._most_trials // 2)
         chosen = [*same[:half], *others[:half]] if others else same[: self._most_trials]
-        self._trials = [self._trial(found.candidate) for found in chosen]
+        self._trials = [self._trial(candidate) for candidate in (self._base, *(found.candidate for found in chosen))]
         self.report["simulated"] = self._predictor.simulated
-        self._write_trials()
 
     def _trial(self, candidate: Candidate) -> Trial:
         found = self._predictor.predict(candidate, is_exact=True)
@@ -301,29 +297,30 @@ class _Tuning:
         If predictions are off, more candidates are measured. After the second turn the better half continues.
         """
         self._show("verify", 0.0)
-        self._trials = [trial for trial in self._trials if self._is_usable(trial)]
-        running = self._trials
+        yours, *others = self._trials
+        running = [trial for trial in others if self._is_usable(trial)]
+        self._trials = [yours, *running]
         for number in range(verify.MOST_TURNS):
             began = monotonic()
-            self._turn([self._yours, *running], number)
-            repeated = [*self._repeated, *self._yours.figures]
-            why = verify.is_off([self._yours, *self._trials], self._goal, repeated) if number == 0 else ""
+            self._turn([yours, *running], number)
+            repeated = [*self._repeated, *yours.figures]
+            why = verify.is_off(self._trials, self._goal, repeated) if number == 0 else ""
             if why and self._left() < _LEAST_LEFT * self._budget:
                 self.report["notes"].append(f"{why}; no time was left for successive halving by measurement")
             elif why:
                 self.report["notes"].append(f"{why}: more candidates were chosen by successive halving by measurement")
                 known = {str(trial.candidate) for trial in self._trials}
-                others = [each.candidate for each in self._predicted if str(each.candidate) not in known]
-                more = [self._trial(each) for each in others[: _MORE_TRIALS - len(known)]]
+                candidates = [each.candidate for each in self._predicted if str(each.candidate) not in known]
+                more = [self._trial(each) for each in candidates[: 1 + _MORE_TRIALS - len(known)]]
                 more = [trial for trial in more if self._is_usable(trial)]
                 self._turn(more, number)
-                self._trials = running = self._trials + more
+                running += more
+                self._trials += more
             if number > 0:
                 running = verify.best_of(running, self._goal)[: (len(running) + 1) // 2]
             if number + 1 >= verify.LEAST_TURNS and monotonic() - began > self._left():
                 break
-        kind, best, gain, interval = verify.judge(self._yours, running, self._goal)
-        self._write_trials()
+        kind, best, gain, interval = verify.judge(yours, running, self._goal)
         self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
         self.report["best"] = text.trial_fields(best, self._goal)
         if not self.is_disturbed() and kind == "better":
@@ -333,7 +330,6 @@ class _Tuning:
         """Measure each trial once, in the opposite order of the last turn."""
         for at, trial in enumerate(trials if number % 2 == 0 else trials[::-1]):
             verify.turn(self._service, trial, self._goal)
-            self._write_trials()
             self._show("verify", (number + (at + 1) / len(trials)) / verify.TURNS)
 
     def _is_usable(self, trial: Trial) -> bool:
@@ -357,10 +353,12 @@ class _Tuning:
                 Path(folder, f"{number}.jpg").write_bytes(body)
             return parity_of(self._shapes[0], shape, self.report["img_dir"] or folder)
 
-    def _write_trials(self) -> None:
-        """Put the trials into the report, also for Ctrl-C."""
-        self.report["yours"] = text.trial_fields(self._yours, self._goal)
-        self.report["others"] = [text.trial_fields(trial, self._goal) for trial in self._trials]
+    def finish(self) -> dict[str, Any]:
+        """The report, with the trials as far as they were measured."""
+        trials = [text.trial_fields(trial, self._goal) for trial in self._trials]
+        self.report |= {"yours": trials[0] if trials else None, "others": trials[1:]}
+        finite: dict[str, Any] = text.finite(self.report)
+        return finite
 
 
 def _repeated(times: Sequence[float], count: int) -> Iterator[float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.binding import BackendPlan
-from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.registry import canonical
 from torchpipe_py.tools.parity.figures import accuracy, agreement, spreads
 from torchpipe_py.tools.parity.run import Settings, compare_configs, images_of
@@ -79,23 +79,17 @@ def _set(table: dict[str, Any], part: BackendPlan, alternative: Alternative) -> 
 
 def _replace(table: dict[str, Any], alternative: Alternative) -> None:
     """Replace backends, and the names that keys are scoped with."""
-    calls = parse_expression(str(table.get("backend", "Identity")))
-    names = {canonical(part.name) for call in calls for part in call.walk()}
-    if not names.intersection(alternative.backends):
+    names, written = alternative.backends, str(table.get("backend", "Identity"))
+    expression = re.sub(r"\w+", lambda name: names.get(canonical(name[0]), name[0]), written)
+    if expression == written:
         return
-    expression = "&".join(str(_renamed(call, alternative.backends)) for call in calls)
-    needs_stream = alternative.needs_gpu and "SyncTensor" not in names
     old = dict(table)
     table.clear()
     for key, value in old.items():
         scope, mark, rest = key.partition("::")
-        table[f"{alternative.backends.get(scope, scope)}{mark}{rest}"] = value
+        table[f"{names.get(scope, scope)}{mark}{rest}"] = value
+    needs_stream = alternative.needs_gpu and "SyncTensor" not in written
     table["backend"] = f"SyncTensor[{expression}]" if needs_stream else expression
-
-
-def _renamed(call: Call, names: Mapping[str, str]) -> Call:
-    args = tuple(_renamed(arg, names) for arg in call.args)
-    return Call(names.get(canonical(call.name), call.name), args, call.filter)
 
 
 def parity_of(written: Shape, other: Shape, img_dir: str) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.plan.build import NodePlan, Pipeline, plan_pipeline
 from torchpipe_py.plan.config import GLOBAL, NODE_KEYS, Tables
-from torchpipe_py.plan.expression import parse_expression
+from torchpipe_py.plan.expression import Call
 from torchpipe_py.plan.sharing import engine_part, sections, worker_part
 from torchpipe_py.proc.backends import Remote
 
@@ -156,15 +156,14 @@ def shapes_of(config: Tables) -> list[Shape]:
     """The shapes: as written, with neighbours joined, with decoder and model apart; each with and without sharing."""
     written = Shape.of(WRITTEN, config)
     found = [written]
-    for name, change in (("one node", _joined), ("apart", _apart)):
+    for name, change in (("joined", _joined), ("apart", _apart)):
         tables = change(written)
         try:
             shape = Shape.of(name, tables)
         except ConfigError:
             continue
         if len(tables) != len(config) and _computes(shape) == _computes(written):
-            several = name == "one node" and len(shape.pipeline.plans) > 1
-            found.append(replace(shape, name="joined", twin="joined") if several else shape)
+            found.append(shape)
     return found + [twin for shape in found if (twin := twin_of(shape)) is not None]
 
 
@@ -196,18 +195,17 @@ def _computes(shape: Shape) -> list[tuple[type, str]]:
 def _joined(shape: Shape) -> Tables:
     """The tables with each pair of exclusive neighbours as one node."""
     tables, graph = copied(shape.config, shape.config.source), shape.pipeline.graph
+    parts = {name: _parts(plan.spec.calls[0]) for name, plan in shape.pipeline.plans.items()}
     for name in reversed(graph.order):
         after = graph.successors[name]
         if len(after) != 1 or len(graph.predecessors[after[0]]) != 1 or not all(map(shape.is_free, (name, after[0]))):
             continue
         one, two = (shape.pipeline.plans[each].spec for each in (name, after[0]))
-        first, second = tables[name], tables[after[0]]
-        both = set(first) & set(second) - {*KNOBS, *ROUTING, "backend"}
-        if two.map or two.filter or one.device_id != two.device_id or any(first[key] != second[key] for key in both):
+        if two.map or two.filter or one.device_id != two.device_id:
             continue
-        expression = _listed([*_items(first, shape), *_items(second, shape)])
-        del tables[after[0]], first["next"]
-        tables[name] = {**first, **second, "backend": expression}
+        parts[name] = [*parts[name], *parts[after[0]]]
+        del tables[name]["next"]
+        tables[name] |= {**tables.pop(after[0]), "backend": _listed(parts[name])}
         tables[name].pop("instance_num", None)
     return tables
 
@@ -216,11 +214,10 @@ def _listed(parts: Sequence[object]) -> str:
     return f"S[{','.join(map(str, parts))}]" if len(parts) > 1 else str(parts[0])
 
 
-def _items(table: Mapping[str, Any], shape: Shape) -> list[str]:
-    """The parts of a node's expression."""
-    (call,) = parse_expression(str(table.get("backend", shape.config.get(GLOBAL, {}).get("backend", "Identity"))))
+def _parts(call: Call) -> Sequence[Call]:
+    """The backends that an expression runs one after the other."""
     is_list = call.name in ("S", "Sequential") and not any(arg.filter for arg in call.args)
-    return [str(arg) for arg in call.args] if is_list else [str(call)]
+    return call.args if is_list else [call]
 
 
 def _apart(shape: Shape) -> Tables:
