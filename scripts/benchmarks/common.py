@@ -72,6 +72,7 @@ class Report:
     loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    is_open: bool = False
     until: float = float("inf")
 
     def measure(self, subjects: Sequence[Subject], clients: Sequence[int], seconds: float, rounds: int) -> None:
@@ -116,6 +117,11 @@ class Report:
                 problem = f"{type(error).__name__}: {error}"
         self.remarks.append(f"{what}: not measured: {problem}")
         progress(self.remarks[-1])
+
+    def leave_open(self, remark: str) -> None:
+        """Record that a target was not decided, and why."""
+        self.remarks.append(remark)
+        self.is_open = True
 
     def show(self) -> None:
         """Print the table, whether each target is met, and the remarks."""
@@ -169,7 +175,7 @@ def numbers(text: str, separator: str = ",") -> tuple[int, ...]:
 
 
 def run(benchmarks: Mapping[str, Callable[[], Report]], args: argparse.Namespace, where: str = "") -> int:
-    """Run ``args.name``, or all. 0 when every target is met, 1 when one is missed."""
+    """Run ``args.name``, or all. 0 when every target is met, 1 when one is missed, else 3 when one was not decided."""
     here = machine()
     on = f"{here['cpu']}, {here['cores']} cores, Python {here['python']}"
     print(f"{where}{on}; medians of {args.rounds} x {args.seconds:g} s", flush=True)
@@ -180,7 +186,9 @@ def run(benchmarks: Mapping[str, Callable[[], Report]], args: argparse.Namespace
     if args.json:
         content = {"machine": here, "command": sys.argv, "reports": [report.figures() for report in reports]}
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(target.met for report in reports for target in report.targets) else 1
+    if not all(target.met for report in reports for target in report.targets):
+        return 1
+    return 3 if any(report.is_open for report in reports) else 0
 
 
 def machine() -> dict[str, Any]:

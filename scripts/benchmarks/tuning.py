@@ -115,6 +115,6 @@ def _require(report: Report, name: str, ratios: Sequence[float], **bar: float) -
     name += f" (95 % interval {ends[0]:.2f} to {ends[1]:.2f}, {len(ratios)} turns)"
     middle = statistics.median(ratios)
     if ends[1] > ends[0] * (1 + bar.get("high", 0.1)) ** 2:
-        report.remarks.append(f"CANNOT TELL {name}: {middle:.2f}")
+        report.leave_open(f"CANNOT TELL {name}: {middle:.2f}")
     else:
         report.require(name, abs(middle - 1) if "high" in bar else middle, **bar)

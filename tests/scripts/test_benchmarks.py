@@ -53,6 +53,14 @@ def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, caps
     assert written["rows"][0]["rounds"][0]["qps"] == 10
 
 
+@pytest.mark.parametrize(("measured", "status"), [(1, 3), (0, 1)], ids=["others are met", "another is missed"])
+def test_a_target_that_is_left_open_is_the_exit_status(measured: float, status: int) -> None:
+    report = Report("open")
+    report.require("another", measured, low=1)
+    report.leave_open("CANNOT TELL: the machine varies")
+    assert run({"decode": lambda: report}, bench.make_parser().parse_args(["decode"])) == status
+
+
 # -- ``run.py loader_throughput`` at the smallest size, on the CPU -----------------------------------------------------
 
 
