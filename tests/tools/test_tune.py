@@ -437,7 +437,7 @@ def test_a_shorter_p99_than_that_of_the_predicted_best_is_told() -> None:
 
 
 def test_a_verdict_that_is_open_has_a_reason() -> None:
-    report = {"verdict": "cannot tell", "gain_interval": (0.4, 5.0), "best": None, "other_programs": None}
+    report = {"verdict": "cannot tell", "gain": 1.4, "gain_interval": (0.4, 5.0), "best": None, "other_programs": None}
     assert verdict_line(report).startswith(
         "cannot tell: measurements vary too much (95 % interval of the gain: 0.40 to 5.00)"
     )

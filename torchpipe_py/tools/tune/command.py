@@ -294,7 +294,8 @@ class _Tuning:
     def verify(self) -> None:
         """Measure the trials and the original file in turns, and judge.
 
-        If predictions are off, more candidates are measured. After the second turn the better half continues.
+        After the second turn, the better half of the candidates continues; if predictions are off, more candidates are
+        measured, and halved from the first turn on.
         """
         self._show("verify", 0.0)
         yours, *others = self._trials
@@ -316,7 +317,7 @@ class _Tuning:
                 self._turn(more, number)
                 running += more
                 self._trials += more
-            if number > 0:
+            if why or number > 0:
                 running = verify.best_of(running, self._goal)[: (len(running) + 1) // 2]
             if number + 1 >= verify.LEAST_TURNS and monotonic() - began > self._left():
                 break

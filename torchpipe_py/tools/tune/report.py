@@ -31,20 +31,16 @@ def finite(value: Any) -> Any:
 
 
 def profile_fields(profile: Profile) -> dict[str, Any]:
-    """Each cell under ``CELLS``, and how much nodes slow each other, as shares of 1."""
+    """Each cell under ``CELLS``, the number of noisy ones, and the costs of hand-overs."""
     cells = []
     for cell, figures in profile.cells.items():
         milliseconds = [1000 * seconds for seconds in figures.seconds]
         name, threads = profile.names[cell.unit], cell.threads or None
         row = (name, threads, cell.size, cell.instances, cell.processes, milliseconds, figures.drift)
         cells.append(dict(zip(CELLS, row, strict=True)))
-    neighbours = {
-        profile.names[unit]: dict(zip(("lock", "slowing"), profile.neighbours(unit), strict=True))
-        for unit in profile.limits
-    }
     noisy = sum(figures.drift > DRIFT for figures in profile.cells.values())
     hand_overs = {profile.names[unit]: list(seconds) for unit, seconds in profile.hand_overs.items()}
-    return {"cells": cells, "neighbours": neighbours, "noisy_cells": noisy, "hand_overs": hand_overs}
+    return {"cells": cells, "noisy_cells": noisy, "hand_overs": hand_overs}
 
 
 def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import threading
 from asyncio import new_event_loop
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -239,12 +240,8 @@ class _State:
         cpu = process_time()
         for index, stand in enumerate(stands):
             stand.jobs.put((batches, index * len(batches) // instances, seconds))
-        runs = [stand.done.get() for stand in stands]
-        used = process_time() - cpu
-        for run in runs:
-            if isinstance(run, BaseException):
-                raise run
-        return [each for run in runs for each in run], used
+        runs = [each for stand in stands for each in stand.done.get().result()]
+        return runs, process_time() - cpu
 
     def release(self) -> None:
         """Close the single nodes."""
@@ -383,15 +380,17 @@ class _Runner:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.jobs, self.done = SimpleQueue[Any](), SimpleQueue[Any]()
+        self.jobs, self.done = SimpleQueue[Any](), SimpleQueue[Future[Any]]()
         instance.start()
 
     def serve(self, instance: Instance) -> None:
         while (job := self.jobs.get()) is not None:
+            run: Future[Any] = Future()
             try:
-                self.done.put(self._run(*job))
+                run.set_result(self._run(*job))
             except BaseException as error:
-                self.done.put(error)
+                run.set_exception(error)
+            self.done.put(run)
 
     def _run(self, batches: Sequence[Any], first: int, seconds: float) -> list[tuple[list[Item], float]]:
         took: list[tuple[list[Item], float]] = []
