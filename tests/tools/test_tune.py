@@ -25,6 +25,7 @@ from torchpipe_py.proc import child
 from torchpipe_py.tools.load.measure import CpuMeter, CpuUse
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune import tune
+from torchpipe_py.tools.tune.command import _Tuning
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, changed, parity_of
 from torchpipe_py.tools.tune.profile import Cell, Figures, Profile, Profiler
 from torchpipe_py.tools.tune.report import rows_of, trial_fields, verdict_line
@@ -434,6 +435,36 @@ def test_predictions_that_are_wrong_are_told(trials: list[Trial], is_told: bool)
 def test_a_shorter_p99_than_that_of_the_predicted_best_is_told() -> None:
     trials = [trial(0.030, predicted=0.028), trial(0.025, predicted=0.029)]
     assert "and predicted to be worse" in is_off(trials, Goal(0.02, 50.0, EVEN, 1.0), repeated=(0.029, 0.03))
+
+
+def test_a_wrong_order_is_followed_by_successive_halving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of workers stand for candidates; 1 is the original file, and 4 to 6 are measured only then."""
+    predicted = {1: 100.0, 2: 130.0, 3: 120.0, 4: 119.0, 5: 118.0, 6: 117.0}
+    measured = predicted | {2: 110.0, 3: 125.0, 5: 140.0}
+    turns = []
+
+    class Planned:
+        def build(self, candidate: Candidate) -> None:
+            """Nothing to build."""
+
+        def predict(self, candidate: Candidate, is_exact: bool) -> Prediction:
+            return Prediction(candidate, predicted[candidate.workers], 0.0, math.inf, (), 0.0)
+
+    def measure(service: Any, trial: Trial, goal: Goal) -> None:
+        trial.figures.append(measured[trial.candidate.workers])
+        turns.append(trial.candidate.workers)
+
+    monkeypatch.setattr("torchpipe_py.tools.tune.verify.turn", measure)
+    monkeypatch.setattr(_Tuning, "is_disturbed", lambda self: False)
+    run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
+    run._service = run._predictor = Planned()
+    run._goal, run._repeated = MOST, [100.0, 102.0]
+    found = [Planned().predict(Candidate(Shape.of("x", ONE), workers), True) for workers in predicted]
+    run._trials, run._predicted = [run._trial(each.candidate) for each in found[:3]], found[1:]
+    run.verify()
+    assert [turns.count(workers) for workers in predicted] == [9, 1, 3, 2, 9, 1]
+    assert (run.report["verdict"], run.report["best"]["workers"]) == ("better", 5)
+    assert "successive halving by measurement" in run.report["notes"][0]
 
 
 def test_a_verdict_that_is_open_has_a_reason() -> None:

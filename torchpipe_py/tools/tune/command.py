@@ -50,7 +50,7 @@ _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
-_LEAST_LEFT = 0.3  # of the budget, to measure more candidates
+_LEAST_LEFT = 0.2  # of the budget, to measure more candidates
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -108,7 +108,10 @@ def tune(
         run = _Tuning(tables, dict(zip(map(str, names[some]), bodies[some], strict=True)), usable, budget, progress)
         run.report |= {"img_dir": folder and str(folder), "rate": rate, "slo_given": slo_p99 is not None}
         try:
-            stack.callback(run.start(imports, gpu_memory is not None).close)
+            team = run.start(imports)
+            stack.callback(team.close)
+            if gpu_memory is not None and not team.has_gpu:
+                raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
             run.add_alternatives(allow_pixels)
             run.profile(slo_p99)
             run.set_goal(slo_p99, pattern)
@@ -136,7 +139,6 @@ class _Tuning:
         self._cores, self._budget, self._progress = cores, budget, progress
         self._until = monotonic() + budget
         self._shapes = shapes_of(tables)
-        self._shares = any(shape.heads for shape in self._shapes)
         entered = self._shapes[0].pipeline.graph.entered
         if len(entered) != 1:
             raise ToolError(
@@ -163,18 +165,16 @@ class _Tuning:
             "not_tried": list(_NOT_TRIED),
         }
 
-    def start(self, imports: Sequence[str], needs_gpu: bool) -> Team:
+    def start(self, imports: Sequence[str]) -> Team:
         """Start the processes."""
         self._show("profile", 0.0)
-        self._team = Team(self.report["config"], self._images, imports, self._cores, ENGINES[-1] * self._shares)
+        engines = ENGINES[-1] if any(shape.heads for shape in self._shapes) else 0
+        self._team = Team(self.report["config"], self._images, imports, self._cores, engines)
         self._service = Service(self._team)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
         self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"), self._names)
         self._profile = self._profiler.profile
-        if needs_gpu and not self._team.has_gpu:
-            self._team.close()
-            raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
         return self._team
 
     def add_alternatives(self, is_allowed: bool) -> None:
