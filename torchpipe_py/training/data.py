@@ -75,58 +75,45 @@ class ImageFolder(ImageFiles):
         super().__init__(samples, loader)
 
 
-def pack_folder(
-    root: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    bad_files: str = "raise",
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
-) -> int:
+def pack_folder(root: str | os.PathLike[str], target: str | os.PathLike[str]) -> int:
     """Write the images of a folder of classes into a new LMDB folder ``target``; returns their number.
 
-    Files are stored unchanged, not decoded. A file that cannot be read, or is empty, raises ``UnreadableFile``, or is
-    left out with ``bad_files="skip"``. ``target`` appears when it is complete; raises ``TrainingError`` if it already
-    exists, or if the library is missing.
+    Files are stored unchanged, not decoded. A file that cannot be read, or is empty, raises ``UnreadableFile``.
+    ``target`` appears when it is complete; raises ``TrainingError`` if it already exists, or if the library is missing.
     """
     lmdb = library("lmdb", "lmdb", "packing")
-    if bad_files not in ("raise", "skip"):
-        raise ValueError(f"bad_files is 'raise' or 'skip', got {bad_files!r}")
     files, place = ImageFolder(root), Path(target)
     if place.exists():
         raise TrainingError(f"{place}: is there already")
     # In the same parent, so that it can be renamed; a new folder, so that no other process has put anything there.
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.absolute().parent) as folder:
         unfinished = Path(folder, "unfinished")
-        count = _write(lmdb, files, unfinished, bad_files == "skip", on_progress)
+        _write(lmdb, files, unfinished)
         os.replace(unfinished, place)
-    return count
+    return len(files)
 
 
-def _write(lmdb: Any, files: ImageFolder, place: Path, skips: bool, on_progress: Callable[[int, int], object]) -> int:
+def _write(lmdb: Any, files: ImageFolder, place: Path) -> None:
     size = sum(os.stat(path).st_size + 4096 for path, _ in files.samples)
-    count, pending = 0, 0
+    pending = 0
     # Pages of 4096 bytes: allow for the unused end of each image's last page, and for the tree.
     with lmdb.open(str(place), map_size=2 * size + (16 << 20), lock=False) as database:
         transaction = database.begin(write=True)
-        for done, (path, label) in enumerate(files.samples, 1):
+        for index, (path, label) in enumerate(files.samples):
             try:
-                encoded, _ = files[done - 1]
+                encoded, _ = files[index]
             except UnreadableFile:
-                if not skips:
-                    transaction.abort()
-                    raise
-                continue
+                transaction.abort()
+                raise
             name = os.path.relpath(path, files.root)
-            transaction.put(_key(count), json.dumps([label, name]).encode() + b"\n" + encoded)
-            count, pending = count + 1, pending + len(encoded)
+            transaction.put(_key(index), json.dumps([label, name]).encode() + b"\n" + encoded)
+            pending += len(encoded)
             if pending > COMMIT_BYTES:
                 transaction.commit()
                 transaction, pending = database.begin(write=True), 0
-            on_progress(done, len(files))
-        header = {"format": FORMAT, "count": count, "classes": files.classes}
+        header = {"format": FORMAT, "count": len(files), "classes": files.classes}
         transaction.put(HEADER, json.dumps(header).encode())
         transaction.commit()
-    return count
 
 
 class LmdbImages:
