@@ -215,14 +215,6 @@ class OpenInference:
             for model in self.models.all()
         ]
 
-    def load(self, name: str) -> None:
-        """Load the model, or load it again."""
-        raise NotServedError("models are loaded at --http-port, or here with --repository-control")
-
-    def unload(self, name: str) -> None:
-        """Let go of the model."""
-        raise NotServedError("models are unloaded at --http-port, or here with --repository-control")
-
     def _named(self, name: str, version: str) -> Sequence[Model]:
         return [self.models.find(name, version)] if name else self.models.all()
 

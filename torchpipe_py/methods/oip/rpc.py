@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, Overloaded
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
+from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, Root, shared_memory
 from torchpipe_py.methods.oip.messages import OIP, message, methods, reflected
 from torchpipe_py.methods.oip.requests import (
     Given,
@@ -123,8 +123,7 @@ class OipRpcs:
     def _control(self, action: str, made: Any, request: RpcRequest, done: Done) -> None:
         name = request.message.model_name
         if self._core.control is None:
-            (self._core.load if action == "load" else self._core.unload)(name)
-            return
+            raise NotServedError(f"models are {action}ed at --http-port, or here with --repository-control")
         if action == "load":
             check_load(name, request.message.parameters)
 
