@@ -22,7 +22,7 @@ from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, w
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure
 from torchpipe_py.training import BadSample, ImageFiles, TrainingError, wrap_dataloader_torchpipe
-from torchpipe_py.training.transfer import Slots
+from torchpipe_py.training.workers.transfer import Slots
 
 pytestmark = FORKS
 

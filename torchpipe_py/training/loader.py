@@ -15,8 +15,8 @@ from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.plan import PlannedBatch, Planner, digest_of
 from torchpipe_py.training.prefetch import BackgroundIterator, moved_to, tensors_in
 from torchpipe_py.training.ranks import RankGroup, Step
-from torchpipe_py.training.transfer import Made
-from torchpipe_py.training.workers import BatchReader
+from torchpipe_py.training.workers.reader import BatchReader
+from torchpipe_py.training.workers.transfer import Made
 
 DRAIN_SECONDS = 5.0
 STATE_VERSION = 1

@@ -18,7 +18,7 @@ from torchpipe_py.training.options import LoaderOptions, choose_devices
 from torchpipe_py.training.plan import length_of, samplers_of
 from torchpipe_py.training.ranks import RankGroup
 from torchpipe_py.training.samples import SampleReader
-from torchpipe_py.training.workers import BatchReader, ReadBatches, decoding_reader
+from torchpipe_py.training.workers.reader import BatchReader, ReadBatches, decoding_reader
 
 
 def wrap_dataloader_torchpipe(

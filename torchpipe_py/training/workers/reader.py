@@ -27,14 +27,14 @@ from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import WORKERS, PlannedBatch, key_of
 from torchpipe_py.training.prefetch import moved_to
 from torchpipe_py.training.samples import Sample, SampleReader
-from torchpipe_py.training.transfer import ON_THEIR_WAY, Made, Sent, Slots
+from torchpipe_py.training.workers.transfer import ON_THEIR_WAY, Made, Sent, Slots
 
 KEPT_BYTES = 2**28
 """Freed memory that each malloc heap keeps at its end: enough for the files of a batch."""
 
 WHY_WORKERS_END = "it was killed, for want of memory perhaps, or could not start and said why above"
 GUARD = '; a script does what it does under: if __name__ == "__main__":'  # for scripts that workers import
-PRELOADED = "torchpipe_py.training.preload"
+PRELOADED = "torchpipe_py.training.workers.preload"
 SAFE_PATH = "torchpipe_py.training"  # Python accepts any text; this one shows that the user did not set it
 SENDABLE = "workers_decode needs what can be pickled: functions and classes at the top of a module"
 PIPE_BYTES = 2**20  # maximum on Linux without privileges

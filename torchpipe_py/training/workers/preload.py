@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 with suppress(Exception):  # a worker that needs it reports the error
-    import torchpipe_py.training.workers  # noqa: F401
+    import torchpipe_py.training.workers.reader  # noqa: F401
 with suppress(Exception):
     import cv2  # noqa: F401
 with suppress(Exception):
