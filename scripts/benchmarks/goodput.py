@@ -136,7 +136,7 @@ def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Ite
     settings = {"SLEEP_MS": 1000 * COMPUTE_S, "WORKERS": INSTANCES, "BATCH": 1, "WAIT_MS": 0, "TIMEOUT_S": 0.04}
     for name, options in {"mosec": ["--timeout", "60", "--capacity", "3"], "litserve": []}.items():
         if name in wanted and is_installed(name, report):
-            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", settings, options))
+            peer = stack.enter_context(serving_module(name, f"benchmarks.peers.{name}_service", settings, options))
             yield name, Service(peer.port, PATHS[name])
     if "triton" in wanted:
         yield "Triton", Service(args.triton, "/v2/models/sleep/infer")

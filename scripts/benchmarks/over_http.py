@@ -50,7 +50,7 @@ def over_http(args: argparse.Namespace) -> Report:
         peers = [name for name in ("mosec", "litserve") if is_installed(name, report)]
         settings = {"MODEL": model, "SIZE": size, "WORKERS": args.workers, "BATCH": batch, "WAIT_MS": wait_ms}
         for name in peers:
-            peer = stack.enter_context(serving_module(name, f"benchmarks.{name}_service", settings))
+            peer = stack.enter_context(serving_module(name, f"benchmarks.peers.{name}_service", settings))
             subjects.append(Subject(f"{name}, {ours}", partial(peer.load, images)))
         report.measure(subjects, CLIENTS, args.seconds, args.rounds)
     thrift = f"torchpipe-serve, {as_it_is}, {THRIFT}"
