@@ -966,7 +966,7 @@ def closing(p: pipe, sentinel: Future[Any]) -> threading.Thread:
 @pytest.mark.parametrize("backend", ["Jump", "MapReduce", "S[Identity,Jump]", "S[Identity,MapReduce]"])
 def test_close_fails_a_request_that_waits_for_a_jump(register: Register, backend: str) -> None:
     gate, last = Gate(), Gate()
-    config = {"z": {"backend": register(last.backend)}, **jump(backend), "r": {"backend": register(gate.backend)}}
+    config = {**jump(backend), "r": {"backend": register(gate.backend)}, "z": {"backend": register(last.backend)}}
     with pipe(config) as p, gate, last:
         assert repr(p).splitlines()[-1].startswith("  z: ")  # the order in which nodes are closed
         running = p.submit({"data": "running", "node_name": "r"})

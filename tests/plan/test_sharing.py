@@ -80,11 +80,11 @@ FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "j
         ({"a": node("b"), "b": node("c"), "c": own(filter="run")}, ["a", "b"]),
         ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="b[result:data]")}, ["a b"]),
         # Forks and joins are the worker's.
-        ({"a": node("b,c"), "b": node(), "c": node()}, ["a", "c", "b"]),
+        ({"a": node("b,c"), "b": node(), "c": node()}, ["a", "b", "c"]),
         ({"a": own("b,d"), "b": node("c"), "c": node(), "d": own()}, ["b", "c"]),
         ({"a": own("b"), "b": node("c"), "c": node(), "other": own()}, ["b c"]),
         ({**FORK, "root": node("left,right")}, ["root"]),
-        ({**FORK, "left": node("join"), "right": node("join")}, ["right", "left"]),
+        ({**FORK, "left": node("join"), "right": node("join")}, ["left", "right"]),
         ({**FORK, "join": node("last", map=JOIN), "last": node()}, ["join last"]),
         ({**FORK, "left": node("more"), "more": node("join")}, ["left", "more"]),
         # What is read besides goes back to the worker.
@@ -92,7 +92,7 @@ FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "j
         ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="c[result:data],b[result:x]")}, ["a b"]),
         ({"a": node("b"), "b": node("c"), "c": own("d"), "d": own(map="b[data:x],c[result:data]")}, ["a", "b"]),
         # Two graphs.
-        ({"a": node("b"), "b": node(), "c": node("d"), "d": node()}, ["c d", "a b"]),
+        ({"a": node("b"), "b": node(), "c": node("d"), "d": node()}, ["a b", "c d"]),
     ],
 )
 def test_sections(config: dict[str, Any], found: list[str]) -> None:

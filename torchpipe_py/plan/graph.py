@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 
 from torchpipe_py.errors import Problems, nearest, quoted
 from torchpipe_py.plan.config import NodeSpec, PipelineSpec, Place
@@ -120,12 +120,12 @@ def build_graph(spec: PipelineSpec) -> Graph:
     for node in nodes.values():
         _check_next(node, nodes, problems)
     problems.raise_all()
-    order = _topological(nodes)
     before_of: dict[str, list[str]] = {name: [] for name in nodes}
     for node in nodes.values():
         for successor in node.next:
             before_of[successor].append(node.name)
     predecessors = {name: tuple(names) for name, names in before_of.items()}
+    order = _topological(predecessors, nodes)
     roots = tuple(name for name in nodes if not predecessors[name])
     upstream: dict[str, frozenset[str]] = {}
     reached_from: dict[str, frozenset[str]] = {}
@@ -190,30 +190,13 @@ def _check_map(
     return sources
 
 
-def _topological(nodes: Mapping[str, NodeSpec]) -> tuple[str, ...]:
-    """Order the nodes depth first, without recursion; raises an error that shows the cycle, if there is one."""
-    order: list[str] = []
-    done: set[str] = set()
-    for start in nodes:
-        path: dict[str, None] = {}
-        stack = [(start, False)]
-        while stack:
-            name, leaving = stack.pop()
-            if leaving:
-                path.pop(name)
-                if name not in done:
-                    done.add(name)
-                    order.append(name)
-            elif name in path:
-                steps = list(path)
-                cycle = " -> ".join([*steps[steps.index(name) :], name])
-                raise nodes[steps[-1]].at("next").error(f"a cycle: {cycle}")
-            elif name not in done:
-                path[name] = None
-                stack.append((name, True))
-                stack.extend((successor, False) for successor in reversed(nodes[name].next))
-    order.reverse()
-    return tuple(order)
+def _topological(predecessors: Mapping[str, Iterable[str]], nodes: Mapping[str, NodeSpec]) -> tuple[str, ...]:
+    """Order the nodes; raises an error that shows the cycle, if there is one."""
+    try:
+        return tuple(TopologicalSorter(predecessors).static_order())
+    except CycleError as error:
+        cycle = error.args[1]
+        raise nodes[cycle[-2]].at("next").error(f"a cycle: {' -> '.join(cycle)}") from None
 
 
 def add_jumps(graph: Graph, spec: PipelineSpec, jumps: Mapping[str, tuple[str, ...]]) -> Graph:
