@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmap import mmap
 from typing import Any
 
 from torchpipe_py.errors import InvalidRequest
@@ -27,14 +28,14 @@ def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
             left -= 1
             if left < 0:
                 raise RequestTooLargeError(f"the message has more than {most} fields (--max-items)")
-            tag, at = _varint(data, at)
+            tag, at = varint(data, at)
             number, kind = tag >> 3, tag & 7
             if kind in _SIZES:
                 at += _SIZES[kind]
                 continue
             if kind not in (_VARINT, _BYTES):
                 raise InvalidRequest(f"the message is not a {descriptor.full_name}")
-            value, at = _varint(data, at)
+            value, at = varint(data, at)
             if kind == _BYTES:
                 field = descriptor.fields_by_number.get(number)
                 if field is not None and field.message_type is not None:
@@ -45,8 +46,8 @@ def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
                 at += value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number there, and where it ends."""
+def varint(data: bytes | mmap, at: int) -> tuple[int, int]:
+    """The number there, and where it ends; ``InvalidRequest`` (a ``ValueError``) if it is cut short."""
     number = 0
     for index, byte in enumerate(data[at : at + _MOST_VARINT]):
         number |= (byte & 0x7F) << 7 * index

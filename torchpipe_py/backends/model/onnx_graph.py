@@ -14,6 +14,7 @@ import numpy as np
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import UNSAID, ModelFile, outside_files
 from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.wire.protobuf import varint
 
 
 def keep_telemetry_off() -> None:
@@ -270,7 +271,7 @@ def _declared(content: mmap.mmap, value: Span) -> TensorSpec:
     spans = fields[_TYPE]
     for number in (_TENSOR_TYPE, _SHAPE, _DIM):
         spans = [inner for span in spans for inner in _fields(content, span)[number]]
-    sizes = [sum(_varint(content, start)[0] for start, _ in _fields(content, dim)[_DIM_VALUE]) for dim in spans]
+    sizes = [sum(varint(content, start)[0] for start, _ in _fields(content, dim)[_DIM_VALUE]) for dim in spans]
     # Some exporters write -1 for any size, which ONNX Runtime takes for that.
     return TensorSpec(name, tuple([size if 0 < size < 2**63 else None for size in sizes]))
 
@@ -284,12 +285,12 @@ def _fields(content: mmap.mmap, message: Span) -> dict[int, list[Span]]:
     fields: dict[int, list[Span]] = defaultdict(list)
     at, end = message
     while at < end:
-        tag, start = _varint(content, at)
+        tag, start = varint(content, at)
         kind = tag & 7
         if kind == 0:
-            at = _varint(content, start)[1]
+            at = varint(content, start)[1]
         elif kind == 2:
-            length, start = _varint(content, start)
+            length, start = varint(content, start)
             at = start + length
         elif kind in (1, 5):
             at = start + (8 if kind == 1 else 4)
@@ -299,15 +300,3 @@ def _fields(content: mmap.mmap, message: Span) -> dict[int, list[Span]]:
             raise ValueError("a field that ends after its message")
         fields[tag >> 3].append((start, at))
     return fields
-
-
-def _varint(content: mmap.mmap, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
-    value = 0
-    for shift in range(0, 64, 7):
-        byte = content[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-    raise ValueError("a number of more than 64 bits")
