@@ -15,7 +15,7 @@ from image_kit import Data, noise, refusal, run
 
 from torchpipe_py import ConfigError, pipe
 from torchpipe_py.backends.image import files
-from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, JPEG_SUFFIXES, find_images, label_of
+from torchpipe_py.backends.image.files import IMAGE_SUFFIXES, find_images, label_of
 
 
 def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> None:
@@ -25,7 +25,6 @@ def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> Non
         (tmp_path / name).touch()
     expected = ["a.jpg", "b.JPEG", "deep/c.tiff", "deep/deeper/d.png", "folder.jpg/e.bmp"]
     assert find_images(str(tmp_path)) == [tmp_path / name for name in expected]
-    assert find_images(tmp_path, JPEG_SUFFIXES) == [tmp_path / name for name in expected[:2]]
 
 
 def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -22,12 +22,11 @@ from torchpipe_py.files import replace_file
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
-JPEG_SUFFIXES = (".jpg", ".jpeg")
-IMAGE_SUFFIXES = (*JPEG_SUFFIXES, ".png", ".bmp", ".webp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 
-def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> list[Path]:
-    """All files below ``folder`` with one of the ``suffixes``, in any case, in the order of their paths.
+def find_images(folder: str | os.PathLike[str]) -> list[Path]:
+    """All files below ``folder`` with one of ``IMAGE_SUFFIXES``, in any case, in the order of their paths.
 
     Named pipes, sockets and other non-files are left out. Paths start with ``folder``. Raises ``OSError`` if ``folder``
     is not a folder, cannot be read or holds no image; the message is complete and begins with the folder's path.
@@ -35,9 +34,9 @@ def find_images(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAG
     if not os.path.isdir(folder):
         raise NotADirectoryError(f"{folder}: no such directory")
     paths = [Path(place, name) for place, _, names in os.walk(folder, onerror=_unreadable) for name in names]
-    images = sorted(path for path in paths if path.suffix.lower() in suffixes and _is_readable(path))
+    images = sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES and _is_readable(path))
     if not images:
-        raise FileNotFoundError(f"{folder}: no image in it (looked for {' '.join(suffixes)})")
+        raise FileNotFoundError(f"{folder}: no image in it (looked for {' '.join(IMAGE_SUFFIXES)})")
     return images
 
 
