@@ -80,7 +80,6 @@ class NvImageCodec:
         self._device, self._stream = device, stream.cuda_stream
         self.uses_engines = uses_engines
         self._targets = [_Target() for _ in trial]  # by the place in a batch
-        self._reuses = True
         name = f"nvImageCodec {library.__version__}"
         try:
             kinds = library.BackendKind
@@ -143,14 +142,11 @@ class NvImageCodec:
         ]
 
     def _trim(self) -> None:
-        """Keep ``KEPT_BYTES`` of memory, the smaller images; nothing of a version that cannot decode into images.
+        """Keep ``KEPT_BYTES`` of memory, the smaller images.
 
         NOTE: before a call, since the stream has been waited for then: to release an image sooner is to wait for it
         alone, which takes twice as long as to decode it (117 µs an image of 500×375, against 42, on an H200).
         """
-        if not self._reuses:
-            for target in self._targets:
-                target.clear()
         while sum(target.capacity for target in self._targets) > KEPT_BYTES:
             max(self._targets, key=lambda target: target.capacity).clear()
 
@@ -169,13 +165,7 @@ class NvImageCodec:
     def _decode(self, decoder: Any, encoded: Sequence[bytes], targets: Sequence[_Target]) -> list[bool]:
         """Decode each into the target beside it; whether that was possible."""
         options: dict[str, Any] = {"params": self._params, "cuda_stream": self._stream}
-        if self._reuses:
-            try:
-                images = decoder.decode(list(encoded), images=[target.image for target in targets], **options)
-            except TypeError:  # a version that cannot decode into images
-                self._reuses = False
-        if not self._reuses:
-            images = decoder.decode(list(encoded), **options)
+        images = decoder.decode(list(encoded), images=[target.image for target in targets], **options)
         for target, image in zip(targets, images, strict=True):
             if image is not None:
                 target.put(image)
