@@ -149,7 +149,7 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         *(
             (["parity", "a.toml", "b.toml", "--img_dir", ".", flag, value], flag)
             for flag, value in (
-                *(("--limit", "0"), ("--torchvision", "any"), ("--worst", "-1"), ("--max-mean", "nan")),
+                *(("--torchvision", "any"), ("--worst", "-1"), ("--max-mean", "nan")),
                 *(("--max-mean", "-1"), ("--min-agreement", "1.1"), ("--max-drop", "101")),
                 *(("--html", "no/such/folder/x.html"), ("--json", ".")),
             )

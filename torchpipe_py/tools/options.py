@@ -97,7 +97,6 @@ def add_parity_options(parser: argparse.ArgumentParser) -> None:
     other("--torchvision", metavar="WEIGHTS", help="instead of B: torchvision's transform of these weights")
     add("--img_dir", required=True, metavar="DIR", help="images, found recursively by extension")
     add("--model", metavar="CONFIG.toml", help="a pipe that takes either result as data: compares top-1 classes")
-    add("--limit", type=at_least(1), metavar="N", help="only the first N images, in the order of their names")
     add("--html", type=output_file, metavar="FILE", help="write a self-contained report with pictures")
     add("--json", type=output_file, metavar="FILE", help="write every figure of every image")
     add("--worst", type=at_least(0), default=10, metavar="N", help="images to show (default: %(default)s)")
@@ -191,8 +190,6 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
     add("--streams", required=True, metavar="FILE.toml", help="a table for each stream, with its source")
     add("--out", type=output_file, metavar="FILE", help="write a line of JSON for each frame; default: print it")
     add("--show", action="store_true", help="show frames and boxes in a window of each stream")
-    in_flight = "frames in the pipe at once (default: one more than its widest node takes)"
-    add("--in-flight", type=at_least(1, 10_000), metavar="N", help=in_flight)
     add("--seconds", type=above_zero("seconds"), metavar="S", help="stop after S seconds")
 
 

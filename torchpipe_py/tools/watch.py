@@ -28,7 +28,7 @@ def run_watch(options: argparse.Namespace) -> int:
         out = stack.enter_context(open(options.out, "wb")) if options.out else None
         lines: IO[bytes] = out or sys.stdout.buffer
         run = stack.enter_context(pipe(options.config))
-        streams = stack.enter_context(Streams(run, options.streams, in_flight=options.in_flight))
+        streams = stack.enter_context(Streams(run, options.streams))
         began = seen_at = monotonic()
         if options.seconds:
             timer = Timer(options.seconds, streams.close)

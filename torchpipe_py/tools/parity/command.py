@@ -38,9 +38,8 @@ TITLES = {
 def run_parity(args: argparse.Namespace) -> int:
     """0 if all is well, 1 for a missed bar or nothing to compare. Raises ``TorchpipeError`` if it cannot run."""
     b, tables, notes = _against(args)
-    parity = compare_configs(
-        Settings(args.a, b, args.img_dir, args.model, args.limit, args.worst, args.html is not None, tables=tables)
-    )
+    settings = Settings(args.a, b, args.img_dir, args.model, args.worst, args.html is not None, tables=tables)
+    parity = compare_configs(settings)
     parity.notes += notes
     parity.judge(args.max_mean, args.min_agreement, args.max_drop)
     print("\n".join(text_report(parity)))

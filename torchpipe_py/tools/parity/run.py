@@ -45,7 +45,6 @@ class Settings:
     b: str
     img_dir: str
     model: str | None = None
-    limit: int | None = None
     worst: int = 10
     with_views: bool = False
     paths: Sequence[Path] | None = None
@@ -126,9 +125,8 @@ def compare_configs(settings: Settings) -> Parity:
         ]
         comparison = _Comparison(Parity(settings, len(paths)), runners)
         size = min(runner.batch for runner in runners)
-        chosen = paths[: settings.limit]
-        for start in range(0, len(chosen), size):
-            comparison.add(chosen[start : start + size])
+        for start in range(0, len(paths), size):
+            comparison.add(paths[start : start + size])
     return comparison.finish()
 
 
@@ -269,9 +267,7 @@ class _Comparison:
         self._parity.views = {name: view for name, view in self._parity.views.items() if name in kept}
 
     def _notes(self) -> Iterator[str]:
-        limit, compared = self._settings.limit, self._parity.compared
-        if limit is not None and limit < self._parity.found:
-            yield f"--limit: the first {limit} of {self._parity.found} images"
+        compared = self._parity.compared
         for side in (self._a, self._b):
             for origin, count in side.origins.most_common():
                 images = f" ({counted(count, 'image')})" if len(side.origins) > 1 else ""
