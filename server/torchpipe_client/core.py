@@ -210,7 +210,7 @@ class InferMany(Call[T]):
         ]
         self._outcomes: list[Any] = [None] * len(self._params)
         self._pending = list(range(len(self._params)))
-        self._trace, self._is_single, self._priority = trace, is_single, priority
+        self._trace, self._is_single, self._priority = trace, is_single, _priority(priority)
 
     def arguments(self) -> dict[str, Any]:
         params = [self._params[index] for index in self._pending]
@@ -253,7 +253,7 @@ class Infer(Call["dict[str, Any]"]):
         values = {key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()}
         keys = None if outputs is None else list(outputs)
         self._request = IDL.InferRequest(
-            uuid=uuid, inputs=values, node_name=node_name, outputs=keys, priority=priority or None, **trace
+            uuid=uuid, inputs=values, node_name=node_name, outputs=keys, priority=_priority(priority) or None, **trace
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -262,6 +262,13 @@ class Infer(Call["dict[str, Any]"]):
 
     def _accept(self, success: Any) -> None:
         self._result = {key: from_value(key, value) for key, value in success.outputs.items()}
+
+
+def _priority(given: Any) -> int:
+    """0 (normal) or 1 (low); ``InvalidRequest`` for anything else, as Thrift would send 0.5 as 0."""
+    if type(given) is not int or given not in (0, 1):
+        raise errors.InvalidRequest(f"priority: expected 0 (normal) or 1 (low), got {given!r:.40}")
+    return given
 
 
 def _result(struct: Any) -> Result:

@@ -79,15 +79,21 @@ def test_a_value_comes_back_as_it_went(make, echo, sent, dtype):
         ("infer", [{"data": 2**63}], r"an integer of more than 64 bits"),
         ("infer", [{"data": np.zeros(2, np.complex64)}], r"an array of complex64; supported: bool, "),
         ("infer", [b"a"], r"^inputs: expected a dict, as {'data': …}, got bytes$"),
-        ("infer", [{"data": b"a"}, "result"], r"^outputs: expected a list of keys, as \['result'\], got 'result'$"),
+        (
+            "infer",
+            [{"data": b"a"}, {"outputs": "result"}],
+            r"^outputs: expected a list of keys, as \['result'\], got 'result'$",
+        ),
         ("infer_batch", ["photo.jpg"], r"^image: expected bytes, got a str; read a file with Path"),
         ("infer_many", [[b"a", Path("photo.jpg")]], r"^images\[1\]: expected bytes, got a PosixPath"),
         ("infer_many", [b"a"], r"^images: expected a list of bytes, got bytes$"),
+        ("infer", [{}, {"priority": 0.5}], r"^priority: expected 0 \(normal\) or 1 \(low\), got 0.5$"),
+        ("infer_many", [[], {"priority": 2}], r"^priority: expected 0 \(normal\) or 1 \(low\), got 2$"),
     ],
 )
 def test_arguments_that_are_refused_before_they_are_sent(make, method, args, text):
     with make("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=text):
-        getattr(client, method)(args[0], **({"outputs": args[1]} if args[1:] else {}))
+        getattr(client, method)(args[0], **dict(*args[1:]))
 
 
 def test_what_the_service_refuses_is_told(make, echo):
