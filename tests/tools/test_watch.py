@@ -6,10 +6,14 @@ import json
 
 import numpy as np
 import pytest
+from kit.services import reserved_port
 from kit.videos import write_video
+from kit.waits import eventually
 
-from torchpipe_py import cli
+from torchpipe_py import cli, pipe
+from torchpipe_py.streams import Streams
 from torchpipe_py.streams.boxes import COLOR, draw_boxes
+from torchpipe_py.tools.watch import summary
 
 pytest.importorskip("av")
 
@@ -34,7 +38,28 @@ def test_writes_a_line_for_each_frame(files, capfd):
     assert [line["number"] for line in lines] == [0, 1, 2, 3, 4]
     assert {line["stream"] for line in lines} == {"door"}
     assert lines[0]["result"]["shape"] == [1, 2, 3]
-    assert capfd.readouterr().err.splitlines()[-1].split()[2:5] == ["ended", "5", "5"]
+    assert capfd.readouterr().err.splitlines()[-1].split()[2:6] == ["ended", "5", "0", "5"]
+
+
+def test_counts_the_frames_that_fps_skips(files, capfd):
+    with open(files / "cameras.toml", "a") as streams:
+        streams.write("fps = 5\n")
+    assert watch(files, "small.toml") == 0
+    heads, door = (line.split() for line in capfd.readouterr().err.splitlines()[-2:])
+    assert dict(zip(heads, door, strict=False)).items() >= {"decoded": "5", "skipped": "4", "results": "1"}.items()
+
+
+@pytest.mark.parametrize(("reconnect", "state"), [(True, "never reached"), (False, "failed")])
+def test_a_camera_that_was_never_reached_says_why(reconnect, state):
+    with reserved_port() as port, pipe({"backend": "Identity"}) as run:
+        source = f"rtsp://viewer:secret@127.0.0.1:{port}/live"
+        with Streams(run, {"door": {"source": source, "reconnect": reconnect}}) as streams:
+            eventually(lambda: "last_error" in streams.stats()["door"])
+            streams.close()
+            table = summary(streams, 1.0)
+    assert state in table
+    assert "refused" in table
+    assert "secret" not in table
 
 
 def test_a_frame_without_a_result_says_why(files, capfd):

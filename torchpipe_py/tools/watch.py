@@ -14,7 +14,7 @@ from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
-from torchpipe_py.tools.report import ToolError, aligned
+from torchpipe_py.tools.report import ToolError, aligned, printable
 
 REPORT_SECONDS = 5.0
 
@@ -53,13 +53,16 @@ def run_watch(options: argparse.Namespace) -> int:
 
 
 def summary(streams: Streams, seconds: float) -> str:
-    """A table with a line for each stream."""
-    columns = ("state", "decoded", "results", "dropped", "stale", "errors", "reconnects")
+    """A table with a line for each stream; one that ended without a frame was ``never reached``."""
+    columns = ("state", "decoded", "skipped", "results", "dropped", "stale", "errors", "reconnects")
     rows = []
     for name, counts in streams.stats().items():
         rate = counts["results"] / seconds if seconds else 0.0
-        rows.append((name, f"{rate:.1f}", *[str(counts[key]) for key in columns]))
-    return "\n".join(aligned(rows, ("stream", "fps", *columns)))
+        if counts["state"] == "ended" and not counts["decoded"]:
+            counts["state"] = "never reached"
+        problem = printable(counts.get("last_error", ""))
+        rows.append((name, f"{rate:.1f}", *[str(counts[key]) for key in columns], problem))
+    return "\n".join(aligned(rows, ("stream", "fps", *columns, "last error")))
 
 
 def _window() -> Callable[[Frame], None]:
