@@ -53,7 +53,7 @@ def test_every_image_is_sent_once_and_the_report_is_complete(serve: Serve, image
     assert set(report["latency_ms"]) == {"count", "mean", "p50", "p90", "p99", "p99_9", "max", "min"}
     assert report["tester_limited"] is (not report["valid"])
     assert (report["server_pids"], report["settings"]["request_client"]) == ([os.getpid()], 4)
-    assert all(name in done.stdout for name in ("QPS", "goodput", "latency", "p99.9", "server CPU", "tester CPU"))
+    assert all(name in done.stdout for name in ("QPS", "results", "latency", "p99.9", "server CPU", "tester CPU"))
 
 
 def test_batches_and_their_rest(serve: Serve, images: Images) -> None:
@@ -173,7 +173,7 @@ def test_a_load_whose_output_is_closed_writes_its_report(serve: Serve, images: I
     done = run(sys.executable, "-c", code, *arguments, *limit)
     assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
     report = json.loads(path.read_text())
-    assert (report["images_ok"], report["slo"]["met"]) == (4, False)
+    assert (report["images_ok"], report["slo"]["met"], report["goodput"]) == (4, False, 0.0)
 
 
 # --- open loops
@@ -246,6 +246,7 @@ def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: P
     options = ("--rate", 60, "--total_number", 150, "--html", path, "--csv", rows, "--slo-p99", 50)
     done, report = load(images(**{"a": "ok:a", "<b>": "refuse"}), serve().port, *options)
     assert done.returncode == 2
+    assert f"{report['goodput']:.1f} images/s within 50 ms" in done.stdout
     text = path.read_text(encoding="utf-8")
     assert text.count("<svg") == text.count("</svg>") == 4
     assert not re.search(r"<script|<link|<img|https?://|@import|NaN|nan,|None<", text)

@@ -114,6 +114,20 @@ def test_replies_to_something_else_are_refused(speaks: Any, reply: bytes, why: s
         speaks.answers(reply, 8, 1)
 
 
+@pytest.mark.parametrize(
+    ("make", "sent"),
+    [
+        (lambda priority: wire.ThriftWire(load_idl(), False, 1, priority), b"\x08\x00\x05\x00\x00\x00\x01"),
+        (lambda priority: wire.HttpWire("host", "/infer", priority), b"\r\nX-Priority: 1\r\n"),
+    ],
+)
+def test_sends_the_priority_that_is_not_normal(make: Any, sent: bytes) -> None:
+    low, normal = (make(priority).request(0, 1, [b"a"]) for priority in (1, 0))
+    assert sent in low
+    assert sent not in normal
+    assert b"infer_many" not in normal
+
+
 @pytest.mark.parametrize("body", [b"\x1b[2Jgone\n", rb'{"code": "\u001b[2Jgone", "error": "\u001b[2Jgone"}'])
 def test_what_a_service_says_does_not_reach_the_terminal_as_it_is(body: bytes) -> None:
     reply = b"HTTP/1.1 500 \r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)

@@ -275,6 +275,8 @@ def parse_load(arguments: Sequence[str], program: str) -> argparse.Namespace:
     add("--port", type=port, default=8888, metavar="PORT", help="port that takes images" + default)
     add("--transport", choices=("buffered", "framed", "http"), default="buffered", help="of Thrift, or HTTP")
     add("--path", metavar="PATH", help="where images are POSTed over HTTP; default /infer")
+    priority = "of each request: 1 is low (Thrift: infer_many; HTTP: X-Priority)" + default
+    add("--priority", type=int, choices=(0, 1), default=0, help=priority)
     limit = "seconds for a call, and for a connection" + default
     add("--timeout", type=above_zero("seconds"), default=10.0, metavar="S", help=limit)
     server = "process whose CPU use is reported; default: the local one that listens on the port"

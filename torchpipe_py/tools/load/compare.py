@@ -19,9 +19,9 @@ RESAMPLES = 2000
 LEAST_SECONDS = 5  # whole seconds of each run that resampling needs
 CONFIDENCE = 95
 
-_FIGURES = {"QPS": "qps", "goodput": "goodput", "calls/s": "calls_per_s"}
+_FIGURES = {"QPS": "qps", "results/s": "goodput", "calls/s": "calls_per_s"}
 _LATENCIES = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99.9": "p99_9", "max": "max"}
-_IRRELEVANT = {"json", "csv", "html", "progress", "img_dir", "host", "port", "server_pid", "slo_p99", "sweep", "search"}
+_IRRELEVANT = {"json", "csv", "html", "progress", "img_dir", "host", "port", "server_pid", "sweep", "search"}
 
 _HOW = f"""\
 The interval of the QPS ratio is a percentile bootstrap of {CONFIDENCE} %: the images with a result in each whole second
@@ -38,7 +38,7 @@ def compare_main(arguments: Sequence[str], program: str) -> int:
     )
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")
-    allowed = "percent by which B's QPS and goodput may be lower than A's, and its p99 higher"
+    allowed = "percent by which B's QPS and results/s may be lower than A's, and its p99 higher"
     percent = number("a number of percent, 0 or more", 0, 1e308)
     parser.add_argument("--max-regression", type=percent, metavar="PCT", help=allowed)
     options = parser.parse_args(arguments)
@@ -123,7 +123,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 def regressions(a: dict[str, Any], b: dict[str, Any], percent: float) -> list[str]:
     """What is worse in B by more than ``percent``: lower throughput, higher p99, or no result at all."""
     lines = []
-    for title in ("QPS", "goodput"):
+    for title in ("QPS", "results/s"):
         before, after = a[_FIGURES[title]], b[_FIGURES[title]]
         if after < before * (1 - percent / 100):
             lines.append(f"{title} {before:.2f} to {after:.2f}, {1 - after / before:.1%} lower")

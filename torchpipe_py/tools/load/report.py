@@ -24,10 +24,20 @@ from torchpipe_py.tools.load.records import NO_REPLY, Outcome, Records
 from torchpipe_py.tools.report import Axis, Bars, Line, aligned, chart, linear_axis, log_axis
 
 OTHERS_LIMIT = 25.0  # percent of a core, for all processes outside the run
-HEADS = ("run", "offered", "QPS", "goodput", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
+HEADS = ("run", "offered", "QPS", "results/s", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "failed", "late", "verdict")
 
 _NINES = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
-_SETTINGS = ("request_client", "request_batch", "arrivals", "rate", "seed", "duration", "total_number")
+_SETTINGS = (
+    "request_client",
+    "request_batch",
+    "arrivals",
+    "rate",
+    "seed",
+    "duration",
+    "total_number",
+    "slo_p99",
+    "priority",
+)
 _FIGURES = ("offered_rate", "achieved_rate", "qps", "calls_per_s", "goodput", "window_s", "images_sent")
 _COUNTS = ("images_answered", "images_ok", "images_failed", "images_unsent")
 _LATENCIES = ("mean", "p50", "p90", "p99", "p99_9", "max", "min")
@@ -85,10 +95,12 @@ def make_report(
     """The whole report, ready for JSON. Latencies in ms, CPU in percent of one core; null means unknown.
 
     Counts are in images, except ``calls`` and ``calls_answered``; "answered" means with a reply, including errors. The
-    window is from the start of the clients to the last reply. ``latency_ms`` is for calls with a result. ``limits`` are
-    the reasons why the run measured the tester instead of its subject.
+    window is from the start of the clients to the last reply. ``latency_ms`` is for calls with a result, ``goodput``
+    the images per second with a result within ``--slo-p99``, or at any time without it. ``limits`` are the reasons why
+    the run measured the tester instead of its subject.
     """
     replied = records.ok != NO_REPLY
+    in_time = replied & (records.latency <= 1e6 * (about["settings"].get("slo_p99") or float("inf")))
     sent, answered, ok = (int(images.sum()) for images in (records.size, records.size[replied], records.ok[replied]))
     replies = records.end[replied]
     window = int((replies if len(replies) else records.end).max(initial=0)) / 1e9
@@ -105,7 +117,7 @@ def make_report(
         "calls_answered": len(replies),
         "qps": answered / (window or float("inf")),
         "calls_per_s": len(replies) / (window or float("inf")),
-        "goodput": ok / (window or float("inf")),
+        "goodput": int(records.ok[in_time].sum()) / (window or float("inf")),
         "images_failed": sum(outcome.tally.errors.values()),
         "errors": dict(outcome.tally.errors.most_common()),
         "error_examples": outcome.tally.examples,
@@ -153,18 +165,19 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     settings, machine, images = report["settings"], report["machine"], report["images_ok_per_second"]
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
     is_bench, failed = "config" in settings, report["images_failed"]
+    low = ", priority 1 (low)" if settings.get("priority") else ""
     tested = ("server", "{host}:{port} ({transport})")
     if is_bench:
         tested = ("config", "{config} in this process, clients are threads")
     rows = [
         (tested[0], tested[1].format_map(settings)),
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
-        ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call"),
+        ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call{low}"),
         ("warm-up", f"{counted(report['warmup_calls'], 'call')} before it, not counted (--warmup)"),
         ("images", "{images_sent} sent, {images_answered} answered, {images_ok} with a result".format_map(report)),
         ("window", f"{report['window_s']:.3f} s"),
         ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
-        ("goodput", f"{report['goodput']:.1f} images/s"),
+        ("goodput" if settings.get("slo_p99") else "results", _results(report, " images/s")),
     ]
     if report["accuracy"] is not None:
         rows.append(("accuracy", f"{report['accuracy']:.4f}"))
@@ -235,6 +248,12 @@ def describe_arrivals(settings: dict[str, Any]) -> str:
     return f"{arrivals} arrivals{at}" + (f", seed {settings['seed']}" if arrivals == "poisson" else "")
 
 
+def _results(report: dict[str, Any], unit: str = "") -> str:
+    """Images per second with a result, and the SLO that they are counted against, if there is one."""
+    slo_ms = report["settings"].get("slo_p99")
+    return f"{report['goodput']:.1f}{unit}" + (f" within {slo_ms:g} ms" if slo_ms else "")
+
+
 def _cpu(value: float | None) -> str:
     """CPU use, given in percent of a core."""
     return "n/a" if value is None else f"{value:.0f} % of a core"
@@ -248,7 +267,7 @@ def run_cells(report: dict[str, Any]) -> tuple[str, ...]:
         report.get("point", "run"),
         "-" if offered is None else f"{offered:.1f}",
         f"{report['qps']:.1f}",
-        f"{report['goodput']:.1f}",
+        _results(report),
         *(f"{latency[name]:.2f}" if name in latency else "-" for name in ("p50", "p90", "p99", "p99_9")),
         str(report["images_failed"]),
         "-" if late is None else f"{late['share']:.1%}",

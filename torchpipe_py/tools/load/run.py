@@ -163,9 +163,10 @@ class LoadRunner:
         from torchpipe_py.tools.load import wire
 
         if options.transport == "http":
-            speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path)
+            speaks: Any = wire.HttpWire(f"{options.host}:{options.port}", options.path, options.priority)
         else:
-            speaks = wire.ThriftWire(load_idl(), options.transport == "framed", options.request_batch)
+            is_framed = options.transport == "framed"
+            speaks = wire.ThriftWire(load_idl(), is_framed, options.request_batch, options.priority)
         self._endpoint = wire.Endpoint(speaks, options.host, options.port, options.timeout)
         self._payload = load_images(options.img_dir, options.labels_from_names)
         asyncio.run(wire.probe(self._endpoint))

@@ -51,9 +51,9 @@ class HttpStatusError(Exception):
 class ThriftWire:
     """``InferenceService`` in the binary protocol: ``infer_batch`` for one image per call, else ``infer_many``."""
 
-    def __init__(self, idl: ModuleType, framed: bool, batch: int) -> None:
-        self._idl, self._framed = idl, framed
-        self._method = "infer_batch" if batch == 1 else "infer_many"
+    def __init__(self, idl: ModuleType, framed: bool, batch: int, priority: int = 0) -> None:
+        self._idl, self._framed, self._priority = idl, framed, priority
+        self._method = "infer_batch" if batch == 1 and not priority else "infer_many"  # which alone has a priority
 
     def __str__(self) -> str:
         return f"ping ({'framed' if self._framed else 'buffered'} transport)"
@@ -66,7 +66,9 @@ class ThriftWire:
         """A call with these images."""
         uuids = (f"{client:04x}-{sequence:08x}-{slot:04x}" for slot in range(len(bodies)))
         params = [self._idl.InferenceParams(uuid=uuid, data=body) for uuid, body in zip(uuids, bodies, strict=True)]
-        return self._call(self._method, sequence, params=params[0] if self._method == "infer_batch" else params)
+        if self._method == "infer_batch":
+            return self._call(self._method, sequence, params=params[0])
+        return self._call(self._method, sequence, params=params, priority=self._priority or None)
 
     def _call(self, method: str, sequence: int, **arguments: Any) -> bytes:
         buffer = TCyMemoryBuffer()
@@ -121,8 +123,10 @@ def _answers(result: Any, count: int) -> list[Any]:
 class HttpWire:
     """Raw images, each POSTed to ``path``; answers as JSON."""
 
-    def __init__(self, host: str, path: str) -> None:
-        self._head = f"{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/octet-stream\r\nContent-Length: "
+    def __init__(self, host: str, path: str, priority: int = 0) -> None:
+        fields = "X-Priority: 1\r\n" if priority else ""
+        fields += "Content-Type: application/octet-stream\r\nContent-Length: "
+        self._head = f"{path} HTTP/1.1\r\nHost: {host}\r\n{fields}"
         self._path = path
 
     def __str__(self) -> str:
