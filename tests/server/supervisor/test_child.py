@@ -136,7 +136,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_worker_that_says_what_none_says_is_ended(subject: Subject, name: str) -> None:
-    data = HOSTILE[name]
+    data = memoryview(HOSTILE[name])
     subject.sock.setblocking(False)
     while data and not subject.ended:
         try:
