@@ -11,7 +11,6 @@ from functools import partial
 
 from benchmarks import common, in_process
 from benchmarks.goodput import SERVICES, goodput
-from benchmarks.io_cost import io_cost
 from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
 from benchmarks.sharing import shared
@@ -25,7 +24,6 @@ BENCHMARKS = {
     "batching": in_process.batching,
     "decode": in_process.decode,
     "over_http": over_http,
-    "io_cost": io_cost,
     "shared": shared,
     "goodput": goodput,
     "priorities": priorities,
