@@ -37,11 +37,13 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(description="Limit, baselines and the pipe in one run.")
     common.add_options(parser, list(BENCHMARKS))
     group = parser.add_argument_group("over_http")
-    group.add_argument("--model", choices=("demo", "resnet18"), default="demo", help="(default: %(default)s)")
+    model = "demo, or the .onnx of torchpipe export resnet18 --weights random (default: %(default)s)"
+    group.add_argument("--model", default="demo", help=model)
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
-    group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="begin no round after so many")
+    most = "end after so many, at the next measurement; with --json the same command goes on where it ended"
+    group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help=most)
     case = "demo, demo_nodes, detector, branch, or a file, as of torchpipe export (default: all of them)"
     group.add_argument("--case", action="append", metavar="NAME", help=case)
     group = parser.add_argument_group("goodput")

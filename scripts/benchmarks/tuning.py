@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from itertools import islice, product
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from benchmarks.common import REPOSITORY, Load, Report, progress
-from torchpipe_py.plan.config import parse_toml
+from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.registry import import_code
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times
 from torchpipe_py.tools.report import write_json
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.report import lines_of
-from torchpipe_py.tools.tune.search import Goal
+from torchpipe_py.tools.tune.search import LEAST_CALLS, Goal, typical
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, copied, knobs_of, shapes_of
 from torchpipe_py.tools.tune.verify import Service, Trial, interval_of, turn
 from torchpipe_py.tools.tune.worker import Team
@@ -34,8 +36,31 @@ CASES = {
     "branch": ("configs/branch.toml", EXAMPLES, BACKENDS),
 }
 SWEEP = {"instance_num": (1, 2), "max": (1, 8), "threads": (1, 2), "batching_timeout": (0, 2)}
-FINALISTS = 6
-CLOSED_LOOP = (0.5, 100)  # that selects them: at least so many seconds, and calls at the rate of the tuned file
+PASSES = (1, 4, 8)  # of the sweep: over all settings, the best quarter and the best eighth
+FINALISTS = 3
+CLIENTS = 20
+LEAST_SLOS = 5  # of an open loop, as in tune
+
+
+class Paced(Service):
+    """Measures in seconds that are longer while the machine is slower: a shared one varies within seconds.
+
+    ``pace`` measures the answers per second of a reference beside each open loop; ``usual`` of them make it a second.
+    """
+
+    def __init__(self, team: Team, pace: Callable[[], float], usual: float) -> None:
+        super().__init__(team)
+        self._pace, self._usual, self._built = pace, usual, False
+
+    def build(self, candidate: Candidate) -> list[Any]:
+        """Build the only candidate."""
+        is_built, self._built = self._built, True
+        return [] if is_built else super().build(candidate)
+
+    def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
+        """Sorted latencies, in seconds of the usual pace."""
+        pace = self._pace() / self._usual
+        return [pace * each for each in super().open_loop([due / pace for due in dues], grace_s / pace)]
 
 
 def tuning(args: argparse.Namespace) -> Report:
@@ -48,62 +73,106 @@ def tuning(args: argparse.Namespace) -> Report:
 
 
 def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
+    """Tune, the sweep and the turns, from where ``CASE.tune.json`` beside ``--json`` ends."""
     config, images, imports = CASES.get(name, (name, DEMO, ()))
-    case = Path(name).stem
+    case, cores, tables = Path(name).stem, sorted(os.sched_getaffinity(0)), parse_toml(config)
     for module in imports:
         import_code(module)
-    found = tune(config, images, imports=imports, budget=args.budget)
-    progress("\n".join(lines_of(found)))
-    if args.json:
-        write_json(args.json.with_name(f"{case}.tune.json"), found)
-    cores, best = sorted(os.sched_getaffinity(0)), found["best"] or found["yours"]
-    if best is None:
-        raise RuntimeError(found["verdict"])
-    shape = Shape.of("tuned", copied(found["tuned"] or parse_toml(config), config))
-    tuned, swept = Candidate(shape, best["workers"], engines=best["engines"]), {}
-    shapes = [each for each in shapes_of(parse_toml(config)) if not each.heads]  # engine processes are not swept
-    for shape, workers in product(shapes, {1, len(cores)}):
-        # Nodes are set alike: each on its own would take hours.
+    file = args.json and args.json.with_name(f"{case}.tune.json")
+    done: dict[str, Any] = json.loads(file.read_text()) if file and file.exists() else {"rates": {}, "turns": {}}
+
+    def save() -> None:
+        if file:
+            write_json(file, done)
+        if monotonic() > report.until:
+            raise RuntimeError(f"go on with the same command: {len(done['rates'])} settings were swept")
+
+    with ExitStack() as stack:
+
+        def team(engines: int = 0) -> Team:
+            bodies = load_images(Path(images), False).bodies
+            return stack.enter_context(closing(Team(config, bodies, imports, cores, engines)))
+
+        reference = Service(team())
+        reference.build(Candidate(Shape.of("reference", tables), len(cores)))
+        span = max(0.2, CLIENTS / reference.closed_loop(CLIENTS, 1.0))
+
+        def answers() -> float:
+            return max(1.0, reference.closed_loop(CLIENTS, span))
+
+        if "found" not in done:
+            paces = [answers()]
+
+            def listen(phase: str, share: float, left: float) -> None:
+                if phase == "calibrate":
+                    paces.append(answers())
+
+            found = tune(config, images, imports=imports, budget=args.budget, progress=listen)
+            progress("\n".join(lines_of(found)))
+            if not found["best"]:
+                raise RuntimeError(found["verdict"])
+            done |= {"found": found, "pace": statistics.median(paces)}
+            save()
+        found, usual, rates, turns = done["found"], done["pace"], done["rates"], done["turns"]
+        best, slo = found["best"], found["slo_p99"]
+        swept, service = _settings(tables, len(cores)), Service(team())
+        ranked = list(swept)
+        for number, part in enumerate(PASSES):
+            ranked = ranked[: len(swept) // part]
+            for name in ranked:
+                if len(rates.setdefault(name, [])) <= number:
+                    service.build(swept[name])
+                    rates[name].append(service.closed_loop(CLIENTS, 2 * span) * usual / answers())
+                    save()
+            ranked.sort(key=lambda name: -statistics.mean(rates[name]))
+        shape = Shape.of("tuned", copied(found["tuned"] or tables, config))
+        entered = {"tuned": Candidate(shape, best["workers"], engines=best["engines"])}
+        entered |= {name: swept[name] for name in ranked[:FINALISTS]}
+        trials = {name: Trial.around(each, best["predicted"], best["rate"]) for name, each in entered.items()}
+        services = {name: Paced(team(each.engines), answers, usual) for name, each in entered.items()}
+        seconds = max(args.seconds, LEAST_SLOS * slo)
+        for number in range(args.rounds):
+            # NOTE: each round has arrivals of its own, since a few hundred may have no burst by chance.
+            times = list(islice(poisson_times(1.0, number), 20_000))
+            goal = Goal(slo, None, typical(times, max(LEAST_CALLS, round(usual * seconds))), seconds)
+            for name in list(trials)[:: -1 if number % 2 else 1]:
+                figures = turns.setdefault(name, [])
+                if len(figures) <= number:
+                    turn(services[name], trials[name], goal)
+                    figures.append((trials[name].centre, min(60.0, trials[name].p99s[-1])))
+                    progress(f"{case}, round {number + 1}: {name}: {figures[-1][0]:.0f}/s")
+                    save()
+    for name, figures in rates.items():
+        report.add(f"{case}, closed loop: {name}", swept[name].workers, Load(statistics.mean(figures)))
+    limits = {name: [limit for limit, _ in turns[name]] for name in trials}
+    for name, figures in limits.items():
+        for figure in figures:
+            report.add(f"{case}: {name}", trials[name].candidate.workers, Load(figure))
+    ratios = []
+    for number, figure in enumerate(limits["tuned"]):
+        # NOTE: the best of noisy figures is too good: the other rounds determine which is best.
+        others = {name: each[:number] + each[number + 1 :] for name, each in limits.items()}
+        top = max(others, key=lambda name: statistics.median(others[name] or [0.0]))
+        ratios.append(figure / limits[top][number])
+    _require(report, f"{case}: tuned against the best of {len(swept)}", ratios, low=0.95)
+    off = [figure / best["predicted"] for figure in limits["tuned"]]
+    _require(report, f"{case}: measured to predicted", off, high=0.1)
+    p99s = [p99 / best["p99_predicted"] for _, p99 in turns["tuned"]]
+    _require(report, f"{case}: p99, measured to predicted", p99s, high=0.2)
+
+
+def _settings(tables: Tables, cores: int) -> dict[str, Candidate]:
+    """The settings of the sweep. Nodes are set alike: each on its own would take hours."""
+    swept = {}
+    shapes = [each for each in shapes_of(tables) if not each.heads]  # engine processes are not swept
+    for shape, workers in product(shapes, sorted({1, cores})):
         knobs = sorted((node, key) for node, plan in shape.pipeline.plans.items() for key in knobs_of(plan))
         keys = sorted({key for _, key in knobs})
         for values in product(*(SWEEP[key] for key in keys)):
             chosen = dict(zip(keys, values, strict=True))
             name = ", ".join([f"{shape.name}, {workers} workers", *(f"{key} {chosen[key]}" for key in keys)])
             swept[name] = Candidate(shape, workers, tuple((node, key, float(chosen[key])) for node, key in knobs))
-    # NOTE: each round has arrivals of its own, since a few hundred may have no burst by chance.
-    patterns = [list(islice(poisson_times(1.0, number + 1), 20_000)) for number in range(args.rounds)]
-    with closing(Team(config, load_images(Path(images), False).bodies, imports, cores, best["engines"])) as team:
-        service, start = Service(team), float(best["measured"] or 100.0)
-        rates: dict[str, float] = {}
-        for name, candidate in swept.items():
-            service.build(candidate)
-            rates[name] = service.closed_loop(20, max(CLOSED_LOOP[0], CLOSED_LOOP[1] / start))
-            report.add(f"{case}, closed loop: {name}", candidate.workers, Load(rates[name]))
-        finalists = sorted(swept, key=lambda name: -rates[name])[:FINALISTS]
-        entered = {"tuned": tuned} | {name: swept[name] for name in finalists}
-        trials = {name: Trial.around(each, start, start) for name, each in entered.items()}
-        for number, times in enumerate(patterns):
-            goal = Goal(found["slo_p99"], None, times, args.seconds)
-            for name in list(trials)[:: -1 if number % 2 else 1]:
-                turn(service, trials[name], goal)
-                report.add(f"{case}: {name}", trials[name].candidate.workers, Load(trials[name].figures[-1]))
-                progress(f"{case}, round {number + 1}: {name}: {trials[name].figures[-1]:.0f}/s")
-            if number == 0:  # the better half, and the tuned file
-                kept = sorted(finalists, key=lambda name: -trials[name].figure)[: FINALISTS // 2]
-                trials = {name: trials[name] for name in ("tuned", *kept)}
-            if monotonic() > report.until:
-                break
-    ratios = []
-    for number, figure in enumerate(trials["tuned"].figures):
-        # NOTE: the best of noisy figures is too good: the other rounds determine which is best.
-        others = [(trial.figures[:number] + trial.figures[number + 1 :], trial) for trial in trials.values()]
-        top = max(others, key=lambda each: statistics.median(each[0] or [0.0]))[1]
-        ratios.append(figure / top.figures[number])
-    _require(report, f"{case}: tuned against the best of {len(swept)}", ratios, low=0.95)
-    limits = [figure / best["predicted"] for figure in best["turns"]]
-    _require(report, f"{case}: measured to predicted", limits, high=0.1)
-    p99s = [(point["p99"] or 60.0) / best["p99_predicted"] for point in best["points"] if point["rate"] == best["rate"]]
-    _require(report, f"{case}: p99, measured to predicted", p99s, high=0.2)
+    return swept
 
 
 def _require(report: Report, name: str, ratios: Sequence[float], **bar: float) -> None:
