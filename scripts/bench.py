@@ -42,8 +42,7 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
-    most = "end after so many, at the next measurement; with --json the same command goes on where it ended"
-    group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help=most)
+    group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="then end; --json goes on")
     case = "demo, demo_nodes, detector, branch, or a file, as of torchpipe export (default: all of them)"
     group.add_argument("--case", action="append", metavar="NAME", help=case)
     group = parser.add_argument_group("goodput")

@@ -21,7 +21,7 @@ from torchpipe_py.tools.load.arrivals import load_images, poisson_times
 from torchpipe_py.tools.report import write_json
 from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.report import lines_of
-from torchpipe_py.tools.tune.search import LEAST_CALLS, Goal, typical
+from torchpipe_py.tools.tune.search import Goal
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, copied, knobs_of, shapes_of
 from torchpipe_py.tools.tune.verify import Service, Trial, interval_of, turn
 from torchpipe_py.tools.tune.worker import Team
@@ -39,7 +39,6 @@ SWEEP = {"instance_num": (1, 2), "max": (1, 8), "threads": (1, 2), "batching_tim
 PASSES = (1, 4, 8)  # of the sweep: over all settings, the best quarter and the best eighth
 FINALISTS = 3
 CLIENTS = 20
-LEAST_SLOS = 5  # of an open loop, as in tune
 
 
 class Paced(Service):
@@ -52,10 +51,11 @@ class Paced(Service):
         super().__init__(team)
         self._pace, self._usual, self._built = pace, usual, False
 
-    def build(self, candidate: Candidate) -> list[Any]:
+    def build(self, candidate: Candidate) -> None:
         """Build the only candidate."""
-        is_built, self._built = self._built, True
-        return [] if is_built else super().build(candidate)
+        if not self._built:
+            super().build(candidate)
+        self._built = True
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies, in seconds of the usual pace."""
@@ -130,11 +130,11 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         entered |= {name: swept[name] for name in ranked[:FINALISTS]}
         trials = {name: Trial.around(each, best["predicted"], best["rate"]) for name, each in entered.items()}
         services = {name: Paced(team(each.engines), answers, usual) for name, each in entered.items()}
-        seconds = max(args.seconds, LEAST_SLOS * slo)
+        seconds = max(args.seconds, 5 * slo)  # of an open loop, as in tune
         for number in range(args.rounds):
             # NOTE: each round has arrivals of its own, since a few hundred may have no burst by chance.
             times = list(islice(poisson_times(1.0, number), 20_000))
-            goal = Goal(slo, None, typical(times, max(LEAST_CALLS, round(usual * seconds))), seconds)
+            goal = Goal(slo, None, times, seconds)
             for name in list(trials)[:: -1 if number % 2 else 1]:
                 figures = turns.setdefault(name, [])
                 if len(figures) <= number:
@@ -146,8 +146,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         report.add(f"{case}, closed loop: {name}", swept[name].workers, Load(statistics.mean(figures)))
     limits = {name: [limit for limit, _ in turns[name]] for name in trials}
     for name, figures in limits.items():
-        for figure in figures:
-            report.add(f"{case}: {name}", trials[name].candidate.workers, Load(figure))
+        report.loads[f"{case}: {name}", trials[name].candidate.workers] = [Load(figure) for figure in figures]
     ratios = []
     for number, figure in enumerate(limits["tuned"]):
         # NOTE: the best of noisy figures is too good: the other rounds determine which is best.
@@ -155,8 +154,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         top = max(others, key=lambda name: statistics.median(others[name] or [0.0]))
         ratios.append(figure / limits[top][number])
     _require(report, f"{case}: tuned against the best of {len(swept)}", ratios, low=0.95)
-    off = [figure / best["predicted"] for figure in limits["tuned"]]
-    _require(report, f"{case}: measured to predicted", off, high=0.1)
+    _require(report, f"{case}: measured to predicted", [each / best["predicted"] for each in limits["tuned"]], high=0.1)
     p99s = [p99 / best["p99_predicted"] for _, p99 in turns["tuned"]]
     _require(report, f"{case}: p99, measured to predicted", p99s, high=0.2)
 
