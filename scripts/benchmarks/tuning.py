@@ -95,7 +95,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
 
         reference = Service(team())
         reference.build(Candidate(Shape.of("reference", tables), len(cores)))
-        span = max(0.2, CLIENTS / reference.closed_loop(CLIENTS, 1.0))
+        span = max(0.4, CLIENTS / reference.closed_loop(CLIENTS, 1.0))
 
         def answers() -> float:
             return max(1.0, reference.closed_loop(CLIENTS, span))
