@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from kit.waits import PROGRAM_WAIT
+from kit.waits import PROGRAM_WAIT, run
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cli import DEPENDENCIES, main
@@ -226,6 +226,6 @@ def test_without_the_dependencies_one_line_says_what_is_missing(good: str) -> No
         f"import sys; sys.modules.update(dict.fromkeys({set(DEPENDENCIES) - {'numpy'}!r}));"
         "from torchpipe_py.cli import main; assert main(['idl']) == 0; raise SystemExit(main(sys.argv[1:]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, "check", good], capture_output=True, text=True, check=False)
+    done = run(sys.executable, "-c", code, "check", good)
     line = "torchpipe: tomli is not installed (pip install torchpipe_py without --no-deps)\n"
     assert (done.returncode, done.stderr) == (1, line)

@@ -20,13 +20,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from kit.services import reserved_port
+from kit.waits import PROGRAM_WAIT, WAIT, eventually
 from test_layers import CLIENT, PACKAGE, SERVER
 from torchpipe_server import options
 
@@ -142,7 +142,7 @@ class Reader:
         if command.startswith("torchpipe-serve "):
             return self.serve(command)
         program = ["bash", "-c", self.with_ports(command)]
-        done = subprocess.run(program, stdin=subprocess.DEVNULL, timeout=200, check=False, **self.heard)
+        done = subprocess.run(program, stdin=subprocess.DEVNULL, timeout=PROGRAM_WAIT, check=False, **self.heard)
         assert status in (str(done.returncode), "any"), f"exit status {done.returncode}: {done.stdout}"
         return self.without_ports(done.stdout)
 
@@ -153,12 +153,10 @@ class Reader:
         with log.open("wb") as file:
             program = ["bash", "-c", f"exec {self.with_ports(command)}"]
             self.service = subprocess.Popen(program, stdout=file, stderr=file, **self.here)
-        deadline = time.monotonic() + 200
-        while "serving " not in log.read_text(encoding="utf-8"):
-            assert self.service.poll() is None, log.read_text(encoding="utf-8")
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return self.without_ports(log.read_text(encoding="utf-8"))
+        is_over = self.service.poll
+        eventually(lambda: "serving " in log.read_text() or is_over() is not None, "no service", PROGRAM_WAIT)
+        assert is_over() is None, log.read_text()
+        return self.without_ports(log.read_text())
 
     def run_python(self, code: str) -> None:
         if self.python is None:
@@ -189,7 +187,7 @@ class Reader:
     def stop_service(self) -> None:
         if self.service is not None:
             self.service.send_signal(signal.SIGTERM)
-            assert self.service.wait(timeout=60) == 0
+            assert self.service.wait(WAIT) == 0
             self.service = None
 
     def close(self) -> None:
@@ -197,7 +195,7 @@ class Reader:
             if self.python is not None:
                 assert self.python.stdin is not None
                 self.python.stdin.close()
-                assert self.python.wait(timeout=60) == 0
+                assert self.python.wait(WAIT) == 0
                 assert self.python.stdout is not None
                 self.python.stdout.close()
         finally:

@@ -27,7 +27,7 @@ from kit.peer import (
     sends,
     stall,
 )
-from kit.waits import WAIT, in_threads
+from kit.waits import WAIT, in_threads, run
 from torchpipe_client import AsyncClient, BadReply, Client, NotConnected
 from torchpipe_client.contract import decode_reply
 
@@ -163,8 +163,7 @@ with Client(sys.argv[1]) as client:
 
 def test_a_process_that_was_forked_has_connections_of_its_own():
     with ScriptedServer() as server:
-        command = [sys.executable, "-W", "error", "-c", FORKS, server.address]
-        subprocess.run(command, timeout=WAIT, check=True)
+        assert run(sys.executable, "-W", "error", "-c", FORKS, server.address).returncode == 0
         assert server.connections == 2
 
 

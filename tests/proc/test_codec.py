@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import subprocess
 import sys
 import threading
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from engines import workers_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
-from kit.waits import PROGRAM_WAIT
+from kit import waits
 
 from torchpipe_py import pipe, registry
 from torchpipe_py.proc.codec import FLAT, INLINE, ItemOutcome, Packed, pack, pack_outcomes, pack_sent, padded, unpack
@@ -190,9 +189,7 @@ for _ in range(50):
     del cycle
     gc.collect()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False
-    )
+    ended = waits.run(sys.executable, "-c", program)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,9 @@ def parent_of(pid: int) -> psutil.Process:
 
 
 def wait_dead(pid: int) -> None:
-    eventually(lambda: not psutil.pid_exists(pid) or not is_alive(psutil.Process(pid)))
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        eventually(lambda: not is_alive(process), f"process {pid} is still there")
 
 
 def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,14 +352,7 @@ def test_stopped_children_end_with_their_parent(tmp_path: Path) -> None:
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
     for pid in pids:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        assert poller.poll(1000 * WAIT), "it is still there"
-        os.close(fd)
+        wait_dead(pid)
 
 
 def test_nothing_is_imported_from_the_working_directory(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import torch
 from conftest import Register, picture
 from kit.leftovers import nothing_left  # noqa: F401
 from kit.steered import Steered
-from kit.waits import PROGRAM_WAIT, WAIT, error_of, eventually, outcome
+from kit.waits import WAIT, error_of, eventually, outcome, run
 
 from torchpipe_py import (
     BackendError,
@@ -311,8 +310,7 @@ GUARD = "if __name__ == '__main__':\n    "
 )
 def test_a_script_and_a_class_in_it(tmp_path: Path, backend: str, guard: str, error: str) -> None:
     (tmp_path / "app.py").write_text(f"{PROGRAM}\n{guard}main()\n", encoding="utf-8")
-    command = [sys.executable, "-W", "error", str(tmp_path / "app.py"), backend]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
+    done = run(sys.executable, "-W", "error", tmp_path / "app.py", backend)
     assert (done.returncode, done.stdout) == ((1, "") if error else (0, "done\n")), done.stderr
     assert error in done.stderr if error else not done.stderr
 

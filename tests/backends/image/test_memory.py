@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
-from time import perf_counter
 
 import cv2
 import numpy as np
 import pytest
-from kit.waits import PROGRAM_WAIT
+from kit.waits import eventually, run
 
 from torchpipe_py import DeadlineExceeded, pipe
 from torchpipe_py.backends.image.memory import DECODING, SMALL, DecodingMemory
@@ -109,11 +107,8 @@ def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_
             request = p.submit({"data": big}, timeout=0.3)
             late = p.submit({"data": big})
             assert isinstance(request.exception(60), DeadlineExceeded)
-            while not DECODING._waiting_large:  # of which only the other is left
-                pass
-            end = perf_counter() + 60
-            while any(node["oldest_batch_s"] for node in p.stats()["nodes"].values()):
-                assert perf_counter() < end
+            eventually(lambda: DECODING._waiting_large)  # of which only the other is left
+            eventually(lambda: not any(node["oldest_batch_s"] for node in p.stats()["nodes"].values()))
             assert not late.done()
         assert late.result(60)["result"].shape == (1400, 1400, 3)
 
@@ -147,8 +142,7 @@ for name, (kind, *options) in kinds.items():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_is_counted_is_what_decoding_takes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PEAKS], capture_output=True, text=True, check=True, timeout=PROGRAM_WAIT
-    )
+    done = run(sys.executable, "-c", _PEAKS)
+    assert done.returncode == 0, done.stderr
     for name, taken, counted in map(str.split, done.stdout.splitlines()):
         assert int(taken) <= 1.1 * int(counted) + 2**23, name
