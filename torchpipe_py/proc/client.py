@@ -7,12 +7,14 @@ import os
 import select
 import socket
 import threading
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from math import inf
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import EngineUnavailable, WorkerDied, describe, log_failure, logger
@@ -54,6 +56,13 @@ class Watch(Protocol):
     """
 
     def __call__(self, fd: int, take: Callable[[], object] | None) -> object: ...
+
+
+def watch_on(loop: AbstractEventLoop, fd: int, take: Callable[[], object] | None) -> None:
+    """A `Watch`, once ``loop`` is given: the loop calls ``take``."""
+    change: tuple[Any, ...] = (loop.remove_reader, fd) if take is None else (loop.add_reader, fd, take)
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(*change)
 
 
 class EngineClient(Pool):

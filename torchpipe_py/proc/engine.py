@@ -21,12 +21,12 @@ from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.sharing import Section, engine_part, sections, worker_part
 from torchpipe_py.proc.backends import Remote
 from torchpipe_py.proc.child import keep_from_forks
-from torchpipe_py.proc.client import ENDED, EngineClient, receive_fds
+from torchpipe_py.proc.client import ENDED, EngineClient, receive_fds, watch_on
 from torchpipe_py.proc.codec import ItemOutcome, Packed, loaded_torch, pack_outcomes
 from torchpipe_py.proc.link import DONE, MOST_SLOTS, SLEEP_SECONDS, Bell, Header, Link, barrier, new_bell
 from torchpipe_py.runtime.pipe import pipe
 
-__all__ = ["EngineClient", "EngineServer", "pipe_of_worker"]
+__all__ = ["EngineClient", "EngineServer", "pipe_of_worker", "watch_on"]
 
 
 def pipe_of_worker(pipeline: Pipeline, engine: EngineClient) -> pipe:

@@ -26,7 +26,7 @@ from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.folder import Folder
 from torchpipe_server.front.counters import RequestCounters, log_request
 from torchpipe_server.front.journal import Journal
-from torchpipe_server.front.loop import Loop, call_from_any_thread, every, new_loop
+from torchpipe_server.front.loop import Loop, every, new_loop
 from torchpipe_server.front.server import Server
 from torchpipe_server.front.services import services_of
 from torchpipe_server.logs import dropped_lines, set_up_logging
@@ -185,9 +185,9 @@ class Worker:
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
-            from torchpipe_py.proc.engine import EngineClient, pipe_of_worker
+            from torchpipe_py.proc.engine import EngineClient, pipe_of_worker, watch_on
 
-            self._engine = EngineClient(partial(_watch, self._loop), start.heartbeat.set_linked)
+            self._engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
             meet(self._engine, start)
             self._run = pipe_of_worker(self._plan, self._engine)
         else:
@@ -333,14 +333,6 @@ class EngineProcess:
 
     def _figures(self) -> dict[str, Any]:
         return {**self._server.pipe.stats(), "inflight": 0, "requests": self._requests}
-
-
-def _watch(loop: Loop, fd: int, take: Callable[[], object] | None) -> None:
-    """Call ``take`` on the loop whenever ``fd`` is readable; ``None`` ends that."""
-    if take is None:
-        call_from_any_thread(loop, loop.remove_reader, fd)
-    else:
-        call_from_any_thread(loop, loop.add_reader, fd, take)
 
 
 def set_up_process(options: Options) -> None:

@@ -7,10 +7,11 @@ import statistics
 import threading
 from asyncio import new_event_loop
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import inf
 from multiprocessing.connection import Connection
@@ -29,9 +30,8 @@ from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.plan.config import GLOBAL
 from torchpipe_py.proc.child import start_interpreter
-from torchpipe_py.proc.client import Watch
 from torchpipe_py.proc.confine import end_with_parent
-from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
+from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
 from torchpipe_py.registry import import_code
 from torchpipe_py.runtime.instance import Instance, creator
 from torchpipe_py.runtime.pipe import pipe
@@ -278,7 +278,9 @@ class _State:
         if link is None:
             self.pipe = pipe(plan)
         else:
-            self._link, client = None, EngineClient(_watch())
+            loop = new_event_loop()
+            threading.Thread(target=loop.run_forever, daemon=True).start()
+            self._link, client = None, EngineClient(partial(watch_on, loop))
             self._running.callback(client.close)
             if not client.meet(link):
                 raise ToolError(f"{self.source}: the engine process cannot be linked")
@@ -340,18 +342,6 @@ class _State:
         for _ in range(clients):
             done.acquire(timeout=_WAIT_S + seconds)
         return ends
-
-
-def _watch() -> Watch:
-    """Watches descriptors on the loop of a new thread, as the loop of a worker does."""
-    loop = new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-
-    def watch(fd: int, take: Callable[[], object] | None) -> None:
-        change: tuple[Any, ...] = (loop.remove_reader, fd) if take is None else (loop.add_reader, fd, take)
-        loop.call_soon_threadsafe(*change)
-
-    return watch
 
 
 class _Watch:
