@@ -150,7 +150,7 @@ class Codec(Protocol):
     @property
     def is_binary(self) -> bool: ...
 
-    def plain(self, model: Model, asked: InferRequest, value: Any) -> Any:
+    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> Any:
         """The answer to a plain request whose one item has this result; ``None`` where ``answer`` is to."""
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> Any:
@@ -242,7 +242,7 @@ class OpenInference:
 
         def finish_one(data: dict[str, Any], error: BaseException | None) -> None:
             if error is None and RESULT in data and asked.is_plain(codec.is_binary, data):
-                answer = codec.plain(model, asked, data[RESULT])
+                answer = codec.plain(model, root, asked, data[RESULT])
                 if answer is not None:
                     model.figures.add(1, began, True)
                     done(answer)

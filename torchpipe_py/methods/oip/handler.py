@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, OpenInference, shared_memory
-from torchpipe_py.methods.oip.http import answer, plain_answer, read_head, read_index, read_infer, read_parameters
+from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
+from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_index, read_infer, read_parameters
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
@@ -28,6 +28,7 @@ class OipHandler:
 
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
+        self._templates: dict[Root, Templates] = {}
         of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
             ("POST", "/infer", self._infer),
             ("GET", "", _known(lambda request: core.metadata(*_named(request), _node_name(request)))),
@@ -86,9 +87,15 @@ class OipHandler:
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
         return self._core.infer(model, read_infer(request.body, head, self._limits, admit), self, began, done)
 
-    def plain(self, model: Model, asked: InferRequest, value: Any) -> HttpAnswer | None:
+    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:
         """See ``Codec``."""
-        return None if asked.outputs or asked.id is not None else plain_answer(model.name, model.version, value)
+        if asked.outputs or asked.id is not None:
+            return None
+        templates = self._templates.get(root)
+        if templates is None:
+            names = [spec.name for spec in root.outputs]
+            templates = self._templates[root] = Templates(model.name, model.version, names)
+        return templates.answer(value)
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> HttpAnswer:
         """See ``Codec``."""

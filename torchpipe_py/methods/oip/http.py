@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +23,7 @@ from torchpipe_py.methods.oip.requests import (
     refuse,
     wishes_of,
 )
-from torchpipe_py.methods.oip.results import MOST_FLOAT32
+from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT
 from torchpipe_py.methods.oip.tensors import BYTES, Output
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
@@ -36,8 +36,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 """The header that says how many bytes of a body are JSON; the tensors' binary data follow."""
 
 _float32 = struct.Struct("f")
-_encode_text = json.encoder.encode_basestring
-_SCORE = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
+_encode, _encode_text = json.JSONEncoder(ensure_ascii=False).encode, json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
 
@@ -187,20 +186,40 @@ def _read_json(text: memoryview, most: Bound) -> _Asked:
         raise InvalidRequest(f"{error.object[:40]!r} has half of a surrogate pair") from None
 
 
-@lru_cache(1024)
-def _start(model: str, version: str) -> str:
-    """An answer of this model with a label and a score, up to the label."""
-    head = json.dumps({"model_name": model, "model_version": version}, ensure_ascii=False)[:-1]
-    return f'{head}, "outputs": [{{"name": "label", "datatype": "{BYTES}", "shape": [1], "data": ['
+class Templates:
+    """Answers of one item whose result is a label and its score, or one number or text, written at once.
 
+    ``names`` are the pipe's own of its outputs.
+    """
 
-def plain_answer(model: str, version: str, value: Any) -> HttpAnswer | None:
-    """The answer of one item whose result is a label and its score, written at once; ``None`` for another result."""
-    if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
-        return None
-    (score,) = _float32.unpack(_float32.pack(value[1]))
-    text = f"{_start(model, version)}{_encode_text(str(value[0]))}{_SCORE}{score!r}]}}]}}"
-    return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
+    def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
+        head = json.dumps({"model_name": model, "model_version": version}, ensure_ascii=False)[:-1]
+        name = _encode(names[0] if len(names) == 1 else RESULT)
+        self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
+        self._starts: dict[type, str] = {
+            kind: f'{head}, "outputs": [{{"name": {own}, "datatype": "{datatype}", "shape": [1], "data": ['
+            for kind, own, datatype in (
+                (tuple, '"label"', BYTES), (bool, name, "BOOL"), (int, name, "INT64"), (float, name, "FP64"),
+                (str, name, BYTES),
+            )
+        }  # fmt: skip
+
+    def answer(self, value: Any) -> HttpAnswer | None:
+        """``None`` for another result."""
+        kind = type(value)
+        start = self._starts.get(kind)
+        if start is None:
+            return None
+        if kind is tuple:
+            if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
+                return None
+            (score,) = _float32.unpack(_float32.pack(value[1]))
+            text = f"{start}{_encode_text(str(value[0]))}{self._score}{score!r}]}}]}}"
+        else:
+            if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
+                return None
+            text = f"{start}{_encode(value)}]}}]}}"
+        return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
 
 
 def answer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, Overloaded
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, shared_memory
+from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, Root, shared_memory
 from torchpipe_py.methods.oip.messages import OIP, message, methods, reflected
 from torchpipe_py.methods.oip.requests import (
     Given,
@@ -67,6 +67,7 @@ class OipRpcs:
 
     def __init__(self, core: OpenInference, limits: InferLimits) -> None:
         self._core, self._limits = core, limits
+        self._templates: dict[Root, _Templates] = {}
         self._was_ready: dict[str, tuple[bool, float]] = {}
         known: dict[str, Callable[[Any], Any]] = {
             "ServerLive": lambda asked: {"live": True},
@@ -245,16 +246,16 @@ class OipRpcs:
 
     # -- answers ------------------------------------------------------------------------------------------------
 
-    def plain(self, model: Model, asked: InferRequest, value: Any) -> RpcAnswer | None:
+    def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> RpcAnswer | None:
         """See ``Codec``."""
-        if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
-            return None
-        if asked.outputs and [output.name for output in asked.outputs] != [*_LABEL_AND_SCORE]:
-            return None
-        label = answers.utf8_text(str(value[0]))
-        found = _start(model.name, model.version) + _raw(_LENGTH.pack(len(label)) + label)
-        found += _raw(_SCORE.pack(value[1]))
-        return RpcAnswer(found + b"\x1a" + _delimited(asked.id.encode()) if asked.id else found)
+        templates = self._templates.get(root)
+        if templates is None:
+            names = [spec.name for spec in root.outputs]
+            templates = self._templates[root] = _Templates(model.name, model.version, names)
+        found = templates.answer(value, asked.outputs)
+        if found is not None and asked.id:
+            found += b"\x1a" + _delimited(asked.id.encode())
+        return None if found is None else RpcAnswer(found)
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> RpcAnswer:
         """See ``Codec``."""
@@ -266,17 +267,57 @@ class OipRpcs:
         return RpcAnswer(made.SerializeToString())
 
 
-@lru_cache(1024)
-def _start(model: str, version: str) -> bytes:
-    """An answer of this model with a label and a score, but for these."""
-    outputs = [{"name": name, "datatype": datatype, "shape": [1]} for name, datatype in _LABEL_AND_SCORE.items()]
-    start: bytes = _ModelInferResponse(model_name=model, model_version=version, outputs=outputs).SerializeToString()
-    return start
+class _Templates:
+    """Answers of one item whose result is a label and its score, or one number, text or bytes: their bytes but for the
+    elements. ``names`` are the pipe's own of its outputs.
+    """
+
+    def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
+        name = names[0] if len(names) == 1 else "result"
+        tensors: dict[type, Sequence[tuple[str, str]]] = {
+            tuple: (("label", BYTES), ("score", "FP32")),
+            bool: ((name, "BOOL"),),
+            int: ((name, "INT64"),),
+            float: ((name, "FP64"),),
+            str: ((name, BYTES),),
+            bytes: ((name, BYTES),),
+        }
+        self._names = {kind: [name for name, _ in outputs] for kind, outputs in tensors.items()}
+        self._starts: dict[type, bytes] = {
+            kind: _ModelInferResponse(
+                model_name=model,
+                model_version=version,
+                outputs=[{"name": name, "datatype": datatype, "shape": [1]} for name, datatype in outputs],
+            ).SerializeToString()
+            for kind, outputs in tensors.items()
+        }
+
+    def answer(self, value: Any, wanted: Sequence[Wanted]) -> bytes | None:
+        """``None`` for another result, or if other outputs are wanted."""
+        kind = type(value)
+        start = self._starts.get(kind)
+        if start is None or (kind is int and not -(2**63) <= value < 2**63):
+            return None
+        if wanted and [output.name for output in wanted] != self._names[kind]:
+            return None
+        if kind is tuple:
+            if not is_label_and_score(value) or not -MOST_FLOAT32 < value[1] < MOST_FLOAT32:
+                return None
+            return start + _raw(_element(str(value[0]))) + _raw(_SCORE.pack(value[1]))
+        if kind is str or kind is bytes:
+            return start + _raw(_element(value))
+        return start + _raw(_NUMBERS[kind].pack(value))
 
 
-_LABEL_AND_SCORE = {"label": BYTES, "score": "FP32"}
 _SCORE = struct.Struct("<f")
+_NUMBERS = {bool: struct.Struct("<?"), int: struct.Struct("<q"), float: struct.Struct("<d")}
 _LENGTH = struct.Struct("<I")
+
+
+def _element(value: str | bytes) -> bytes:
+    """One element of ``BYTES``."""
+    data = answers.utf8_text(value) if isinstance(value, str) else value
+    return _LENGTH.pack(len(data)) + data
 
 
 def _raw(data: bytes) -> bytes:
