@@ -14,7 +14,7 @@ import pytest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.client import Watch
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
-from torchpipe_py.runtime import hand_over
+from torchpipe_py.runtime.nodes import hand_over
 
 
 class Watcher:

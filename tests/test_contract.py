@@ -15,7 +15,7 @@ from kit.waits import WAIT, all_idle, error_of, eventually
 from torchpipe_server.front import connection
 
 from torchpipe_py.proc import pool
-from torchpipe_py.runtime.node import RequestQueue
+from torchpipe_py.runtime.nodes.node import RequestQueue
 
 ON_SOCKETS = [way for way in WAYS if way not in IN_PROCESS]
 every_way = pytest.mark.parametrize("way", WAYS)

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from torchpipe_py import pipe
-from torchpipe_py.runtime.hand_over import HandOverNode
+from torchpipe_py.runtime.nodes.hand_over import HandOverNode
 
 WAIT = 60.0
 """Seconds after which something that must happen counts as not happening."""

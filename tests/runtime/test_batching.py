@@ -14,7 +14,7 @@ from kit.backends import EchoFour, Gate
 from kit.waits import WAIT, all_idle, error_of, eventually, outcome
 
 from torchpipe_py import pipe
-from torchpipe_py.runtime.batching import BatchQueue
+from torchpipe_py.runtime.nodes.batching import BatchQueue
 from torchpipe_py.runtime.request import Request
 
 # -- the queue --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from kit.waits import WAIT, error_of, outcome
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest, ItemBackend, Overloaded, pipe
 from torchpipe_py.runtime.admission import ComputeTimes
-from torchpipe_py.runtime.batching import BatchQueue
-from torchpipe_py.runtime.node import RequestQueue
+from torchpipe_py.runtime.nodes.batching import BatchQueue
+from torchpipe_py.runtime.nodes.node import RequestQueue
 from torchpipe_py.runtime.request import Request, nobody_waits
 
 # -- deadlines --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from kit.waits import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, pipe
 from torchpipe_py.backends.image.memory import DECODING
-from torchpipe_py.runtime.idle import IdleStack, Leadership, Sleeper
+from torchpipe_py.runtime.nodes.idle import IdleStack, Leadership, Sleeper
 
 # -- sleep and wake-ups -----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from torchpipe_py import (
 )
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.engine import EngineServer
-from torchpipe_py.runtime.ordering import Order
+from torchpipe_py.runtime.nodes.ordering import Order
 from torchpipe_py.runtime.request import Request, nobody_waits
 
 # -- map --------------------------------------------------------------------------------------------------------------

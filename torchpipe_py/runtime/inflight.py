@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import BackendError, NoResult, Overloaded, PipeClosed, counted, describe, log_failure
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.idle import is_main_thread
+from torchpipe_py.runtime.nodes.idle import is_main_thread
 from torchpipe_py.runtime.request import Branches, Request, nobody_waits
 from torchpipe_py.runtime.routes import Enter
 

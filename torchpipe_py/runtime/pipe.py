@@ -25,10 +25,11 @@ from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
 from torchpipe_py.runtime.admission import ClientTimeout
-from torchpipe_py.runtime.batching import BatchingNode, Due
-from torchpipe_py.runtime.idle import is_main_thread
 from torchpipe_py.runtime.mapping import in_order
-from torchpipe_py.runtime.node import Node, Source
+from torchpipe_py.runtime.nodes.batching import BatchingNode, Due
+from torchpipe_py.runtime.nodes.idle import is_main_thread
+from torchpipe_py.runtime.nodes.node import Node, Source
+from torchpipe_py.runtime.nodes.single import DeferredNode
 from torchpipe_py.runtime.record.tracing import (
     DEFAULT_LIMIT,
     WANTED,
@@ -41,7 +42,6 @@ from torchpipe_py.runtime.record.tracing import (
 from torchpipe_py.runtime.record.visits import Timeline
 from torchpipe_py.runtime.request import Countdown, OnDone, Request, checked_priority, deadline_after
 from torchpipe_py.runtime.runtime import Runtime
-from torchpipe_py.runtime.single import DeferredNode
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

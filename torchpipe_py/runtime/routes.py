@@ -14,7 +14,7 @@ from torchpipe_py.filters import run as always_run
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.plan.graph import Graph, Hidden
-from torchpipe_py.runtime.node import Node
+from torchpipe_py.runtime.nodes.node import Node
 from torchpipe_py.runtime.request import Branches, Maps, Request
 
 Enter = Callable[[Request], object]

@@ -30,15 +30,15 @@ from torchpipe_py.filters import Filter
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
 from torchpipe_py.runtime.admission import Door, Path
-from torchpipe_py.runtime.batching import BatchingNode, Due
-from torchpipe_py.runtime.hand_over import HandOverNode
 from torchpipe_py.runtime.inflight import InFlight
-from torchpipe_py.runtime.instance import THREAD_PREFIX, Instance, creator
-from torchpipe_py.runtime.node import Fail, Node
+from torchpipe_py.runtime.nodes.batching import BatchingNode, Due
+from torchpipe_py.runtime.nodes.hand_over import HandOverNode
+from torchpipe_py.runtime.nodes.instance import THREAD_PREFIX, Instance, creator
+from torchpipe_py.runtime.nodes.node import Fail, Node
+from torchpipe_py.runtime.nodes.single import DeferredNode, SingleNode
 from torchpipe_py.runtime.record.statistics import Recorder
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
 from torchpipe_py.runtime.routes import Routes
-from torchpipe_py.runtime.single import DeferredNode, SingleNode
 
 LEAVE_SECONDS = 2.0
 """Seconds that a closing pipe waits for a backend to return once no caller waits for its requests."""

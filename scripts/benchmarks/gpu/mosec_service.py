@@ -49,7 +49,7 @@ class Classify(Worker):
         super().__init__()
         from torchpipe_py.cores import limit_threads
         from torchpipe_py.plan.build import plan_pipeline
-        from torchpipe_py.runtime.instance import creator
+        from torchpipe_py.runtime.nodes.instance import creator
 
         limit_threads()
         (plan,) = plan_pipeline(json.loads(os.environ["BENCH_NODE"])).plans.values()

@@ -17,12 +17,12 @@ from torchpipe_py.filters import Status
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.proc.backends import Remote
-from torchpipe_py.runtime.batching import BatchingNode
-from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.node import Node
+from torchpipe_py.runtime.nodes.batching import BatchingNode
+from torchpipe_py.runtime.nodes.instance import Instance
+from torchpipe_py.runtime.nodes.node import Node
+from torchpipe_py.runtime.nodes.single import SingleNode
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.runtime import Runtime
-from torchpipe_py.runtime.single import SingleNode
 
 MOST_UNDER_WAY = 2000
 """Requests in flight at which a simulation gives up, because the queue only grows."""

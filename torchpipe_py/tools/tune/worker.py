@@ -33,7 +33,7 @@ from torchpipe_py.proc.child import start_interpreter
 from torchpipe_py.proc.confine import end_with_parent
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
 from torchpipe_py.registry import import_code
-from torchpipe_py.runtime.instance import Instance, creator
+from torchpipe_py.runtime.nodes.instance import Instance, creator
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.runtime import Runtime

@@ -15,7 +15,7 @@ from torchpipe_py.backends.control.basic import Composed
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import log_failure
 from torchpipe_py.plan.build import NodePlan
-from torchpipe_py.runtime.idle import Sleeper
+from torchpipe_py.runtime.nodes.idle import Sleeper
 from torchpipe_py.runtime.record.statistics import Record, Recorder
 from torchpipe_py.runtime.request import Request
 

@@ -15,9 +15,9 @@ from torchpipe_py.backends.base import Data, explain_returned
 from torchpipe_py.backends.deferred import DeferredBackend
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
-from torchpipe_py.runtime.idle import IdleStack
-from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.node import Fail, Node
+from torchpipe_py.runtime.nodes.idle import IdleStack
+from torchpipe_py.runtime.nodes.instance import Instance
+from torchpipe_py.runtime.nodes.node import Fail, Node
 from torchpipe_py.runtime.request import Caller, Request
 
 _HAND_OVER = 5e-5  # seconds to wake a sleeping thread

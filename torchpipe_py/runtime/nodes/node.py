@@ -25,9 +25,9 @@ from torchpipe_py.errors import (
 )
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.admission import ComputeTimes, ControlledDelay
-from torchpipe_py.runtime.idle import Idle
-from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.ordering import Order
+from torchpipe_py.runtime.nodes.idle import Idle
+from torchpipe_py.runtime.nodes.instance import Instance
+from torchpipe_py.runtime.nodes.ordering import Order
 from torchpipe_py.runtime.record.statistics import summed
 from torchpipe_py.runtime.request import Caller, Request
 

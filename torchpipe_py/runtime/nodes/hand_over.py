@@ -13,9 +13,9 @@ from typing import Any
 from torchpipe_py.backends.deferred import HandOverBackend, Ran
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.keys import TASK_PRIORITY_KEY
-from torchpipe_py.runtime.idle import Idle, has_handlers, is_main_thread
-from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.node import Fail, Node
+from torchpipe_py.runtime.nodes.idle import Idle, has_handlers, is_main_thread
+from torchpipe_py.runtime.nodes.instance import Instance
+from torchpipe_py.runtime.nodes.node import Fail, Node
 from torchpipe_py.runtime.request import Request
 
 

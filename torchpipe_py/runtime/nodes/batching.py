@@ -16,9 +16,9 @@ from torchpipe_py.backends.base import Data, explain_returned, run_padded
 from torchpipe_py.errors import describe, logger
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.admission import ComputeTimes
-from torchpipe_py.runtime.idle import Leadership
-from torchpipe_py.runtime.instance import Instance
-from torchpipe_py.runtime.node import Fail, Node, RequestQueue, Source
+from torchpipe_py.runtime.nodes.idle import Leadership
+from torchpipe_py.runtime.nodes.instance import Instance
+from torchpipe_py.runtime.nodes.node import Fail, Node, RequestQueue, Source
 from torchpipe_py.runtime.request import Request
 
 Due = Callable[[float, float], bool]

@@ -1,0 +1,1 @@
+"""Nodes: queues of requests, instances that run their backends, and who wakes whom."""
