@@ -114,7 +114,8 @@ class Connection(asyncio.BufferedProtocol):
 
     __slots__ = (
         "_base", "_is_scheduled", "_marks", "call", "ended_at", "entry", "is_full", "is_reading", "is_refused",
-        "last_active", "message_since", "owner", "reader", "service", "slot", "sock", "state", "transport",
+        "last_active", "message_since", "owner", "paced_until", "reader", "service", "slot", "sock", "state",
+        "transport",
     )  # fmt: skip
 
     def __init__(self, owner: Any, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
@@ -132,6 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         self.last_active = monotonic()  # when it was accepted, or a request began or was answered
         self.message_since = 0.0  # when an unfinished message began, 0 if there is no such message
         self.ended_at = 0.0  # when the client closed its side, else 0
+        self.paced_until = 0.0  # until when a further refusal may have to wait
 
     # -- what the transport calls -------------------------------------------------------------------------------
 

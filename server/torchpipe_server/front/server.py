@@ -23,6 +23,9 @@ logger = logging.getLogger("torchpipe_server")
 # Below malloc's threshold for mapping memory. It also bounds what one round of the loop reads of a connection.
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
+# Clients that retry refusals at once would leave no time for the requests in work. Theirs are answered at this pace.
+REFUSAL_SECONDS, REFUSALS_AT_ONCE = 0.002, 50
+PACED_SECONDS = 1.0  # the most that a refusal waits, and how soon after the last one a client has to come back
 
 
 class Server:
@@ -47,6 +50,7 @@ class Server:
         """Takes a call, the bytes of its answer, and method and outcome to count; for any thread."""
         self._ending_until: float | None = None
         self._is_draining = False
+        self._refusal_at = 0.0  # of the last client that had come back
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -101,10 +105,23 @@ class Server:
         return len(self._connections)
 
     def send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
-        """Like ``answer``, but at once; for the loop's thread."""
+        """Like ``answer``, but at once; for the loop's thread. Only a repeated refusal may have to wait."""
         now = monotonic()
         self.counters.add(method, outcome, now - call.began, call.request_id)
-        call.connection.answered(call, data, now)
+        if outcome == Overloaded.code and (wait := self._pace(call.connection, now)) > 0.0:
+            call.over()
+            call.timer = self.loop.call_later(wait, call.connection.answered, call, data, now + wait)
+        else:
+            call.connection.answered(call, data, now)
+
+    def _pace(self, connection: Connection, now: float) -> float:
+        """Seconds until the connection's refusal is due."""
+        at = now
+        if now < connection.paced_until:
+            earliest = max(self._refusal_at, now - REFUSALS_AT_ONCE * REFUSAL_SECONDS)
+            at = self._refusal_at = min(earliest + REFUSAL_SECONDS, now + PACED_SECONDS)
+        connection.paced_until = max(at, now) + PACED_SECONDS
+        return at - now
 
     # -- ending -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -35,10 +36,11 @@ from kit.services import LocalServer, Process, SteeredProcess, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.connection import STALLED_SECONDS, Call
-from torchpipe_server.front.server import TICK_SECONDS
+from torchpipe_server.front.server import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, TICK_SECONDS
 from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
+from torchpipe_py import Overloaded
 from torchpipe_py.methods.routes import Routes, Served, route
 from torchpipe_py.wire.http import HttpRequest
 
@@ -317,6 +319,33 @@ def test_refusals_do_not_wait_for_the_next_round_and_come_in_order(monkeypatch) 
         answer = b"".join(iter(lambda: sock.recv(2**16), b""))
     assert [answer.count(b"no /" + name) for name in (b"one", b"two", b"end")] == [1, 1, 1]
     assert answer.index(b"/one") < answer.index(b"/two") < answer.index(b"/end")
+
+
+def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
+    """The first refusal of each waits for nothing, and neither do some of the next."""
+    with steered() as server:
+        newcomer, retrying, patient = (SimpleNamespace(paced_until=0.0) for _ in range(3))
+        pace = server.server._pace
+        assert [pace(retrying, 100.0) for _ in range(REFUSALS_AT_ONCE + 1)] == pytest.approx([0.0] * 51, abs=0.11)
+        waits = [pace(retrying, 100.0) for _ in range(1000)]
+        assert waits[:2] == pytest.approx([REFUSAL_SECONDS, 2 * REFUSAL_SECONDS])
+        assert max(waits) == pytest.approx(PACED_SECONDS)
+        assert pace(newcomer, 100.0) == pace(patient, 100.0) == pace(patient, 101.0) == 0.0
+
+
+def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(monkeypatch) -> None:
+    monkeypatch.setattr(torchpipe_server.front.server, "REFUSALS_AT_ONCE", 0)
+    with steered() as server, Client(server.port) as client, connect(server.port) as leaver:
+        Steered.values = {"busy": Overloaded("busy", retry_after_ms=1)}
+        leaver.sendall(5 * pack_batch(b"error busy"))
+        leaver.close()
+        for data in (*5 * [b"error busy"], b"ring"):
+            client.send_batch(data)
+        for _ in range(5):
+            with pytest.raises(IDL.InferenceError, match="overloaded"):
+                client.receive()
+        assert client.receive().label == "ring"
+        eventually(lambda: server.server.connections == 1)
 
 
 # -- what must not end the I/O thread -------------------------------------------------------------------------------
