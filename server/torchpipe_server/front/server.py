@@ -24,7 +24,7 @@ logger = logging.getLogger("torchpipe_server")
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
 # Clients that retry refusals at once would leave no time for the requests in work. Theirs are answered at this pace.
-REFUSAL_SECONDS, REFUSALS_AT_ONCE = 0.002, 50
+REFUSAL_SECONDS, REFUSALS_AT_ONCE = 0.002, 500
 PACED_SECONDS = 1.0  # the most that a refusal waits, and how soon after the last one a client has to come back
 
 

@@ -326,7 +326,7 @@ def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
     with steered() as server:
         newcomer, retrying, patient = (SimpleNamespace(paced_until=0.0) for _ in range(3))
         pace = server.server._pace
-        assert [pace(retrying, 100.0) for _ in range(REFUSALS_AT_ONCE + 1)] == pytest.approx([0.0] * 51, abs=0.11)
+        assert max(pace(retrying, 100.0) for _ in range(REFUSALS_AT_ONCE + 1)) < REFUSAL_SECONDS / 2
         waits = [pace(retrying, 100.0) for _ in range(1000)]
         assert waits[:2] == pytest.approx([REFUSAL_SECONDS, 2 * REFUSAL_SECONDS])
         assert max(waits) == pytest.approx(PACED_SECONDS)
