@@ -108,8 +108,10 @@ class Server:
         """Like ``answer``, but at once; for the loop's thread. Only a repeated refusal may have to wait."""
         now = monotonic()
         self.counters.add(method, outcome, now - call.began, call.request_id)
-        if outcome == Overloaded.code and (wait := self._pace(call.connection, now)) > 0.0:
+        # NOTE: an answer to infer_many may have results beside a refusal, and those do not wait.
+        if outcome == Overloaded.code and method != "infer_many" and (wait := self._pace(call.connection, now)) > 0.0:
             call.over()
+            call.size = 0  # its message is gone
             call.timer = self.loop.call_later(wait, call.connection.answered, call, data, now + wait)
         else:
             call.connection.answered(call, data, now)

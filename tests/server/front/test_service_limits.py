@@ -36,7 +36,7 @@ from kit.services import LocalServer, Process, SteeredProcess, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.connection import STALLED_SECONDS, Call
-from torchpipe_server.front.server import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, TICK_SECONDS
+from torchpipe_server.front.server import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, TICK_SECONDS, Server
 from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
@@ -346,6 +346,20 @@ def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(mon
                 client.receive()
         assert client.receive().label == "ring"
         eventually(lambda: server.server.connections == 1)
+
+
+def test_a_paced_refusal_holds_up_neither_its_message_nor_results_beside_a_refusal(monkeypatch) -> None:
+    monkeypatch.setattr(Server, "_pace", lambda self, connection, now: 2 * WAIT)
+    name = "x" * LIMIT
+    with steered() as server, Client(server.port) as client, Client(server.port) as other:
+        Steered.values = {name: Overloaded("busy")}
+        client.send_batch(f"error {name}".encode())
+        eventually(lambda: "infer_batch" in server.server.counters.summary()["by_method"])
+        (connection,) = (one for one in list(server.server._connections) if one.call is not None)
+        assert connection.held_bytes == 0
+        refused, answered = other.infer_many([f"error {name}".encode(), b"ring"])
+        assert (refused.error.code, answered.result.label) == ("overloaded", "ring")
+        server.call(connection.drop)
 
 
 # -- what must not end the I/O thread -------------------------------------------------------------------------------
