@@ -65,12 +65,10 @@ class AsyncConnection(BaseConnection, asyncio.Protocol):
             self.close()  # no call is waiting
             return
         try:
-            message = self._reader.feed(data)
+            if (message := self._reader.feed(data)) is not None:
+                self._answer.set_result(message)
         except BadReply as error:
             self._fail(error)
-            return
-        if message is not None:
-            self._answer.set_result(message)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False

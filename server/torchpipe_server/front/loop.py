@@ -39,10 +39,8 @@ def _log(loop: Loop, context: dict[str, Any]) -> None:
 
 def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any) -> None:
     """Call the function on the loop's thread; does nothing once the loop is closed."""
-    try:
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        pass  # closed
 
 
 class Inbox:

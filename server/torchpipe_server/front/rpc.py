@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 from urllib.parse import unquote
@@ -205,15 +206,10 @@ class RpcServer:
         async def serve_one(messages: Any, context: Any) -> bytes:
             return await self._serve_one(_Call(self, rpc), context)
 
-        async def serve_stream(messages: Any, context: Any) -> None:
-            await self._serve_stream(rpc, context)
-
-        async def serve_watch(messages: Any, context: Any) -> None:
-            await self._serve_watch(rpc, context)
-
         # NOTE: a call of one message is read as a stream, so that its time can be bounded.
         if rpc.is_stream or rpc.is_watch:
-            return grpc.stream_stream_rpc_method_handler(serve_stream if rpc.is_stream else serve_watch)
+            serve = self._serve_stream if rpc.is_stream else self._serve_watch
+            return grpc.stream_stream_rpc_method_handler(partial(serve, rpc))
         return grpc.stream_unary_rpc_method_handler(serve_one)
 
     def _enter(self, call: _Call, context: Any) -> bool:
@@ -269,7 +265,7 @@ class RpcServer:
     def _count(self, call: _Call, answer: WireAnswer) -> None:
         self.counters.add(call.rpc.name, answer.outcome, monotonic() - call.began, call.request_id)
 
-    async def _serve_stream(self, rpc: Rpc, context: Any) -> None:
+    async def _serve_stream(self, rpc: Rpc, messages: Any, context: Any) -> None:
         """Run the requests of a stream concurrently and answer them in order."""
         place = _Call(self, rpc)
         if not self._enter(place, context):
@@ -324,7 +320,7 @@ class RpcServer:
             for call in under_way:
                 call.over()
 
-    async def _serve_watch(self, rpc: Rpc, context: Any) -> None:
+    async def _serve_watch(self, rpc: Rpc, messages: Any, context: Any) -> None:
         """Repeat a call and send each answer that differs. Only the first is counted, and only it can be an error."""
         watch, sent, was_ending = _Call(self, rpc), b"", self.is_ending
         data = await self._serve_one(watch, context)

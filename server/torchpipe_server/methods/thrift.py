@@ -73,10 +73,9 @@ class InferenceHandler:
         def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
             return outcome_type(*self._outcome(data, error))
 
-        items: list[dict[str, Any]] = [{"data": item.data} for item in params]
         priority = priority_of(args.priority or 0)
-        if priority:
-            items = [{**item, "priority": priority} for item in items]
+        more = {"priority": priority} if priority else {}
+        items = [{"data": item.data, **more} for item in params]
         seconds = self._deadlines.seconds(args.deadline_ms, priority)
         return self._turns.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
 

@@ -63,11 +63,6 @@ class Fleet:
         every(loop, LOOK_SECONDS, self._look)
 
     @property
-    def tables(self) -> Any:
-        """The configuration being served."""
-        return self.now.tables
-
-    @property
     def _slots(self) -> list[WorkerSlot]:
         """The slots of the serving and of the next generation."""
         next_ = self._next  # read once: a reload may end meanwhile
@@ -221,9 +216,8 @@ class Fleet:
         """Link a worker to its engine process if both run."""
         generation = self._next if self._next is not None and self._is_successor(worker) else self.now
         engine = generation.engine_of(worker) if worker.role == "worker" else None
-        if engine is None or worker.child is None or engine.child is None or not engine.is_ready:
-            return
-        worker.child.link(engine.child)
+        if engine is not None and engine.child is not None and engine.is_ready and worker.child is not None:
+            worker.child.link(engine.child)
 
     def _serve_if_complete(self) -> None:
         """Serve with the first or the next generation once its workers are ready and listen.
