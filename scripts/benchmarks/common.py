@@ -106,17 +106,21 @@ class Report:
         met = (low is None or measured >= low) and (high is None or measured < high)
         self.targets.append(Target(name, measured, f">= {low:g}" if low is not None else f"< {high:g}", met))
 
-    def attempt(self, what: str, action: Call) -> None:
-        """Run a part of the benchmark. If it fails, or ``until`` is past, the report gets a remark and goes on."""
+    def attempt(self, what: str, action: Call) -> bool:
+        """Run a part of the benchmark; returns whether it was measured.
+
+        If it fails, or ``until`` is past, the report gets a remark.
+        """
         problem = "no time is left"
         if monotonic() < self.until:
             try:
                 action()
-                return
+                return True
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         self.remarks.append(f"{what}: not measured: {problem}")
         progress(self.remarks[-1])
+        return False
 
     def leave_open(self, remark: str) -> None:
         """Record that a target was not decided, and why."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import REPOSITORY, Load, Report, progress
 from torchpipe_py.plan.config import Tables, parse_toml
-from torchpipe_py.registry import import_code
+from torchpipe_py.registry import import_all
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times
 from torchpipe_py.tools.report import write_json
 from torchpipe_py.tools.tune import tune
@@ -68,7 +68,7 @@ def tuning(args: argparse.Namespace) -> Report:
     report = Report("tune: requests/s within the SLO, and the best of a sweep; clients are workers")
     report.until = monotonic() + args.most_seconds
     for case in args.case or CASES:
-        report.attempt(Path(case).stem, lambda: _compare(report, case, args))  # noqa: B023
+        report.is_open |= not report.attempt(Path(case).stem, lambda: _compare(report, case, args))  # noqa: B023
     return report
 
 
@@ -76,8 +76,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
     """Tune, the sweep and the turns, from where ``CASE.tune.json`` beside ``--json`` ends."""
     config, images, imports = CASES.get(name, (name, DEMO, ()))
     case, cores, tables = Path(name).stem, sorted(os.sched_getaffinity(0)), parse_toml(config)
-    for module in imports:
-        import_code(module)
+    import_all(",".join(imports))
     file = args.json and args.json.with_name(f"{case}.tune.json")
     done: dict[str, Any] = json.loads(file.read_text()) if file and file.exists() else {"rates": {}, "turns": {}}
 
@@ -85,7 +84,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         if file:
             write_json(file, done)
         if monotonic() > report.until:
-            raise RuntimeError(f"go on with the same command: {len(done['rates'])} settings were swept")
+            raise RuntimeError(f"{len(done['rates'])} settings were swept; with --json, run it again to go on")
 
     with ExitStack() as stack:
 

@@ -61,6 +61,10 @@ def test_a_target_that_is_left_open_is_the_exit_status(measured: float, status: 
     assert run({"decode": lambda: report}, bench.make_parser().parse_args(["decode"])) == status
 
 
+def test_a_case_that_was_not_measured_is_open() -> None:
+    assert bench.main(["tune", "--case", "demo", "--most-seconds", "0"]) == 3
+
+
 # -- ``run.py loader_throughput`` at the smallest size, on the CPU -----------------------------------------------------
 
 
