@@ -434,14 +434,14 @@ def _runs_charts(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not reports:
         return
     paced = [run for run in reports if run.get("offered_rate") is not None]
-    key = "offered_rate" if paced else "goodput"
+    key = "offered_rate" if paced else "qps"
     chosen = sorted(paced or reports, key=lambda run: run[key] if paced else run["settings"]["request_client"])
     if len(chosen) > 1:
         p50, p99 = ([(run[key], run["latency_ms"][name]) for run in chosen] for name in ("p50", "p99"))
         labels = [] if paced else [str(run["settings"]["request_client"]) for run in chosen]
         name = "p99" if paced else "p99, at so many clients"
         lines = [Line("p50", p50, "blue", dots=True), Line(name, p99, "orange", dots=True, labels=labels)]
-        label = "images per second, offered" if paced else "images per second with a result"
+        label = f"images per second, {'offered' if paced else 'answered'}"
         x = linear_axis(label, min(run[key] for run in chosen), max(run[key] for run in chosen))
         yield chart("Latency by throughput", x, "ms", lines, _limit(chosen[0]))
     some = reports[:: max(1, -(-len(reports) // len(shared.COLORS)))]
