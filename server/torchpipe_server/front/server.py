@@ -107,7 +107,7 @@ class Server:
     def send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
         """Like ``answer``, but at once; for the loop's thread. Only a repeated refusal may have to wait."""
         now = monotonic()
-        self.counters.add(method, outcome, now - call.began, call.request_id)
+        self.counters.add(method, outcome, now - call.began, call.request_id)  # without the wait of a refusal
         # NOTE: an answer to infer_many may have results beside a refusal, and those do not wait.
         if outcome == Overloaded.code and method != "infer_many" and (wait := self._pace(call.connection, now)) > 0.0:
             call.over()
