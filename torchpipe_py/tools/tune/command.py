@@ -309,7 +309,7 @@ class _Tuning:
             if why and self._left() < _LEAST_LEFT * self._budget:
                 self.report["notes"].append(f"{why}; no time was left for successive halving by measurement")
             elif why:
-                self.report["notes"].append(f"{why}: more candidates were chosen by successive halving by measurement")
+                self.report["notes"].append(f"{why}: the candidates were chosen by successive halving by measurement")
                 known = {str(trial.candidate) for trial in self._trials}
                 candidates = [each.candidate for each in self._predicted if str(each.candidate) not in known]
                 more = [self._trial(each) for each in candidates[: 1 + _MORE_TRIALS - len(known)]]
