@@ -102,11 +102,11 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         if "found" not in done:
             paces = [answers()]
 
-            def listen(phase: str, share: float, left: float) -> None:
+            def on_progress(phase: str, share: float, left: float) -> None:
                 if phase == "calibrate":
                     paces.append(answers())
 
-            found = tune(config, images, imports=imports, budget=args.budget, progress=listen)
+            found = tune(config, images, imports=imports, budget=args.budget, progress=on_progress)
             progress("\n".join(lines_of(found)))
             if not found["best"]:
                 raise RuntimeError(found["verdict"])

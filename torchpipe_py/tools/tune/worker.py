@@ -129,14 +129,14 @@ def main(descriptor: int, parent: int) -> None:
     end_with_parent(parent)  # also within a call, which may take long
     signal(SIGINT, SIG_IGN)  # the parent ends it; and no worker of a service has such a handler
     channel = Connection(descriptor)
-    room = _State(channel)
+    state = _State(channel)
     while True:
         try:
             name, arguments = channel.recv()
         except (EOFError, OSError):
             os._exit(0)  # threads of backends may never end
         try:
-            answer = True, getattr(room, name)(*arguments)
+            answer = True, getattr(state, name)(*arguments)
         except BaseException as error:
             text = str(error) if isinstance(error, TorchpipeError) else describe(error)
             answer = False, text.split("\n", 1)[0]
@@ -223,31 +223,31 @@ class _State:
         """Set up instances of a single node, with threads of its model; returns their batch sizes."""
         (plan,) = plan_pipeline(copied(config, self.source)).plans.values()
         create = creator(plan)
-        stands = self.nodes[unit, threads] = [_Runner(Instance("node", index, create)) for index in range(instances)]
-        for stand in stands:
-            if error := stand.instance.wait_setup():
+        runners = self.nodes[unit, threads] = [_Runner(Instance("node", index, create)) for index in range(instances)]
+        for runner in runners:
+            if error := runner.instance.wait_setup():
                 raise ToolError(f"{self.source}: {describe(error)}")
-            stand.instance.open(stand.serve)
-        return stands[0].instance.min, stands[0].instance.max
+            runner.instance.open(runner.serve)
+        return runners[0].instance.min, runners[0].instance.max
 
     def measure(
         self, unit: str, threads: int, size: int, instances: int, seconds: float, start: float
     ) -> tuple[list[tuple[list[Item], float]], float]:
         """Run batches of ``size`` from ``start`` on; returns items and seconds of each, and the total CPU time."""
-        stands = self.nodes[unit, threads][:instances]
-        batches = _batches(self.items[unit], size, stands[0].instance)
+        runners = self.nodes[unit, threads][:instances]
+        batches = _batches(self.items[unit], size, runners[0].instance)
         sleep(max(0.0, start - perf_counter()))
         cpu = process_time()
-        for index, stand in enumerate(stands):
-            stand.jobs.put((batches, index * len(batches) // instances, seconds))
-        runs = [each for stand in stands for each in stand.done.get().result()]
+        for index, runner in enumerate(runners):
+            runner.jobs.put((batches, index * len(batches) // instances, seconds))
+        runs = [each for runner in runners for each in runner.done.get().result()]
         return runs, process_time() - cpu
 
     def release(self) -> None:
         """Close the single nodes."""
-        for stands in self.nodes.values():
-            for stand in stands:
-                stand.jobs.put(None)
+        for runners in self.nodes.values():
+            for runner in runners:
+                runner.jobs.put(None)
         self.nodes.clear()
         self.items.clear()
 
