@@ -152,7 +152,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         others = {name: each[:number] + each[number + 1 :] for name, each in limits.items()}
         top = max(others, key=lambda name: statistics.median(others[name] or [0.0]))
         ratios.append(figure / limits[top][number])
-    _require(report, f"{case}: tuned against the best of {len(swept)}", ratios, low=0.95)
+    _require(report, f"{case}, tuned {found['date'][:16]}: against the best of {len(swept)}", ratios, low=0.95)
     _require(report, f"{case}: measured to predicted", [each / best["predicted"] for each in limits["tuned"]], high=0.1)
     p99s = [p99 / best["p99_predicted"] for _, p99 in turns["tuned"]]
     _require(report, f"{case}: p99, measured to predicted", p99s, high=0.2)
