@@ -119,7 +119,7 @@ class Server:
     def _pace(self, connection: Connection, now: float) -> float:
         """Seconds until the connection's refusal is due."""
         at = now
-        if now < connection.paced_until:
+        if now < connection.paced_until and not self.is_ending:  # a drain would take a second for each
             earliest = max(self._refusal_at, now - REFUSALS_AT_ONCE * REFUSAL_SECONDS)
             at = self._refusal_at = min(earliest + REFUSAL_SECONDS, now + PACED_SECONDS)
         connection.paced_until = max(at, now) + PACED_SECONDS

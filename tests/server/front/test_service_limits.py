@@ -331,6 +331,8 @@ def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
         assert waits[:2] == pytest.approx([REFUSAL_SECONDS, 2 * REFUSAL_SECONDS])
         assert max(waits) == pytest.approx(PACED_SECONDS)
         assert pace(newcomer, 100.0) == pace(patient, 100.0) == pace(patient, 101.0) == 0.0
+        server.server.drain()
+        assert pace(retrying, 100.0) == 0.0
 
 
 def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(monkeypatch) -> None:
