@@ -98,6 +98,10 @@ BY_HAND = {
     "what waits for an instance is a batch": (tables(n=model()), {"n": BATCHES}, FREE, (0, 1, 2), (10, 19, 18)),
     "a batch waits as long as its timeout for one under way": (behind_two(6), UNEVEN, FREE, (0, 0), (18, 30)),
     "and for its company where that comes in time": (behind_two(60), UNEVEN, FREE, (0, 0), (30, 30)),
+    "graphs one after the other": (
+        tables(all={"backend": "S[Jump,Jump]", "jump": "a|b"}, a={"backend": "Identity"}, b={"backend": "Identity"}),
+        *({"a": ALONE, "b": Cost([[0.020]])}, FREE, (0,), (30,)),
+    ),
     "elements of a list, and an empty list": (EACH, {"each": Cost([[0.010, 0.020], []])}, FREE, (0, 1), (30, 0)),
 }
 

@@ -89,14 +89,14 @@ class _Job:
 class _InVirtualTime(Node):
     """A node without threads: the simulation starts and ends the batches of its instances.
 
-    If it jumps, its requests then run the graph of ``root``.
+    If it jumps, its requests then run the graphs of ``roots``.
     """
 
     simulation: Simulation
     runtime: Runtime
     worker: int
     cost: Cost
-    root: str | None
+    roots: Sequence[str]
     free: list[Instance]
 
     def put(self, request: Request) -> None:
@@ -111,17 +111,20 @@ class _InVirtualTime(Node):
             self.simulation.start(self, instance, [self._queue.take()])
 
     def ended(self, batch: Sequence[Request]) -> None:
-        """Deliver a computed batch, after the graph that it jumps to."""
+        """Deliver a computed batch, after the graphs that it jumps to."""
         for request in batch:
-            image = request.data[TASK_DATA_KEY][0]
-            visits = 0 if self.root is None else self.simulation.visits(self.root, image)
-            if self.root is not None and visits:
-                parts = [{TASK_DATA_KEY: (image, visit)} for visit in range(visits)]
-                self.runtime.run_graphs(self.root, parts, partial(self.finish, request), request)
-            else:
-                self.finish(request)
+            self._jump(request, self.roots)
 
-    def finish(self, request: Request, *_: object) -> None:
+    def _jump(self, request: Request, roots: Sequence[str], *_: object) -> None:
+        """Run the graphs one after the other, then deliver the request."""
+        image = request.data[TASK_DATA_KEY][0]
+        for number, root in enumerate(roots, 1):
+            if parts := [{TASK_DATA_KEY: (image, visit)} for visit in range(self.simulation.visits(root, image))]:
+                self.runtime.run_graphs(root, parts, partial(self._jump, request, roots[number:]), request)
+                return
+        self.finish(request)
+
+    def finish(self, request: Request) -> None:
         """Deliver a request."""
         request.data.update(self.simulation.keys(request.data))
         self.deliver(request)
@@ -196,7 +199,7 @@ class _VirtualRuntime(Runtime):
             node = _Single(*parts)
         node.simulation, node.runtime, node.worker = self._simulation, self, self._worker
         node.free, node.cost = list(parts[1]), self._simulation.costs.get(name, Cost([[]]))
-        node.root = next(iter(plan.jumps()), None)
+        node.roots = list(plan.jumps())
         return node
 
     def _passes(self, owner: str, data: dict[str, Any]) -> Status:
