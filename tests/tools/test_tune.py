@@ -151,6 +151,17 @@ def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: 
     assert found == {WRITTEN: backends_of(nodes), shape: backends_of(other)}
 
 
+@pytest.mark.parametrize(("one", "other"), [({"resize_h": 96}, {}), ({}, {"interpolation": "area"})])
+def test_nodes_that_mean_other_values_by_a_key_are_not_joined(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for first, second in ((one, other), (other, one), ({}, {})):
+        nodes = {
+            "large": {"backend": "S[DecodeMat,ResizeMat]", **PREPARE, **first, "next": "small"},
+            "small": {"backend": "ResizeMat", **PREPARE, **second},
+        }
+        names = [each.name for each in shapes_of(tables(**nodes))]
+        assert names == ([WRITTEN] if first or second else [WRITTEN, "joined"])
+
+
 @pytest.mark.parametrize(
     ("nodes", "shared"),
     [

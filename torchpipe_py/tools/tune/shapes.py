@@ -200,8 +200,12 @@ def _joined(shape: Shape) -> Tables:
         after = graph.successors[name]
         if len(after) != 1 or len(graph.predecessors[after[0]]) != 1 or not all(map(shape.is_free, (name, after[0]))):
             continue
-        one, two = (shape.pipeline.plans[each].spec for each in (name, after[0]))
-        if two.map or two.filter or one.device_id != two.device_id:
+        one, two = (shape.pipeline.plans[each] for each in (name, after[0]))
+        first, second = tables[name], tables[after[0]]
+        # NOTE: a key that both know must not begin to mean the other one's value.
+        both = (set(first) & set(second) | _keys(one.backends) & _keys(two.backends)) - {*KNOBS, *ROUTING, "backend"}
+        is_other = one.spec.device_id != two.spec.device_id or any(first.get(key) != second.get(key) for key in both)
+        if two.spec.map or two.spec.filter or is_other:
             continue
         parts[name] = [*parts[name], *parts[after[0]]]
         del tables[name]["next"]
