@@ -143,12 +143,21 @@ APART = {
 }
 
 
+BOTH_RESIZE = {"n": {**TOGETHER["n"], "backend": "S[DecodeMat,ResizeMat,OnnxTensor,ResizeTensor]"}}
+BOTH_RESIZE_APART = {
+    "n": APART["n"],
+    "n_model": {**APART["n_model"], **PREPARE, "backend": "S[OnnxTensor,ResizeTensor]"},
+}
+
+
 @pytest.mark.parametrize(
-    ("nodes", "shape", "other"), [(TOGETHER, "apart", APART), (APART, "joined", TOGETHER)], ids=["one node", "apart"]
+    ("nodes", "shape", "other"),
+    [(TOGETHER, "apart", APART), (APART, "joined", TOGETHER), (BOTH_RESIZE, "apart", BOTH_RESIZE_APART)],
+    ids=["one node", "apart", "a key of both"],
 )
 def test_decoder_and_model_are_one_node_and_apart(nodes: dict[str, Any], shape: str, other: dict[str, Any]) -> None:
-    found = {each.name: backends_of(each.config) for each in shapes_of(tables(**nodes)) if not each.heads}
-    assert found == {WRITTEN: backends_of(nodes), shape: backends_of(other)}
+    found = {each.name: filled(each.config) for each in shapes_of(tables(**nodes)) if not each.heads}
+    assert found == {WRITTEN: filled(nodes), shape: filled(other)}
 
 
 @pytest.mark.parametrize(("one", "other"), [({"resize_h": 96}, {}), ({}, {"interpolation": "area"})])
@@ -186,8 +195,8 @@ def test_models_are_shared_and_not_shared(nodes: dict[str, Any], shared: dict[st
     }
 
 
-def backends_of(nodes: Mapping[str, Any]) -> dict[str, str]:
-    return {name: table["backend"] for name, table in nodes.items() if table}
+def filled(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dict(table) for name, table in nodes.items() if table}
 
 
 @pytest.mark.parametrize(

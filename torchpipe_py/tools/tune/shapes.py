@@ -235,11 +235,15 @@ def _apart(shape: Shape) -> Tables:
         plan = shape.pipeline.plans[name]
         args, head = plan.spec.calls[0].args, plan.backends[0].children[:place]
         scopes = {call.name for arg in args[:place] for call in arg.walk()}
-        keys = {*_keys(head), "map", "filter", "or", "decode_isolation"}
+        keys, tail = {*_keys(head), "map", "filter", "or", "decode_isolation"}, _keys(plan.backends[0].children[place:])
         first, second = {"backend": _listed(args[:place])}, dict[str, Any]()
         for key, value in table.items():
             scope, _, rest = key.partition("::")
-            (first if (rest if scope in scopes else key) in keys else second)[key] = value
+            is_first = (rest if scope in scopes else key) in keys
+            if is_first:
+                first[key] = value
+            if not is_first or key in tail:
+                second[key] = value
         first |= {key: table[key] for key in ("device_id",) if key in table} | {"next": f"{name}_model"}
         second.pop("instance_num", None)
         tables[name] = first
