@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -17,7 +18,17 @@ import torch
 from torchpipe_py.cli import main
 from torchpipe_py.tools import doctor
 from torchpipe_py.tools.export.models import torchvision_models
-from torchpipe_py.tools.report import Axis, Bars, Line, ToolError, chart, linear_axis, log_axis, value_axis
+from torchpipe_py.tools.report import (
+    Axis,
+    Bars,
+    Line,
+    ToolError,
+    chart,
+    linear_axis,
+    log_axis,
+    progress_bar,
+    value_axis,
+)
 
 # -- what the tools' reports share -------------------------------------------------------------------------------------
 
@@ -52,6 +63,17 @@ def test_charts_escape_names_and_stay_in_their_frame() -> None:
     assert "<title>0 to 1: 5</title>" in text
     assert text.count("<rect") == 1
     assert chart("", x, y, [], ("limit", 5)).count("<polyline") == 1
+
+
+def test_progress_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with progress_bar(True, has_lines=True) as show:
+        show("profile", 0.0, "about 5 s left")
+        show("verify", 0.0, "about 1 s left")
 
 
 # -- ``torchpipe doctor`` names what is installed, what is missing, and what is broken ---------------------------------

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -72,16 +72,20 @@ def progress_bar(wanted: bool, has_lines: bool = False) -> Iterator[Callable[[st
 
     def show(name: str, share: float, note: str) -> None:
         nonlocal last
-        if is_wanted and has_lines and not is_shown and name != last:
-            print(f"{name}: {note}", file=sys.stderr, flush=True)
-        last = name
         if is_shown:
             bar = "#" * round(20 * share)
-            print(f"\r{name:<10} [{bar:<20}] {note}\x1b[K", end="", file=sys.stderr, flush=True)
+            write(f"\r{name:<10} [{bar:<20}] {note}\x1b[K")
+        elif is_wanted and has_lines and name != last:
+            write(f"{name}: {note}\n")
+        last = name
+
+    def write(text: str) -> None:
+        with suppress(OSError):  # nobody reads it any more
+            print(text, end="", file=sys.stderr, flush=True)
 
     yield show
     if is_shown:
-        print(end="\r\x1b[K", file=sys.stderr, flush=True)
+        write("\r\x1b[K")
 
 
 # --- files
