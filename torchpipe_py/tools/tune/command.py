@@ -107,6 +107,7 @@ def tune(
         some = slice(None, None, -(-len(bodies) // MOST_IMAGES))
         run = _Tuning(tables, dict(zip(map(str, names[some]), bodies[some], strict=True)), usable, budget, progress)
         run.report |= {"img_dir": folder and str(folder), "rate": rate, "slo_given": slo_p99 is not None}
+        run.report["slo_p99"] = slo_p99 or LEAST_SLO_S
         try:
             team = run.start(imports)
             stack.callback(team.close)
@@ -158,7 +159,6 @@ class _Tuning:
             "verdict": "interrupted",
             "gain": None,
             "gain_interval": (0.0, math.inf),
-            "slo_p99": LEAST_SLO_S,
             "simulated": 0,
             "other_programs": None,
             "notes": [],
