@@ -121,7 +121,8 @@ class Server:
         at = now
         if now < connection.paced_until and not self.is_ending:  # a drain would take a second for each
             earliest = max(self._refusal_at, now - REFUSALS_AT_ONCE * REFUSAL_SECONDS)
-            at = self._refusal_at = min(earliest + REFUSAL_SECONDS, now + PACED_SECONDS)
+            latest = now + min(PACED_SECONDS, self.options.drain_seconds / 2)  # before a drain that begins now ends
+            at = self._refusal_at = min(earliest + REFUSAL_SECONDS, latest)
         connection.paced_until = max(at, now) + PACED_SECONDS
         return at - now
 

@@ -335,6 +335,12 @@ def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
         assert pace(retrying, 100.0) == 0.0
 
 
+def test_a_paced_refusal_does_not_outlast_a_short_drain() -> None:
+    with steered(drain_seconds=0.4) as server:
+        retrying = SimpleNamespace(paced_until=0.0)
+        assert max(server.server._pace(retrying, 100.0) for _ in range(1000)) == pytest.approx(0.2)
+
+
 def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(monkeypatch) -> None:
     monkeypatch.setattr(torchpipe_server.front.server, "REFUSALS_AT_ONCE", 0)
     with steered() as server, Client(server.port) as client, connect(server.port) as leaver:
