@@ -41,6 +41,14 @@ def test_writes_a_line_for_each_frame(files, capfd):
     assert capfd.readouterr().err.splitlines()[-1].split()[2:6] == ["ended", "5", "0", "5"]
 
 
+def test_what_cannot_start_leaves_the_file_of_results_as_it_was(files):
+    (files / "out.ndjson").write_text("{}\n")
+    with open(files / "cameras.toml", "a") as streams:
+        streams.write('[gate]\nsource = "gone.mp4"\n')
+    assert watch(files, "small.toml", "--out", str(files / "out.ndjson")) == 1
+    assert (files / "out.ndjson").read_text() == "{}\n"
+
+
 def test_counts_the_frames_that_fps_skips(files, capfd):
     with open(files / "cameras.toml", "a") as streams:
         streams.write("fps = 5\n")

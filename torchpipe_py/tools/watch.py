@@ -25,10 +25,10 @@ def run_watch(options: argparse.Namespace) -> int:
     results = 0
     keep_freed_memory()
     with ExitStack() as stack:
-        out = stack.enter_context(open(options.out, "wb")) if options.out else None
-        lines: IO[bytes] = out or sys.stdout.buffer
         run = stack.enter_context(pipe(options.config))
         streams = stack.enter_context(Streams(run, options.streams))
+        out = stack.enter_context(open(options.out, "wb")) if options.out else None  # NOTE: once the start succeeded
+        lines: IO[bytes] = out or sys.stdout.buffer
         began = seen_at = monotonic()
         if options.seconds:
             timer = Timer(options.seconds, streams.close)
