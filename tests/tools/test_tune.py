@@ -171,6 +171,19 @@ def test_nodes_that_mean_other_values_by_a_key_are_not_joined(one: dict[str, Any
         assert names == ([WRITTEN] if first or second else [WRITTEN, "joined"])
 
 
+def test_other_pairs_of_a_chain_are_joined_all_the_same() -> None:
+    nodes = {
+        "decode": {"backend": "DecodeMat", "next": "large"},
+        "large": {"backend": "ResizeMat", **PREPARE, "next": "small"},
+        "small": {"backend": "ResizeMat", **PREPARE, "resize_h": 32},
+    }
+    _, joined = shapes_of(tables(**nodes))
+    assert {name: table["backend"] for name, table in filled(joined.config).items()} == {
+        "decode": "S[DecodeMat,ResizeMat]",
+        "small": "ResizeMat",
+    }
+
+
 @pytest.mark.parametrize(
     ("nodes", "shared"),
     [

@@ -202,7 +202,7 @@ def _joined(shape: Shape) -> Tables:
             continue
         one, two = (shape.pipeline.plans[each] for each in (name, after[0]))
         first, second = tables[name], tables[after[0]]
-        # NOTE: a key that both know must not begin to mean the other one's value.
+        # NOTE: for one pair that means other values by a key, `_computes` would refuse the whole shape.
         both = (set(first) & set(second) | _keys(one.backends) & _keys(two.backends)) - {*KNOBS, *ROUTING, "backend"}
         is_other = one.spec.device_id != two.spec.device_id or any(first.get(key) != second.get(key) for key in both)
         if two.spec.map or two.spec.filter or is_other:
