@@ -92,7 +92,8 @@ class Stream:
         """Read no further; under the lock."""
         self._stop.set()
         self.waiting.clear()
-        self.state = "failed" if self.state == "failed" else "ended"
+        if self.state != "failed":
+            self.state = "ended"
         self._has_room.notify_all()
         self._has_ended.notify_all()
 
