@@ -76,6 +76,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
     """Tune, the sweep and the turns, from where ``CASE.tune.json`` beside ``--json`` ends."""
     config, images, imports = CASES.get(name, (name, DEMO, ()))
     case, cores, tables = Path(name).stem, sorted(os.sched_getaffinity(0)), parse_toml(config)
+    bodies = load_images(Path(images), False).bodies
     import_all(",".join(imports))
     file = args.json and args.json.with_name(f"{case}.tune.json")
     done: dict[str, Any] = json.loads(file.read_text()) if file and file.exists() else {"rates": {}, "turns": {}}
@@ -89,7 +90,6 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
     with ExitStack() as stack:
 
         def team(engines: int = 0) -> Team:
-            bodies = load_images(Path(images), False).bodies
             return stack.enter_context(closing(Team(config, bodies, imports, cores, engines)))
 
         reference = Service(team())
