@@ -35,10 +35,11 @@ Times = array
 
 @dataclass(frozen=True)
 class Payload:
-    """What all clients send: a body for each image, and its expected label, or None if unknown."""
+    """What all clients send: a body for each image, its expected label, or None if unknown, and its file."""
 
     bodies: list[bytes]
     labels: list[str | None]
+    paths: list[Path]
 
 
 def load_images(directory: Path, labelled: bool) -> Payload:
@@ -49,7 +50,7 @@ def load_images(directory: Path, labelled: bool) -> Payload:
         raise ToolError(f"--img_dir {error}") from error
     labels = [label_of(path, directory) if labelled else None for path in paths]
     try:
-        return Payload([path.read_bytes() for path in paths], labels)
+        return Payload([path.read_bytes() for path in paths], labels, paths)
     except OSError as error:
         raise ToolError(f"{error.filename}: cannot be read: {error.strerror}") from error
 

@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.errors import TorchpipeError, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
@@ -84,8 +83,9 @@ def tune(
     Raises ``ToolError`` and ``ConfigError``, which explain in one line why it cannot be tuned.
     """
     folder = Path(images) if isinstance(images, (str, os.PathLike)) else None
-    bodies: Any = load_images(folder, False).bodies if folder else images
-    names: Any = find_images(folder) if folder else [f"images[{number}]" for number in range(len(bodies))]
+    loaded = load_images(folder, False) if folder else None
+    bodies: Any = loaded.bodies if loaded else images
+    names: Any = loaded.paths if loaded else [f"images[{number}]" for number in range(len(bodies))]
     all_cores = os.sched_getaffinity(0)
     usable = sorted(all_cores)[:cores]
     if slo_p99 is not None and rate is not None:
