@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,7 @@ class _Job:
     cost: Cost
     left: float
     done: Callable[[], object]
+    speed: float = 1.0
 
 
 class _InVirtualTime(Node):
@@ -223,8 +224,9 @@ class Simulation:
         self._timers: list[tuple[float, int, _InVirtualTime]] = []
         self._numbers = count()
         self._jobs: list[_Job] = []
+        self._under_way = 0  # requests
         self._rested: dict[Instance, float] = {}
-        self._speeds: dict[Hashable, dict[Hashable, float]] = {}
+        self._speeds: dict[frozenset[tuple[tuple[int, str], int]], dict[tuple[int, str], float]] = {}
         workers, engines = plans
         sources = [source for plan in workers for node in plan.spec.nodes.values() for source in node.map]
         self._names = {key for source in sources for pair in source.pairs for key in pair}
@@ -252,7 +254,7 @@ class Simulation:
         work = self.machine.slower * node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch])
         if self._rested.get(instance) != self.now:
             work += self.machine.handover
-        self._jobs.append(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
+        self._add(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
 
     def _end(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
         """End a batch; requests that wait for the instance continue at once."""
@@ -264,7 +266,11 @@ class Simulation:
 
     def hand_over(self, node: _InVirtualTime, then: Callable[[], object]) -> None:
         """Have a worker send a request to its engine process."""
-        self._jobs.append(_Job((node.worker, node.name), _HANDING_OVER, node.cost.hand_over[0], then))
+        self._add(_Job((node.worker, ""), _HANDING_OVER, node.cost.hand_over[0], then))
+
+    def _add(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._set_speeds()
 
     def wake_at(self, time: float, node: _InVirtualTime) -> None:
         """Check the node at ``time``."""
@@ -300,6 +306,7 @@ class Simulation:
             ends.append(inf)
 
             def on_done(*_: object) -> None:
+                self._under_way -= 1
                 ends[number] = self.now
                 if len(ends) + len(left) < calls:
                     left.append((self.now, turn))
@@ -307,16 +314,16 @@ class Simulation:
             worker = self._workers[turn % len(self._workers)]
             entered = worker.graph.entered or worker.graph.roots
             with suppress(Overloaded):  # not answered
+                self._under_way += 1
                 worker.inflight.submit([Request({TASK_DATA_KEY: (number, 0)}, on_done, entered[0])])
 
         jobs, timers = self._jobs, self._timers
-        while sum(len(worker.inflight) for worker in self._workers) <= MOST_UNDER_WAY:
-            speeds = self._speed_of()
+        while self._under_way <= MOST_UNDER_WAY:
             arrival, timer = left[0][0] if left else inf, timers[0][0] if timers else inf
             first: _Job | None = None
             end = inf
             for job in jobs:
-                at = self.now + job.left / speeds[job.kind]
+                at = self.now + job.left / job.speed
                 if at < end:
                     first, end = job, at
             time = min(arrival, timer, end)
@@ -324,12 +331,13 @@ class Simulation:
                 break
             passed = max(0.0, time - self.now)
             for job in jobs:
-                job.left -= passed * speeds[job.kind]
+                job.left -= passed * job.speed
             self.now = max(self.now, time)
             if arrival <= time:
                 submit(left.popleft()[1])
             elif end <= time and first is not None:
                 jobs.remove(first)
+                self._set_speeds()
                 first.done()
             else:
                 self.look.append(heappop(timers)[2])
@@ -337,26 +345,32 @@ class Simulation:
                 self.look.pop().start_batches()
         return ends + [inf] * (calls - len(ends))
 
-    def _speed_of(self) -> dict[Hashable, float]:
-        """The share of full speed for each kind of running job."""
-        kinds = Counter(job.kind for job in self._jobs)
+    def _set_speeds(self) -> None:
+        """Set each job's share of full speed, which depends on what else runs."""
+        kinds: defaultdict[tuple[int, str], int] = defaultdict(int)
+        for job in self._jobs:
+            kinds[job.kind] += 1
         key = frozenset(kinds.items())
         if key not in self._speeds:
-            self._speeds[key] = self._shares({job.kind: job.cost for job in self._jobs}, kinds)
-        return self._speeds[key]
+            self._speeds[key] = self._shares({job.kind[1]: job.cost for job in self._jobs}, kinds)
+        speeds = self._speeds[key]
+        for job in self._jobs:
+            job.speed = speeds[job.kind]
 
-    def _shares(self, costs: dict[Any, Cost], kinds: Counter[Any]) -> dict[Hashable, float]:
-        asked = sum(costs[kind].cores * number for kind, number in kinds.items())
+    def _shares(self, costs: dict[str, Cost], kinds: dict[tuple[int, str], int]) -> dict[tuple[int, str], float]:
+        asked = sum(costs[name].cores * number for (_, name), number in kinds.items())
         fair = min(1.0, self.machine.cores / asked) if asked else 1.0
         # NOTE: only those slow a job that run at the same time, on the other cores.
         beside = min(1.0, (self.machine.cores - 1) / max(1, sum(kinds.values()) - 1))
-        shares: dict[Hashable, float] = {}
-        for kind, cost in costs.items():
-            longer = 1.0
-            for other, number in kinds.items():
-                others, neighbour = beside * (number - (other == kind)), costs[other]
-                longer += others * min(cost.slowing, neighbour.slowing)
-                if other[0] == kind[0]:
-                    longer += others * (cost.lock + neighbour.lock) / 2
-            shares[kind] = fair / longer
+        totals: Counter[str] = Counter()
+        of_worker: defaultdict[int, list[tuple[Cost, int]]] = defaultdict(list)
+        for (worker, name), number in kinds.items():
+            totals[name] += number
+            of_worker[worker].append((costs[name], number))
+        shares = {}
+        for kind in kinds:
+            cost = costs[kind[1]]
+            slower = sum(number * min(cost.slowing, costs[name].slowing) for name, number in totals.items())
+            locked = sum(number * (cost.lock + other.lock) / 2 for other, number in of_worker[kind[0]])
+            shares[kind] = fair / (1 + beside * (slower - cost.slowing + locked - cost.lock))
         return shares
