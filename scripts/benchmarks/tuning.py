@@ -49,13 +49,7 @@ class Paced(Service):
 
     def __init__(self, team: Team, pace: Callable[[], float], usual: float) -> None:
         super().__init__(team)
-        self._pace, self._usual, self._built = pace, usual, False
-
-    def build(self, candidate: Candidate) -> None:
-        """Build the only candidate."""
-        if not self._built:
-            super().build(candidate)
-        self._built = True
+        self._pace, self._usual = pace, usual
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies, in seconds of the usual pace."""

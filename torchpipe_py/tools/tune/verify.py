@@ -67,12 +67,16 @@ class Service:
 
     def __init__(self, team: Team) -> None:
         self._team, self._workers = team, 1
+        self._built: Candidate | None = None
 
     def build(self, candidate: Candidate) -> None:
-        """Build and warm up the pipes of all its workers."""
-        self._workers = candidate.workers
+        """Build and warm up the pipes of all its workers, unless they are the ones that run."""
+        if candidate is self._built:
+            return
+        self._built, self._workers = None, candidate.workers
         self._team.build(candidate.config(), self._workers, candidate.engines)
         self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
+        self._built = candidate
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies in seconds; workers take turns."""
