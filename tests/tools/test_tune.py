@@ -315,7 +315,7 @@ def test_an_alternative_that_cannot_run_is_left_out(failed: tuple[int, str] | No
 
     class OneCore(Team):
         def __init__(self) -> None:
-            self._workers = 1
+            self._workers, self.has_gpu = 1, False
 
         def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
             is_other = arguments[0] != shape.config
@@ -347,6 +347,10 @@ def profile_of(config: Tables, each_ms: dict[tuple[int, int], float], **more: An
     return profile, [shape]
 
 
+def one_by_one(predictor: Predictor) -> Any:
+    return lambda asked: [predictor.predict(*each) for each in asked]
+
+
 EVEN = [float(number) for number in range(4000)]
 """Arrivals at a constant rate."""
 
@@ -369,7 +373,7 @@ def test_the_search_finds_what_was_planted(
     profile, shapes = profile_of(tables(n=model(max=4, threads=1)), each_ms, together=together)
     fitted = Calibration(FREE, FREE, 0.0)
     predictor = Predictor(profile, fitted, Goal(slo=0.2, rate=None, times=EVEN, seconds=4.0))
-    search = Search(predictor, shapes, False, lambda _: "")
+    search = Search(profile, one_by_one(predictor), shapes, False, lambda _: "")
     first = search.run(Candidate(shapes[0], 1), 60.0, lambda *_: None)[0]
     settings = {key: first.candidate.value("n", key) for key in ("max", "threads")}
     settings["workers"] = first.candidate.workers
@@ -403,7 +407,7 @@ def test_calibration_finds_what_the_pipe_adds(p99: float, tail: float) -> None:
 def test_what_was_not_tried_has_a_reason(seconds: float, problem: str, not_tried: dict[str, str]) -> None:
     profile, shapes = profile_of(tables(n=model(max=4, threads=1)), A_LOCK)
     predictor = Predictor(profile, Calibration(FREE, FREE, 0.0), Goal(slo=0.2, rate=None, times=EVEN, seconds=4.0))
-    search = Search(predictor, shapes, False, lambda _: problem)
+    search = Search(profile, one_by_one(predictor), shapes, False, lambda _: problem)
     assert search.run(Candidate(shapes[0], 1), seconds, lambda *_: None) == []
     assert search.not_tried == not_tried
 
@@ -665,7 +669,7 @@ def test_shared_nodes_are_measured_in_an_engine_process() -> None:
     team = Team("x", bodies, [], sorted(os.sched_getaffinity(0))[:2], engines=1)
     try:
         shape = Shape.of(WRITTEN, config)
-        assert team.all("capture", config, shape.units)[0].failed is None
+        assert team.all("capture", config, shape.units, 2)[0].failed is None
         team.build(config, 2, 1)
         latencies = team.all("open_loop", [(0, 0.0), (1, 0.0)], perf_counter(), 60.0, most=2)
         assert all(math.isfinite(latency) for each in latencies for latency in each)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -226,7 +227,6 @@ class _Tuning:
         loops = self._seconds("verify") / _LOOPS
         even = loops / (verify.TURNS * (1 + _TRIALS)) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
-        self._most_trials = max(1, min(_TRIALS, round(loops / (verify.LEAST_TURNS * (seconds + _EXTRA_S))) - 1))
         self._goal = Goal(slo, self.report["rate"], list(_repeated(times, MOST_CALLS)), seconds)
 
     def calibrate(self) -> None:
@@ -236,8 +236,11 @@ class _Tuning:
         workers = 1 if self._has_gpu and not written.heads else workers
         engines = usual_engines(written.config) if written.heads and workers > 1 else 0
         base = self._base = Candidate(written, workers, engines=min(engines, workers))
-        self._service.build(base)
         began, seconds = monotonic(), self._seconds("calibrate")
+        self._service.build(base)
+        built = monotonic() - began
+        turn = built + _LOOPS * (self._goal.seconds + _EXTRA_S)
+        self._most_trials = max(1, min(_TRIALS, round(self._seconds("verify") / (verify.LEAST_TURNS * turn)) - 1))
         self._closed = max(1.0, self._service.closed_loop(_CLIENTS, 2 * self._goal.seconds))
         pace = self._goal.rate or self._closed / _LOOPS
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * LEAST_CALLS / pace
@@ -265,7 +268,8 @@ class _Tuning:
             return f"needs {needed / 2**30:.1f} GiB, over --gpu-memory" if gpu_memory and needed > gpu_memory else ""
 
         self._show("simulate", 0.0)
-        search = Search(self._predictor, self._shapes, self._has_gpu, problem)
+        self._team.all("learn", self._predictor)
+        search = Search(self._profile, partial(self._team.each, "predict"), self._shapes, self._has_gpu, problem)
         best = search.run(self._base, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
@@ -274,7 +278,7 @@ class _Tuning:
         half = -(-self._most_trials // 2)
         chosen = [*same[:half], *others[:half]] if others else same[: self._most_trials]
         self._trials = [self._trial(candidate) for candidate in (self._base, *(found.candidate for found in chosen))]
-        self.report["simulated"] = self._predictor.simulated
+        self.report["simulated"] = len(search.judged)
 
     def _trial(self, candidate: Candidate) -> Trial:
         found = self._predictor.predict(candidate, is_exact=True)

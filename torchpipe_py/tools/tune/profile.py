@@ -21,6 +21,8 @@ DRIFT = 0.1
 """Relative difference between early and late measurements of a cell; more is noise."""
 
 MOST_ROUNDS = 8
+MOST_ON_GPU = 4
+"""Instances and processes of a node alone where there is a GPU: to start more takes minutes."""
 
 _HEAD_START_S = 0.02
 _CELL_S = 0.06
@@ -145,9 +147,10 @@ class Profiler:
     def __init__(self, shapes: list[Shape], team: Team, seconds: float, images: Sequence[str]) -> None:
         self.profile = Profile(len(team))
         self._shapes, self._team, self._seconds, self._images = shapes, team, seconds, images
+        self._most = min(len(team), MOST_ON_GPU) if team.has_gpu else len(team)
 
     def capture(self) -> dict[str, str]:
-        """Run the images through each shape in each process, and keep the inputs of the nodes.
+        """Run the images through each shape in all processes that measure, and keep the inputs of the nodes.
 
         Removes alternatives from the shapes that cannot run here; returns the reasons by name. Raises ``ToolError`` if
         an image has no result otherwise.
@@ -155,7 +158,7 @@ class Profiler:
         failed: dict[str, str] = {}
         for shape in [each for each in self._shapes if each.twin == each.name]:
             try:
-                captured = self._team.all("capture", shape.config, dict(shape.units))[0]
+                captured = self._team.all("capture", shape.config, dict(shape.units), self._most, most=self._most)[0]
                 if captured.failed is not None:
                     number, why = captured.failed
                     raise ToolError(f"{self._images[number]} has no result: {why}")
@@ -173,21 +176,21 @@ class Profiler:
     def prepare(self, has_gpu: bool) -> list[Cell]:
         """Set up instances of each unit alone; returns the first cells."""
         cells: list[Cell] = []
-        cores = self.profile.cores
+        cores, most = self.profile.cores, self._most
         for shape in self._shapes:
             for node, unit in shape.units.items():
                 if unit in self.profile.limits or not any(self.profile.captured[shape.twin].visits[node]):
                     continue
                 knobs = knobs_of(shape.pipeline.plans[node], has_gpu)
                 for threads in (1, cores) if "threads" in knobs else (0,):
-                    settings = {"instance_num": cores if threads < 2 else 1}
+                    settings = {"instance_num": most if threads < 2 else 1}
                     settings |= {"max": LADDER[-1]} if "max" in knobs else {}
                     settings |= {"threads": threads} if threads else {}
                     what = unit, shape.alone(node, **settings), threads, settings["instance_num"]
-                    self.profile.limits[unit] = self._team.all("prepare", *what)[0]
+                    self.profile.limits[unit] = self._team.all("prepare", *what, most=most)[0]
                     cells.append(Cell(unit, threads))
                     if threads < 2:
-                        cells += [Cell(unit, threads, 1, cores, 1), Cell(unit, threads, 1, 1, cores)]
+                        cells += [Cell(unit, threads, 1, most, 1), Cell(unit, threads, 1, 1, most)]
         return cells
 
     def hand_over(self) -> None:

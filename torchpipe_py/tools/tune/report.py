@@ -143,7 +143,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             rows.append(("", f"{rate}, {slower}, and other delays add {_ms(each['tail'])} to the p99"))
         rows.append(("", f"the prediction of a closed loop is {calibration['residual']:.0%} off"))
     if report["simulated"]:
-        rows.append(("search", f"{report['simulated']} simulations"))
+        rows.append(("search", f"{report['simulated']} settings simulated"))
     table = aligned(rows_of(report), HEADS) if report["yours"] else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 

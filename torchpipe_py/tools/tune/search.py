@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from torchpipe_py.errors import ConfigError
-from torchpipe_py.tools.tune.profile import Profile
-from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, knobs_of
+from torchpipe_py.tools.tune.profile import MOST_ON_GPU, Profile
+from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, has_batches, knobs_of
 from torchpipe_py.tools.tune.simulate import Machine, Simulation
 
 CALLS = 500
@@ -80,7 +79,7 @@ class Predictor:
     """Simulates candidates in the same way as they are measured."""
 
     def __init__(self, profile: Profile, fitted: Calibration, goal: Goal) -> None:
-        self.profile, self.goal, self.simulated = profile, goal, 0
+        self.profile, self.goal = profile, goal
         self._fitted = fitted
 
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
@@ -91,7 +90,6 @@ class Predictor:
         goal, fitted = self.goal, self._fitted
 
         def at(rate: float, machine: Machine = fitted.machine) -> tuple[float, tuple[str, ...]]:
-            self.simulated += 1
             run = Simulation(plans, costs, machine)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
             waits = sorted(run.waited, key=lambda node: -run.waited[node])
@@ -180,16 +178,27 @@ def calibrate(
 # --- the search
 
 
+Predict = Callable[[Sequence[tuple[Candidate, float]]], "Iterable[Prediction | str | None]"]
+"""Predicts candidates and their floors at once, as ``Predictor`` does; a text says why one cannot be built."""
+
+
 class Search:
     """Searches greedily from each shape, changing the node where requests wait longest.
 
-    ``problem`` says why a candidate is not allowed, or nothing. ``not_tried`` has the reasons by candidate.
+    ``predict`` gets at most as many candidates as there are cores. ``problem`` says why one is not allowed, or nothing.
+    ``not_tried`` has the reasons by candidate.
     """
 
     def __init__(
-        self, predictor: Predictor, shapes: Sequence[Shape], has_gpu: bool, problem: Callable[[Candidate], str]
+        self,
+        profile: Profile,
+        predict: Predict,
+        shapes: Sequence[Shape],
+        has_gpu: bool,
+        problem: Callable[[Candidate], str],
     ) -> None:
-        self.predictor, self._shapes, self._has_gpu, self._problem = predictor, shapes, has_gpu, problem
+        self._profile, self._predict, self._shapes, self._has_gpu = profile, predict, shapes, has_gpu
+        self._problem = problem
         self.found: dict[str, Prediction] = {}
         self.judged: set[str] = set()
         self.not_tried: dict[str, str] = {}
@@ -199,34 +208,38 @@ class Search:
         """The best candidates, best first; one for each shape and numbers of processes."""
         began = perf_counter()
         self._until = began + seconds
-        starts = starts_of(base, self._shapes, self.predictor.profile.cores)
-        first = [found for start in starts if (found := self._judge(start, 0.0)) is not None]
+        first = self._judge(starts_of(base, self._shapes, self._profile.cores), 0.0)
         for number, start in enumerate(sorted(first, key=lambda each: -each.score)):
             share = (number + 1) / len(first)
             self._climb(start, began + seconds * share)
             progress("simulate", min(1.0, max(share, (perf_counter() - began) / seconds)))
         return sorted(self.found.values(), key=lambda each: -each.score)
 
-    def _judge(self, candidate: Candidate, floor: float) -> Prediction | None:
-        """Predict and remember a candidate; ``None`` if it is worse than ``floor``, already known, or too late."""
-        if str(candidate) in self.judged:
-            return None
-        if perf_counter() > self._until:
-            self.not_tried["further settings"] = "the time for simulations was over"
-            return None
-        self.judged.add(str(candidate))
-        place = f"{candidate.shape.name}, {candidate.processes}"
-        try:
-            if problem := self._problem(candidate):
-                raise ConfigError(problem)
-            found = self.predictor.predict(candidate, floor)
-        except ConfigError as error:
-            self.not_tried[place] = str(error)
-            return None
-        best = self.found.get(place)
-        if found is not None and found.score > (best.score if best else 0.0):
-            self.found[place] = found
-        return found
+    def _judge(self, candidates: Sequence[Candidate], floor: float) -> list[Prediction]:
+        """Predict and remember the candidates that are new; returns those that are not worse than ``floor``."""
+        good = []
+        new = [each for each in candidates if str(each) not in self.judged]
+        allowed = [each for each in new if not self._is_problem(each, self._problem(each))]
+        for first in range(0, len(allowed), self._profile.cores):
+            if perf_counter() > self._until:
+                self.not_tried["further settings"] = "the time for simulations was over"
+                break
+            some = allowed[first : first + self._profile.cores]
+            self.judged.update(map(str, some))
+            for candidate, found in zip(some, self._predict([(each, floor) for each in some]), strict=True):
+                if found is None or isinstance(found, str):
+                    self._is_problem(candidate, found)
+                    continue
+                best = self.found.get(_place(candidate))
+                if found.score > (best.score if best else 0.0):
+                    self.found[_place(candidate)] = found
+                good.append(found)
+        return good
+
+    def _is_problem(self, candidate: Candidate, why: str | None) -> bool:
+        if why:
+            self.not_tried[_place(candidate)] = why
+        return bool(why)
 
     def _climb(self, best: Prediction, until: float) -> None:
         """Change one setting at a time, where requests wait longest, as long as it helps."""
@@ -235,30 +248,35 @@ class Search:
             is_better = False
             nodes = [*best.waits, *(node for node in best.candidate.shape.units if node not in best.waits)]
             for node in nodes:
-                for change in self._changes(best.candidate, node):
-                    found = self._judge(change, best.score * MARGIN)
-                    if found is not None and found.score > best.score * MARGIN:
-                        best, is_better = found, True
-                if is_better:
+                found = self._judge(self._changes(best.candidate, node), best.score * MARGIN)
+                top = max(found, key=lambda each: each.score, default=best)
+                if top.score > best.score * MARGIN:
+                    best, is_better = top, True
                     break
 
     def _changes(self, candidate: Candidate, node: str) -> list[Candidate]:
         """The candidates with one other setting of the node."""
-        unit, profile = candidate.shape.units.get(node), self.predictor.profile
+        unit, profile = candidate.shape.units.get(node), self._profile
         if unit is None or unit not in profile.limits:
             return []
         threads = [each for each in profile.threads_of(unit) if each]
+        plan = candidate.shape.pipeline.plans[node]
+        most = min(profile.cores, MOST_ON_GPU) if self._has_gpu and has_batches(plan) else profile.cores
         choices = {
-            "instance_num": _doublings(profile.cores),
+            "instance_num": _doublings(most),
             "max": profile.sizes_of(unit, (threads or [0])[0]),
             "threads": threads,
             "batching_timeout": TIMEOUTS,
         }
-        knobs = knobs_of(candidate.shape.pipeline.plans[node], self._has_gpu)
+        knobs = knobs_of(plan, self._has_gpu)
         changes = [(key, float(value)) for key in knobs for value in choices[key]]  # type: ignore[attr-defined]
         return [
             candidate.with_knob(node, *change) for change in changes if candidate.value(node, change[0]) != change[1]
         ]
+
+
+def _place(candidate: Candidate) -> str:
+    return f"{candidate.shape.name}, {candidate.processes}"
 
 
 def starts_of(base: Candidate, shapes: Sequence[Shape], cores: int) -> list[Candidate]:

@@ -137,10 +137,15 @@ def knobs_of(plan: NodePlan, has_gpu: bool = False) -> tuple[str, ...]:
     declared = _keys(plan.backends)
     keys = ["instance_num"]
     keys += ["threads"] if "threads" in declared and not has_gpu else []
-    if "max" in declared and not ("model::cache" in declared and has_gpu):
+    if has_batches(plan) and not ("model::cache" in declared and has_gpu):
         keys.append("max")
     high = (plan.batch_range() or (1, 1))[1]
     return (*keys, "batching_timeout") if high > 1 or "max" in keys else tuple(keys)
+
+
+def has_batches(plan: NodePlan) -> bool:
+    """Whether a node has a model or decodes on the GPU."""
+    return "max" in _keys(plan.backends)
 
 
 def _keys(backends: Iterable[BackendPlan]) -> set[str]:
@@ -172,7 +177,7 @@ def twin_of(shape: Shape) -> Shape | None:
     tables, is_shared = copied(shape.config, shape.config.source), bool(shape.heads)
     for name, table in tables.items():
         table.pop("shared", None)
-        if name in shape.units and not is_shared and "max" in _keys(shape.pipeline.plans[name].backends):
+        if name in shape.units and not is_shared and has_batches(shape.pipeline.plans[name]):
             table["shared"] = True
     try:
         twin = Shape.of(f"{shape.name}, {'not ' * is_shared}shared", tables)
