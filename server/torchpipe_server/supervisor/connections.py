@@ -43,14 +43,9 @@ class Connections:
     """
 
     def __init__(
-        self,
-        loop: Loop,
-        listener: socket.socket,
-        options: Options,
-        idl: Any,
-        ready: Callable[[], list[Child]],
+        self, loop: Loop, listener: socket.socket, options: Options, idl: Any, ready: Callable[[], list[Child]],
         is_recovering: Callable[[], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.journal = Journal(slots_for(options.max_connections))
         self._options, self._ready, self._is_recovering = options, ready, is_recovering
         self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)

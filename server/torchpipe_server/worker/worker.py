@@ -51,11 +51,7 @@ HUNG = 3  # exit status of a process with a backend that does not return
 CLOSE_SECONDS = 2.0
 END_SECONDS = 0.25  # between two checks whether the process is to end
 _WITH_DESCRIPTOR = ("connection", "link")  # messages
-ORPHANED = {
-    "models": [],
-    "error": "the supervisor is gone",
-    "code": "unavailable",
-}  # the answer to any control
+ORPHANED = {"models": [], "error": "the supervisor is gone", "code": "unavailable"}  # the answer to any control
 NO_DESCRIPTOR = "cannot link to the engine process: no descriptor is left"
 
 
