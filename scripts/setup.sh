@@ -39,7 +39,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   python=$(find_python)
   "$python" -m venv "$venv"
 fi
-echo "setup: $venv with $("$venv/bin/python" --version), a minute or two"
+echo "setup: $venv with $("$venv/bin/python" --version), one to three minutes"
 "$venv/bin/python" -m pip install --disable-pip-version-check -r requirements.txt 2> >(grep -v '^WARNING: ' >&2) | progress
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 echo "$wanted" > "$stamp"
