@@ -117,14 +117,14 @@ class DecodeError(NoResult, ValueError):
 
 class Overloaded(TorchpipeError, RuntimeError):
     """Refused at the entry: ``max_inflight`` requests are in flight, or the queue rules the deadline out. Nothing was
-    started; ``retry_after_ms`` says when it may be, where that is known.
+    started; ``retry_after_ms`` says when it may be, if that is known. ``deadline`` is the request's, by ``perf_counter``.
     """
 
     code = "overloaded"
 
-    def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
+    def __init__(self, message: str, retry_after_ms: int | None = None, deadline: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after_ms = retry_after_ms
+        self.retry_after_ms, self.deadline = retry_after_ms, deadline
 
 
 class DeadlineExceeded(TorchpipeError, TimeoutError):

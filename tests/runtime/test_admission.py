@@ -266,7 +266,10 @@ def test_what_stands_too_long_is_refused_and_the_rest_is_computed(register: Regi
         assert not run.is_refusing
         with pytest.raises(Overloaded, match="more come than can be taken"):
             run.check_delay(None)
+        with pytest.raises(Overloaded, match="its deadline is 1 ms") as caught:
+            run.check_delay(0.001)
         assert run.is_refusing
+        assert caught.value.deadline
         gate.open()
         for future in waiting:
             outcome(future)

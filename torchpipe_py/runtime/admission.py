@@ -338,7 +338,8 @@ class Door:
                 continue
             self._refused_at, self.is_refusing = now, True
             limit = f"{why} {round(1000 * bound, 3):.15g} ms" if bound < math.inf else "more come than can be taken"
-            raise Overloaded(f"a request takes {1000 * takes:.0f} ms now, {limit}", max(1, math.ceil(1000 * waits)))
+            text, deadline = f"a request takes {1000 * takes:.0f} ms now, {limit}", seconds and now + seconds
+            raise Overloaded(text, max(1, math.ceil(1000 * waits)), deadline)
 
 
 def _shedding(nodes: Sequence[Queued], now: float) -> list[ControlledDelay]:

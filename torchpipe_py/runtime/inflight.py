@@ -96,12 +96,9 @@ class InFlight:
                 self.rejected += more
         if not is_admitted:
             most = self._most_for(requests)
-            running = counted(len(self), "request")
-            raise Overloaded(
-                f"{running} in flight, {more} more would pass "
-                f"{'' if most == self.most else 'half of '}max_inflight = {self.most}",
-                retry_after_ms=self._retry_after_ms() if more <= most else None,
-            )
+            limit = f"{'' if most == self.most else 'half of '}max_inflight = {self.most}"
+            text = f"{counted(len(self), 'request')} in flight, {more} more would pass {limit}"
+            raise Overloaded(text, self._retry_after_ms() if more <= most else None, requests[0].deadline)
 
     def _most_for(self, requests: Sequence[Request]) -> int:
         return max(1, self.most // 2) if any(request.priority for request in requests) else self.most

@@ -54,7 +54,8 @@ class Call:
 
     def done(self, result: Any) -> None:
         """Answer with the result, or with an exception."""
-        self.connection.owner.answer(self, *self.service.reply(self.message, result))
+        error = result if isinstance(result, BaseException) else None
+        self.connection.owner.answer(self, *self.service.reply(self.message, result), error)
 
     @staticmethod
     def of(done: Any) -> Call:
@@ -300,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             ticket = method.start(args, call.done)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
             # NOTE: at once, since the other requests of this round of the loop would delay a refusal.
-            owner.send(call, *service.reply(call.message, error))
+            owner.send(call, *service.reply(call.message, error), error)
             return
         if ticket is not None:
             call.ticket, deadline = ticket, ticket.deadline

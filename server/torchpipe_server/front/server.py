@@ -7,7 +7,8 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from time import monotonic
+from math import inf
+from time import monotonic, perf_counter
 
 from torchpipe_py.errors import Overloaded, counted
 from torchpipe_server.front.connection import CLOSED, Call, Connection
@@ -25,6 +26,7 @@ RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
 # Clients that retry refusals at once would leave no time for the requests in work. Theirs are answered at this pace.
 REFUSAL_SECONDS, REFUSALS_AT_ONCE = 0.002, 500
+IN_TIME = 0.8  # share of the time to its deadline that a refusal waits at most: it must still reach the client
 PACED_SECONDS = 1.0  # the most that a refusal waits, and how soon after the last one a client has to come back
 
 
@@ -47,7 +49,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
         self.answer = Inbox(loop, self.send).put
-        """Takes a call, the bytes of its answer, and method and outcome to count; for any thread."""
+        """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
         self._is_draining = False
         self._refusal_at = 0.0  # of the last client that had come back
@@ -104,25 +106,28 @@ class Server:
         """The number of connections."""
         return len(self._connections)
 
-    def send(self, call: Call, data: bytes, method: str, outcome: str) -> None:
+    def send(self, call: Call, data: bytes, method: str, outcome: str, error: BaseException | None = None) -> None:
         """Like ``answer``, but at once; for the loop's thread. Only a repeated refusal may have to wait."""
-        now = monotonic()
+        now, wait = monotonic(), 0.0
         self.counters.add(method, outcome, now - call.began, call.request_id)  # without the wait of a refusal
-        # NOTE: an answer to infer_many may have results beside a refusal, and those do not wait.
-        if outcome == Overloaded.code and method != "infer_many" and (wait := self._pace(call.connection, now)) > 0.0:
+        # NOTE: results beside a refusal, as of infer_many, are not an error and do not wait.
+        if isinstance(error, Overloaded):
+            wait = self._pace(call.connection, now, getattr(call.ticket, "deadline", error.deadline))
+        if wait > 0.0:
             call.over()
             call.size = 0  # its message is gone
             call.timer = self.loop.call_later(wait, call.connection.answered, call, data, now + wait)
         else:
             call.connection.answered(call, data, now)
 
-    def _pace(self, connection: Connection, now: float) -> float:
-        """Seconds until the connection's refusal is due."""
+    def _pace(self, connection: Connection, now: float, deadline: float | None = None) -> float:
+        """Seconds until the connection's refusal is due, which is before the deadline of its request."""
         at = now
         if now < connection.paced_until and not self.is_ending:  # a drain would take a second for each
             earliest = max(self._refusal_at, now - REFUSALS_AT_ONCE * REFUSAL_SECONDS)
             latest = now + min(PACED_SECONDS, self.options.drain_seconds / 2)  # before a drain that begins now ends
             at = self._refusal_at = min(earliest + REFUSAL_SECONDS, latest)
+            at = min(at, now + IN_TIME * ((deadline or inf) - perf_counter()))
         connection.paced_until = max(at, now) + PACED_SECONDS
         return at - now
 

@@ -60,7 +60,8 @@ class InferenceHandler:
         result_type = self._service.infer_batch_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
-            done(result_type(*self._outcome(data, error)))
+            result, error = self._outcome(data, error)
+            done(result_type(result) if error is None else error)
 
         return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.seconds())
 
@@ -71,7 +72,8 @@ class InferenceHandler:
         result_type, outcome_type = self._service.infer_many_result, self._idl.InferenceOutcome
 
         def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
-            return outcome_type(*self._outcome(data, error))
+            result, error = self._outcome(data, error)
+            return outcome_type(result, None if error is None else self._to_error(error))
 
         priority = priority_of(args.priority or 0)
         more = {"priority": priority} if priority else {}
@@ -98,7 +100,7 @@ class InferenceHandler:
                     raise error
                 result = result_type(success=self._idl.InferResponse(uuid=uuid, outputs=self._outputs(data, keys)))
             except BaseException as failure:
-                result = result_type(error=self._to_error(failure))
+                result = failure
             done(result)
 
         seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data), data.get("node_name"))
@@ -114,15 +116,15 @@ class InferenceHandler:
             outputs.update(to_values(self._idl, key, value))
         return outputs
 
-    def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, Any]:
-        """``(InferenceResult, None)`` or ``(None, InferenceError)``."""
+    def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, BaseException | None]:
+        """The ``InferenceResult``, or the error in its place."""
         if error is None:
             try:
                 label, score = to_label_and_score(output_of(data, "result"), data.get("score"))
                 return self._idl.InferenceResult(label=label, score=score), None
             except BaseException as failure:
                 error = failure
-        return None, self._to_error(error)
+        return None, error
 
     def _to_error(self, error: BaseException) -> Any:
         code, text = report(error)

@@ -341,6 +341,21 @@ def test_a_paced_refusal_does_not_outlast_a_short_drain() -> None:
         assert max(server.server._pace(retrying, 100.0) for _ in range(1000)) == pytest.approx(0.2)
 
 
+def test_a_paced_refusal_is_answered_before_the_deadline(monkeypatch) -> None:
+    """One of a node as well as one at the entry."""
+    for name, value in (("REFUSALS_AT_ONCE", 0), ("REFUSAL_SECONDS", 2 * WAIT), ("PACED_SECONDS", 2 * WAIT)):
+        monkeypatch.setattr(torchpipe_server.front.server, name, value)
+    config = {"global": {"max_inflight": 1}, "node": {"backend": "Steered"}}
+    with steered(config, drain_seconds=8 * WAIT) as server, Client(server.port) as client, Client(server.port) as other:
+        Steered.values = {"busy": Overloaded("busy")}
+        request = IDL.InferRequest(uuid="x", inputs={"data": IDL.Value(bytes=b"error busy")}, deadline_ms=500)
+        refusals = [client.error_of("infer", request=request).message for _ in range(2)]
+        other.send_batch(b"block")
+        assert Steered.entered.acquire(timeout=WAIT)
+        refusals.append(client.error_of("infer", request=request).message)
+        assert refusals == ["busy", "busy", "1 request in flight, 1 more would pass max_inflight = 1"]
+
+
 def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(monkeypatch) -> None:
     monkeypatch.setattr(torchpipe_server.front.server, "REFUSALS_AT_ONCE", 0)
     with steered() as server, Client(server.port) as client, connect(server.port) as leaver:
@@ -357,7 +372,7 @@ def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(mon
 
 
 def test_a_paced_refusal_holds_up_neither_its_message_nor_results_beside_a_refusal(monkeypatch) -> None:
-    monkeypatch.setattr(Server, "_pace", lambda self, connection, now: 2 * WAIT)
+    monkeypatch.setattr(Server, "_pace", lambda *asked: 2 * WAIT)
     name = "x" * LIMIT
     with steered() as server, Client(server.port) as client, Client(server.port) as other:
         Steered.values = {name: Overloaded("busy")}
