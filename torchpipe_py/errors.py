@@ -117,7 +117,7 @@ class DecodeError(NoResult, ValueError):
 
 class Overloaded(TorchpipeError, RuntimeError):
     """Refused at the entry: ``max_inflight`` requests are in flight, or the queue rules the deadline out. Nothing was
-    started; ``retry_after_ms`` says when it may be, if that is known. ``deadline`` is the request's, by ``perf_counter``.
+    started; ``retry_after_ms`` says when it may be, if known. ``deadline`` is the request's, by ``perf_counter``.
     """
 
     code = "overloaded"
