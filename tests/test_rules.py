@@ -311,7 +311,7 @@ CONFIGURATION_REFUSED = [
     ({"a": {"next": "b"}, "b": {"or": True, "filter": "swap"}}, "b: or", "the node has filter = 'swap' as well"),
     ({"a": {"next": "b"}, "b": {"map": "a[TASK_REPLY_KEY:data]"}}, "b: map", "no key 'TASK_REPLY_KEY'; did you mean '"),
     (jump("MapReduce", split="TASK_BOKS_KEY"), "a: split", "no key 'TASK_BOKS_KEY'; did you mean 'TASK_BOX_KEY'?"),
-    ({}, "", "no node in it"),
+    ({}, "", "no table or key in it"),
     ({"backend": "Typed", "number": 2.5}, "node: number", "expected an integer, got 2.5"),
     ({"backend": "Typed", "number": [1]}, "node: number", "expected an integer, got [1]"),
     ({"backend": "Typed", "numbers": "1, x"}, "node: numbers", "expected a finite number, got 'x'"),

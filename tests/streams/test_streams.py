@@ -354,6 +354,7 @@ def test_broken_bytes_end_their_own_stream(video, tmp_path):
         ({"a": {"source": "x" * 5000}}, "key 'source': no such file"),
         ({"a": 3}, "stream 'a': expected a table"),
         ({"global": {"fps": 3}}, "no stream in it"),
+        ({"node": {"fps": 3}}, "streams: no stream in it: each is a table with a source"),  # a file without tables
     ],
 )
 def test_refuses_mistakes(tables, message):

@@ -237,7 +237,7 @@ def _with_global(tables: dict[str, Any], place: Place) -> dict[str, dict[str, An
             nodes.update(_with_aliases(name, table))
     if not nodes:
         if not scalars:
-            raise place.error("no node in it")
+            raise place.error("no table or key in it")
         pipeline = {key: scalars.pop(key) for key in PIPELINE_KEYS if key in scalars}
         return {GLOBAL: pipeline, DEFAULT_NODE: scalars}
     return {GLOBAL: {**scalars, **nodes.pop(GLOBAL, {})}, **nodes}

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
-from torchpipe_py.plan.config import GLOBAL, Place, parse_toml
+from torchpipe_py.plan.config import DEFAULT_NODE, GLOBAL, Place, parse_toml
 from torchpipe_py.registry import default as registry
 from torchpipe_py.values import Value, to_bool, to_float, to_int, to_str
 
@@ -125,6 +125,8 @@ def read_streams(
     else:
         tables, place = dict(parse_toml(config)), Place(os.fspath(config))
     defaults = tables.pop(GLOBAL, {})
+    if [*tables, *defaults] == [DEFAULT_NODE] and "source" not in _table(tables[DEFAULT_NODE], place, DEFAULT_NODE):
+        tables = {}  # keys without a table
     problems = Problems()
     streams = []
     for name, table in tables.items():
