@@ -43,15 +43,13 @@ def test_writes_a_line_for_each_frame(files, capfd):
 
 def test_what_cannot_start_leaves_the_file_of_results_as_it_was(files):
     (files / "out.ndjson").write_text("{}\n")
-    with open(files / "cameras.toml", "a") as streams:
-        streams.write('[gate]\nsource = "gone.mp4"\n')
+    (files / "cameras.toml").write_text('[gate]\nsource = "gone.mp4"\n')
     assert watch(files, "small.toml", "--out", str(files / "out.ndjson")) == 1
     assert (files / "out.ndjson").read_text() == "{}\n"
 
 
 def test_counts_the_frames_that_fps_skips(files, capfd):
-    with open(files / "cameras.toml", "a") as streams:
-        streams.write("fps = 5\n")
+    (files / "cameras.toml").write_text('fps = 5\n[door]\nsource = "a.mp4"\nkeep = "all"\n')
     assert watch(files, "small.toml") == 0
     heads, door = (line.split() for line in capfd.readouterr().err.splitlines()[-2:])
     assert dict(zip(heads, door, strict=False)).items() >= {"decoded": "5", "skipped": "4", "results": "1"}.items()
@@ -66,6 +64,7 @@ def test_a_camera_that_was_never_reached_says_why(reconnect, state):
             streams.close()
             table = summary(streams, 1.0)
     assert state in table
+    assert streams.stats()["door"]["state"] == state
     assert "refused" in table
     assert "secret" not in table
 

@@ -144,7 +144,7 @@ class Stream:
         """Counts since the start, and for how many seconds no frame has come; under the lock."""
         return {
             "source": self.options.masked(self.options.shown),
-            "state": self.state,
+            "state": "never reached" if self.state == "ended" and not self.counts["decoded"] else self.state,
             "waiting": len(self.waiting),
             "in_flight": self.in_flight,
             "silent_s": max(0.0, monotonic() - self._last_at),

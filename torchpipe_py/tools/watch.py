@@ -53,13 +53,11 @@ def run_watch(options: argparse.Namespace) -> int:
 
 
 def summary(streams: Streams, seconds: float) -> str:
-    """A table with a line for each stream; one that ended without a frame was ``never reached``."""
+    """A table with a line for each stream; ``fps`` is results per second of the whole run."""
     columns = ("state", "decoded", "skipped", "results", "dropped", "stale", "errors", "reconnects")
     rows = []
     for name, counts in streams.stats().items():
         rate = counts["results"] / seconds if seconds else 0.0
-        if counts["state"] == "ended" and not counts["decoded"]:
-            counts["state"] = "never reached"
         problem = printable(counts.get("last_error", ""))
         rows.append((name, f"{rate:.1f}", *[str(counts[key]) for key in columns], problem))
     return "\n".join(aligned(rows, ("stream", "fps", *columns, "last error")))
