@@ -167,17 +167,17 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place, entered: Ente
     where = _StreamPlace(place.source, name, "source")
     filled: list[str] = []
     source = _VARIABLE.sub(lambda found: _variable(found[1], where, filled), values["source"])
-    if "://" not in source and not _is_file(source):
-        beside = str(Path(place.source).parent / source)
-        if not _is_file(beside):
-            raise where.error(f"no such file: {quoted(values['source'])}, here or beside the configuration")
-        source = beside
     secrets = {secret for secret in (*filled, *_secrets(source, where)) if len(secret) > 1}
-    return StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
+    options = StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
+    if options.is_file and not _is_file(source):
+        options.source = str(Path(place.source).parent / source)
+        if not _is_file(options.source):
+            raise where.error(f"no such file: {quoted(values['source'])}, here or beside the configuration")
+    return options
 
 
 def _is_file(path: str) -> bool:
-    """Whether there is a file, or a device."""
+    """Whether there is a file."""
     try:
         return os.path.exists(path) and not os.path.isdir(path)
     except (OSError, ValueError):

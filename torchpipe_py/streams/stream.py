@@ -163,7 +163,7 @@ class Stream:
                 if stop.is_set():
                     return
                 self._overdue_at = float("inf")
-                if error is None and self.options.is_file and self.counts["decoded"] == decoded:
+                if error is None and self.counts["decoded"] == decoded:
                     error = "no frame in it"
                 if error is None and self.options.is_file:
                     if self.options.repeat:
