@@ -69,16 +69,15 @@ class Client:
         self.left = plan.share
         self._payload = payload
         self._sequence, self._next_image = 0, plan.first_image
-        self._labels: list[str | None] = []
+        self._picks: list[int] = []
 
     def next_call(self, count: int) -> tuple[int, list[bytes]]:
         """Sequence number and bodies of the next ``count`` images."""
-        bodies, labels = self._payload.bodies, self._payload.labels
-        picks = [(self._next_image + offset) % len(bodies) for offset in range(count)]
+        bodies = self._payload.bodies
+        self._picks = [(self._next_image + offset) % len(bodies) for offset in range(count)]
         self._next_image = (self._next_image + count) % len(bodies)
         self._sequence += 1
-        self._labels = [labels[pick] for pick in picks]
-        return self._sequence, [bodies[pick] for pick in picks]
+        return self._sequence, [bodies[pick] for pick in self._picks]
 
     def next_counted(self) -> tuple[int, list[bytes]]:
         """``next_call`` with the next images of its share, at most a batch."""
@@ -88,17 +87,17 @@ class Client:
 
     def enter(self, due: int, outcome: list[Any] | Exception, late: int = 0, lag: int = 0, own: int = 0) -> None:
         """Record the end of the last call: an answer or error for each image, or an exception. Times in ns."""
-        ended, size, ok, correct = time.perf_counter_ns(), len(self._labels), NO_REPLY, 0
+        ended, size, ok, correct = time.perf_counter_ns(), len(self._picks), NO_REPLY, 0
         if isinstance(outcome, Exception):
             self.tally.count(error_name(outcome), outcome, size)
         else:
             ok = 0
-            for answer, label in zip(outcome, self._labels, strict=True):
+            for answer, pick in zip(outcome, self._picks, strict=True):
                 if isinstance(answer, Answer):
                     ok += 1
-                    correct += label is not None and answer.label == label
+                    correct += answer.label is not None and answer.label == self._payload.labels[pick]
                 else:
-                    self.tally.count(error_name(answer), answer, 1)
+                    self.tally.count(error_name(answer), answer, 1, f"{self._payload.paths[pick]}: ")
         self.log.enter(correct, ended - due, ended, ok, late, lag, size, own)
 
 

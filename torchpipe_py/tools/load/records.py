@@ -99,13 +99,13 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def count(self, name: str, error: Any, images: int) -> None:
-        """Count ``images`` that failed with this error."""
+    def count(self, name: str, error: Any, images: int, where: str = "") -> None:
+        """Count ``images`` that failed with this error; ``where`` begins its example."""
         name = printable(name)
         self.errors[name] += images
         if name not in self.examples:
             message = str(getattr(error, "message", None) or first_line(error)).strip().split("\n", 1)[0]
-            self.examples[name] = printable(message)
+            self.examples[name] = printable(where + message)
 
     def add(self, other: Tally) -> None:
         """Add the counts of another tally."""
