@@ -436,7 +436,9 @@ def test_comparison_reports_what_is_different() -> None:
         "includes 1: no difference is shown",
     ):
         assert line in text
-    assert "DIFFERENT" not in compare.comparison(made_report(), made_report())
+    for priority, count in ((0, 0), (1, 1)):  # the other report is older than the option
+        newer = made_report(settings={"request_client": 5, "priority": priority})
+        assert compare.comparison(made_report(), newer).count("DIFFERENT") == count
     assert "n/a" in compare.comparison(made_report(), made_report(latency_ms=None))
 
 

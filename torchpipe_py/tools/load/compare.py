@@ -12,7 +12,7 @@ import numpy as np
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.files import read_bytes
 from torchpipe_py.tools.load.judge import EXIT_FAILED, EXIT_OK
-from torchpipe_py.tools.options import number
+from torchpipe_py.tools.options import number, parse_load
 from torchpipe_py.tools.report import ToolError, aligned
 
 RESAMPLES = 2000
@@ -109,7 +109,9 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[f
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Lines with the settings, images and machine properties that differ."""
-    parts = [(what, a[what], b[what]) for what in ("settings", "machine", "versions")]
+    usual = vars(parse_load(["--img_dir", "."], ""))  # for reports of a version without some option
+    parts = [("settings", usual | a["settings"], usual | b["settings"])]
+    parts += [(what, a[what], b[what]) for what in ("machine", "versions")]
     images = [{key: run[key] for key in ("image_files", "image_bytes_mean")} for run in (a, b)]
     parts.append(("images", images[0], images[1]))
     return [
