@@ -247,6 +247,7 @@ def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: P
     done, report = load(images(**{"a": "ok:a", "<b>": "refuse"}), serve().port, *options)
     assert done.returncode == 2
     assert f"{report['goodput']:.1f} images/s within 50 ms" in done.stdout
+    assert re.search(rf"^results +{75 / report['window_s']:.1f} images/s$", done.stdout, re.MULTILINE)
     text = path.read_text(encoding="utf-8")
     assert text.count("<svg") == text.count("</svg>") == 4
     assert not re.search(r"<script|<link|<img|https?://|@import|NaN|nan,|None<", text)

@@ -177,8 +177,10 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("images", "{images_sent} sent, {images_answered} answered, {images_ok} with a result".format_map(report)),
         ("window", f"{report['window_s']:.3f} s"),
         ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
-        ("goodput" if settings.get("slo_p99") else "results", _results(report, " images/s")),
+        ("results", f"{report['images_ok'] / (report['window_s'] or float('inf')):.1f} images/s"),
     ]
+    if settings.get("slo_p99"):
+        rows.append(("goodput", _results(report, " images/s")))
     if report["accuracy"] is not None:
         rows.append(("accuracy", f"{report['accuracy']:.4f}"))
     for key, title in (("", "latency"), ("actual_", "latency from send"), ("failed_", "latency of failed calls")):
@@ -395,12 +397,8 @@ def _limit(report: dict[str, Any]) -> tuple[str, float] | None:
 
 def _run_charts(report: dict[str, Any]) -> Iterator[str]:
     """Charts of percentiles, a histogram of latencies, and throughput and latency by second, as far as available."""
-    curve, bars, rows, is_open = (
-        report["percentiles_ms"],
-        report["histogram_ms"],
-        report["per_second"],
-        "stable" in report,
-    )
+    curve, bars, rows = report["percentiles_ms"], report["histogram_ms"], report["per_second"]
+    is_open = "stable" in report
     if curve:
         lines = [Line("from when it was due" if is_open else "latency", _nines(curve), "blue")]
         if is_open:
