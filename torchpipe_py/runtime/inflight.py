@@ -96,8 +96,8 @@ class InFlight:
                 self.rejected += more
         if not is_admitted:
             most = self._most_for(requests)
-            limit = f"{'' if most == self.most else 'half of '}max_inflight = {self.most}"
-            text = f"{counted(len(self), 'request')} in flight, {more} more would pass {limit}"
+            would = "would pass" if most == self.most else "with priority 1 would pass half of"
+            text = f"{counted(len(self), 'request')} in flight, {more} more {would} max_inflight = {self.most}"
             raise Overloaded(text, self._retry_after_ms() if more <= most else None, requests[0].deadline)
 
     def _most_for(self, requests: Sequence[Request]) -> int:
