@@ -204,13 +204,16 @@ def made_records(*rows: tuple[int, int]) -> Records:
 
 
 def test_late_sends_are_blamed_on_the_greater_part() -> None:
-    late = judge.late_sends(made_records((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0)))
+    rows = ((0, 0), (1, 1), (5, 5), (5, 1), (2, 2), (100, 0))
+    fast, faster = (make_load(options(rate=rate, request_client=4, duration=1.0), 1) for rate in (4000.0, 4300.0))
+    late = judge.late_sends(made_records(*rows), fast)
     assert (late["share_by_tester"], late["share_by_waiting"], late["worst_ms"]) == (2 / 6, 2 / 6, 100)
     assert "33.3% of the sends" in judge.late_limits(late)[0]
     assert "raise --request_client" in judge.late_warnings(late, 4, 400, 10.0)[0]
     assert "some answers took long" in judge.late_warnings(late, 4, 40, 1.0)[0]
+    assert judge.late_sends(made_records(*rows), faster)["share_by_tester"] == 0, "4 clients send 4000/s"
     for records in (made_records(*[(0, 0)] * 200, (5, 5), (5, 0)), made_records()):
-        late = judge.late_sends(records)
+        late = judge.late_sends(records, fast)
         assert (judge.late_limits(late), judge.late_warnings(late, 4, 400, 10.0)) == ([], [])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.errors import counted
-from torchpipe_py.tools.load.arrivals import NS_PER_S
+from torchpipe_py.tools.load.arrivals import NS_PER_S, Load
 from torchpipe_py.tools.load.records import Records
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
@@ -104,13 +104,16 @@ def histogram(latencies: np.ndarray) -> list[tuple[float, float, int]]:
 # --- an open loop: late sends, and whether the server kept up
 
 
-def late_sends(records: Records) -> dict[str, Any]:
+def late_sends(records: Records, load: Load) -> dict[str, Any]:
     """How many calls were sent late: through the tester's own fault, if that caused most of the delay, or else because
-    their client waited for the reply to an earlier call.
+    their client waited for the reply to an earlier call. It is not the tester's fault if replies take too long for the
+    offered rate even without the time that it had no CPU.
     """
     limit = LATE_MS * _NS_PER_MS
     late = int((records.late > limit).sum())
-    by_tester = int(((records.late > limit) & (2 * records.lag > records.late)).sum())
+    waited = float((records.actual - records.own + records.lag).sum()) / NS_PER_S
+    is_overload = len(load.plans) * int(records.size.sum()) < ACHIEVED_LIMIT * (load.offered_rate or 0.0) * waited
+    by_tester = 0 if is_overload else int(((records.late > limit) & (2 * records.lag > records.late)).sum())
     calls = len(records.late) or 1
     return {
         "threshold_ms": LATE_MS,

@@ -146,7 +146,7 @@ def load_fields(records: Records, report: dict[str, Any], load: Load) -> dict[st
     unsent = 0 if report["interrupted"] else max(0, (load.total or 0) - report["images_sent"] - owed)
     offered = load.offered_rate or report["qps"]  # a single call has no rate
     mean = float(records.actual.mean()) / 1e6 if len(records.actual) else 0.0
-    late = judge.late_sends(records)
+    late = judge.late_sends(records, load)
     return {
         **fields,
         "percentiles_actual_ms": judge.percentile_curve(records.good("actual")),

@@ -196,7 +196,8 @@ class LoadRunner:
             clients.stop()
         records = collect(outcome.logs, outcome.released)
         fields = measure.cpu_fields(outcome.logs, use)
-        limits = measure.cpu_limits(fields) + (judge.late_limits(judge.late_sends(records)) if load.is_open else [])
+        limits = measure.cpu_limits(fields)
+        limits += judge.late_limits(judge.late_sends(records, load)) if load.is_open else []
         report = make_report(outcome, records, about, fields, limits, options.labels_from_names)
         report |= {"warmup_calls": warmup_calls, "tester_limited": bool(limits), **load_fields(records, report, load)}
         report["p99_bounds_ms"] = judge.p99_bounds(records) if load.is_open else None
