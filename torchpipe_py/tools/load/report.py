@@ -166,11 +166,9 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     clients, images_each = counted(settings["request_client"], "client"), counted(settings["request_batch"], "image")
     is_bench, failed = "config" in settings, report["images_failed"]
     low = ", priority 1 (low)" if settings.get("priority") else ""
-    tested = ("server", "{host}:{port} ({transport})")
-    if is_bench:
-        tested = ("config", "{config} in this process, clients are threads")
+    about = "{config} in this process, clients are threads" if is_bench else "{host}:{port} ({transport})"
     rows = [
-        (tested[0], tested[1].format_map(settings)),
+        ("config" if is_bench else "server", about.format_map(settings)),
         ("machine", f"{machine['cores']} cores, {machine['cpu_model']}"),
         ("load", f"{clients}, {describe_arrivals(settings)}, {images_each} per call{low}"),
         ("warm-up", f"{counted(report['warmup_calls'], 'call')} before it, not counted (--warmup)"),
@@ -179,8 +177,7 @@ def run_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("QPS", f"{report['qps']:.1f} images/s, {report['calls_per_s']:.1f} calls/s"),
         ("results", f"{report['images_ok'] / (report['window_s'] or float('inf')):.1f} images/s"),
     ]
-    if settings.get("slo_p99"):
-        rows.append(("goodput", _results(report, " images/s")))
+    rows += [("goodput", _results(report, " images/s"))] if settings.get("slo_p99") else []
     if report["accuracy"] is not None:
         rows.append(("accuracy", f"{report['accuracy']:.4f}"))
     for key, title in (("", "latency"), ("actual_", "latency from send"), ("failed_", "latency of failed calls")):
