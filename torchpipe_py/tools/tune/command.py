@@ -31,7 +31,17 @@ from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, UNAVAILABLE, changed, parity_of
 from torchpipe_py.tools.tune.profile import Profiler
-from torchpipe_py.tools.tune.search import ENGINES, LEAST_CALLS, LIGHT, MOST_CALLS, Goal, Predictor, Search, calibrate
+from torchpipe_py.tools.tune.search import (
+    ENGINES,
+    LEAST_CALLS,
+    LIGHT,
+    MOST_CALLS,
+    Goal,
+    Predictor,
+    Search,
+    calibrate,
+    starts_of,
+)
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, shapes_of, twin_of
 from torchpipe_py.tools.tune.verify import Service, Trial
 from torchpipe_py.tools.tune.worker import Team
@@ -43,8 +53,7 @@ SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
 MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
 
-_SHARES = {"profile": 0.16, "calibrate": 0.16, "simulate": 0.16, "verify": 0.46}  # of the budget
-_CLIENTS = 20  # of the closed loop, the default of torchpipe load
+_SHARES = {"profile": 0.16, "calibrate": 0.14, "compare": 0.14, "simulate": 0.06, "verify": 0.44}  # of the budget
 _OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
 _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
@@ -119,7 +128,8 @@ def tune(
             run.set_goal(slo_p99, pattern)
             run.calibrate()
             if not run.is_disturbed():
-                run.search(gpu_memory)
+                run.compare(gpu_memory)
+                run.search()
                 run.verify()
         except KeyboardInterrupt:
             run.report["verdict"] = "interrupted"
@@ -217,7 +227,6 @@ class _Tuning:
             raise ToolError(f"p99 within {1000 * slo:g} ms: a single request already takes {1000 * lone:.3g} ms")
         self._has_gpu = captured.gpu_bytes > 0
         self._profiler.measure(self._profiler.prepare(self._has_gpu), self._show)
-        self._profiler.hand_over()
         self.report["profile"] = text.profile_fields(self._profile)
         self._team.all("release")
 
@@ -241,7 +250,8 @@ class _Tuning:
         built = monotonic() - began
         turn = built + _LOOPS * (self._goal.seconds + _EXTRA_S)
         self._most_trials = max(1, min(_TRIALS, round(self._seconds("verify") / (verify.LEAST_TURNS * turn)) - 1))
-        self._closed = max(1.0, self._service.closed_loop(_CLIENTS, 2 * self._goal.seconds))
+        self._clients = verify.CLIENTS_PER_CORE * len(self._cores)
+        self._closed = max(1.0, self._service.closed_loop(self._clients, 2 * self._goal.seconds))
         pace = self._goal.rate or self._closed / _LOOPS
         needed = (1 + _TRIALS) * verify.LEAST_TURNS * LEAST_CALLS / pace
         if needed > _OVERDRAWN * self._budget:
@@ -255,22 +265,54 @@ class _Tuning:
             self._show("calibrate", (monotonic() - began) / seconds)
         self._repeated = trial.figures
         full, light = verify.typical_of(trial, goal), verify.typical_of(trial, goal, LIGHT)
-        fitted = calibrate(self._profile, goal, base, (_CLIENTS, self._closed), full, light)
+        fitted = calibrate(self._profile, goal, base, (self._clients, self._closed), full, light)
         self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
         self._predictor = Predictor(self._profile, fitted, self._goal)
 
-    def search(self, gpu_memory: int | None) -> None:
+    def compare(self, gpu_memory: int | None) -> None:
+        """Measure each shape with several numbers of processes, twice if there is time, and fit the simulation to each.
+
+        More workers are not tried where fewer were faster.
+        """
+        self._show("compare", 0.0)
+        seconds, until = self._seconds("compare"), monotonic() + self._seconds("compare")
+        starts, rates = starts_of(self._shapes, len(self._cores)), dict[str, list[float]]()
+        for start in starts:
+            needed = self._profile.captured[start.shape.twin].gpu_bytes * (start.engines or start.workers)
+            alike = [each for each in starts if each.shape is start.shape and each.engines == start.engines]
+            fewer = [rates[each.place][0] for each in alike if each.place in rates]
+            try:
+                if gpu_memory and needed > gpu_memory:
+                    raise ToolError(f"needs {needed / 2**30:.1f} GiB, over --gpu-memory")
+                if monotonic() > until:
+                    raise ToolError("no time was left to measure it")
+                if fewer != sorted(fewer):
+                    raise ToolError("fewer workers were faster")
+                rates[start.place] = [self._rate_of(start)]
+            except TorchpipeError as error:
+                self.report["not_tried"].append(f"{start.place}: {error}")
+            self._show("compare", 1 - (until - monotonic()) / seconds)
+        self._starts = [start for start in starts if start.place in rates]
+        for start in reversed(self._starts):
+            if monotonic() < until:
+                rates[start.place].append(self._rate_of(start))
+        predictor, clients = self._predictor, self._clients
+        off = predictor.closed_loop(self._base, clients) / self._closed
+        for start in self._starts:
+            measured = statistics.mean(rates[start.place])
+            predictor.slower[start.place] = predictor.closed_loop(start, clients) / measured / off
+
+    def _rate_of(self, candidate: Candidate) -> float:
+        """Requests per second of a closed loop."""
+        self._service.build(candidate)
+        return max(1e-3, self._service.closed_loop(self._clients, self._goal.seconds))
+
+    def search(self) -> None:
         """Simulate candidates; the best ones and the original file become trials."""
-        captured = self._profile.captured
-
-        def problem(candidate: Candidate) -> str:
-            needed = captured[candidate.shape.twin].gpu_bytes * (candidate.engines or candidate.workers)
-            return f"needs {needed / 2**30:.1f} GiB, over --gpu-memory" if gpu_memory and needed > gpu_memory else ""
-
         self._show("simulate", 0.0)
         self._team.all("learn", self._predictor)
-        search = Search(self._profile, partial(self._team.each, "predict"), self._shapes, self._has_gpu, problem)
-        best = search.run(self._base, self._seconds("simulate"), self._show)
+        search = Search(self._profile, partial(self._team.each, "predict"), self._has_gpu)
+        best = search.run(self._starts, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
         same = [found for found in self._predicted if not found.candidate.shape.alternative]
@@ -316,7 +358,9 @@ class _Tuning:
                 self.report["notes"].append(f"{why}: the candidates were chosen by successive halving by measurement")
                 known = {str(trial.candidate) for trial in self._trials}
                 candidates = [each.candidate for each in self._predicted if str(each.candidate) not in known]
-                more = [self._trial(each) for each in candidates[: 1 + _MORE_TRIALS - len(known)]]
+                room = self._left() / (verify.LEAST_TURNS * (monotonic() - began) / len(self._trials))
+                most = min(1 + _MORE_TRIALS - len(known), max(1, int(room) - len(known)))
+                more = [self._trial(each) for each in candidates[:most]]
                 more = [trial for trial in more if self._is_usable(trial)]
                 self._turn(more, number)
                 running += more

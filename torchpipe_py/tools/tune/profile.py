@@ -26,7 +26,6 @@ MOST_ON_GPU = 4
 
 _HEAD_START_S = 0.02
 _CELL_S = 0.06
-_HAND_OVER_S = 0.2
 
 Run = tuple[list[tuple[int, int]], float]
 
@@ -70,7 +69,6 @@ class Profile:
     cells: dict[Cell, Figures] = field(default_factory=dict)
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    hand_overs: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def threads_of(self, unit: str) -> list[int]:
         """The measured numbers of threads of a unit."""
@@ -136,8 +134,6 @@ class Profile:
                 candidate.engines if is_shared else candidate.workers
             )
             costs[node] = self.cost(unit, threads or max(1, self.cores // sharing), visits)
-            if is_shared and node in candidate.shape.heads:
-                costs[node].hand_over = self.hand_overs[unit]
         return costs
 
 
@@ -192,17 +188,6 @@ class Profiler:
                     if threads < 2:
                         cells += [Cell(unit, threads, 1, most, 1), Cell(unit, threads, 1, 1, most)]
         return cells
-
-    def hand_over(self) -> None:
-        """Measure the processor seconds that handing an input of shared nodes over takes, there and back.
-
-        The engine process answers with the input, and a pipe without one is subtracted.
-        """
-        heads = {shape.units[node] for shape in self._shapes for node in shape.heads}
-        for unit in heads.intersection(self.profile.limits):
-            alone, _ = self._team.echo(unit, 0, _HAND_OVER_S)
-            worker, engine = self._team.echo(unit, 1, _HAND_OVER_S)
-            self.profile.hand_overs[unit] = max(0.0, worker - alone), engine
 
     def measure(self, cells: list[Cell], progress: Callable[[str, float], None]) -> None:
         """Measure all cells in at least two rounds, after a warm-up; the first round adds larger batches.

@@ -31,7 +31,7 @@ def finite(value: Any) -> Any:
 
 
 def profile_fields(profile: Profile) -> dict[str, Any]:
-    """Each cell under ``CELLS``, the number of noisy ones, and the costs of hand-overs."""
+    """Each cell under ``CELLS``, and the number of noisy ones."""
     cells = []
     for cell, figures in profile.cells.items():
         milliseconds = [1000 * seconds for seconds in figures.seconds]
@@ -39,8 +39,7 @@ def profile_fields(profile: Profile) -> dict[str, Any]:
         row = (name, threads, cell.size, cell.instances, cell.processes, milliseconds, figures.drift)
         cells.append(dict(zip(CELLS, row, strict=True)))
     noisy = sum(figures.drift > DRIFT for figures in profile.cells.values())
-    hand_overs = {profile.names[unit]: list(seconds) for unit, seconds in profile.hand_overs.items()}
-    return {"cells": cells, "noisy_cells": noisy, "hand_overs": hand_overs}
+    return {"cells": cells, "noisy_cells": noisy}
 
 
 def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
@@ -131,9 +130,6 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     if profile:
         drift = f"{profile['noisy_cells']} of {len(profile['cells'])} measurements of nodes drifted by more than 10 %"
         rows.append(("noise", f"{drift}; {_others(report)}"))
-        for node, seconds in profile["hand_overs"].items():
-            worker, engine = (_ms(each) for each in seconds)
-            rows.append(("sharing", f"{node}: a hand-over takes a worker {worker} and an engine process {engine}"))
     if calibration:
         machine, light = calibration["machine"], calibration["light"]
         rows.append(("calibration", f"to wake a thread takes {_ms(machine['handover'])}"))

@@ -76,28 +76,39 @@ class Prediction:
 
 
 class Predictor:
-    """Simulates candidates in the same way as they are measured."""
+    """Simulates candidates in the same way as they are measured.
+
+    ``slower`` says by place how many times as long nodes take as in the file that ``fitted`` explains.
+    """
 
     def __init__(self, profile: Profile, fitted: Calibration, goal: Goal) -> None:
-        self.profile, self.goal = profile, goal
+        self.profile, self.goal, self.slower = profile, goal, dict[str, float]()
         self._fitted = fitted
+
+    def closed_loop(self, candidate: Candidate, clients: int) -> float:
+        """Requests per second of a closed loop."""
+        costs = self.profile.costs(candidate)
+        return Simulation(candidate.plans(), costs, self._fitted.machine).closed_loop(clients, CALLS)
 
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
         """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""
         calls, steps = (None, _STEPS + 2) if is_exact else (CALLS, _STEPS)
         plans = candidate.plans()
         costs = self.profile.costs(candidate)
-        goal, fitted = self.goal, self._fitted
+        goal, slower = self.goal, self.slower.get(candidate.place, 1.0)
+        full_load, light_load = (
+            replace(each, slower=slower * each.slower) for each in (self._fitted.machine, self._fitted.light)
+        )
 
-        def at(rate: float, machine: Machine = fitted.machine) -> tuple[float, tuple[str, ...]]:
+        def at(rate: float, machine: Machine = full_load) -> tuple[float, tuple[str, ...]]:
             run = Simulation(plans, costs, machine)
             latencies = sorted(run.open_loop(goal.dues(rate, calls)))
             waits = sorted(run.waited, key=lambda node: -run.waited[node])
             return quantile(latencies, 0.99) + machine.tail, tuple(waits)
 
-        full = Simulation(plans, costs, fitted.machine).closed_loop(CLIENTS, CALLS)
+        full = Simulation(plans, costs, full_load).closed_loop(CLIENTS, CALLS)
         if goal.rate is not None:
-            p99, waits = at(goal.rate, fitted.light)
+            p99, waits = at(goal.rate, light_load)
             score = 1 / p99 if _FULL * full > goal.rate else 0.0
             return Prediction(candidate, goal.rate, goal.rate, p99, waits, score) if score >= floor else None
         full *= 1 + goal.slo / goal.seconds  # NOTE: within a run, the queue may grow up to the SLO
@@ -115,7 +126,7 @@ class Predictor:
                 full, where = rate, where or waits
             rate = (limit + full) / 2
         light = LIGHT * limit
-        p99 = at(light, fitted.light)[0] if light and is_exact else math.inf
+        p99 = at(light, light_load)[0] if light and is_exact else math.inf
         return Prediction(candidate, limit, light, p99, where, limit)
 
 
@@ -185,30 +196,23 @@ Predict = Callable[[Sequence[tuple[Candidate, float]]], "Iterable[Prediction | s
 class Search:
     """Searches greedily from each shape, changing the node where requests wait longest.
 
-    ``predict`` gets at most as many candidates as there are cores. ``problem`` says why one is not allowed, or nothing.
-    ``not_tried`` has the reasons by candidate.
+    ``predict`` gets at most as many candidates as there are cores. ``not_tried`` has the reasons by place.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        predict: Predict,
-        shapes: Sequence[Shape],
-        has_gpu: bool,
-        problem: Callable[[Candidate], str],
-    ) -> None:
-        self._profile, self._predict, self._shapes, self._has_gpu = profile, predict, shapes, has_gpu
-        self._problem = problem
+    def __init__(self, profile: Profile, predict: Predict, has_gpu: bool) -> None:
+        self._profile, self._predict, self._has_gpu = profile, predict, has_gpu
         self.found: dict[str, Prediction] = {}
         self.judged: set[str] = set()
         self.not_tried: dict[str, str] = {}
         self._until = math.inf
 
-    def run(self, base: Candidate, seconds: float, progress: Callable[[str, float], None]) -> list[Prediction]:
-        """The best candidates, best first; one for each shape and numbers of processes."""
+    def run(
+        self, starts: Sequence[Candidate], seconds: float, progress: Callable[[str, float], None]
+    ) -> list[Prediction]:
+        """The best candidates, best first; one for each place of ``starts``."""
         began = perf_counter()
         self._until = began + seconds
-        first = self._judge(starts_of(base, self._shapes, self._profile.cores), 0.0)
+        first = self._judge(starts, 0.0)
         for number, start in enumerate(sorted(first, key=lambda each: -each.score)):
             share = (number + 1) / len(first)
             self._climb(start, began + seconds * share)
@@ -219,27 +223,21 @@ class Search:
         """Predict and remember the candidates that are new; returns those that are not worse than ``floor``."""
         good = []
         new = [each for each in candidates if str(each) not in self.judged]
-        allowed = [each for each in new if not self._is_problem(each, self._problem(each))]
-        for first in range(0, len(allowed), self._profile.cores):
+        for first in range(0, len(new), self._profile.cores):
             if perf_counter() > self._until:
                 self.not_tried["further settings"] = "the time for simulations was over"
                 break
-            some = allowed[first : first + self._profile.cores]
+            some = new[first : first + self._profile.cores]
             self.judged.update(map(str, some))
             for candidate, found in zip(some, self._predict([(each, floor) for each in some]), strict=True):
-                if found is None or isinstance(found, str):
-                    self._is_problem(candidate, found)
-                    continue
-                best = self.found.get(_place(candidate))
-                if found.score > (best.score if best else 0.0):
-                    self.found[_place(candidate)] = found
-                good.append(found)
+                if isinstance(found, str):
+                    self.not_tried[candidate.place] = found
+                elif found is not None:
+                    best = self.found.get(candidate.place)
+                    if found.score > (best.score if best else 0.0):
+                        self.found[candidate.place] = found
+                    good.append(found)
         return good
-
-    def _is_problem(self, candidate: Candidate, why: str | None) -> bool:
-        if why:
-            self.not_tried[_place(candidate)] = why
-        return bool(why)
 
     def _climb(self, best: Prediction, until: float) -> None:
         """Change one setting at a time, where requests wait longest, as long as it helps."""
@@ -275,18 +273,24 @@ class Search:
         ]
 
 
-def _place(candidate: Candidate) -> str:
-    return f"{candidate.shape.name}, {candidate.processes}"
+def starts_of(shapes: Sequence[Shape], cores: int) -> list[Candidate]:
+    """Each shape with several numbers of workers and, if it shares nodes, of engine processes.
 
-
-def starts_of(base: Candidate, shapes: Sequence[Shape], cores: int) -> list[Candidate]:
-    """Each shape with each number of workers and, if it shares nodes, of engine processes."""
+    Nodes of several workers get no more instances together than there are cores.
+    """
     starts = []
-    for shape in shapes:
-        for workers in _doublings(cores):
+    names = [shape.name for shape in shapes]
+    for shape in sorted(shapes, key=lambda each: names.index(each.twin)):
+        for workers in sorted({1, -(-cores // 4), -(-cores // 2), cores}):
             # NOTE: with one worker, ``shared`` changes nothing.
             engines = [count for count in ENGINES if count <= workers] if shape.heads and workers > 1 else [0]
-            starts += [replace(base, shape=shape, workers=workers, engines=count) for count in engines]
+            for start in [Candidate(shape, workers, engines=count) for count in engines]:
+                for node, plan in shape.pipeline.plans.items():
+                    few = 1 if has_batches(plan) else -(-cores // workers)
+                    is_mine = "instance_num" in knobs_of(plan) and not (start.engines and plan.spec.shared)
+                    if workers > 1 and is_mine and start.value(node, "instance_num") > few:
+                        start = start.with_knob(node, "instance_num", few)
+                starts.append(start)
     return [each for each in starts if each.engines or each.shape.name == WRITTEN or not each.shape.heads]
 
 

@@ -113,13 +113,18 @@ class Candidate:
         return [plan] * self.workers, [shared] * self.engines
 
     @property
+    def place(self) -> str:
+        """What stays while settings of nodes are searched: shape and processes."""
+        return f"{self.shape.name}, {self.processes}"
+
+    @property
     def processes(self) -> str:
         """The options of ``torchpipe-serve``."""
         return f"--workers {self.workers}" + (f" --engines {self.engines}" if self.engines else "")
 
     def __str__(self) -> str:
         settings = [f"{node}.{key} {value:g}" for node, key, value in self.knobs]
-        return ", ".join([self.shape.name, self.processes, *settings])
+        return ", ".join([self.place, *settings])
 
 
 def _unit(plan: NodePlan) -> str:

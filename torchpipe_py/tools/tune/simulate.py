@@ -35,8 +35,7 @@ class Cost:
     ``times`` has the seconds of each visit of each image alone; images without a visit do not reach the node. In a
     batch of ``n`` an item takes the share ``ladder[0] + ladder[1] / n`` of that. It keeps ``cores`` cores busy. A job
     that runs at the same time slows it by ``slowing``, and in the same process by ``lock`` too: 0.3 is 30 % longer.
-    ``limits`` are the batch sizes of an instance. To hand an item over to an engine process takes ``hand_over`` seconds
-    of the worker's interpreter, and as many of the engine process's as its second number says.
+    ``limits`` are the batch sizes of an instance.
     """
 
     times: Sequence[Sequence[float]]
@@ -45,21 +44,16 @@ class Cost:
     lock: float = 0.0
     slowing: float = 0.0
     limits: tuple[int, int] = (1, 1)
-    hand_over: tuple[float, float] = (0.0, 0.0)
 
     def seconds(self, items: Sequence[tuple[int, int]]) -> float:
         """The time of a batch of ``(image, visit)``."""
         each, batch = self.ladder
-        computing = sum(self.alone(*item) for item in items) * (each + batch / max(len(items), self.limits[0]))
-        return computing + self.hand_over[1] * len(items)
+        return sum(self.alone(*item) for item in items) * (each + batch / max(len(items), self.limits[0]))
 
     def alone(self, image: int, visit: int) -> float:
         """Seconds of one item alone."""
         visits = self.times[image % len(self.times)]
         return visits[visit % len(visits)] if visits else 0.0
-
-
-_HANDING_OVER = Cost([[]], lock=1.0)  # it is Python code
 
 
 @dataclass(frozen=True)
@@ -142,9 +136,7 @@ class _Remote(_InVirtualTime, SingleNode):
 
     def put(self, request: Request) -> None:
         self.instances[0].busy += 1  # NOTE: later nodes may wait for the request
-        self.simulation.hand_over(self, lambda: self._enter(request))
 
-    def _enter(self, request: Request) -> None:
         def on_done(errors: list[BaseException | None]) -> None:
             self.instances[0].busy -= 1
             self.finish(request)
@@ -254,7 +246,8 @@ class Simulation:
         work = self.machine.slower * node.cost.seconds([request.data[TASK_DATA_KEY] for request in batch])
         if self._rested.get(instance) != self.now:
             work += self.machine.handover
-        self._add(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
+        self._jobs.append(_Job((node.worker, node.name), node.cost, work, lambda: self._end(node, instance, batch)))
+        self._set_speeds()
 
     def _end(self, node: _InVirtualTime, instance: Instance, batch: Sequence[Request]) -> None:
         """End a batch; requests that wait for the instance continue at once."""
@@ -263,14 +256,6 @@ class Simulation:
         self._rested[instance] = self.now
         node.free.append(instance)
         self.look += [node, *node._waiting]  # whose batches may close when a request leaves this one
-
-    def hand_over(self, node: _InVirtualTime, then: Callable[[], object]) -> None:
-        """Have a worker send a request to its engine process."""
-        self._add(_Job((node.worker, ""), _HANDING_OVER, node.cost.hand_over[0], then))
-
-    def _add(self, job: _Job) -> None:
-        self._jobs.append(job)
-        self._set_speeds()
 
     def wake_at(self, time: float, node: _InVirtualTime) -> None:
         """Check the node at ``time``."""

@@ -23,11 +23,14 @@ MOST_GAIN = 1.25
 """The file is as good only if the interval of the gain ends below this factor; otherwise the verdict is open."""
 
 LEAST_TURNS, TURNS, MOST_TURNS = 3, 4, 9
+CLIENTS_PER_CORE = 10
+"""Clients of a measured closed loop."""
+
 BUSY = 0.15
 """The share of the cores that other programs may use; with more, there is no verdict."""
 
 _HEAD_START_S = 0.05
-_WARM_UP_S, _WARM_UP_CLIENTS = 0.3, 8
+_WARM_UP_CLIENTS, _WARM_UP_S, _WARM_UP_ON_GPU_S = 8, 0.15, 0.5
 _NEVER_S = 60.0  # in place of an infinite p99
 _STEP = 1.15  # factor for the rate if all tried rates held, or none
 _MOST_STEPS = 5
@@ -75,7 +78,8 @@ class Service:
             return
         self._built, self._workers = None, candidate.workers
         self._team.build(candidate.config(), self._workers, candidate.engines)
-        self.closed_loop(_WARM_UP_CLIENTS, _WARM_UP_S)
+        for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
+            self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
         self._built = candidate
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:

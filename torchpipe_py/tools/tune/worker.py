@@ -28,7 +28,6 @@ from torchpipe_py.errors import ConfigError, NoResult, TorchpipeError, describe,
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.plan.config import GLOBAL
 from torchpipe_py.proc.child import start_interpreter
 from torchpipe_py.proc.confine import end_with_parent
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
@@ -46,7 +45,6 @@ Item = tuple[int, int]
 
 _KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 2  # besides the first
-_CLIENTS = 8
 _WAIT_S = 60.0
 
 
@@ -104,15 +102,6 @@ class Team:
                     send_handle(self._channels[place], sock.fileno(), self.pids[place])
                     self._channels[place].recv()
         self.all("build", config, workers, most=workers)
-
-    def echo(self, unit: str, engines: int, seconds: float) -> tuple[float, float]:
-        """Processor seconds of a worker, and of its engine process, for each input of a node that is sent back."""
-        self.build({GLOBAL: {}, "node": {"backend": "Identity", "shared": True}}, 1, engines)
-        places = (0, self._workers)[: 1 + engines]
-        before = [self.each("cpu", [()], place)[0] for place in places]
-        ends = self.all("closed_loop", _CLIENTS, seconds, perf_counter(), unit, most=1)[0]
-        used = [self.each("cpu", [()], place)[0] - start for place, start in zip(places, before, strict=True)]
-        return used[0] / max(1, len(ends)), used[-1] / max(1, len(ends))
 
     def close(self) -> None:
         """End them."""
@@ -280,10 +269,6 @@ class _State:
         else:
             self._link = link
 
-    def cpu(self) -> float:
-        """Processor seconds used so far."""
-        return process_time()
-
     def build(self, config: Config, processes: int) -> None:
         """Build the pipe of one of ``processes`` workers."""
         self._running.close()
@@ -330,20 +315,14 @@ class _State:
             left -= 1
         return counted
 
-    def closed_loop(self, clients: int, seconds: float, start: float, unit: str = "") -> list[float]:
-        """Run clients in a closed loop; returns the time of each result in seconds since ``start``.
-
-        They send the images, or the inputs of a node.
-        """
-        kept = [{TASK_DATA_KEY: body} for body in self.images]
-        if unit:
-            kept = [_on_cpu(data) for _, data in self.items[unit]]
+    def closed_loop(self, clients: int, seconds: float, start: float) -> list[float]:
+        """Run clients in a closed loop; returns the time of each result in seconds since ``start``."""
         ends: list[float] = []
         numbers, done = count(), threading.Semaphore(0)
 
         def send() -> None:
             try:
-                self.pipe.dispatch(dict(kept[next(numbers) % len(kept)]), on_done)
+                self.pipe.dispatch({TASK_DATA_KEY: self.images[next(numbers) % len(self.images)]}, on_done)
             except TorchpipeError:
                 done.release()
 
@@ -425,11 +404,6 @@ def _batches(items: Sequence[tuple[Item, Data]], size: int, instance: Instance) 
             names, originals = zip(*[group[(first + at) % len(group)] for at in range(size)], strict=True)
             batches.append((list(names), list(originals)))
     return batches
-
-
-def _on_cpu(data: Data) -> Data:
-    """A node's input as another process can take it."""
-    return {key: value.cpu() if getattr(value, "is_cuda", False) else value for key, value in data.items()}
 
 
 def _gpu_free() -> int:
