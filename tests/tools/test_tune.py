@@ -208,7 +208,7 @@ def test_workers_share_the_cores_among_their_instances() -> None:
     config = tables(a={"backend": "DecodeMat", "instance_num": 8, "next": "m"}, m=model(instance_num=2))
     starts = starts_of(shapes_of(config), cores=16)
     assert [str(start) for start in starts if start.shape.name == WRITTEN and start.workers > 4] == [
-        "as written, --workers 8, a.instance_num 2, m.instance_num 1",
+        "as written, --workers 8, a.instance_num 2, m.instance_num 1",  # the likely one first
         "as written, --workers 16, a.instance_num 1, m.instance_num 1",
     ]
     assert "as written, shared, --workers 8 --engines 2, a.instance_num 2" in map(str, starts)
@@ -437,11 +437,11 @@ def test_predictions_are_fitted_to_the_measured_rate_of_each_number_of_processes
         "as written, --workers 1": 1.0,
         "as written, --workers 2": 2.7,
     }
-    assert run.report["not_tried"][1:] == [
+    assert set(run.report["not_tried"][1:]) == {
         "as written, --workers 4: fewer workers were faster",
         *(f"broken, --workers {workers}: no memory" for workers in (1, 2, 4)),
         *(f"large, --workers {workers}: needs {8 * workers}.0 GiB, over --gpu-memory" for workers in (1, 2, 4)),
-    ]
+    }
 
 
 # --- the verdict
@@ -650,6 +650,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "slow.py": "import time\nfrom torchpipe_py import ItemBackend, register_backend\n@register_backend\n"
         "class TuneSlow(ItemBackend):\n    def forward_item(self, item):\n        time.sleep(0.2)\n"
         "        item['result'] = 1\n",
+        "own.toml": '[n]\nbackend = "S[DecodeMat,TuneOwn]"\ninstance_num = 1\n',
+        "own.py": "from torchpipe_py import ItemBackend, register_backend\n@register_backend\n"
+        "class TuneOwn(ItemBackend):\n    def forward_item(self, item):\n        item['result'] = item['data']\n",
         "lines.toml": '[n]\nbackend = "TuneLines"\n',
         "lines.py": "from torchpipe_py import register_backend\n@register_backend\nclass TuneLines:\n"
         "    def forward(self, items):\n        raise ValueError('one\\ntwo')\n",
@@ -714,9 +717,8 @@ def test_a_whole_run_reports_what_it_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others_take(0.0, monkeypatch)
-    assert (
-        main(["tune", "ok.toml", "--img_dir", "images", "--budget", "5", "--json", "r.json", "--html", "r.html"]) == 0
-    )
+    files = ["own.toml", "--import", "own.py", "--img_dir", "images", "--json", "r.json", "--html", "r.html"]
+    assert main(["tune", *files, "--budget", "5"]) == 0
     report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
     printed, phases = capsys.readouterr()
     assert report["verdict"] in ("better", "as good", "cannot tell")
@@ -728,6 +730,7 @@ def test_a_whole_run_reports_what_it_measured(
         "verify",
     ]
     assert report["images"] == 4
+    assert report["simulated"] > 0
     assert len(report["yours"]["turns"]) >= LEAST_TURNS
     assert {(cell["batch"], cell["instances"], cell["processes"]) for cell in report["profile"]["cells"]} >= {
         (1, 1, 1),
@@ -736,10 +739,10 @@ def test_a_whole_run_reports_what_it_measured(
     }
     assert "the most requests/s with p99 within " in printed
     assert "<svg" in (folder / "r.html").read_text(encoding="utf-8")
-    tuned = folder / "ok.tuned.toml"
-    assert tuned.exists() == (report["verdict"] == "better") == ("torchpipe-serve ok.tuned.toml" in printed)
+    tuned = folder / "own.tuned.toml"
+    assert tuned.exists() == (report["verdict"] == "better") == ("torchpipe-serve own.tuned.toml" in printed)
     if tuned.exists():
-        assert plan_pipeline(tuned).plans["n"].label == "DecodeMat"
+        assert plan_pipeline(tuned).plans["n"].label == "S[DecodeMat,TuneOwn]"
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +36,7 @@ from torchpipe_py.tools.tune.search import (
     LIGHT,
     MOST_CALLS,
     Goal,
+    Prediction,
     Predictor,
     Search,
     calibrate,
@@ -53,13 +53,14 @@ SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
 MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
 
-_SHARES = {"profile": 0.16, "calibrate": 0.14, "compare": 0.14, "simulate": 0.06, "verify": 0.44}  # of the budget
+_SHARES = {"profile": 0.16, "calibrate": 0.14, "compare": 0.16, "simulate": 0.06, "verify": 0.42}  # of the budget
 _OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
 _TRIALS, _MORE_TRIALS = 3, 7
 _LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_LEFT = 0.2  # of the budget, to measure more candidates
+_MOST_OFF = 1.25  # factor by which a closed loop is predicted better than an open one
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -280,7 +281,8 @@ class _Tuning:
         for start in starts:
             needed = self._profile.captured[start.shape.twin].gpu_bytes * (start.engines or start.workers)
             alike = [each for each in starts if each.shape is start.shape and each.engines == start.engines]
-            fewer = [rates[each.place][0] for each in alike if each.place in rates]
+            few = sorted((each.workers, *rates[each.place]) for each in alike if each.place in rates)
+            fewer = [rate for workers, rate in few if workers < start.workers]
             try:
                 if gpu_memory and needed > gpu_memory:
                     raise ToolError(f"needs {needed / 2**30:.1f} GiB, over --gpu-memory")
@@ -298,6 +300,7 @@ class _Tuning:
                 rates[start.place].append(self._rate_of(start))
         predictor, clients = self._predictor, self._clients
         off = predictor.closed_loop(self._base, clients) / self._closed
+        off = min(_MOST_OFF, max(1 / _MOST_OFF, off))  # NOTE: a single loop; beyond, it is an accident
         for start in self._starts:
             measured = statistics.mean(rates[start.place])
             predictor.slower[start.place] = predictor.closed_loop(start, clients) / measured / off
@@ -310,8 +313,9 @@ class _Tuning:
     def search(self) -> None:
         """Simulate candidates; the best ones and the original file become trials."""
         self._show("simulate", 0.0)
-        self._team.all("learn", self._predictor)
-        search = Search(self._profile, partial(self._team.each, "predict"), self._has_gpu)
+        shapes = [(shape.name, dict(shape.config), shape.twin) for shape in self._shapes]
+        self._team.all("learn", self._predictor, shapes)
+        search = Search(self._profile, self._predict, self._has_gpu)
         best = search.run(self._starts, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
         self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
@@ -321,6 +325,14 @@ class _Tuning:
         chosen = [*same[:half], *others[:half]] if others else same[: self._most_trials]
         self._trials = [self._trial(candidate) for candidate in (self._base, *(found.candidate for found in chosen))]
         self.report["simulated"] = len(search.judged)
+
+    def _predict(self, asked: Sequence[tuple[Candidate, float]]) -> list[Prediction | str | None]:
+        """Predict candidates in the team's processes, one in each."""
+        sent = [(each.shape.name, each.workers, each.knobs, each.engines, floor) for each, floor in asked]
+        answers = zip(asked, self._team.each("predict", sent), strict=True)
+        return [
+            replace(found, candidate=one) if isinstance(found, Prediction) else found for (one, _), found in answers
+        ]
 
     def _trial(self, candidate: Candidate) -> Trial:
         found = self._predictor.predict(candidate, is_exact=True)

@@ -274,14 +274,14 @@ class Search:
 
 
 def starts_of(shapes: Sequence[Shape], cores: int) -> list[Candidate]:
-    """Each shape with several numbers of workers and, if it shares nodes, of engine processes.
+    """Each shape with several numbers of workers and, if it shares nodes, of engine processes; the likely ones first.
 
     Nodes of several workers get no more instances together than there are cores.
     """
     starts = []
-    names = [shape.name for shape in shapes]
-    for shape in sorted(shapes, key=lambda each: names.index(each.twin)):
-        for workers in sorted({1, -(-cores // 4), -(-cores // 2), cores}):
+    half = -(-cores // 2)
+    for workers in sorted({half, -(-cores // 4), cores, 1}, key=lambda each: (abs(math.log(each / half)), each)):
+        for shape in shapes:
             # NOTE: with one worker, ``shared`` changes nothing.
             engines = [count for count in ENGINES if count <= workers] if shape.heads and workers > 1 else [0]
             for start in [Candidate(shape, workers, engines=count) for count in engines]:

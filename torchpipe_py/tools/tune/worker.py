@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -37,7 +37,7 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.runtime.request import Request
 from torchpipe_py.runtime.runtime import Runtime
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.tune.shapes import copied
+from torchpipe_py.tools.tune.shapes import Candidate, Knobs, Shape, copied
 
 Config = Mapping[str, Mapping[str, Any]]
 Item = tuple[int, int]
@@ -242,16 +242,19 @@ class _State:
 
     # -- simulations --------------------------------------------------------------------------------------------
 
-    def learn(self, predictor: Any) -> None:
-        """Be ready to predict."""
-        self._predictor = predictor
+    def learn(self, predictor: Any, shapes: Sequence[tuple[str, Config, str]]) -> None:
+        """Be ready to predict candidates of ``shapes``: name, configuration and twin."""
+        # NOTE: a plan cannot be sent, since classes of custom backends are known by their names alone.
+        made = (replace(Shape.of(name, copied(tables, self.source)), twin=twin) for name, tables, twin in shapes)
+        self._predictor, self._shapes = predictor, {shape.name: shape for shape in made}
 
-    def predict(self, candidate: Any, floor: float) -> Any:
-        """Its prediction of a candidate; a text says why it cannot be built."""
+    def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, floor: float) -> Any:
+        """The prediction of a candidate, without the candidate; a text says why it cannot be built."""
         try:
-            return self._predictor.predict(candidate, floor)
+            found = self._predictor.predict(Candidate(self._shapes[shape], workers, knobs, engines), floor)
         except ConfigError as error:
             return str(error)
+        return found and replace(found, candidate=None)
 
     # -- a pipe under load ----------------------------------------------------------------------------------------
 
