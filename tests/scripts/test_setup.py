@@ -42,7 +42,7 @@ def test_downloads_and_the_installation_are_told(tmp_path: Path, status: int) ->
     done = set_up(tmp_path / "venv", Path(sys.executable))
     assert done.returncode == status, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == f"setup: {tmp_path}/venv with Python 3.12, a minute or two"
+    assert lines[0] == f"setup: {tmp_path}/venv with Python 3.12, one to three minutes"
     assert lines[1:3] == ["setup: downloading torch, 915.6 MB", "setup: installing 3 packages"]
     assert (lines[-1] == f"setup: ready; source {tmp_path}/venv/bin/activate") is (status == 0)
     assert (tmp_path / "venv" / "installed").exists() is (status == 0)

@@ -145,6 +145,7 @@ def test_nothing_is_ready_without_an_engine_process(service: SteeredService) -> 
 
 def test_reloads_lose_nothing(service: SteeredService) -> None:
     """Another shared node, none, and one again."""
+    eventually(lambda: TOLD in service.stderr)  # of its start, which may be read later
     told = service.stderr.count(TOLD)
     with Load(service.port, 6, judge=judge) as clients:
         for mark, *shared in (("-two",), ("-none", ""), ("-three",), ("",)):
