@@ -119,6 +119,10 @@ def test_a_closed_loop_is_bound_by_the_slowest_node() -> None:
     assert found == pytest.approx(50)
 
 
+def test_a_closed_loop_counts_enough_calls_for_its_clients() -> None:
+    assert simulation(ONE, {"n": ALONE}).closed_loop(clients=200, calls=100) == pytest.approx(100)
+
+
 def test_workers_take_turns() -> None:
     assert simulation(ONE, {"n": ALONE}, workers=2).open_loop([0, 0, 0, 0]) == pytest.approx([0.01, 0.01, 0.02, 0.02])
 

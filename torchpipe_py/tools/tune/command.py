@@ -1,4 +1,4 @@
-"""``torchpipe tune``, and the same from Python: profile, calibrate, simulate, verify, report."""
+"""``torchpipe tune``, and the same from Python: profile, calibrate, compare, simulate, verify, report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -44,7 +44,7 @@ from torchpipe_py.tools.tune.search import (
 )
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, shapes_of, twin_of
 from torchpipe_py.tools.tune.verify import Service, Trial
-from torchpipe_py.tools.tune.worker import Team
+from torchpipe_py.tools.tune.worker import Team, TeamDied
 
 DEFAULT_BUDGET_S = 120.0
 SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
@@ -61,6 +61,7 @@ _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_LEFT = 0.2  # of the budget, to measure more candidates
 _MOST_OFF = 1.25  # factor by which a closed loop is predicted better than an open one
+_SLOWER = 0.95  # of the rate with fewer workers: even more are not tried
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -288,16 +289,23 @@ class _Tuning:
                     raise ToolError(f"needs {needed / 2**30:.1f} GiB, over --gpu-memory")
                 if monotonic() > until:
                     raise ToolError("no time was left to measure it")
-                if fewer != sorted(fewer):
+                if any(more < _SLOWER * less for less, more in pairwise(fewer)):
                     raise ToolError("fewer workers were faster")
                 rates[start.place] = [self._rate_of(start)]
+            except TeamDied:
+                raise
             except TorchpipeError as error:
                 self.report["not_tried"].append(f"{start.place}: {error}")
             self._show("compare", 1 - (until - monotonic()) / seconds)
         self._starts = [start for start in starts if start.place in rates]
         for start in reversed(self._starts):
             if monotonic() < until:
-                rates[start.place].append(self._rate_of(start))
+                try:
+                    rates[start.place].append(self._rate_of(start))
+                except TeamDied:
+                    raise
+                except TorchpipeError:
+                    logger.debug("%s is not measured again", start.place, exc_info=True)
         predictor, clients = self._predictor, self._clients
         off = predictor.closed_loop(self._base, clients) / self._closed
         off = min(_MOST_OFF, max(1 / _MOST_OFF, off))  # NOTE: a single loop; beyond, it is an accident
@@ -401,6 +409,8 @@ class _Tuning:
             if trial.candidate.shape.alternative:
                 trial.parity, is_similar = self._parity(trial.candidate.shape)
             problem = "" if is_similar else trial.parity
+        except TeamDied:
+            raise
         except TorchpipeError as error:
             problem = str(error)
         if problem:

@@ -48,8 +48,18 @@ _LEAST_BATCHES = 2  # besides the first
 _WAIT_S = 60.0
 
 
+class TeamDied(ToolError):
+    """A process of the tuner ended, and its answers with it."""
+
+    def __init__(self) -> None:
+        super().__init__("a process of the tuner died; was it killed, or out of memory?")
+
+
 class Team:
-    """One process per core, and ``engines`` more, seen from the parent. Raises ``ToolError`` if one fails or dies."""
+    """One process per core, and ``engines`` more, seen from the parent.
+
+    Raises ``ToolError`` if one fails, ``TeamDied`` if one dies.
+    """
 
     def __init__(
         self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int], engines: int = 0
@@ -84,7 +94,7 @@ class Team:
                 channel.send((name, own))
             answers = [channel.recv() for channel in channels]
         except (EOFError, OSError):
-            raise ToolError("a process of the tuner died; was it killed, or out of memory?") from None
+            raise TeamDied from None
         for is_done, value in answers:
             if not is_done:
                 raise ToolError(value)
@@ -98,9 +108,12 @@ class Team:
             with ExitStack() as stack:
                 for place, sock in zip((self._workers + worker % engines, worker), socketpair(), strict=True):
                     stack.enter_context(sock)
-                    self._channels[place].send(("attach", ()))
-                    send_handle(self._channels[place], sock.fileno(), self.pids[place])
-                    self._channels[place].recv()
+                    try:
+                        self._channels[place].send(("attach", ()))
+                        send_handle(self._channels[place], sock.fileno(), self.pids[place])
+                        self._channels[place].recv()
+                    except (EOFError, OSError):
+                        raise TeamDied from None
         self.all("build", config, workers, most=workers)
 
     def close(self) -> None:
