@@ -7,9 +7,9 @@ import statistics
 import threading
 from asyncio import new_event_loop
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -55,6 +55,15 @@ class TeamDied(ToolError):
         super().__init__("a process of the tuner died; was it killed, or out of memory?")
 
 
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Raise ``TeamDied`` if the process at the other end of a channel is gone."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise TeamDied from None
+
+
 class Team:
     """One process per core, and ``engines`` more, seen from the parent.
 
@@ -89,12 +98,10 @@ class Team:
     def each(self, name: str, arguments: Sequence[Sequence[Any]], first: int = 0) -> list[Any]:
         """Like ``all``, with different arguments for each process, from the ``first`` on."""
         channels = self._channels[first : first + len(arguments)]
-        try:
+        with _asking():
             for channel, own in zip(channels, arguments, strict=True):
                 channel.send((name, own))
             answers = [channel.recv() for channel in channels]
-        except (EOFError, OSError):
-            raise TeamDied from None
         for is_done, value in answers:
             if not is_done:
                 raise ToolError(value)
@@ -108,12 +115,10 @@ class Team:
             with ExitStack() as stack:
                 for place, sock in zip((self._workers + worker % engines, worker), socketpair(), strict=True):
                     stack.enter_context(sock)
-                    try:
+                    with _asking():
                         self._channels[place].send(("attach", ()))
                         send_handle(self._channels[place], sock.fileno(), self.pids[place])
                         self._channels[place].recv()
-                    except (EOFError, OSError):
-                        raise TeamDied from None
         self.all("build", config, workers, most=workers)
 
     def close(self) -> None:
