@@ -53,14 +53,16 @@ SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
 MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
 
-_SHARES = {"profile": 0.16, "calibrate": 0.14, "compare": 0.16, "simulate": 0.06, "verify": 0.42}  # of the budget
+_SHARES = {"profile": 0.16, "calibrate": 0.12, "compare": 0.18, "simulate": 0.08, "verify": 0.42}  # of the budget
 _OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
-_TRIALS, _MORE_TRIALS = 3, 7
-_LOOPS, _EXTRA_S = 4, 0.2  # open loops per turn, and seconds that each takes besides its length
+_FIELD, _FINALISTS = 6, 3  # candidates that are measured, and those that open loops measure too
+_PLAIN = 2  # of the field: the fastest numbers of processes, without other settings
+_PAIRS, _COMPARED = 12, 2  # closed loops beside the file's: of each round of verifying, and of each shape before
+_ANSWERS, _LEAST_LOOP_S, _MOST_LOOP_S = 60, 0.3, 1.0  # of a closed loop
+_TURNS, _LOOPS, _EXTRA_S = 6, 4, 0.2  # of open loops, loops of each, and seconds that each takes besides its length
+_OPEN_SHARE = 0.4  # of the time to verify, for those
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
-_LEAST_LEFT = 0.2  # of the budget, to measure more candidates
-_MOST_OFF = 1.25  # factor by which a closed loop is predicted better than an open one
 _SLOWER = 0.95  # of the rate with fewer workers: even more are not tried
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
@@ -235,8 +237,7 @@ class _Tuning:
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
         slo = self.report["slo_p99"] = slo or max(LEAST_SLO_S, SLO_OF_LONE * self.report["lone"])
-        loops = self._seconds("verify") / _LOOPS
-        even = loops / (verify.TURNS * (1 + _TRIALS)) - _EXTRA_S
+        even = _OPEN_SHARE * self._seconds("verify") / (_LOOPS * _TURNS) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
         self._goal = Goal(slo, self.report["rate"], list(_repeated(times, MOST_CALLS)), seconds)
 
@@ -250,73 +251,80 @@ class _Tuning:
         began, seconds = monotonic(), self._seconds("calibrate")
         self._service.build(base)
         built = monotonic() - began
-        turn = built + _LOOPS * (self._goal.seconds + _EXTRA_S)
-        self._most_trials = max(1, min(_TRIALS, round(self._seconds("verify") / (verify.LEAST_TURNS * turn)) - 1))
         self._clients = verify.CLIENTS_PER_CORE * len(self._cores)
         self._closed = max(1.0, self._service.closed_loop(self._clients, 2 * self._goal.seconds))
-        pace = self._goal.rate or self._closed / _LOOPS
-        needed = (1 + _TRIALS) * verify.LEAST_TURNS * LEAST_CALLS / pace
+        self._loop_s = min(_MOST_LOOP_S, max(_LEAST_LOOP_S, _ANSWERS / self._closed))
+        needed_s = built + 2 * _COMPARED * self._loop_s
+        self._most_trials = min(_FIELD, max(1, int((1 - _OPEN_SHARE) * self._seconds("verify") / (2 * needed_s))))
+        needed = _TURNS * LEAST_CALLS / (self._goal.rate or self._closed / _LOOPS)
         if needed > _OVERDRAWN * self._budget:
             given = self._goal.rate or self._closed
             raise ToolError(f"{given:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         goal, start = self._goal, _OPEN_LOAD * self._closed
         trial = Trial.around(base, start, goal.rate or LIGHT * start)
         while len(trial.figures) < 2 or monotonic() - began < seconds:
+            turn_began = monotonic()
             verify.turn(self._service, trial, goal)
+            self._turn_s = monotonic() - turn_began
             trial.predicted = replace(trial.predicted, rate=goal.rate or LIGHT * trial.centre)
             self._show("calibrate", (monotonic() - began) / seconds)
-        self._repeated = trial.figures
         full, light = verify.typical_of(trial, goal), verify.typical_of(trial, goal, LIGHT)
         fitted = calibrate(self._profile, goal, base, (self._clients, self._closed), full, light)
         self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
         self._predictor = Predictor(self._profile, fitted, self._goal)
 
     def compare(self, gpu_memory: int | None) -> None:
-        """Measure each shape with several numbers of processes, twice if there is time, and fit the simulation to each.
+        """Measure each shape with several numbers of processes beside the file, and fit the simulation to each.
 
         More workers are not tried where fewer were faster.
         """
         self._show("compare", 0.0)
         seconds, until = self._seconds("compare"), monotonic() + self._seconds("compare")
-        starts, rates = starts_of(self._shapes, len(self._cores)), dict[str, list[float]]()
+        starts, gains = starts_of(self._shapes, len(self._cores)), dict[str, float]()
         for start in starts:
             needed = self._profile.captured[start.shape.twin].gpu_bytes * (start.engines or start.workers)
             alike = [each for each in starts if each.shape is start.shape and each.engines == start.engines]
-            few = sorted((each.workers, *rates[each.place]) for each in alike if each.place in rates)
-            fewer = [rate for workers, rate in few if workers < start.workers]
-            try:
-                if gpu_memory and needed > gpu_memory:
-                    raise ToolError(f"needs {needed / 2**30:.1f} GiB, over --gpu-memory")
-                if monotonic() > until:
-                    raise ToolError("no time was left to measure it")
-                if any(more < _SLOWER * less for less, more in pairwise(fewer)):
-                    raise ToolError("fewer workers were faster")
-                rates[start.place] = [self._rate_of(start)]
-            except TeamDied:
-                raise
-            except TorchpipeError as error:
-                self.report["not_tried"].append(f"{start.place}: {error}")
+            few = sorted((each.workers, gains[each.place]) for each in alike if each.place in gains)
+            fewer = [gain for workers, gain in few if workers < start.workers]
+            found: list[float] | str
+            if gpu_memory and needed > gpu_memory:
+                found = f"needs {needed / 2**30:.1f} GiB, over --gpu-memory"
+            elif monotonic() > until:
+                found = "no time was left to measure it"
+            elif any(more < less + math.log(_SLOWER) for less, more in pairwise(fewer)):
+                found = "fewer workers were faster"
+            else:
+                found = [0.0] if str(start) == str(self._base) else self._gains(start, _COMPARED, self._answers)
+            if isinstance(found, str):
+                self.report["not_tried"].append(f"{start.place}: {found}")
+            else:
+                gains[start.place] = statistics.mean(found)
             self._show("compare", 1 - (until - monotonic()) / seconds)
-        self._starts = [start for start in starts if start.place in rates]
-        for start in reversed(self._starts):
-            if monotonic() < until:
-                try:
-                    rates[start.place].append(self._rate_of(start))
-                except TeamDied:
-                    raise
-                except TorchpipeError:
-                    logger.debug("%s is not measured again", start.place, exc_info=True)
+        self._starts = sorted(
+            (start for start in starts if start.place in gains), key=lambda start: -gains[start.place]
+        )
         predictor, clients = self._predictor, self._clients
-        off = predictor.closed_loop(self._base, clients) / self._closed
-        off = min(_MOST_OFF, max(1 / _MOST_OFF, off))  # NOTE: a single loop; beyond, it is an accident
+        base = predictor.closed_loop(self._base, clients)
         for start in self._starts:
-            measured = statistics.mean(rates[start.place])
-            predictor.slower[start.place] = predictor.closed_loop(start, clients) / measured / off
+            slower = predictor.closed_loop(start, clients) / base / math.exp(gains[start.place])
+            predictor.slower[start.place] = slower
 
-    def _rate_of(self, candidate: Candidate) -> float:
-        """Requests per second of a closed loop."""
-        self._service.build(candidate)
-        return max(1e-3, self._service.closed_loop(self._clients, self._goal.seconds))
+    def _answers(self) -> float:
+        """Answers per second of a closed loop."""
+        return self._service.closed_loop(self._clients, self._loop_s)
+
+    def _shortness(self) -> float:
+        """The inverse of the p99 of an open loop at the given rate."""
+        return 1 / self._service.measure(self._goal, self._goal.rate or 0.0).p99
+
+    def _gains(self, candidate: Candidate, count: int, figure: Callable[[], float]) -> list[float] | str:
+        """Gains beside the file, or why it cannot be built."""
+        try:
+            return verify.gains_of(self._service, candidate, self._base, count, figure)
+        except TeamDied:
+            raise
+        except TorchpipeError as error:
+            return str(error)
 
     def search(self) -> None:
         """Simulate candidates; the best ones and the original file become trials."""
@@ -324,28 +332,46 @@ class _Tuning:
         shapes = [(shape.name, dict(shape.config), shape.twin) for shape in self._shapes]
         self._team.all("learn", self._predictor, shapes)
         search = Search(self._profile, self._predict, self._has_gpu)
-        best = search.run(self._starts, self._seconds("simulate"), self._show)
+        found = search.run(self._starts, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
-        self._predicted = [found for found in best if str(found.candidate) != str(self._base)]
-        same = [found for found in self._predicted if not found.candidate.shape.alternative]
-        others = [found for found in self._predicted if found.candidate.shape.alternative]
-        half = -(-self._most_trials // 2)
-        chosen = [*same[:half], *others[:half]] if others else same[: self._most_trials]
-        self._trials = [self._trial(candidate) for candidate in (self._base, *(found.candidate for found in chosen))]
         self.report["simulated"] = len(search.judged)
+        best = {str(each): each for each in (*self._starts[:_PLAIN], *(each.candidate for each in found))}
+        best.pop(str(self._base), None)
+        same = [each for each in best.values() if not each.shape.alternative]
+        others = [each for each in best.values() if each.shape.alternative]
+        half = self._most_trials // 2 if others else 0
+        chosen = [self._base, *same[: self._most_trials - half], *others[:half]]
+        for each in self._predict([(candidate, 0.0) for candidate in chosen], is_exact=True):
+            if isinstance(each, Prediction):
+                self._add_trial(Trial(each.candidate, each, each.limit or self._closed))
+        clients = round(
+            self._goal.slo * max(each.centre for each in self._trials) / 2
+        )  # so that they wait half as long
+        self._clients = min(self._clients, max(len(self._cores), clients))
 
-    def _predict(self, asked: Sequence[tuple[Candidate, float]]) -> list[Prediction | str | None]:
-        """Predict candidates in the team's processes, one in each."""
-        sent = [(each.shape.name, each.workers, each.knobs, each.engines, floor) for each, floor in asked]
-        answers = zip(asked, self._team.each("predict", sent), strict=True)
+    def _add_trial(self, trial: Trial) -> None:
+        """Add a candidate, unless it changes results too much."""
+        is_similar = True
+        if trial.candidate.shape.alternative:
+            trial.parity, is_similar = self._parity(trial.candidate.shape)
+        if is_similar:
+            self._trials.append(trial)
+        else:
+            self.report["notes"].append(f"{trial.candidate} was left out: {trial.parity}")
+
+    def _predict(
+        self, asked: Sequence[tuple[Candidate, float]], is_exact: bool = False
+    ) -> list[Prediction | str | None]:
+        """Predict candidates in the team's processes, as many at once as there are."""
+        answers: list[Any] = []
+        for at in range(0, len(asked), len(self._team)):
+            some = asked[at : at + len(self._team)]
+            sent = [(each.shape.name, each.workers, each.knobs, each.engines, floor, is_exact) for each, floor in some]
+            answers += self._team.each("predict", sent)
         return [
-            replace(found, candidate=one) if isinstance(found, Prediction) else found for (one, _), found in answers
+            replace(found, candidate=one) if isinstance(found, Prediction) else found
+            for (one, _), found in zip(asked, answers, strict=True)
         ]
-
-    def _trial(self, candidate: Candidate) -> Trial:
-        found = self._predictor.predict(candidate, is_exact=True)
-        assert found is not None  # without a floor there is a prediction
-        return Trial(candidate, found, found.limit or self._closed)
 
     def is_disturbed(self) -> bool:
         """Whether other programs use too much of the cores; the verdict is then ``cannot tell``."""
@@ -358,71 +384,64 @@ class _Tuning:
         return is_disturbed
 
     def verify(self) -> None:
-        """Measure the trials and the original file in turns, and judge.
+        """Halve the candidates by gains beside the file, measure the best three and the file in open loops, and judge.
 
-        After the second turn, the better half of the candidates continues; if predictions are off, more candidates are
-        measured, and halved from the first turn on.
+        The time that is left goes to more gains of those three, halved further.
         """
-        self._show("verify", 0.0)
-        yours, *others = self._trials
-        running = [trial for trial in others if self._is_usable(trial)]
-        self._trials = [yours, *running]
-        for number in range(verify.MOST_TURNS):
+        yours, *field = self._trials
+        field = self._ranked(field, (2 + _FINALISTS) * self._turn_s)
+        self._trials = [yours, *field]
+        ranked = field[:_FINALISTS]
+        self._turn([yours, *ranked])
+        running, took = len(ranked), 0.0
+        while running and self._left() > 2 * self._turn_s + took:
             began = monotonic()
-            self._turn([yours, *running], number)
-            repeated = [*self._repeated, *yours.figures]
-            why = verify.is_off(self._trials, self._goal, repeated) if number == 0 else ""
-            if why and self._left() < _LEAST_LEFT * self._budget:
-                self.report["notes"].append(f"{why}; no time was left for successive halving by measurement")
-            elif why:
-                self.report["notes"].append(f"{why}: the candidates were chosen by successive halving by measurement")
-                known = {str(trial.candidate) for trial in self._trials}
-                candidates = [each.candidate for each in self._predicted if str(each.candidate) not in known]
-                room = self._left() / (verify.LEAST_TURNS * (monotonic() - began) / len(self._trials))
-                most = min(1 + _MORE_TRIALS - len(known), max(1, int(room) - len(known)))
-                more = [self._trial(each) for each in candidates[:most]]
-                more = [trial for trial in more if self._is_usable(trial)]
-                self._turn(more, number)
-                running += more
-                self._trials += more
-            if why or number > 0:
-                running = verify.best_of(running, self._goal)[: (len(running) + 1) // 2]
-            if number + 1 >= verify.LEAST_TURNS and monotonic() - began > self._left():
-                break
-        kind, best, gain, interval = verify.judge(yours, running, self._goal)
+            ranked = [*self._ranked(ranked[:running]), *ranked[running:]]
+            running = (running + 1) // 2
+            took = monotonic() - began
+        self._turn([*ranked[:1], yours])
+        off = max(abs(each.predicted.figure(self._goal) / each.figure - 1) for each in (yours, *ranked))
+        if off > verify.FAR_OFF:
+            self.report["notes"].append(f"predictions are up to {off:.0%} off; what was measured decides")
+        kind, best, gain, interval = verify.judge(yours, ranked, self._goal)
         self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
         self.report["best"] = text.trial_fields(best, self._goal)
         if not self.is_disturbed() and kind == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
-    def _turn(self, trials: Sequence[Trial], number: int) -> None:
-        """Measure each trial once, in the opposite order of the last turn."""
-        for at, trial in enumerate(trials if number % 2 == 0 else trials[::-1]):
-            verify.turn(self._service, trial, self._goal)
-            self._show("verify", (number + (at + 1) / len(trials)) / verify.TURNS)
+    def _ranked(self, trials: Sequence[Trial], reserve_s: float = 0.0) -> list[Trial]:
+        """Measure their gains, unless less than ``reserve_s`` is left, and sort them, the best first."""
+        figure = self._answers if self._goal.rate is None else self._shortness
+        for trial in trials:
+            found: list[float] | str = "no time was left to measure it"
+            if trial is trials[0] or self._left() > reserve_s:
+                count = max(_COMPARED, _PAIRS // len(trials))
+                found = self._gains(trial.candidate, count, figure)
+            if isinstance(found, str):
+                self.report["notes"].append(f"{trial.candidate} was left out: {found}")
+            else:
+                trial.gains += found
+            self._show_verified()
+        return verify.best_of([trial for trial in trials if trial.gains])
 
-    def _is_usable(self, trial: Trial) -> bool:
-        """Whether it can be built, and gives similar results if it may change them."""
-        is_similar = True
-        try:
-            self._service.build(trial.candidate)
-            if trial.candidate.shape.alternative:
-                trial.parity, is_similar = self._parity(trial.candidate.shape)
-            problem = "" if is_similar else trial.parity
-        except TeamDied:
-            raise
-        except TorchpipeError as error:
-            problem = str(error)
-        if problem:
-            self.report["notes"].append(f"{trial.candidate} was left out: {problem}")
-        return not problem
+    def _turn(self, trials: Sequence[Trial]) -> None:
+        """Measure each once in open loops."""
+        for trial in trials:
+            verify.turn(self._service, trial, self._goal)
+            self._show_verified()
+
+    def _show_verified(self) -> None:
+        self._show("verify", 1 - self._left() / self._seconds("verify"))
 
     def _parity(self, shape: Shape) -> tuple[str, bool]:
         """The verdict of ``torchpipe parity`` on a shape, and whether it passes."""
         with TemporaryDirectory() as folder:
             for number, body in enumerate([] if self.report["img_dir"] else self._images):
                 Path(folder, f"{number}.jpg").write_bytes(body)
-            return parity_of(self._shapes[0], shape, self.report["img_dir"] or folder)
+            try:
+                return parity_of(self._shapes[0], shape, self.report["img_dir"] or folder)
+            except TorchpipeError as error:
+                return str(error), False
 
     def finish(self) -> dict[str, Any]:
         """The report, with the trials as far as they were measured."""

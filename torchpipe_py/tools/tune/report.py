@@ -15,9 +15,9 @@ from torchpipe_py.tools.export.config import to_toml
 from torchpipe_py.tools.report import Line, aligned, chart, linear_axis, write_text
 from torchpipe_py.tools.tune.profile import DRIFT, Profile
 from torchpipe_py.tools.tune.search import Goal
-from torchpipe_py.tools.tune.verify import BUSY, LEAST_TURNS, Trial, interval_of
+from torchpipe_py.tools.tune.verify import BUSY, Trial, interval_of
 
-HEADS = ("", "predicted", "measured", "95 % interval", "p99 at", "predicted", "measured", "settings")
+HEADS = ("", "predicted", "measured", "gain", "95 % interval", "p99 at", "predicted", "measured", "settings")
 CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "drift")
 
 
@@ -45,9 +45,10 @@ def profile_fields(profile: Profile) -> dict[str, Any]:
 def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
     """A measured candidate: figures in requests per second or, with a rate, p99s in seconds.
 
-    p99s are at ``rate``. ``interval`` is None after fewer than ``LEAST_TURNS`` turns, which do not show the noise.
+    p99s are at ``rate``; ``gain`` and its ``interval`` are factors. Two gains have no interval: they do not show noise.
     """
-    interval = [math.exp(bound) for bound in interval_of([math.log(figure) for figure in trial.figures])]
+    gain = math.exp(statistics.mean(trial.gains)) if trial.gains else None
+    interval = [math.exp(bound) for bound in interval_of(trial.gains)] if len(trial.gains) > 2 else None
     return {
         "shape": trial.candidate.shape.name,
         "workers": trial.candidate.workers,
@@ -60,7 +61,9 @@ def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
         "rate": trial.predicted.rate,
         "p99_predicted": trial.predicted.p99,
         "p99_measured": statistics.median(trial.p99s) if trial.p99s else None,
-        "interval": interval if len(trial.figures) >= LEAST_TURNS else None,
+        "gain": gain,
+        "interval": interval,
+        "gains": trial.gains,
         "turns": trial.figures,
         "points": [asdict(point) for point in trial.points],
     }
@@ -91,14 +94,15 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The original file and the candidates as rows under ``HEADS``."""
     rows: list[tuple[str, ...]] = []
     for number, trial in enumerate([report["yours"], *report["others"]] if report["yours"] else []):
-        interval = " to ".join(_figure(report, bound) for bound in trial["interval"]) if trial["interval"] else "-"
+        gain = f"{trial['gain']:.2f}" if trial["gain"] else "-"
+        interval = "{:.2f} to {:.2f}".format(*trial["interval"]) if trial["interval"] else "-"
         settings = [trial["shape"], trial["processes"]]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
         settings += [trial["parity"]] if trial["parity"] else []
         figures = [_figure(report, trial[key]) for key in ("predicted", "measured")]
         p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
         name, rate = f"no. {number}" if number else "yours", f"{trial['rate'] or 0:.0f}/s"
-        rows.append((name, *figures, interval, rate, *p99s, ", ".join(settings)))
+        rows.append((name, *figures, gain, interval, rate, *p99s, ", ".join(settings)))
     return rows
 
 
@@ -176,6 +180,6 @@ def page(report: Mapping[str, Any]) -> str:
         limit = None if report["rate"] is not None else ("p99 limit", 1000 * report["slo_p99"])
         x = linear_axis("requests per second", min(rates), max(rates))
         parts.append(shared.charts([chart("Latency by rate", x, "ms", lines, limit)]))
-    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 7)))
+    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 8)))
     parts += [f"<p>{escape(line)}</p>" for line in lines_of(report) if not line.startswith(("yours", "no. "))]
     return shared.page(f"Tuning of {report['config']}", parts)

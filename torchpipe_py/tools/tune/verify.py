@@ -1,12 +1,11 @@
-"""Measures candidates: open loops in turns, the limit of each, and the verdict."""
+"""Measures candidates: each beside the original file in turns, its limit in open loops, and the verdict."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from time import perf_counter
 
 from torchpipe_py.tools.tune.search import Goal, Point, Prediction, quantile
@@ -17,21 +16,25 @@ FACTORS = (0.95, 1.05)
 """Factors of the predicted limit at which the search for the measured one begins."""
 
 FAR_OFF = 0.2
-"""Relative error of predictions above which more candidates are measured."""
+"""Relative error of predictions above which the report says so."""
 
-MOST_GAIN = 1.25
+MOST_GAIN = 1.15
 """The file is as good only if the interval of the gain ends below this factor; otherwise the verdict is open."""
 
-LEAST_TURNS, TURNS, MOST_TURNS = 3, 4, 9
+LEAST_SHARE = 0.85
+"""The least share of the file's own limit at which a gain of throughput counts."""
+
 CLIENTS_PER_CORE = 10
-"""Clients of a measured closed loop."""
+"""Clients of a measured closed loop, at most."""
 
 BUSY = 0.15
 """The share of the cores that other programs may use; with more, there is no verdict."""
 
 _HEAD_START_S = 0.05
+_MOST_BUILT, _MOST_BUILT_ON_GPU = 4, 2  # candidates whose pipes are kept
 _WARM_UP_CLIENTS, _WARM_UP_S, _WARM_UP_ON_GPU_S = 8, 0.15, 0.5
 _NEVER_S = 60.0  # in place of an infinite p99
+_LEAST = 1e-3  # in place of no request per second
 _STEP = 1.15  # factor for the rate if all tried rates held, or none
 _MOST_STEPS = 5
 _FARTHEST = 1.0  # logarithm of p99 to SLO; more counts as much: the queue of an overload grows without end
@@ -40,10 +43,11 @@ _T95 = (math.inf, 12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # by de
 
 @dataclass
 class Trial:
-    """A measured candidate: ``figures`` has one entry per turn, a limit in requests per second or a p99.
+    """A measured candidate: ``gains`` are logarithms of how much better than the original file it was beside it.
 
-    ``p99s`` are measured at the rate for which ``predicted`` has one. ``parity`` says how its results differ from those
-    of the original file, empty if they do not.
+    ``figures`` has one entry per turn of open loops, a limit in requests per second or a p99. ``p99s`` are measured at
+    the rate for which ``predicted`` has one. ``parity`` says how its results differ from those of the file, empty if
+    they do not.
     """
 
     candidate: Candidate
@@ -52,6 +56,7 @@ class Trial:
     points: list[Point] = field(default_factory=list)
     figures: list[float] = field(default_factory=list)
     p99s: list[float] = field(default_factory=list)
+    gains: list[float] = field(default_factory=list)
     parity: str = ""
 
     @classmethod
@@ -66,33 +71,36 @@ class Trial:
 
 
 class Service:
-    """Runs a candidate as worker processes, one candidate at a time."""
+    """Runs candidates as worker processes, one at a time; several stay built, so that they can take turns."""
 
     def __init__(self, team: Team) -> None:
-        self._team, self._workers = team, 1
-        self._built: Candidate | None = None
+        self._team, self._slot, self._workers = team, 0, 1
+        self._most = _MOST_BUILT_ON_GPU if team.has_gpu else _MOST_BUILT
+        self._built: dict[int, Candidate] = {}  # by slot, the last used one at the end
 
     def build(self, candidate: Candidate) -> None:
-        """Build and warm up the pipes of all its workers, unless they are the ones that run."""
-        if candidate is self._built:
-            return
-        self._built, self._workers = None, candidate.workers
-        self._team.build(candidate.config(), self._workers, candidate.engines)
-        for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
-            self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
-        self._built = candidate
+        """Measure this one from now on: build and warm up the pipes of all its workers unless they are there."""
+        known = [slot for slot, built in self._built.items() if built is candidate]
+        free = [slot for slot in range(self._most) if slot not in self._built]
+        self._slot, self._workers = [*known, *free, *self._built][0], candidate.workers
+        self._built.pop(self._slot, None)
+        if not known:
+            self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
+            for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
+                self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
+        self._built[self._slot] = candidate
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies in seconds; workers take turns."""
         start, numbered = perf_counter() + _HEAD_START_S, list(enumerate(dues))
-        shares = [(numbered[worker :: self._workers], start, grace_s) for worker in range(self._workers)]
+        shares = [(self._slot, numbered[worker :: self._workers], start, grace_s) for worker in range(self._workers)]
         return sorted(latency for each in self._team.each("open_loop", shares) for latency in each)
 
     def closed_loop(self, clients: int, seconds: float) -> float:
         """Requests per second, without the first tenth of the time."""
         start = perf_counter() + _HEAD_START_S
         each = max(1, clients // self._workers)
-        runs = self._team.all("closed_loop", each, seconds, start, most=self._workers)
+        runs = self._team.all("closed_loop", self._slot, each, seconds, start, most=self._workers)
         counted = sum(1 for ends in runs for end in ends if seconds / 10 <= end < seconds)
         return counted / (0.9 * seconds)
 
@@ -100,6 +108,20 @@ class Service:
         """Measure one open loop at ``rate``."""
         latencies = self.open_loop(goal.dues(rate), 2 * goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
+
+
+def gains_of(
+    service: Service, candidate: Candidate, base: Candidate, count: int, figure: Callable[[], float]
+) -> list[float]:
+    """Logarithms of how much better a candidate is than ``base``: both in turns, as a machine varies within seconds."""
+    gains = []
+    for number in range(count):
+        measured = []
+        for sign, each in ((1, candidate), (-1, base))[:: -1 if number % 2 else 1]:
+            service.build(each)
+            measured.append(sign * math.log(max(_LEAST, figure())))
+        gains.append(sum(measured))
+    return gains
 
 
 def turn(service: Service, trial: Trial, goal: Goal) -> None:
@@ -154,26 +176,21 @@ def typical_of(trial: Trial, goal: Goal, share: float = 1.0) -> Point:
 
 
 def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial, float, tuple[float, float]]:
-    """Compare the best candidate with the original file, turn by turn.
+    """Compare the best candidate with the original file.
 
-    ``better``, ``as good`` or ``cannot tell``, the best, and the factor of the gain with its 95 % interval.
+    ``better``, ``as good`` or ``cannot tell``, the best, and the factor of the gain with its 95 % interval. What
+    answers more but holds clearly less within the SLO is no candidate.
     """
-    best = best_of(others, goal)[0] if others else yours
-    logs = _ratios(best, yours, goal)
-    low, high = interval_of(logs)
+    holding = [each for each in others if not each.figures or (each.figure / yours.figure) ** goal.sign > LEAST_SHARE]
+    best = best_of(holding)[0] if holding else yours
+    gain, (low, high) = (statistics.mean(best.gains), interval_of(best.gains)) if best.gains else (0.0, (0.0, 0.0))
     kind = "better" if low > 0 else "as good" if high < math.log(MOST_GAIN) else "cannot tell"
-    gain = statistics.mean(logs) if logs else 0.0
     return kind, best if kind == "better" else yours, math.exp(gain), (math.exp(low), math.exp(high))
 
 
-def best_of(trials: Sequence[Trial], goal: Goal) -> list[Trial]:
-    """The trials sorted by their figures, the best first."""
-    return sorted(trials, key=lambda trial: -goal.sign * trial.figure)
-
-
-def _ratios(one: Trial, other: Trial, goal: Goal) -> list[float]:
-    """Logarithms of how much better one is, turn by turn."""
-    return [goal.sign * math.log(a / b) for a, b in zip(one.figures, other.figures, strict=False)]
+def best_of(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials sorted by their gains, the best first."""
+    return sorted(trials, key=lambda trial: -statistics.mean(trial.gains))
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
@@ -182,19 +199,3 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
         return -math.inf, math.inf
     half = _T95[min(len(values), len(_T95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.mean(values) - half, statistics.mean(values) + half
-
-
-def is_off(trials: Sequence[Trial], goal: Goal, repeated: Sequence[float]) -> str:
-    """Why predictions cannot be trusted: an error above ``FAR_OFF``, or another order; else empty.
-
-    Figures that differ by a smaller factor than the ``repeated`` ones of one candidate may be in any order.
-    """
-    for trial in trials:
-        error = trial.predicted.figure(goal) / trial.figure - 1
-        if abs(error) > FAR_OFF:
-            return f"at first, {trial.candidate} was predicted {abs(error):.0%} too {'high' if error > 0 else 'low'}"
-    ordered = sorted(trials, key=lambda trial: -goal.sign * trial.predicted.figure(goal))
-    for better, worse in combinations(ordered, 2):
-        if (worse.figure / better.figure) ** goal.sign > max(repeated) / min(repeated):
-            return f"at first, {worse.candidate} was better than {better.candidate}, and predicted to be worse"
-    return ""

@@ -107,19 +107,20 @@ class Team:
                 raise ToolError(value)
         return [value for _, value in answers]
 
-    def build(self, config: Config, workers: int, engines: int) -> None:
-        """Build the pipes of workers, with engine processes for shared nodes."""
+    def build(self, slot: int, config: Config, workers: int, engines: int) -> None:
+        """Build the pipes of workers, with engine processes for shared nodes, in place of those in ``slot``."""
+        self.all("drop", slot, most=len(self.pids))
         if engines:
-            self.each("serve", [(config, engines)] * engines, self._workers)
+            self.each("serve", [(slot, config, engines)] * engines, self._workers)
         for worker in range(workers if engines else 0):
             with ExitStack() as stack:
                 for place, sock in zip((self._workers + worker % engines, worker), socketpair(), strict=True):
                     stack.enter_context(sock)
                     with _asking():
-                        self._channels[place].send(("attach", ()))
+                        self._channels[place].send(("attach", (slot,)))
                         send_handle(self._channels[place], sock.fileno(), self.pids[place])
                         self._channels[place].recv()
-        self.all("build", config, workers, most=workers)
+        self.all("build", slot, config, workers, most=workers)
 
     def close(self) -> None:
         """End them."""
@@ -170,9 +171,11 @@ class _State:
     """The state of a process between its parent's calls: a worker, or an engine process."""
 
     def __init__(self, channel: Connection) -> None:
-        self._channel, self._running = channel, ExitStack()
-        self._server: EngineServer | None = None
+        self._channel = channel
         self._link: socket | None = None
+        self._running: defaultdict[int, ExitStack] = defaultdict(ExitStack)  # by slot
+        self._servers: dict[int, EngineServer] = {}
+        self._pipes: dict[int, pipe] = {}
 
     def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> int:
         """Prepare the process; returns the free bytes of the GPU."""
@@ -266,52 +269,59 @@ class _State:
         made = (replace(Shape.of(name, copied(tables, self.source)), twin=twin) for name, tables, twin in shapes)
         self._predictor, self._shapes = predictor, {shape.name: shape for shape in made}
 
-    def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, floor: float) -> Any:
+    def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, floor: float, is_exact: bool) -> Any:
         """The prediction of a candidate, without the candidate; a text says why it cannot be built."""
         try:
-            found = self._predictor.predict(Candidate(self._shapes[shape], workers, knobs, engines), floor)
+            found = self._predictor.predict(Candidate(self._shapes[shape], workers, knobs, engines), floor, is_exact)
         except ConfigError as error:
             return str(error)
         return found and replace(found, candidate=None)
 
     # -- a pipe under load ----------------------------------------------------------------------------------------
 
-    def serve(self, config: Config, processes: int) -> None:
-        """Be one of ``processes`` engine processes of a configuration."""
-        self._running.close()
-        self._server = EngineServer(plan_pipeline(copied(config, self.source), processes=processes))
-        self._running.callback(self._server.close, _WAIT_S)
+    def drop(self, slot: int) -> None:
+        """Close what was built in a slot."""
+        self._servers.pop(slot, None)
+        self._pipes.pop(slot, None)
+        self._running.pop(slot, ExitStack()).close()
 
-    def attach(self) -> None:
+    def serve(self, slot: int, config: Config, processes: int) -> None:
+        """Be one of ``processes`` engine processes of a configuration."""
+        server = EngineServer(plan_pipeline(copied(config, self.source), processes=processes))
+        self._servers[slot] = server
+        self._running[slot].callback(server.close, _WAIT_S)
+
+    def attach(self, slot: int) -> None:
         """Receive the link between an engine process and a worker that is built next."""
         link = socket(fileno=recv_handle(self._channel))
-        if self._server is not None:
-            self._server.attach(link)
+        if slot in self._servers:
+            self._servers[slot].attach(link)
         else:
             self._link = link
 
-    def build(self, config: Config, processes: int) -> None:
+    def build(self, slot: int, config: Config, processes: int) -> None:
         """Build the pipe of one of ``processes`` workers."""
-        self._running.close()
         plan, link = plan_pipeline(copied(config, self.source), processes=processes), self._link
+        running = self._running[slot]
         if link is None:
-            self.pipe = pipe(plan)
+            self._pipes[slot] = pipe(plan)
         else:
             loop = new_event_loop()
             threading.Thread(target=loop.run_forever, daemon=True).start()
+            running.callback(loop.call_soon_threadsafe, loop.stop)
             self._link, client = None, EngineClient(partial(watch_on, loop))
-            self._running.callback(client.close)
+            running.callback(client.close)
             if not client.meet(link):
                 raise ToolError(f"{self.source}: the engine process cannot be linked")
-            self.pipe = pipe_of_worker(plan, client)
-        self._running.callback(self.pipe.close, _WAIT_S)
+            self._pipes[slot] = pipe_of_worker(plan, client)
+        running.callback(self._pipes[slot].close, _WAIT_S)
 
-    def open_loop(self, dues: Sequence[tuple[int, float]], start: float, grace_s: float) -> list[float]:
+    def open_loop(self, slot: int, dues: Sequence[tuple[int, float]], start: float, grace_s: float) -> list[float]:
         """Send image ``number`` at ``start + due``; returns seconds since each was due, infinite without a result.
 
         It ends ``grace_s`` seconds after the last one.
         """
-        latencies, done = [inf] * len(dues), threading.Semaphore(0)
+        latencies, done, dispatch = [inf] * len(dues), threading.Semaphore(0), self._pipes[slot].dispatch
 
         def send(index: int, number: int, due: float) -> None:
             def on_done(data: Any, error: BaseException | None) -> None:
@@ -320,7 +330,7 @@ class _State:
                 done.release()
 
             try:
-                self.pipe.dispatch({TASK_DATA_KEY: self.images[number % len(self.images)]}, on_done)
+                dispatch({TASK_DATA_KEY: self.images[number % len(self.images)]}, on_done)
             except TorchpipeError:
                 done.release()
 
@@ -336,14 +346,14 @@ class _State:
             left -= 1
         return counted
 
-    def closed_loop(self, clients: int, seconds: float, start: float) -> list[float]:
+    def closed_loop(self, slot: int, clients: int, seconds: float, start: float) -> list[float]:
         """Run clients in a closed loop; returns the time of each result in seconds since ``start``."""
         ends: list[float] = []
-        numbers, done = count(), threading.Semaphore(0)
+        numbers, done, dispatch = count(), threading.Semaphore(0), self._pipes[slot].dispatch
 
         def send() -> None:
             try:
-                self.pipe.dispatch({TASK_DATA_KEY: self.images[next(numbers) % len(self.images)]}, on_done)
+                dispatch({TASK_DATA_KEY: self.images[next(numbers) % len(self.images)]}, on_done)
             except TorchpipeError:
                 done.release()
 
