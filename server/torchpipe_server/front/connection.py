@@ -318,7 +318,8 @@ class Connection(asyncio.BufferedProtocol):
         marks, work = self._marks, self._base + 1
         marks[work] = REPLYING
         if self.state is LEAVING:
-            self._read(False)  # the client's next request is for the next process
+            self._read(False)  # the client's next request is for the next process, if there is one
+            self.state = CLOSING if self.owner.is_draining else LEAVING
         if not self.transport.is_closing():
             self.transport.write(data)
         if not self.is_full:

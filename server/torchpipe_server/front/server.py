@@ -51,7 +51,7 @@ class Server:
         self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
-        self._is_draining = False
+        self.is_draining = False
         self._refusal_at = 0.0  # of the last client that had come back
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
 
@@ -86,13 +86,11 @@ class Server:
 
     def let_leave(self, connection: Connection) -> None:
         """Let an idle connection go: close it, or give it up to another process."""
-        if self._is_draining:
-            # NOTE: what the client has already sent is read in a moment and answered.
-            if not has_unread(connection.sock):
-                connection.drop()
-        else:
+        if not self.is_draining:
             connection.abandon()
             self.forget(connection, False)
+        elif not has_unread(connection.sock):  # NOTE: what the client has already sent is read in a moment and answered
+            connection.drop()
 
     def close_slowest(self) -> bool:
         """Close the connection that has waited longest for its client; ``False`` if all have a request in work."""
@@ -135,8 +133,8 @@ class Server:
 
     def drain(self) -> None:
         """Answer accepted requests, for at most ``drain_seconds``, and close."""
-        if not self._is_draining:
-            self._is_draining = True
+        if not self.is_draining:
+            self.is_draining = True
             self._end()
 
     def release(self) -> None:

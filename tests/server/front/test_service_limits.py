@@ -341,6 +341,19 @@ def test_a_paced_refusal_does_not_outlast_a_short_drain() -> None:
         assert max(server.server._pace(retrying, 100.0) for _ in range(1000)) == pytest.approx(0.2)
 
 
+def test_a_drain_answers_no_requests_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that send the next one at once would keep the service to its end, when what waits is lost."""
+    with steered() as server, Client(server.port) as client:
+        request = client.send_batch(b"block")
+        assert Steered.entered.acquire(timeout=WAIT)
+        monkeypatch.setattr(torchpipe_server.front.server, "has_unread", lambda sock: client.send_batch(b"next") > 0)
+        server.stop()
+        eventually(lambda: server.server.is_draining)
+        Steered.opened.set()
+        assert client.receive(request) is not None
+        assert client.sock.recv(1) == b""
+
+
 def test_a_paced_refusal_is_answered_before_the_deadline(monkeypatch) -> None:
     """One of a node as well as one at the entry."""
     for name, value in (("REFUSALS_AT_ONCE", 0), ("REFUSAL_SECONDS", 2 * WAIT), ("PACED_SECONDS", 2 * WAIT)):
