@@ -24,7 +24,7 @@ from torchpipe_py.tools.tune import tune
 from torchpipe_py.tools.tune.report import lines_of
 from torchpipe_py.tools.tune.search import Goal
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, copied, knobs_of, shapes_of
-from torchpipe_py.tools.tune.verify import Service, Trial, gains_of, interval_of, turn
+from torchpipe_py.tools.tune.verify import Service, Trial, gains_of, interval_of, pairs_of, turn
 from torchpipe_py.tools.tune.worker import Team
 
 DEMO = REPOSITORY / "configs" / "demo" / "images"
@@ -126,7 +126,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         paced = Paced(team(tuned.engines), answers, usual)
         loop, gains = partial(paced.closed_loop, CLIENTS, span), done["gains"]
         for name in ranked[:FINALISTS]:
-            gains[name] = gains.get(name) or gains_of(paced, tuned, swept[name], PAIRS, loop)
+            gains[name] = gains.get(name) or gains_of(pairs_of(paced, tuned, swept[name], PAIRS, loop))
             save()
         top = min(ranked[:FINALISTS], key=lambda name: statistics.mean(gains[name]))
         entered = {"tuned": tuned, top: swept[top]}

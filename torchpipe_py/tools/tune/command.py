@@ -44,7 +44,7 @@ from torchpipe_py.tools.tune.search import (
 )
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, shapes_of, twin_of
 from torchpipe_py.tools.tune.verify import Service, Trial
-from torchpipe_py.tools.tune.worker import Team, TeamDied
+from torchpipe_py.tools.tune.worker import Team
 
 DEFAULT_BUDGET_S = 120.0
 SLO_OF_LONE, LEAST_SLO_S = 10.0, 0.02
@@ -63,6 +63,8 @@ _TURNS, _LOOPS, _EXTRA_S = 6, 4, 0.2  # of open loops, loops of each, and second
 _OPEN_SHARE = 0.4  # of the time to verify, for those
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
+_LEAST_OF_LONE = 4  # a lone request's time, in the longest SLO that is measured
+_MOST_OFF = 1.25  # factor between a closed loop as predicted from open ones, and measured; more is an accident
 _SLOWER = 0.95  # of the rate with fewer workers: even more are not tried
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
@@ -94,7 +96,7 @@ def tune(
     precision are tried too; their ``parity`` says how results differ.
     ``report["verdict"]`` is ``better``, ``as good``, ``cannot tell`` or, after Ctrl-C, ``interrupted``;
     ``report["tuned"]`` has the tables of the tuned configuration if it is better, else None. Times are in seconds.
-    Raises ``ToolError`` and ``ConfigError``, which explain in one line why it cannot be tuned.
+    Raises ``ToolError``, ``TeamDied`` and ``ConfigError``, which explain in one line why it cannot be tuned.
     """
     folder = Path(images) if isinstance(images, (str, os.PathLike)) else None
     loaded = load_images(folder, False) if folder else None
@@ -110,7 +112,7 @@ def tune(
         raise ToolError("no images")
     if len(usable) < 2:
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
-    pattern = rescale(times, 1.0) if times else list(islice(poisson_times(1.0, 0), MOST_CALLS))
+    pattern = rescale(times[:MOST_CALLS], 1.0) if times else list(islice(poisson_times(1.0, 0), MOST_CALLS))
     tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
     with ExitStack() as stack:
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
@@ -137,6 +139,10 @@ def tune(
                 run.verify()
         except KeyboardInterrupt:
             run.report["verdict"] = "interrupted"
+        except TorchpipeError as error:
+            if not run.report["simulated"]:
+                raise
+            run.give_up(str(error))
     return run.finish()
 
 
@@ -176,6 +182,7 @@ class _Tuning:
             "gain_interval": (0.0, math.inf),
             "simulated": 0,
             "other_programs": None,
+            "failed": "",
             "notes": [],
             "not_tried": list(_NOT_TRIED),
         }
@@ -237,6 +244,12 @@ class _Tuning:
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
         slo = self.report["slo_p99"] = slo or max(LEAST_SLO_S, SLO_OF_LONE * self.report["lone"])
+        longest = max(_MOST_S / _LEAST_SLOS, _LEAST_OF_LONE * self.report["lone"])
+        if slo > longest:
+            self.report["notes"].append(
+                f"rates are those with p99 within {1000 * longest:.3g} ms: open loops are short"
+            )
+            slo = longest
         even = _OPEN_SHARE * self._seconds("verify") / (_LOOPS * _TURNS) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
         self._goal = Goal(slo, self.report["rate"], list(_repeated(times, MOST_CALLS)), seconds)
@@ -281,12 +294,13 @@ class _Tuning:
         self._show("compare", 0.0)
         seconds, until = self._seconds("compare"), monotonic() + self._seconds("compare")
         starts, gains = starts_of(self._shapes, len(self._cores)), dict[str, float]()
+        bases = [self._closed]
         for start in starts:
             needed = self._profile.captured[start.shape.twin].gpu_bytes * (start.engines or start.workers)
             alike = [each for each in starts if each.shape is start.shape and each.engines == start.engines]
             few = sorted((each.workers, gains[each.place]) for each in alike if each.place in gains)
             fewer = [gain for workers, gain in few if workers < start.workers]
-            found: list[float] | str
+            found: list[tuple[float, float]] | str
             if gpu_memory and needed > gpu_memory:
                 found = f"needs {needed / 2**30:.1f} GiB, over --gpu-memory"
             elif monotonic() > until:
@@ -294,20 +308,34 @@ class _Tuning:
             elif any(more < less + math.log(_SLOWER) for less, more in pairwise(fewer)):
                 found = "fewer workers were faster"
             else:
-                found = [0.0] if str(start) == str(self._base) else self._gains(start, _COMPARED, self._answers)
+                found = [] if str(start) == str(self._base) else self._pairs(start, _COMPARED, self._answers)
             if isinstance(found, str):
                 self.report["not_tried"].append(f"{start.place}: {found}")
             else:
-                gains[start.place] = statistics.mean(found)
+                gains[start.place] = statistics.mean(verify.gains_of(found) or [0.0])
+                bases += [base for _, base in found]
             self._show("compare", 1 - (until - monotonic()) / seconds)
         self._starts = sorted(
             (start for start in starts if start.place in gains), key=lambda start: -gains[start.place]
         )
-        predictor, clients = self._predictor, self._clients
-        base = predictor.closed_loop(self._base, clients)
-        for start in self._starts:
-            slower = predictor.closed_loop(start, clients) / base / math.exp(gains[start.place])
-            predictor.slower[start.place] = slower
+        base, fitted = statistics.median(bases), self._predictor.closed_loop(self._base, self._clients)
+        fitted = min(base * _MOST_OFF, max(base / _MOST_OFF, fitted))
+        rates = [(self._clients, fitted * math.exp(gains[start.place])) for start in self._starts]
+        self._teach()
+        asked = [(*each.setting, *rate) for each, rate in zip(self._starts, rates, strict=True)]
+        slower = self._in_team("fit", asked)
+        self._predictor.slower = dict(zip((start.place for start in self._starts), slower, strict=True))
+        self._teach()
+
+    def _teach(self) -> None:
+        """Send what predicts to the team's processes."""
+        self._team.all("learn", self._predictor, [(each.name, dict(each.config), each.twin) for each in self._shapes])
+
+    def _in_team(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call a method of those with each of the arguments, in as many at once as there are."""
+        most = len(self._team)
+        parts = [arguments[at : at + most] for at in range(0, len(arguments), most)]
+        return [answer for part in parts for answer in self._team.each(name, part)]
 
     def _answers(self) -> float:
         """Answers per second of a closed loop."""
@@ -317,20 +345,16 @@ class _Tuning:
         """The inverse of the p99 of an open loop at the given rate."""
         return 1 / self._service.measure(self._goal, self._goal.rate or 0.0).p99
 
-    def _gains(self, candidate: Candidate, count: int, figure: Callable[[], float]) -> list[float] | str:
-        """Gains beside the file, or why it cannot be built."""
+    def _pairs(self, candidate: Candidate, count: int, figure: Callable[[], float]) -> list[tuple[float, float]] | str:
+        """Figures of it and of the file in turns, or why it cannot be built."""
         try:
-            return verify.gains_of(self._service, candidate, self._base, count, figure)
-        except TeamDied:
-            raise
-        except TorchpipeError as error:
+            return verify.pairs_of(self._service, candidate, self._base, count, figure)
+        except ToolError as error:
             return str(error)
 
     def search(self) -> None:
         """Simulate candidates; the best ones and the original file become trials."""
         self._show("simulate", 0.0)
-        shapes = [(shape.name, dict(shape.config), shape.twin) for shape in self._shapes]
-        self._team.all("learn", self._predictor, shapes)
         search = Search(self._profile, self._predict, self._has_gpu)
         found = search.run(self._starts, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
@@ -363,11 +387,7 @@ class _Tuning:
         self, asked: Sequence[tuple[Candidate, float]], is_exact: bool = False
     ) -> list[Prediction | str | None]:
         """Predict candidates in the team's processes, as many at once as there are."""
-        answers: list[Any] = []
-        for at in range(0, len(asked), len(self._team)):
-            some = asked[at : at + len(self._team)]
-            sent = [(each.shape.name, each.workers, each.knobs, each.engines, floor, is_exact) for each, floor in some]
-            answers += self._team.each("predict", sent)
+        answers = self._in_team("predict", [(*each.setting, floor, is_exact) for each, floor in asked])
         return [
             replace(found, candidate=one) if isinstance(found, Prediction) else found
             for (one, _), found in zip(asked, answers, strict=True)
@@ -384,43 +404,46 @@ class _Tuning:
         return is_disturbed
 
     def verify(self) -> None:
-        """Halve the candidates by gains beside the file, measure the best three and the file in open loops, and judge.
-
-        The time that is left goes to more gains of those three, halved further.
-        """
+        """Halve the candidates by gains beside the file while there is time, and measure the best in open loops."""
         yours, *field = self._trials
-        field = self._ranked(field, (2 + _FINALISTS) * self._turn_s)
-        self._trials = [yours, *field]
-        ranked = field[:_FINALISTS]
-        self._turn([yours, *ranked])
-        running, took = len(ranked), 0.0
-        while running and self._left() > 2 * self._turn_s + took:
+        finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
+        reserve, took = (1 + finalists) * self._turn_s, 0.0
+        ranked = self._ranked(field, reserve)
+        running = len(ranked)
+        while running and self._left() > reserve + took:
             began = monotonic()
-            ranked = [*self._ranked(ranked[:running]), *ranked[running:]]
             running = (running + 1) // 2
+            ranked = [*self._ranked(ranked[:running]), *ranked[running:]]
             took = monotonic() - began
-        self._turn([*ranked[:1], yours])
+        self._trials = [yours, *ranked]
+        ranked = ranked[:finalists]
+        self._turn([yours, *ranked])
+        if self._left() > 2 * self._turn_s:
+            self._turn([*ranked[:1], yours])
         off = max(abs(each.predicted.figure(self._goal) / each.figure - 1) for each in (yours, *ranked))
         if off > verify.FAR_OFF:
             self.report["notes"].append(f"predictions are up to {off:.0%} off; what was measured decides")
         kind, best, gain, interval = verify.judge(yours, ranked, self._goal)
         self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
         self.report["best"] = text.trial_fields(best, self._goal)
-        if not self.is_disturbed() and kind == "better":
+        if not ranked:
+            self.give_up("no other settings were measured; tune with a longer --budget")
+        elif self._goal.rate is not None and min(each.figure for each in (yours, *ranked)) >= verify.NEVER_S:
+            self.give_up(f"at {self._goal.rate:g} requests/s nothing answers in time")
+        if not self.is_disturbed() and self.report["verdict"] == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
     def _ranked(self, trials: Sequence[Trial], reserve_s: float = 0.0) -> list[Trial]:
         """Measure their gains, unless less than ``reserve_s`` is left, and sort them, the best first."""
         figure = self._answers if self._goal.rate is None else self._shortness
         for trial in trials:
-            found: list[float] | str = "no time was left to measure it"
+            found: list[tuple[float, float]] | str = "no time was left to measure it"
             if trial is trials[0] or self._left() > reserve_s:
-                count = max(_COMPARED, _PAIRS // len(trials))
-                found = self._gains(trial.candidate, count, figure)
+                found = self._pairs(trial.candidate, max(_COMPARED, _PAIRS // len(trials)), figure)
             if isinstance(found, str):
                 self.report["notes"].append(f"{trial.candidate} was left out: {found}")
             else:
-                trial.gains += found
+                trial.gains += verify.gains_of(found)
             self._show_verified()
         return verify.best_of([trial for trial in trials if trial.gains])
 
@@ -442,6 +465,10 @@ class _Tuning:
                 return parity_of(self._shapes[0], shape, self.report["img_dir"] or folder)
             except TorchpipeError as error:
                 return str(error), False
+
+    def give_up(self, why: str) -> None:
+        """The verdict is open."""
+        self.report |= {"verdict": "cannot tell", "failed": why}
 
     def finish(self) -> dict[str, Any]:
         """The report, with the trials as far as they were measured."""
@@ -466,9 +493,11 @@ def run_tune(args: argparse.Namespace) -> int:
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     if problem := output_problem(out):
         raise ToolError(f"--out {out} cannot be written: {problem}")
+    taken = {os.path.realpath(path): "the file to tune"}
     for option, file in (("--out", out), ("--json", args.json), ("--html", args.html)):
-        if file is not None and os.path.realpath(file) == os.path.realpath(path):
-            raise ToolError(f"{option} {file}: would replace the file to tune")
+        if file is not None and os.path.realpath(file) in taken:
+            raise ToolError(f"{option} {file}: would replace {taken[os.path.realpath(file)]}")
+        taken |= {os.path.realpath(file): f"that of {option}"} if file else {}
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         plan_pipeline(path)
         moved = parse_toml(path)
@@ -489,15 +518,15 @@ def run_tune(args: argparse.Namespace) -> int:
             imports=imports,
             progress=lambda phase, share, left: show(phase, share, f"about {left:.0f} s left"),
         )
-    print("\n".join(text.lines_of(report)))
-    print(text.verdict_line(report))
+    lines = [*text.lines_of(report), text.verdict_line(report)]
     if report["tuned"] is not None:
         more = "".join(f" --import {shlex.quote(each)}" for each in imports)
         report["command"] = f"torchpipe-serve {shlex.quote(str(out))} {report['best']['processes']}{more}"
         text.write_tuned(out, report)
-        print(f"{out}\n{report['command']}")
+        lines += [str(out), report["command"]]
     if args.json is not None:
         write_json(args.json, report)
     if args.html is not None:
         write_text(args.html, text.page(report))
+    print("\n".join(lines))
     return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0

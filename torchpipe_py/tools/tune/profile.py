@@ -26,6 +26,7 @@ MOST_ON_GPU = 4
 
 _HEAD_START_S = 0.02
 _CELL_S = 0.06
+_LONGEST = 2.0  # factor by which one run of all images may exceed the time to profile
 
 Run = tuple[list[tuple[int, int]], float]
 
@@ -154,7 +155,8 @@ class Profiler:
         failed: dict[str, str] = {}
         for shape in [each for each in self._shapes if each.twin == each.name]:
             try:
-                captured = self._team.all("capture", shape.config, dict(shape.units), self._most, most=self._most)[0]
+                what = shape.config, dict(shape.units), self._most, _LONGEST * self._seconds
+                captured = self._team.all("capture", *what, most=self._most)[0]
                 if captured.failed is not None:
                     number, why = captured.failed
                     raise ToolError(f"{self._images[number]} has no result: {why}")
@@ -226,7 +228,10 @@ class Profiler:
     def _run(self, cell: Cell) -> list[tuple[list[Run], float]]:
         start = perf_counter() + (_HEAD_START_S if cell.processes > 1 else 0.0)
         what = cell.unit, cell.threads, cell.size, cell.instances
-        return self._team.all("measure", *what, _CELL_S, start, most=cell.processes)
+        try:
+            return self._team.all("measure", *what, _CELL_S, start, most=cell.processes)
+        except ToolError as error:
+            raise ToolError(f"node {self.profile.names[cell.unit]} alone: {error}") from None
 
     def _measure(self, cell: Cell) -> None:
         figures = self.profile.cells.setdefault(cell, Figures())

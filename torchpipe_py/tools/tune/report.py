@@ -114,6 +114,8 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     why = f"measurements vary too much ({between}): tune with a longer --budget, or"
     if (report["other_programs"] or 0.0) > BUSY:
         why = f"{_others(report)};"
+    if report["failed"]:
+        return f"cannot tell: {report['failed']}"
     return {
         "better": f"better than your file by a factor of {report['gain'] or 1:.2f} ({between}){parity}",
         "as good": f"your file is as good: nothing beats it beyond the noise ({between})",
@@ -159,7 +161,7 @@ def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
         f"{goal_text(report)}: {_figure(report, report['best']['measured'])}; {verdict_line(report)}",
         f"serve it with: {report['command']}",
     ]
-    write_text(path, "".join(f"# {line}\n" for line in lines) + "\n" + to_toml(report["tuned"]))
+    write_text(path, "".join(f"# {shared.printable(line)}\n" for line in lines) + "\n" + to_toml(report["tuned"]))
 
 
 def page(report: Mapping[str, Any]) -> str:

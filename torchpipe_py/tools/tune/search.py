@@ -34,6 +34,7 @@ _FULL = 0.98  # of a closed loop's throughput, beyond which the queue grows
 _STEPS = 5  # of the bisection
 _MOST_TAIL = 0.75  # of the SLO
 _SLOWER, _FITS = (0.4, 2.5), 8  # range and steps of the bisection
+_FITS_CLOSED = 3  # steps, each of which scales
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,17 @@ class Predictor:
         self.profile, self.goal, self.slower = profile, goal, dict[str, float]()
         self._fitted = fitted
 
-    def closed_loop(self, candidate: Candidate, clients: int) -> float:
+    def closed_loop(self, candidate: Candidate, clients: int, slower: float = 1.0) -> float:
         """Requests per second of a closed loop."""
-        costs = self.profile.costs(candidate)
-        return Simulation(candidate.plans(), costs, self._fitted.machine).closed_loop(clients, CALLS)
+        machine = replace(self._fitted.machine, slower=slower * self._fitted.machine.slower)
+        return Simulation(candidate.plans(), self.profile.costs(candidate), machine).closed_loop(clients, CALLS)
+
+    def fit(self, candidate: Candidate, clients: int, rate: float) -> float:
+        """How many times as long nodes take if ``rate`` is that of its closed loop."""
+        slower = 1.0
+        for _ in range(_FITS_CLOSED):
+            slower *= self.closed_loop(candidate, clients, slower) / rate
+        return slower
 
     def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
         """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""

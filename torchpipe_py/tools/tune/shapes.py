@@ -113,6 +113,11 @@ class Candidate:
         return [plan] * self.workers, [shared] * self.engines
 
     @property
+    def setting(self) -> tuple[str, int, Knobs, int]:
+        """What names it, where the shapes are known."""
+        return self.shape.name, self.workers, self.knobs, self.engines
+
+    @property
     def place(self) -> str:
         """What stays while settings of nodes are searched: shape and processes."""
         return f"{self.shape.name}, {self.processes}"

@@ -33,7 +33,9 @@ BUSY = 0.15
 _HEAD_START_S = 0.05
 _MOST_BUILT, _MOST_BUILT_ON_GPU = 4, 2  # candidates whose pipes are kept
 _WARM_UP_CLIENTS, _WARM_UP_S, _WARM_UP_ON_GPU_S = 8, 0.15, 0.5
-_NEVER_S = 60.0  # in place of an infinite p99
+NEVER_S = 60.0
+"""In place of an infinite p99."""
+
 _LEAST = 1e-3  # in place of no request per second
 _STEP = 1.15  # factor for the rate if all tried rates held, or none
 _MOST_STEPS = 5
@@ -110,18 +112,23 @@ class Service:
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 
-def gains_of(
+def pairs_of(
     service: Service, candidate: Candidate, base: Candidate, count: int, figure: Callable[[], float]
-) -> list[float]:
-    """Logarithms of how much better a candidate is than ``base``: both in turns, as a machine varies within seconds."""
-    gains = []
+) -> list[tuple[float, float]]:
+    """A figure of a candidate and of ``base``, more is better; both in turns, as a machine varies within seconds."""
+    pairs = []
     for number in range(count):
-        measured = []
-        for sign, each in ((1, candidate), (-1, base))[:: -1 if number % 2 else 1]:
+        step, measured = -1 if number % 2 else 1, list[float]()
+        for each in (candidate, base)[::step]:
             service.build(each)
-            measured.append(sign * math.log(max(_LEAST, figure())))
-        gains.append(sum(measured))
-    return gains
+            measured.append(max(_LEAST, figure()))
+        pairs.append((measured[::step][0], measured[::step][1]))
+    return pairs
+
+
+def gains_of(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Logarithms of how much better the first of each pair is."""
+    return [math.log(one / other) for one, other in pairs]
 
 
 def turn(service: Service, trial: Trial, goal: Goal) -> None:
@@ -139,7 +146,7 @@ def turn(service: Service, trial: Trial, goal: Goal) -> None:
             points.append(service.measure(goal, max(rates) * _STEP if all(held) else min(rates) / _STEP))
         trial.centre = limit_of(points, goal.slo)
     trial.points += points
-    trial.figures.append(trial.centre if goal.rate is None else min(points[0].p99, _NEVER_S))
+    trial.figures.append(trial.centre if goal.rate is None else min(points[0].p99, NEVER_S))
 
 
 def limit_of(points: Sequence[Point], slo: float) -> float:
@@ -149,7 +156,7 @@ def limit_of(points: Sequence[Point], slo: float) -> float:
     near to the SLO as can be.
     """
     ordered = sorted(points, key=lambda point: point.rate)
-    far = [max(-_FARTHEST, min(_FARTHEST, math.log(min(point.p99, _NEVER_S) / slo))) for point in ordered]
+    far = [max(-_FARTHEST, min(_FARTHEST, math.log(min(point.p99, NEVER_S) / slo))) for point in ordered]
 
     def contradicts(cut: int) -> float:
         return sum(max(0.0, each) for each in far[:cut]) - sum(min(0.0, each) for each in far[cut:])
@@ -178,12 +185,12 @@ def typical_of(trial: Trial, goal: Goal, share: float = 1.0) -> Point:
 def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial, float, tuple[float, float]]:
     """Compare the best candidate with the original file.
 
-    ``better``, ``as good`` or ``cannot tell``, the best, and the factor of the gain with its 95 % interval. What
-    answers more but holds clearly less within the SLO is no candidate.
+    ``better``, ``as good`` or ``cannot tell``, the best, and the factor of the gain with its 95 % interval. ``others``
+    are the best first; what answers more but holds clearly less within the SLO is no candidate.
     """
-    holding = [each for each in others if not each.figures or (each.figure / yours.figure) ** goal.sign > LEAST_SHARE]
-    best = best_of(holding)[0] if holding else yours
-    gain, (low, high) = (statistics.mean(best.gains), interval_of(best.gains)) if best.gains else (0.0, (0.0, 0.0))
+    holding = [each for each in others if (each.figure / yours.figure) ** goal.sign > LEAST_SHARE]
+    best, gains = (holding[0], holding[0].gains) if holding else (yours, [0.0, 0.0])
+    gain, (low, high) = statistics.mean(gains), interval_of(gains)
     kind = "better" if low > 0 else "as good" if high < math.log(MOST_GAIN) else "cannot tell"
     return kind, best if kind == "better" else yours, math.exp(gain), (math.exp(low), math.exp(high))
 

@@ -16,7 +16,7 @@ from itertools import count
 from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from signal import SIG_IGN, SIGINT, signal
 from socket import socket, socketpair
 from time import perf_counter, process_time, sleep
@@ -48,7 +48,7 @@ _LEAST_BATCHES = 2  # besides the first
 _WAIT_S = 60.0
 
 
-class TeamDied(ToolError):
+class TeamDied(TorchpipeError):
     """A process of the tuner ended, and its answers with it."""
 
     def __init__(self) -> None:
@@ -193,21 +193,25 @@ class _State:
 
     # -- nodes alone ----------------------------------------------------------------------------------------------
 
-    def capture(self, config: Config, units: dict[str, str], processes: int) -> Captured:
-        """Run each image through the pipe, one at a time, as ``processes`` do, and keep the inputs of each node."""
+    def capture(self, config: Config, units: dict[str, str], processes: int, seconds: float) -> Captured:
+        """Run each image through the pipe, one at a time, as ``processes`` do, and keep the inputs of each node.
+
+        ``ToolError`` if it takes longer than ``seconds``, without the set-up.
+        """
         free, runtime = _gpu_free(), Runtime(plan_pipeline(copied(config, self.source)))
         runtime.start()
         watches = {name: _Watch(len(self.images)) for name in runtime.nodes}
         for name, node in runtime.nodes.items():
             node.around = watches[name].around
-        self._run_alone(runtime, self.images[0])  # the first run warms up
+        until = perf_counter() + seconds
+        self._run_alone(runtime, self.images[0], until)  # the first run warms up
         lone, between, failed = list[float](), list[float](), None
         for image, body in enumerate(self.images):
             for watch in watches.values():
                 watch.image = image
                 watch.seconds = 0.0
             began = perf_counter()
-            why = self._run_alone(runtime, body)
+            why = self._run_alone(runtime, body, until)
             lone.append(perf_counter() - began)
             threads = 1 + sum(watch.visits[image] for watch in watches.values())
             between.append((lone[-1] - sum(watch.seconds for watch in watches.values())) / threads)
@@ -216,17 +220,21 @@ class _State:
         used = max(0, free - _gpu_free()) // processes
         runtime.end(perf_counter() + _WAIT_S)
         for name, unit in units.items():
-            self.items.setdefault(unit, watches[name].kept)
+            self.items[unit] = self.items.get(unit) or watches[name].kept
         visits = {name: watch.visits for name, watch in watches.items()}
         return Captured(visits, lone, max(0.0, statistics.median(between)), failed, used)
 
-    def _run_alone(self, runtime: Runtime, body: bytes) -> str:
-        """Run one image; returns why it has no result, or an empty text."""
+    def _run_alone(self, runtime: Runtime, body: bytes, until: float) -> str:
+        """Run one image; returns why it has no result, or an empty text. ``ToolError`` if it takes too long."""
         done: SimpleQueue[Any] = SimpleQueue()
         data = {TASK_DATA_KEY: body}
         request = Request(data, lambda _, error: done.put(error), runtime.graph.entered[0])
         runtime.inflight.submit([request])
-        error = done.get() or (None if TASK_RESULT_KEY in data else data.get(TASK_ERROR_KEY, NoResult("no result")))
+        try:
+            error = done.get(timeout=max(0.0, until - perf_counter()))
+        except Empty:
+            raise ToolError("one at a time, the images take too long: give fewer, or a longer --budget") from None
+        error = error or (None if TASK_RESULT_KEY in data else data.get(TASK_ERROR_KEY, NoResult("no result")))
         return describe(error).split("\n", 1)[0] if isinstance(error, BaseException) else ""
 
     def prepare(self, unit: str, config: Config, threads: int, instances: int) -> tuple[int, int]:
@@ -268,6 +276,10 @@ class _State:
         # NOTE: a plan cannot be sent, since classes of custom backends are known by their names alone.
         made = (replace(Shape.of(name, copied(tables, self.source)), twin=twin) for name, tables, twin in shapes)
         self._predictor, self._shapes = predictor, {shape.name: shape for shape in made}
+
+    def fit(self, shape: str, workers: int, knobs: Knobs, engines: int, clients: int, rate: float) -> Any:
+        """``Predictor.fit``."""
+        return self._predictor.fit(Candidate(self._shapes[shape], workers, knobs, engines), clients, rate)
 
     def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, floor: float, is_exact: bool) -> Any:
         """The prediction of a candidate, without the candidate; a text says why it cannot be built."""
