@@ -103,9 +103,9 @@ class Call:
 class Connection(asyncio.BufferedProtocol):
     """Answers the requests of a connection one at a time, in order. Everything runs on the loop's thread::
 
-        OPEN ── drain, release, shed ──► LEAVING ── idle ──────────────────────────────► CLOSED
-         └───────┬───────────────────────┘                                                 ▲
-                 └─ last request, broken stream, end ──► CLOSING ── answered ──► LINGERING ┘
+        OPEN ── drain, release, shed ──► LEAVING ── idle ─────────────────────────────────────► CLOSED
+         └───────┬───────────────────────┘                                                        ▲
+                 └─ last request, broken stream, end, drain ──► CLOSING ── answered ──► LINGERING ┘
 
     In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
     neither; only then does the next one begin. ``owner`` is the `Server`. ``entry`` is the connection's slot in the
@@ -319,7 +319,7 @@ class Connection(asyncio.BufferedProtocol):
         marks[work] = REPLYING
         if self.state is LEAVING:
             self._read(False)  # the client's next request is for the next process, if there is one
-            self.state = CLOSING if self.owner.is_draining else LEAVING
+            self.state = CLOSING if self.owner.is_draining and not self.reader.pending_bytes else LEAVING
         if not self.transport.is_closing():
             self.transport.write(data)
         if not self.is_full:
