@@ -330,7 +330,7 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         def holds(rate: float) -> bool:
             probe = series.run(f"rate {rate:.4g}", rate=rate)
             if not probe["images_ok"]:
-                raise ToolError(f"--search: no image has a result at {rate:.4g} images/s: {probe['errors']}")
+                series._stop(f"no image has a result at {rate:.4g} images/s", judge.EXIT_FAILED)
             if probe["exit_status"] != judge.EXIT_OK:
                 failed.append((rate, probe["valid"]))
             return bool(probe["exit_status"] == judge.EXIT_OK)
