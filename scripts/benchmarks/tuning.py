@@ -145,14 +145,14 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
     for name, figures in rates.items():
         report.add(f"{case}, closed loop: {name}", swept[name].workers, Load(statistics.mean(figures)))
     limits = {name: [limit for limit, _ in turns[name]] for name in trials}
-    report.loads |= {(f"{case}: {name}", 0): [Load(each) for each in figures] for name, figures in limits.items()}
-    beside = [math.exp(gain) for gain in gains[top]]
-    _require(report, f"{case}: tuned to the best of {len(swept)}, closed loops", beside, low=0.95)
+    for name, figures in limits.items():
+        report.loads[f"{case}: {name}", trials[name].candidate.workers] = [Load(each) for each in figures]
+    _require(report, f"{case}: tuned to the best of {len(swept)}, closed loops", [*map(math.exp, gains[top])], low=0.95)
     ratios = [one / other for one, other in zip(limits["tuned"], limits[top], strict=True)]
     _require(report, f"{case}: the same, limits in open loops", ratios, low=0.95)
     _require(report, f"{case}: measured to predicted", [each / best["predicted"] for each in limits["tuned"]], high=0.1)
-    p99s = [p99 / best["p99_predicted"] for _, p99 in turns["tuned"]]
-    _require(report, f"{case}: p99, measured to predicted", p99s, high=0.2)
+    late = [p99 / best["p99_predicted"] for _, p99 in turns["tuned"]]
+    _require(report, f"{case}: p99, measured to predicted", late, high=0.2)
 
 
 def _settings(tables: Tables, cores: int) -> dict[str, Candidate]:

@@ -418,7 +418,7 @@ def test_settings_for_which_no_time_was_left_are_said() -> None:
 
 
 def test_predictions_are_fitted_to_the_measured_rate_of_each_number_of_processes() -> None:
-    """One worker answers 100 requests a second, as simulated; two answer 75 in place of 200."""
+    """One worker answers 100 requests a second, as simulated; two answer 75 in place of 200, four 100."""
     profile, shapes = profile_of(tables(n=model(max=1, threads=1)), A_LOCK, together=[(2, 1, 5), (1, 2, 5)])
     captured = Captured({"n": [1]}, [0.001], 0.0, None, 2**30)
     profile.captured |= {WRITTEN: captured, "large": replace(captured, gpu_bytes=2**33)}
@@ -430,7 +430,7 @@ def test_predictions_are_fitted_to_the_measured_rate_of_each_number_of_processes
                 raise ToolError("no memory")
 
         def closed_loop(self, clients: int, seconds: float) -> float:
-            return {1: 100.0, 2: 75.0}[self.workers]
+            return {1: 100.0, 2: 75.0, 4: 100.0}[self.workers]
 
     class Alone:
         """Predicts in this process."""
@@ -457,9 +457,9 @@ def test_predictions_are_fitted_to_the_measured_rate_of_each_number_of_processes
     assert {each: round(slower, 1) for each, slower in run._predictor.slower.items()} == {
         "as written, --workers 1": 1.0,
         "as written, --workers 2": 2.7,
+        "as written, --workers 4": 2.0,
     }
     assert set(run.report["not_tried"][1:]) == {
-        "as written, --workers 4: fewer workers were faster",
         *(f"broken, --workers {workers}: no memory" for workers in (1, 2, 4)),
         *(f"large, --workers {workers}: needs {8 * workers}.0 GiB, over --gpu-memory" for workers in (1, 2, 4)),
     }
@@ -486,7 +486,7 @@ def trial(*gains: float, limit: float = 100.0) -> Trial:
         ([trial(1.30, 0.80, 1.25)], "cannot tell", None),
         ([trial(0.60, 0.75, 0.55)], "as good", None),  # it varies, but surely gains nothing
         ([trial(1.20, 1.19, 1.22, limit=80), trial(1.10, 1.11, 1.12)], "better", 1),  # the first holds less in time
-        ([trial(1.20, 1.19, 1.22, limit=80)], "as good", None),
+        ([trial(1.20, 1.19, 1.22, limit=80)], "cannot tell", None),
         ([trial(1.10, 1.11, 1.09), trial(1.50, 0.90)], "better", 0),  # the order is that of halving
     ],
 )
@@ -530,8 +530,8 @@ def test_candidates_stay_built_while_there_is_room() -> None:
                 raise ToolError("out of memory")
             built.append((slot, workers))
 
-        def all(self, name: str, *arguments: Any, most: int | None = None) -> list[Any]:
-            return []
+        def each(self, name: str, arguments: Any, first: int = 0) -> list[Any]:
+            return [[] for _ in arguments]
 
     service, shape = Service(NoTeam()), Shape.of("x", ONE)
     candidates = [Candidate(shape, workers) for workers in range(1, 7)]
@@ -566,7 +566,7 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
 
     def measured(service: Any, candidate: Candidate, base: Any, count: int, figure: Any) -> list[tuple[float, float]]:
         asked.append((candidate.workers, count))
-        if candidate.workers == 7:
+        if candidate.workers == 7 or (candidate.workers, count) == (3, 6):
             raise ToolError("out of memory")
         return [(gain[candidate.workers], 1.0)] * count
 
@@ -587,16 +587,22 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
     run.verify()
     assert asked[:9] == [*((workers, 2) for workers in range(2, 8)), (5, 4), (3, 4), (2, 4)]
     assert asked[9:] == [(5, 6), (3, 6), (5, 12)]
-    assert turns == [1, 5, 3, 2]
+    assert turns == [1, 5, 2, 6]
     assert (run.report["verdict"], run.report["best"]["workers"]) == ("better", 5)
-    assert [each.candidate.workers for each in run._trials] == [1, 5, 3, 2, 6, 4]
-    assert run.report["notes"] == ["x, --workers 7 was left out: out of memory"]
+    assert [(each.candidate.workers, len(each.gains)) for each in run._trials] == [
+        (1, 0),
+        (5, 22),
+        (2, 4),
+        (6, 2),
+        (4, 2),
+    ]
+    assert run.report["notes"] == [f"x, --workers {workers} was left out: out of memory" for workers in (7, 3)]
 
 
 @pytest.mark.parametrize(
     ("workers", "goal", "why"),
     [
-        ([1], MOST, "no other settings were measured; tune with a longer --budget"),
+        ([1], MOST, "no other settings could be measured"),
         ([1, 2], replace(MOST, rate=9e5), "at 900000 requests/s nothing answers in time"),
     ],
 )
@@ -616,12 +622,27 @@ def test_a_verdict_needs_figures(workers: list[int], goal: Goal, why: str, monke
     assert verdict_line(run.finish()) == f"cannot tell: {why}"
 
 
+@pytest.mark.parametrize(("p99s", "gain"), [((0.02, 0.03), 1.5), ((0.03, 0.02), 1 / 1.5)])
+def test_a_shorter_p99_is_a_gain_at_a_given_rate(p99s: tuple[float, float], gain: float) -> None:
+    class Planned:
+        def build(self, candidate: Candidate) -> None:
+            self.p99 = p99s[0] if candidate.workers == 2 else p99s[1]
+
+        def measure(self, goal: Goal, rate: float) -> Point:
+            return Point(rate, 0.001, self.p99)
+
+    run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
+    run._service, run._goal, run._base = Planned(), replace(MOST, rate=50.0), Candidate(Shape.of("x", ONE))
+    pairs = run._pairs(Candidate(run._base.shape, 2), 2, run._shortness)
+    assert gains_of(pairs) == [pytest.approx(math.log(gain))] * 2
+
+
 def test_an_slo_that_short_loops_cannot_miss_is_said() -> None:
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
     run.report |= {"lone": 0.01, "rate": None}
     run.set_goal(1000.0, EVEN)
-    assert (run.report["slo_p99"], run._goal.slo) == (1000.0, 0.4)
-    assert run.report["notes"] == ["rates are those with p99 within 400 ms: open loops are short"]
+    assert (run.report["slo_p99"], run._goal.slo) == (0.4, 0.4)
+    assert run.report["notes"] == ["open loops are too short for an SLO of 1000000 ms"]
 
 
 def test_a_verdict_that_is_open_has_a_reason() -> None:

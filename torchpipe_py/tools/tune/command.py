@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -58,14 +58,14 @@ _OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
 _FIELD, _FINALISTS = 6, 3  # candidates that are measured, and those that open loops measure too
 _PLAIN = 2  # of the field: the fastest numbers of processes, without other settings
 _PAIRS, _COMPARED = 12, 2  # closed loops beside the file's: of each round of verifying, and of each shape before
-_ANSWERS, _LEAST_LOOP_S, _MOST_LOOP_S = 60, 0.3, 1.0  # of a closed loop
+_ANSWERS, _LEAST_LOOP_S, _MOST_LOOP_S = 60, 0.3, 2.0  # of a closed loop
+_QUEUE_S = 0.3  # that its clients wait at most, if they are more than two per core
 _TURNS, _LOOPS, _EXTRA_S = 6, 4, 0.2  # of open loops, loops of each, and seconds that each takes besides its length
 _OPEN_SHARE = 0.4  # of the time to verify, for those
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_OF_LONE = 4  # a lone request's time, in the longest SLO that is measured
 _MOST_OFF = 1.25  # factor between a closed loop as predicted from open ones, and measured; more is an accident
-_SLOWER = 0.95  # of the rate with fewer workers: even more are not tried
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -243,13 +243,11 @@ class _Tuning:
 
     def set_goal(self, slo: float | None, times: Sequence[float]) -> None:
         """Set the goal, and the arrivals of every simulated and measured open loop."""
-        slo = self.report["slo_p99"] = slo or max(LEAST_SLO_S, SLO_OF_LONE * self.report["lone"])
         longest = max(_MOST_S / _LEAST_SLOS, _LEAST_OF_LONE * self.report["lone"])
-        if slo > longest:
-            self.report["notes"].append(
-                f"rates are those with p99 within {1000 * longest:.3g} ms: open loops are short"
-            )
-            slo = longest
+        if slo is not None and slo > longest:
+            self.report["notes"].append(f"open loops are too short for an SLO of {1000 * slo:.0f} ms")
+        slo = min(longest, slo or max(LEAST_SLO_S, SLO_OF_LONE * self.report["lone"]))
+        self.report["slo_p99"] = slo
         even = _OPEN_SHARE * self._seconds("verify") / (_LOOPS * _TURNS) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
         self._goal = Goal(slo, self.report["rate"], list(_repeated(times, MOST_CALLS)), seconds)
@@ -266,6 +264,8 @@ class _Tuning:
         built = monotonic() - began
         self._clients = verify.CLIENTS_PER_CORE * len(self._cores)
         self._closed = max(1.0, self._service.closed_loop(self._clients, 2 * self._goal.seconds))
+        few = max(2 * len(self._cores), int(_QUEUE_S * self._closed))
+        self._clients = min(self._clients, few)  # NOTE: else a slow pipe answers nothing within a loop
         self._loop_s = min(_MOST_LOOP_S, max(_LEAST_LOOP_S, _ANSWERS / self._closed))
         needed_s = built + 2 * _COMPARED * self._loop_s
         self._most_trials = min(_FIELD, max(1, int((1 - _OPEN_SHARE) * self._seconds("verify") / (2 * needed_s))))
@@ -287,26 +287,18 @@ class _Tuning:
         self._predictor = Predictor(self._profile, fitted, self._goal)
 
     def compare(self, gpu_memory: int | None) -> None:
-        """Measure each shape with several numbers of processes beside the file, and fit the simulation to each.
-
-        More workers are not tried where fewer were faster.
-        """
+        """Measure each shape with several numbers of processes beside the file, and fit the simulation to each."""
         self._show("compare", 0.0)
         seconds, until = self._seconds("compare"), monotonic() + self._seconds("compare")
         starts, gains = starts_of(self._shapes, len(self._cores)), dict[str, float]()
         bases = [self._closed]
         for start in starts:
             needed = self._profile.captured[start.shape.twin].gpu_bytes * (start.engines or start.workers)
-            alike = [each for each in starts if each.shape is start.shape and each.engines == start.engines]
-            few = sorted((each.workers, gains[each.place]) for each in alike if each.place in gains)
-            fewer = [gain for workers, gain in few if workers < start.workers]
             found: list[tuple[float, float]] | str
             if gpu_memory and needed > gpu_memory:
                 found = f"needs {needed / 2**30:.1f} GiB, over --gpu-memory"
             elif monotonic() > until:
                 found = "no time was left to measure it"
-            elif any(more < less + math.log(_SLOWER) for less, more in pairwise(fewer)):
-                found = "fewer workers were faster"
             else:
                 found = [] if str(start) == str(self._base) else self._pairs(start, _COMPARED, self._answers)
             if isinstance(found, str):
@@ -339,7 +331,10 @@ class _Tuning:
 
     def _answers(self) -> float:
         """Answers per second of a closed loop."""
-        return self._service.closed_loop(self._clients, self._loop_s)
+        rate = self._service.closed_loop(self._clients, self._loop_s)
+        if not rate:
+            raise ToolError(f"nothing was answered within {self._loop_s:g} s")
+        return rate
 
     def _shortness(self) -> float:
         """The inverse of the p99 of an open loop at the given rate."""
@@ -359,7 +354,9 @@ class _Tuning:
         found = search.run(self._starts, self._seconds("simulate"), self._show)
         self.report["not_tried"] += [f"{name}: {why}" for name, why in search.not_tried.items()]
         self.report["simulated"] = len(search.judged)
-        best = {str(each): each for each in (*self._starts[:_PLAIN], *(each.candidate for each in found))}
+        likely = [each.candidate for each in found]
+        likely[_PLAIN - 1 : _PLAIN - 1] = self._starts[:_PLAIN]  # after the best one
+        best = {str(each): each for each in likely}
         best.pop(str(self._base), None)
         same = [each for each in best.values() if not each.shape.alternative]
         others = [each for each in best.values() if each.shape.alternative]
@@ -408,8 +405,12 @@ class _Tuning:
         yours, *field = self._trials
         finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
         reserve, took = (1 + finalists) * self._turn_s, 0.0
+        began = monotonic()
         ranked = self._ranked(field, reserve)
-        running = len(ranked)
+        running, took = len(ranked), monotonic() - began
+        if self._left() > reserve + took:
+            for trial in ranked[: (running + 1) // 2]:
+                trial.gains.clear()  # NOTE: the best of noisy gains are too good
         while running and self._left() > reserve + took:
             began = monotonic()
             running = (running + 1) // 2
@@ -421,19 +422,19 @@ class _Tuning:
         if self._left() > 2 * self._turn_s:
             self._turn([*ranked[:1], yours])
         off = max(abs(each.predicted.figure(self._goal) / each.figure - 1) for each in (yours, *ranked))
-        if off > verify.FAR_OFF:
+        if verify.FAR_OFF < off < math.inf:
             self.report["notes"].append(f"predictions are up to {off:.0%} off; what was measured decides")
         kind, best, gain, interval = verify.judge(yours, ranked, self._goal)
         self.report |= {"verdict": kind, "gain": gain, "gain_interval": interval}
         self.report["best"] = text.trial_fields(best, self._goal)
         if not ranked:
-            self.give_up("no other settings were measured; tune with a longer --budget")
+            self.give_up("no other settings could be measured")
         elif self._goal.rate is not None and min(each.figure for each in (yours, *ranked)) >= verify.NEVER_S:
             self.give_up(f"at {self._goal.rate:g} requests/s nothing answers in time")
         if not self.is_disturbed() and self.report["verdict"] == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
-    def _ranked(self, trials: Sequence[Trial], reserve_s: float = 0.0) -> list[Trial]:
+    def _ranked(self, trials: Sequence[Trial], reserve_s: float = -math.inf) -> list[Trial]:
         """Measure their gains, unless less than ``reserve_s`` is left, and sort them, the best first."""
         figure = self._answers if self._goal.rate is None else self._shortness
         for trial in trials:
@@ -442,8 +443,11 @@ class _Tuning:
                 found = self._pairs(trial.candidate, max(_COMPARED, _PAIRS // len(trials)), figure)
             if isinstance(found, str):
                 self.report["notes"].append(f"{trial.candidate} was left out: {found}")
+                trial.gains.clear()
             else:
                 trial.gains += verify.gains_of(found)
+                if self._goal.rate is None:  # open loops begin at no more than a closed one answers
+                    trial.centre = min(trial.centre, statistics.median(rate for rate, _ in found))
             self._show_verified()
         return verify.best_of([trial for trial in trials if trial.gains])
 

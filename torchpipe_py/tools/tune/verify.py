@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 
 from torchpipe_py.tools.tune.search import Goal, Point, Prediction, quantile
@@ -25,7 +26,7 @@ LEAST_SHARE = 0.85
 """The least share of the file's own limit at which a gain of throughput counts."""
 
 CLIENTS_PER_CORE = 10
-"""Clients of a measured closed loop, at most."""
+"""The most clients of a measured closed loop, per core."""
 
 BUSY = 0.15
 """The share of the cores that other programs may use; with more, there is no verdict."""
@@ -100,9 +101,9 @@ class Service:
 
     def closed_loop(self, clients: int, seconds: float) -> float:
         """Requests per second, without the first tenth of the time."""
-        start = perf_counter() + _HEAD_START_S
-        each = max(1, clients // self._workers)
-        runs = self._team.all("closed_loop", self._slot, each, seconds, start, most=self._workers)
+        start, ends = perf_counter() + _HEAD_START_S, [clients * at // self._workers for at in range(self._workers + 1)]
+        shares = [(self._slot, max(1, last - first), seconds, start) for first, last in pairwise(ends)]
+        runs = self._team.each("closed_loop", shares)
         counted = sum(1 for ends in runs for end in ends if seconds / 10 <= end < seconds)
         return counted / (0.9 * seconds)
 
@@ -186,12 +187,15 @@ def judge(yours: Trial, others: Sequence[Trial], goal: Goal) -> tuple[str, Trial
     """Compare the best candidate with the original file.
 
     ``better``, ``as good`` or ``cannot tell``, the best, and the factor of the gain with its 95 % interval. ``others``
-    are the best first; what answers more but holds clearly less within the SLO is no candidate.
+    are the best first; what answers more but holds clearly less within the SLO is not better.
     """
     holding = [each for each in others if (each.figure / yours.figure) ** goal.sign > LEAST_SHARE]
-    best, gains = (holding[0], holding[0].gains) if holding else (yours, [0.0, 0.0])
-    gain, (low, high) = statistics.mean(gains), interval_of(gains)
-    kind = "better" if low > 0 else "as good" if high < math.log(MOST_GAIN) else "cannot tell"
+    best = next(iter([*holding, *others]), yours)
+    gain, (low, high) = statistics.mean(best.gains or [0.0]), interval_of(best.gains)
+    if low > 0:
+        kind = "better" if holding else "cannot tell"
+    else:
+        kind = "as good" if high < math.log(MOST_GAIN) else "cannot tell"
     return kind, best if kind == "better" else yours, math.exp(gain), (math.exp(low), math.exp(high))
 
 
