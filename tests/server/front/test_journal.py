@@ -98,7 +98,7 @@ def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None
 
 def test_a_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -> None:
     """The next request waits in the socket for the next process: perhaps it is for a model that was just loaded."""
-    transport, owner = Mock(), Mock(is_ending=False)
+    transport, owner = Mock(), Mock(is_ending=False, is_draining=False)
     transport.is_closing.return_value = False
     connection = Connection(owner, Mock(), 1, journal.entry(1), False)
     connection.connection_made(transport)
