@@ -694,7 +694,7 @@ def test_two_gains_give_no_interval() -> None:
         (["ok.toml", "--img_dir", "images", "--json", "ok.toml"], "--json ok.toml: would replace the file to tune"),
         (
             ["ok.toml", "--img_dir", "images", "--json", "r", "--html", "./r"],
-            "--html r: would replace that of --json",
+            "--json and --html: both would write r, one over the other",
         ),
         (
             ["hangs.toml", "--import", "hangs.py", "--img_dir", "images", "--budget", "5"],

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
@@ -43,6 +43,16 @@ def clip(text: str, width: int = WIDTH) -> str:
 def printable(text: str) -> str:
     """``text`` on one line, with '?' for unprintable characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def check_outputs(files: Mapping[str, Path | None]) -> None:
+    """``ToolError`` if two options, by their names, would write one file."""
+    flags: dict[str, str] = {}
+    for flag, path in files.items():
+        if path is not None and (path.is_file() or not path.exists()):  # not a device
+            other = flags.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                raise ToolError(f"--{other} and --{flag}: both would write {path}, one over the other")
 
 
 def aligned(rows: Iterable[Sequence[str]], heads: Sequence[str] = (), least: int = 0) -> list[str]:

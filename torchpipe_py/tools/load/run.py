@@ -23,7 +23,7 @@ from torchpipe_py.tools.load.compare import compare_main
 from torchpipe_py.tools.load.records import CallLog, collect
 from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, make_report, page, print_report
 from torchpipe_py.tools.options import parse_load
-from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
+from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, write_json, write_text
 
 EXIT_ALL_FAILED = 1  # of bench
 OUTSIDE_LIMIT = 0.2  # of the clients' time, between their calls
@@ -139,13 +139,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "torchpipe load"
 
 def _load(options: argparse.Namespace) -> dict[str, Any]:
     """Run the load and return the report of one or several runs."""
-    flags: dict[str, str] = {}
-    for flag in ("json", "csv", "html"):
-        path = getattr(options, flag)
-        if path is not None and (path.is_file() or not path.exists()):  # not a device
-            other = flags.setdefault(os.path.realpath(path), flag)
-            if other != flag:
-                raise ToolError(f"--{other} and --{flag}: both would write {path}, one over the other")
+    check_outputs({flag: getattr(options, flag) for flag in ("json", "csv", "html")})
     sweep = None if options.sweep is None else parse_sweep(options.sweep)
     if importlib.util.find_spec("thriftpy2") is None:
         raise ToolError("thriftpy2 is not installed (pip install 'torchpipe_py[server]')")

@@ -25,7 +25,7 @@ from torchpipe_py.plan.sharing import usual_engines
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
-from torchpipe_py.tools.report import ToolError, progress_bar, write_json, write_text
+from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, write_json, write_text
 from torchpipe_py.tools.tune import report as text
 from torchpipe_py.tools.tune import verify
 from torchpipe_py.tools.tune.pixels import ALTERNATIVES, UNAVAILABLE, changed, parity_of
@@ -313,15 +313,12 @@ class _Tuning:
         base, fitted = statistics.median(bases), self._predictor.closed_loop(self._base, self._clients)
         fitted = min(base * _MOST_OFF, max(base / _MOST_OFF, fitted))
         rates = [(self._clients, fitted * math.exp(gains[start.place])) for start in self._starts]
-        self._teach()
+        shapes = [(shape.name, dict(shape.config), shape.twin) for shape in self._shapes]
+        self._team.all("learn", self._predictor, shapes)
         asked = [(*each.setting, *rate) for each, rate in zip(self._starts, rates, strict=True)]
         slower = self._in_team("fit", asked)
         self._predictor.slower = dict(zip((start.place for start in self._starts), slower, strict=True))
-        self._teach()
-
-    def _teach(self) -> None:
-        """Send what predicts to the team's processes."""
-        self._team.all("learn", self._predictor, [(each.name, dict(each.config), each.twin) for each in self._shapes])
+        self._team.all("learn_speeds", self._predictor.slower)
 
     def _in_team(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method of those with each of the arguments, in as many at once as there are."""
@@ -365,9 +362,8 @@ class _Tuning:
         for each in self._predict([(candidate, 0.0) for candidate in chosen], is_exact=True):
             if isinstance(each, Prediction):
                 self._add_trial(Trial(each.candidate, each, each.limit or self._closed))
-        clients = round(
-            self._goal.slo * max(each.centre for each in self._trials) / 2
-        )  # so that they wait half as long
+        # So that clients wait half as long as the SLO.
+        clients = round(self._goal.slo * max(each.centre for each in self._trials) / 2)
         self._clients = min(self._clients, max(len(self._cores), clients))
 
     def _add_trial(self, trial: Trial) -> None:
@@ -404,8 +400,7 @@ class _Tuning:
         """Halve the candidates by gains beside the file while there is time, and measure the best in open loops."""
         yours, *field = self._trials
         finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
-        reserve, took = (1 + finalists) * self._turn_s, 0.0
-        began = monotonic()
+        reserve, began = (1 + finalists) * self._turn_s, monotonic()
         ranked = self._ranked(field, reserve)
         running, took = len(ranked), monotonic() - began
         if self._left() > reserve + took:
@@ -497,11 +492,10 @@ def run_tune(args: argparse.Namespace) -> int:
     out = args.out or path.with_name(f"{path.stem}.tuned.toml")
     if problem := output_problem(out):
         raise ToolError(f"--out {out} cannot be written: {problem}")
-    taken = {os.path.realpath(path): "the file to tune"}
+    check_outputs({"out": out, "json": args.json, "html": args.html})
     for option, file in (("--out", out), ("--json", args.json), ("--html", args.html)):
-        if file is not None and os.path.realpath(file) in taken:
-            raise ToolError(f"{option} {file}: would replace {taken[os.path.realpath(file)]}")
-        taken |= {os.path.realpath(file): f"that of {option}"} if file else {}
+        if file is not None and os.path.realpath(file) == os.path.realpath(path):
+            raise ToolError(f"{option} {file}: would replace the file to tune")
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         plan_pipeline(path)
         moved = parse_toml(path)

@@ -277,6 +277,10 @@ class _State:
         made = (replace(Shape.of(name, copied(tables, self.source)), twin=twin) for name, tables, twin in shapes)
         self._predictor, self._shapes = predictor, {shape.name: shape for shape in made}
 
+    def learn_speeds(self, slower: dict[str, float]) -> None:
+        """How much slower nodes are, as fitted, by place."""
+        self._predictor.slower = slower
+
     def fit(self, shape: str, workers: int, knobs: Knobs, engines: int, clients: int, rate: float) -> Any:
         """``Predictor.fit``."""
         return self._predictor.fit(Candidate(self._shapes[shape], workers, knobs, engines), clients, rate)
