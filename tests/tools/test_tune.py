@@ -454,7 +454,7 @@ def test_predictions_are_fitted_to_the_measured_rate_of_each_number_of_processes
     run._goal, run._clients, run._base, run._loop_s, run._closed = MOST, 8, Candidate(shapes[0]), 0.3, 100.0
     run._team = Alone(run._predictor)
     run.compare(gpu_memory=2**32)
-    assert {each: round(slower, 1) for each, slower in run._predictor.slower.items()} == {
+    assert {each: round(slower, 1) for each, slower in run._slower.items()} == {
         "as written, --workers 1": 1.0,
         "as written, --workers 2": 2.7,
         "as written, --workers 4": 2.0,
@@ -519,11 +519,14 @@ def test_candidates_are_measured_beside_the_file() -> None:
 
 
 def test_candidates_stay_built_while_there_is_room() -> None:
-    built: list[tuple[int, int]] = []
+    built, dropped = list[tuple[int, int]](), list[int]()
 
     class NoTeam(Team):
         def __init__(self) -> None:
             self._workers, self.has_gpu = 2, False
+
+        def drop(self, slot: int) -> None:
+            dropped.append(slot)
 
         def build(self, slot: int, config: Any, workers: int, engines: int) -> None:
             if workers == 9:
@@ -542,6 +545,11 @@ def test_candidates_stay_built_while_there_is_room() -> None:
         service.build(Candidate(shape, 9))
     service.build(candidates[5])
     assert built[-1] == (3, 6)  # in the slot of the one that failed
+    dropped.clear()
+    small = Service(NoTeam(), lambda candidate: candidate.workers, most_bytes=5)
+    for number in (0, 2, 0, 1, 5):
+        small.build(candidates[number])
+    assert dropped == [1, 0, 1]  # 1 and 3 fit together, and 1 and 2, but 6 only alone
 
 
 @pytest.mark.parametrize(
@@ -579,7 +587,7 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
     monkeypatch.setattr(run, "is_disturbed", lambda: False)
     monkeypatch.setattr(run, "_left", lambda: 50.0 if len(asked) < 12 else 0.0)
-    run._goal, run._turn_s, run._service = MOST, 1.0, None
+    run._goal, run._turn_s, run._pair_s, run._service = MOST, 1.0, 0.6, None
     run._trials = [
         replace(trial(), candidate=Candidate(Shape.of("x", ONE), workers), figures=[]) for workers in range(1, 8)
     ]
@@ -614,7 +622,7 @@ def test_a_verdict_needs_figures(workers: list[int], goal: Goal, why: str, monke
     monkeypatch.setattr("torchpipe_py.tools.tune.verify.turn", measure)
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
     monkeypatch.setattr(run, "is_disturbed", lambda: False)
-    run._goal, run._turn_s, run._service, run._base = goal, 100.0, None, None
+    run._goal, run._turn_s, run._pair_s, run._service, run._base = goal, 100.0, 0.6, None, None
     run._trials = [
         replace(trial(), candidate=Candidate(Shape.of("x", ONE), number), figures=[], gains=[]) for number in workers
     ]

@@ -66,6 +66,8 @@ _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
 _LEAST_OF_LONE = 4  # a lone request's time, in the longest SLO that is measured
 _MOST_OFF = 1.25  # factor between a closed loop as predicted from open ones, and measured; more is an accident
+_MEASURED_AGAIN = 1.5  # factor for the time to measure a field, as it is halved
+_MOST_OF_GPU = 0.5  # free memory, for candidates that stay built: a batch takes more than the images one by one
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -125,7 +127,7 @@ def tune(
         run.report |= {"img_dir": folder and str(folder), "rate": rate, "slo_given": slo_p99 is not None}
         run.report["slo_p99"] = slo_p99 or LEAST_SLO_S
         try:
-            team = run.start(imports)
+            team = run.start(imports, gpu_memory)
             stack.callback(team.close)
             if gpu_memory is not None and not team.has_gpu:
                 raise ToolError("--gpu-memory: there is no GPU here; without it, memory is not limited")
@@ -167,6 +169,7 @@ class _Tuning:
                 f"{tables.source}: requests enter at {', '.join(entered)}; only a file with one root can be tuned"
             )
         self._trials: list[Trial] = []
+        self._slower: dict[str, float] = {}  # by place
         self.report: dict[str, Any] = {
             "config": tables.source,
             "date": datetime.now(timezone.utc).isoformat(),
@@ -187,12 +190,13 @@ class _Tuning:
             "not_tried": list(_NOT_TRIED),
         }
 
-    def start(self, imports: Sequence[str]) -> Team:
+    def start(self, imports: Sequence[str], gpu_memory: int | None) -> Team:
         """Start the processes."""
         self._show("profile", 0.0)
         engines = ENGINES[-1] if any(shape.heads for shape in self._shapes) else 0
         self._team = Team(self.report["config"], self._images, imports, self._cores, engines)
-        self._service = Service(self._team)
+        memory = gpu_memory or _MOST_OF_GPU * self._team.gpu_free or math.inf
+        self._service = Service(self._team, self._gpu_bytes, memory)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
         self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"), self._names)
@@ -217,6 +221,10 @@ class _Tuning:
             if not shapes:
                 notes.append(f"{each.name}: no node of the file can change to it")
         notes += UNAVAILABLE
+
+    def _gpu_bytes(self, candidate: Candidate) -> int:
+        """The GPU memory that a candidate takes."""
+        return self._profile.captured[candidate.shape.twin].gpu_bytes * (candidate.engines or candidate.workers)
 
     def _seconds(self, phase: str) -> float:
         return self._budget * _SHARES[phase]
@@ -267,15 +275,16 @@ class _Tuning:
         few = max(2 * len(self._cores), int(_QUEUE_S * self._closed))
         self._clients = min(self._clients, few)  # NOTE: else a slow pipe answers nothing within a loop
         self._loop_s = min(_MOST_LOOP_S, max(_LEAST_LOOP_S, _ANSWERS / self._closed))
-        needed_s = built + 2 * _COMPARED * self._loop_s
-        self._most_trials = min(_FIELD, max(1, int((1 - _OPEN_SHARE) * self._seconds("verify") / (2 * needed_s))))
-        needed = _TURNS * LEAST_CALLS / (self._goal.rate or self._closed / _LOOPS)
+        self._pair_s = 2 * ((self._goal.seconds if self._goal.rate else self._loop_s) + _EXTRA_S)
+        self._each_s = built + _COMPARED * self._pair_s
+        given = self._goal.rate or self._closed
+        needed = _TURNS * _LOOPS * LEAST_CALLS / given
         if needed > _OVERDRAWN * self._budget:
-            given = self._goal.rate or self._closed
             raise ToolError(f"{given:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
         goal, start = self._goal, _OPEN_LOAD * self._closed
         trial = Trial.around(base, start, goal.rate or LIGHT * start)
-        while len(trial.figures) < 2 or monotonic() - began < seconds:
+        self._turn_s = 0.0
+        while not trial.figures or monotonic() - began + self._turn_s / 2 < seconds:
             turn_began = monotonic()
             verify.turn(self._service, trial, goal)
             self._turn_s = monotonic() - turn_began
@@ -289,15 +298,15 @@ class _Tuning:
     def compare(self, gpu_memory: int | None) -> None:
         """Measure each shape with several numbers of processes beside the file, and fit the simulation to each."""
         self._show("compare", 0.0)
-        seconds, until = self._seconds("compare"), monotonic() + self._seconds("compare")
+        began, seconds = monotonic(), self._seconds("compare")
         starts, gains = starts_of(self._shapes, len(self._cores)), dict[str, float]()
         bases = [self._closed]
         for start in starts:
-            needed = self._profile.captured[start.shape.twin].gpu_bytes * (start.engines or start.workers)
+            needed = self._gpu_bytes(start)
             found: list[tuple[float, float]] | str
             if gpu_memory and needed > gpu_memory:
                 found = f"needs {needed / 2**30:.1f} GiB, over --gpu-memory"
-            elif monotonic() > until:
+            elif monotonic() > began + seconds:
                 found = "no time was left to measure it"
             else:
                 found = [] if str(start) == str(self._base) else self._pairs(start, _COMPARED, self._answers)
@@ -306,7 +315,9 @@ class _Tuning:
             else:
                 gains[start.place] = statistics.mean(verify.gains_of(found) or [0.0])
                 bases += [base for _, base in found]
-            self._show("compare", 1 - (until - monotonic()) / seconds)
+            self._show("compare", (monotonic() - began) / seconds)
+        if len(bases) > 1:
+            self._each_s = (monotonic() - began) * _COMPARED / (len(bases) - 1)
         self._starts = sorted(
             (start for start in starts if start.place in gains), key=lambda start: -gains[start.place]
         )
@@ -317,8 +328,7 @@ class _Tuning:
         self._team.all("learn", self._predictor, shapes)
         asked = [(*each.setting, *rate) for each, rate in zip(self._starts, rates, strict=True)]
         slower = self._in_team("fit", asked)
-        self._predictor.slower = dict(zip((start.place for start in self._starts), slower, strict=True))
-        self._team.all("learn_speeds", self._predictor.slower)
+        self._slower = dict(zip((start.place for start in self._starts), slower, strict=True))
 
     def _in_team(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method of those with each of the arguments, in as many at once as there are."""
@@ -357,8 +367,10 @@ class _Tuning:
         best.pop(str(self._base), None)
         same = [each for each in best.values() if not each.shape.alternative]
         others = [each for each in best.values() if each.shape.alternative]
-        half = self._most_trials // 2 if others else 0
-        chosen = [self._base, *same[: self._most_trials - half], *others[:half]]
+        most = (1 - _OPEN_SHARE) * self._seconds("verify") / (_MEASURED_AGAIN * self._each_s)
+        field = min(_FIELD, max(1, int(most)))
+        half = field // 2 if others else 0
+        chosen = [self._base, *same[: field - half], *others[:half]]
         for each in self._predict([(candidate, 0.0) for candidate in chosen], is_exact=True):
             if isinstance(each, Prediction):
                 self._add_trial(Trial(each.candidate, each, each.limit or self._closed))
@@ -380,7 +392,8 @@ class _Tuning:
         self, asked: Sequence[tuple[Candidate, float]], is_exact: bool = False
     ) -> list[Prediction | str | None]:
         """Predict candidates in the team's processes, as many at once as there are."""
-        answers = self._in_team("predict", [(*each.setting, floor, is_exact) for each, floor in asked])
+        how = [(*each.setting, floor, is_exact, self._slower.get(each.place, 1.0)) for each, floor in asked]
+        answers = self._in_team("predict", how)
         return [
             replace(found, candidate=one) if isinstance(found, Prediction) else found
             for (one, _), found in zip(asked, answers, strict=True)
@@ -403,12 +416,11 @@ class _Tuning:
         reserve, began = (1 + finalists) * self._turn_s, monotonic()
         ranked = self._ranked(field, reserve)
         running, took = len(ranked), monotonic() - began
-        if self._left() > reserve + took:
-            for trial in ranked[: (running + 1) // 2]:
-                trial.gains.clear()  # NOTE: the best of noisy gains are too good
+        firsts = ranked[: (running + 1) // 2]
         while running and self._left() > reserve + took:
-            began = monotonic()
-            running = (running + 1) // 2
+            while firsts:
+                firsts.pop().gains.clear()  # NOTE: the best of noisy gains are too good
+            began, running = monotonic(), (running + 1) // 2
             ranked = [*self._ranked(ranked[:running]), *ranked[running:]]
             took = monotonic() - began
         self._trials = [yours, *ranked]
@@ -431,11 +443,12 @@ class _Tuning:
 
     def _ranked(self, trials: Sequence[Trial], reserve_s: float = -math.inf) -> list[Trial]:
         """Measure their gains, unless less than ``reserve_s`` is left, and sort them, the best first."""
-        figure = self._answers if self._goal.rate is None else self._shortness
+        figure, pairs = self._answers if self._goal.rate is None else self._shortness, _PAIRS / max(1, len(trials))
+        most = (self._left() - max(0.0, reserve_s)) / (max(1, len(trials)) * self._pair_s)
         for trial in trials:
             found: list[tuple[float, float]] | str = "no time was left to measure it"
             if trial is trials[0] or self._left() > reserve_s:
-                found = self._pairs(trial.candidate, max(_COMPARED, _PAIRS // len(trials)), figure)
+                found = self._pairs(trial.candidate, max(_COMPARED, int(min(pairs, most))), figure)
             if isinstance(found, str):
                 self.report["notes"].append(f"{trial.candidate} was left out: {found}")
                 trial.gains.clear()

@@ -79,12 +79,11 @@ class Prediction:
 class Predictor:
     """Simulates candidates in the same way as they are measured.
 
-    ``slower`` says by place how many times as long nodes take as in the file that ``fitted`` explains.
+    Nodes take ``slower`` times as long as in the file that ``fitted`` explains.
     """
 
     def __init__(self, profile: Profile, fitted: Calibration, goal: Goal) -> None:
-        self.profile, self.goal, self.slower = profile, goal, dict[str, float]()
-        self._fitted = fitted
+        self.profile, self.goal, self._fitted = profile, goal, fitted
 
     def closed_loop(self, candidate: Candidate, clients: int, slower: float = 1.0) -> float:
         """Requests per second of a closed loop."""
@@ -98,12 +97,14 @@ class Predictor:
             slower *= self.closed_loop(candidate, clients, slower) / rate
         return slower
 
-    def predict(self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False) -> Prediction | None:
+    def predict(
+        self, candidate: Candidate, floor: float = 0.0, is_exact: bool = False, slower: float = 1.0
+    ) -> Prediction | None:
         """Predict a candidate; ``None`` as soon as its score is clearly below ``floor``."""
         calls, steps = (None, _STEPS + 2) if is_exact else (CALLS, _STEPS)
         plans = candidate.plans()
         costs = self.profile.costs(candidate)
-        goal, slower = self.goal, self.slower.get(candidate.place, 1.0)
+        goal = self.goal
         full_load, light_load = (
             replace(each, slower=slower * each.slower) for each in (self._fitted.machine, self._fitted.light)
         )

@@ -32,7 +32,7 @@ BUSY = 0.15
 """The share of the cores that other programs may use; with more, there is no verdict."""
 
 _HEAD_START_S = 0.05
-_MOST_BUILT, _MOST_BUILT_ON_GPU = 4, 2  # candidates whose pipes are kept
+_MOST_BUILT = 4  # candidates whose pipes are kept
 _WARM_UP_CLIENTS, _WARM_UP_S, _WARM_UP_ON_GPU_S = 8, 0.15, 0.5
 NEVER_S = 60.0
 """In place of an infinite p99."""
@@ -74,24 +74,38 @@ class Trial:
 
 
 class Service:
-    """Runs candidates as worker processes, one at a time; several stay built, so that they can take turns."""
+    """Runs candidates as worker processes, one at a time; several stay built, so that they can take turns.
 
-    def __init__(self, team: Team) -> None:
+    Together they take at most ``most_bytes`` of GPU memory, of which a candidate takes ``bytes_of``.
+    """
+
+    def __init__(
+        self, team: Team, bytes_of: Callable[[Candidate], int] = lambda _: 0, most_bytes: float = math.inf
+    ) -> None:
         self._team, self._slot, self._workers = team, 0, 1
-        self._most = _MOST_BUILT_ON_GPU if team.has_gpu else _MOST_BUILT
+        self._bytes_of, self._most_bytes = bytes_of, most_bytes
         self._built: dict[int, Candidate] = {}  # by slot, the last used one at the end
 
     def build(self, candidate: Candidate) -> None:
         """Measure this one from now on: build and warm up the pipes of all its workers unless they are there."""
-        known = [slot for slot, built in self._built.items() if built is candidate]
-        free = [slot for slot in range(self._most) if slot not in self._built]
-        self._slot, self._workers = [*known, *free, *self._built][0], candidate.workers
+        known = next((slot for slot, built in self._built.items() if built is candidate), None)
+        while known is None and self._built and not self._has_room(candidate):
+            oldest = next(iter(self._built))
+            del self._built[oldest]
+            self._team.drop(oldest)
+        free = [slot for slot in range(_MOST_BUILT) if slot not in self._built]
+        self._slot, self._workers = free[0] if known is None else known, candidate.workers
         self._built.pop(self._slot, None)
-        if not known:
+        if known is None:
             self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
             for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
                 self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
         self._built[self._slot] = candidate
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        """Whether this one fits beside those that are built."""
+        together = sum(map(self._bytes_of, [*self._built.values(), candidate]))
+        return len(self._built) < _MOST_BUILT and together <= self._most_bytes
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies in seconds; workers take turns."""

@@ -83,7 +83,7 @@ class Team:
                 self._channels.append(Connection(ours.detach()))
             self.pids = [process.pid for process in self._processes]
             opened = self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
-            self.has_gpu = any(opened)
+            self.gpu_free, self.has_gpu = min(opened), any(opened)
         except BaseException:
             self.close()
             raise
@@ -109,7 +109,7 @@ class Team:
 
     def build(self, slot: int, config: Config, workers: int, engines: int) -> None:
         """Build the pipes of workers, with engine processes for shared nodes, in place of those in ``slot``."""
-        self.all("drop", slot, most=len(self.pids))
+        self.drop(slot)
         if engines:
             self.each("serve", [(slot, config, engines)] * engines, self._workers)
         for worker in range(workers if engines else 0):
@@ -121,6 +121,10 @@ class Team:
                         send_handle(self._channels[place], sock.fileno(), self.pids[place])
                         self._channels[place].recv()
         self.all("build", slot, config, workers, most=workers)
+
+    def drop(self, slot: int) -> None:
+        """Close the pipes in ``slot``."""
+        self.all("drop", slot, most=len(self.pids))
 
     def close(self) -> None:
         """End them."""
@@ -277,18 +281,14 @@ class _State:
         made = (replace(Shape.of(name, copied(tables, self.source)), twin=twin) for name, tables, twin in shapes)
         self._predictor, self._shapes = predictor, {shape.name: shape for shape in made}
 
-    def learn_speeds(self, slower: dict[str, float]) -> None:
-        """How much slower nodes are, as fitted, by place."""
-        self._predictor.slower = slower
-
     def fit(self, shape: str, workers: int, knobs: Knobs, engines: int, clients: int, rate: float) -> Any:
         """``Predictor.fit``."""
         return self._predictor.fit(Candidate(self._shapes[shape], workers, knobs, engines), clients, rate)
 
-    def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, floor: float, is_exact: bool) -> Any:
+    def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, *how: Any) -> Any:
         """The prediction of a candidate, without the candidate; a text says why it cannot be built."""
         try:
-            found = self._predictor.predict(Candidate(self._shapes[shape], workers, knobs, engines), floor, is_exact)
+            found = self._predictor.predict(Candidate(self._shapes[shape], workers, knobs, engines), *how)
         except ConfigError as error:
             return str(error)
         return found and replace(found, candidate=None)
