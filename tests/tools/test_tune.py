@@ -452,6 +452,7 @@ def test_predictions_are_fitted_to_the_measured_rate_of_each_number_of_processes
     run._shapes = [*shapes, replace(shapes[0], name="broken"), replace(shapes[0], name="large", twin="large")]
     run._profile, run._service, run._predictor = profile, Planned(), predictor_of(profile)
     run._goal, run._clients, run._base, run._loop_s, run._closed = MOST, 8, Candidate(shapes[0]), 0.3, 100.0
+    run._each_s = 1.0
     run._team = Alone(run._predictor)
     run.compare(gpu_memory=2**32)
     assert {each: round(slower, 1) for each, slower in run._slower.items()} == {
@@ -514,7 +515,7 @@ def test_candidates_are_measured_beside_the_file() -> None:
 
     two, base = (Candidate(Shape.of("x", ONE), workers) for workers in (2, 1))
     pairs = pairs_of(Slowing(), two, base, 4, figure)
-    assert served == [2, 1, 1, 2, 2, 1, 1, 2]
+    assert served == [1, 2, 2, 1, 1, 2, 2, 1]
     assert math.exp(sum(gains_of(pairs)) / 4) == pytest.approx(2.0)
 
 
@@ -545,11 +546,27 @@ def test_candidates_stay_built_while_there_is_room() -> None:
         service.build(Candidate(shape, 9))
     service.build(candidates[5])
     assert built[-1] == (3, 6)  # in the slot of the one that failed
+    assert dropped[-2:] == [3, 3]  # for its sake, and what had been built of it
     dropped.clear()
     small = Service(NoTeam(), lambda candidate: candidate.workers, most_bytes=5)
     for number in (0, 2, 0, 1, 5):
         small.build(candidates[number])
     assert dropped == [1, 0, 1]  # 1 and 3 fit together, and 1 and 2, but 6 only alone
+    built.clear()
+    for_two = Service(NoTeam(), lambda _: 1, most_bytes=2)
+    for each in candidates[1:4]:
+        pairs_of(for_two, each, candidates[0], 2, lambda: 1.0)
+    assert [workers for _, workers in built] == [1, 2, 3, 4]  # the file stays
+
+
+@pytest.mark.parametrize(("left", "count"), [(50.0, 12), (9.0, 8), (4.5, 2)])
+def test_pairs_end_with_the_time(left: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
+    monkeypatch.setattr("torchpipe_py.tools.tune.verify.pairs_of", lambda *asked: [(1.0, 1.0)] * asked[3])
+    monkeypatch.setattr(run, "_left", lambda: left)
+    run._goal, run._pair_s, run._service, run._base = MOST, 0.6, None, None
+    (ranked,) = run._ranked([trial()], reserve_s=4.0)
+    assert len(ranked.gains) == count
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within 
 _LEAST_OF_LONE = 4  # a lone request's time, in the longest SLO that is measured
 _MOST_OFF = 1.25  # factor between a closed loop as predicted from open ones, and measured; more is an accident
 _MEASURED_AGAIN = 1.5  # factor for the time to measure a field, as it is halved
-_MOST_OF_GPU = 0.5  # free memory, for candidates that stay built: a batch takes more than the images one by one
+_MOST_OF_GPU = 0.5  # share of its free memory, for those that stay built: batches take more than single images
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -169,7 +169,6 @@ class _Tuning:
                 f"{tables.source}: requests enter at {', '.join(entered)}; only a file with one root can be tuned"
             )
         self._trials: list[Trial] = []
-        self._slower: dict[str, float] = {}  # by place
         self.report: dict[str, Any] = {
             "config": tables.source,
             "date": datetime.now(timezone.utc).isoformat(),
@@ -195,7 +194,7 @@ class _Tuning:
         self._show("profile", 0.0)
         engines = ENGINES[-1] if any(shape.heads for shape in self._shapes) else 0
         self._team = Team(self.report["config"], self._images, imports, self._cores, engines)
-        memory = gpu_memory or _MOST_OF_GPU * self._team.gpu_free or math.inf
+        memory = min(gpu_memory or math.inf, _MOST_OF_GPU * self._team.gpu_free)
         self._service = Service(self._team, self._gpu_bytes, memory)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
@@ -275,12 +274,15 @@ class _Tuning:
         few = max(2 * len(self._cores), int(_QUEUE_S * self._closed))
         self._clients = min(self._clients, few)  # NOTE: else a slow pipe answers nothing within a loop
         self._loop_s = min(_MOST_LOOP_S, max(_LEAST_LOOP_S, _ANSWERS / self._closed))
-        self._pair_s = 2 * ((self._goal.seconds if self._goal.rate else self._loop_s) + _EXTRA_S)
+        rate = self._goal.rate
+        loop_s = max(self._goal.seconds, LEAST_CALLS / rate) if rate else self._loop_s
+        self._pair_s = 2 * (loop_s + _EXTRA_S)
         self._each_s = built + _COMPARED * self._pair_s
-        given = self._goal.rate or self._closed
-        needed = _TURNS * _LOOPS * LEAST_CALLS / given
+        needed = _TURNS * LEAST_CALLS / (rate or self._closed / _LOOPS)
         if needed > _OVERDRAWN * self._budget:
-            raise ToolError(f"{given:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more")
+            raise ToolError(
+                f"{rate or self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more"
+            )
         goal, start = self._goal, _OPEN_LOAD * self._closed
         trial = Trial.around(base, start, goal.rate or LIGHT * start)
         self._turn_s = 0.0
@@ -317,7 +319,7 @@ class _Tuning:
                 bases += [base for _, base in found]
             self._show("compare", (monotonic() - began) / seconds)
         if len(bases) > 1:
-            self._each_s = (monotonic() - began) * _COMPARED / (len(bases) - 1)
+            self._each_s = max(self._each_s, (monotonic() - began) * _COMPARED / (len(bases) - 1))
         self._starts = sorted(
             (start for start in starts if start.place in gains), key=lambda start: -gains[start.place]
         )
@@ -414,14 +416,14 @@ class _Tuning:
         yours, *field = self._trials
         finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
         reserve, began = (1 + finalists) * self._turn_s, monotonic()
-        ranked = self._ranked(field, reserve)
+        ranked = self._ranked(field, reserve, is_first=True)
         running, took = len(ranked), monotonic() - began
         firsts = ranked[: (running + 1) // 2]
-        while running and self._left() > reserve + took:
+        while ranked and self._left() > reserve + took:
             while firsts:
                 firsts.pop().gains.clear()  # NOTE: the best of noisy gains are too good
             began, running = monotonic(), (running + 1) // 2
-            ranked = [*self._ranked(ranked[:running]), *ranked[running:]]
+            ranked = [*self._ranked(ranked[:running], reserve), *ranked[running:]]
             took = monotonic() - began
         self._trials = [yours, *ranked]
         ranked = ranked[:finalists]
@@ -441,14 +443,14 @@ class _Tuning:
         if not self.is_disturbed() and self.report["verdict"] == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
-    def _ranked(self, trials: Sequence[Trial], reserve_s: float = -math.inf) -> list[Trial]:
-        """Measure their gains, unless less than ``reserve_s`` is left, and sort them, the best first."""
-        figure, pairs = self._answers if self._goal.rate is None else self._shortness, _PAIRS / max(1, len(trials))
-        most = (self._left() - max(0.0, reserve_s)) / (max(1, len(trials)) * self._pair_s)
+    def _ranked(self, trials: Sequence[Trial], reserve_s: float, is_first: bool = False) -> list[Trial]:
+        """Measure their gains until ``reserve_s`` is left, at first not of all then; and sort them, the best first."""
+        figure = self._answers if self._goal.rate is None else self._shortness
+        pairs = min(_PAIRS, (self._left() - reserve_s) / self._pair_s) / max(1, len(trials))
         for trial in trials:
             found: list[tuple[float, float]] | str = "no time was left to measure it"
-            if trial is trials[0] or self._left() > reserve_s:
-                found = self._pairs(trial.candidate, max(_COMPARED, int(min(pairs, most))), figure)
+            if not is_first or trial is trials[0] or self._left() > reserve_s:
+                found = self._pairs(trial.candidate, max(_COMPARED, int(pairs)), figure)
             if isinstance(found, str):
                 self.report["notes"].append(f"{trial.candidate} was left out: {found}")
                 trial.gains.clear()

@@ -79,7 +79,7 @@ class Prediction:
 class Predictor:
     """Simulates candidates in the same way as they are measured.
 
-    Nodes take ``slower`` times as long as in the file that ``fitted`` explains.
+    Where nodes are ``slower``, they take so many times as long as in the file that ``fitted`` explains.
     """
 
     def __init__(self, profile: Profile, fitted: Calibration, goal: Goal) -> None:

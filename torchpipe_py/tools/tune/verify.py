@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 
+from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.search import Goal, Point, Prediction, quantile
 from torchpipe_py.tools.tune.shapes import Candidate
 from torchpipe_py.tools.tune.worker import Team
@@ -97,9 +98,13 @@ class Service:
         self._slot, self._workers = free[0] if known is None else known, candidate.workers
         self._built.pop(self._slot, None)
         if known is None:
-            self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
-            for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
-                self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
+            try:
+                self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
+                for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
+                    self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
+            except ToolError:
+                self._team.drop(self._slot)  # NOTE: other workers may have built theirs
+                raise
         self._built[self._slot] = candidate
 
     def _has_room(self, candidate: Candidate) -> bool:
@@ -133,7 +138,7 @@ def pairs_of(
     """A figure of a candidate and of ``base``, more is better; both in turns, as a machine varies within seconds."""
     pairs = []
     for number in range(count):
-        step, measured = -1 if number % 2 else 1, list[float]()
+        step, measured = 1 if number % 2 else -1, list[float]()  # ``base`` first, so that it stays built
         for each in (candidate, base)[::step]:
             service.build(each)
             measured.append(max(_LEAST, figure()))

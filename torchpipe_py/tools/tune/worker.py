@@ -285,10 +285,13 @@ class _State:
         """``Predictor.fit``."""
         return self._predictor.fit(Candidate(self._shapes[shape], workers, knobs, engines), clients, rate)
 
-    def predict(self, shape: str, workers: int, knobs: Knobs, engines: int, *how: Any) -> Any:
+    def predict(
+        self, shape: str, workers: int, knobs: Knobs, engines: int, floor: float, is_exact: bool, slower: float
+    ) -> Any:
         """The prediction of a candidate, without the candidate; a text says why it cannot be built."""
         try:
-            found = self._predictor.predict(Candidate(self._shapes[shape], workers, knobs, engines), *how)
+            candidate = Candidate(self._shapes[shape], workers, knobs, engines)
+            found = self._predictor.predict(candidate, floor, is_exact, slower)
         except ConfigError as error:
             return str(error)
         return found and replace(found, candidate=None)
