@@ -275,7 +275,7 @@ class _Tuning:
         self._clients = min(self._clients, few)  # NOTE: else a slow pipe answers nothing within a loop
         self._loop_s = min(_MOST_LOOP_S, max(_LEAST_LOOP_S, _ANSWERS / self._closed))
         rate = self._goal.rate
-        loop_s = max(self._goal.seconds, LEAST_CALLS / rate) if rate else self._loop_s
+        loop_s = self._goal.dues(rate)[-1] if rate else self._loop_s
         self._pair_s = 2 * (loop_s + _EXTRA_S)
         self._each_s = built + _COMPARED * self._pair_s
         needed = _TURNS * LEAST_CALLS / (rate or self._closed / _LOOPS)
@@ -420,8 +420,9 @@ class _Tuning:
         running, took = len(ranked), monotonic() - began
         firsts = ranked[: (running + 1) // 2]
         while ranked and self._left() > reserve + took:
-            while firsts:
-                firsts.pop().gains.clear()  # NOTE: the best of noisy gains are too good
+            for trial in firsts:
+                trial.gains.clear()  # NOTE: the best of noisy gains are too good
+            firsts = []
             began, running = monotonic(), (running + 1) // 2
             ranked = [*self._ranked(ranked[:running], reserve), *ranked[running:]]
             took = monotonic() - began

@@ -89,15 +89,16 @@ class Service:
 
     def build(self, candidate: Candidate) -> None:
         """Measure this one from now on: build and warm up the pipes of all its workers unless they are there."""
-        known = next((slot for slot, built in self._built.items() if built is candidate), None)
-        while known is None and self._built and not self._has_room(candidate):
-            oldest = next(iter(self._built))
-            del self._built[oldest]
-            self._team.drop(oldest)
-        free = [slot for slot in range(_MOST_BUILT) if slot not in self._built]
-        self._slot, self._workers = free[0] if known is None else known, candidate.workers
-        self._built.pop(self._slot, None)
-        if known is None:
+        known, self._workers = [slot for slot, built in self._built.items() if built is candidate], candidate.workers
+        if known:
+            (self._slot,) = known
+            del self._built[self._slot]
+        else:
+            while self._built and not self._has_room(candidate):
+                oldest = next(iter(self._built))
+                del self._built[oldest]
+                self._team.drop(oldest)
+            self._slot = next(slot for slot in range(_MOST_BUILT) if slot not in self._built)
             try:
                 self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
                 for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
@@ -142,7 +143,8 @@ def pairs_of(
         for each in (candidate, base)[::step]:
             service.build(each)
             measured.append(max(_LEAST, figure()))
-        pairs.append((measured[::step][0], measured[::step][1]))
+        one, other = measured[::step]
+        pairs.append((one, other))
     return pairs
 
 

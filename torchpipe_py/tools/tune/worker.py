@@ -108,8 +108,7 @@ class Team:
         return [value for _, value in answers]
 
     def build(self, slot: int, config: Config, workers: int, engines: int) -> None:
-        """Build the pipes of workers, with engine processes for shared nodes, in place of those in ``slot``."""
-        self.drop(slot)
+        """Build the pipes of workers, with engine processes for shared nodes, in a free ``slot``."""
         if engines:
             self.each("serve", [(slot, config, engines)] * engines, self._workers)
         for worker in range(workers if engines else 0):
