@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
+import sys
 import time
 from math import inf
 from pathlib import Path
@@ -17,7 +19,7 @@ from torchpipe_py.idl import load_idl
 from torchpipe_py.tools.load import compare, judge, run, wire
 from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_load, poisson_times, rate_of, read_replay
 from torchpipe_py.tools.load.client import LagMeter, _Selector
-from torchpipe_py.tools.load.measure import cpu_limits, summarize_gpus
+from torchpipe_py.tools.load.measure import CpuMeter, cpu_limits, summarize_gpus
 from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Records, Tally, collect, error_name
 from torchpipe_py.tools.load.report import search_line
 from torchpipe_py.tools.report import ToolError
@@ -286,6 +288,29 @@ def test_percentile_curve_and_histogram_have_every_call() -> None:
     assert sum(count for *_, count in bins) == 500
     assert bins[0][0] == pytest.approx(latencies.min() / MS)
     assert sum(count for *_, count in judge.histogram(np.array([5 * MS] * 9))) == 9
+
+
+PARENT = """
+import subprocess, sys
+input()
+subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.3: pass"])
+print("done", flush=True)
+input()
+"""
+
+
+def test_cpu_time_of_children_that_have_ended_counts() -> None:
+    """Such as decoders, and workers that were restarted; other programs would be blamed for it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", PARENT], bufsize=0, **pipes) as parent:  # type: ignore[call-overload]
+        meter = CpuMeter([parent.pid], [])
+        meter.start()
+        parent.stdin.write(b"\n")
+        assert parent.stdout.readline() == b"done\n"
+        use = meter.stop()
+        parent.kill()
+    assert use.server is not None
+    assert use.server > 0.25
 
 
 def test_gpu_samples() -> None:

@@ -76,9 +76,9 @@ class CpuMeter:
         self._before = self._clocks()
 
     def stop(self) -> CpuUse:
-        """End the span. Server processes that ended in it are not counted."""
+        """End the span. Of server processes that ended in it, those count that another one has waited for."""
         (started, parent, machine, before), (now, parent_now, machine_now, after) = self._before, self._clocks()
-        server = sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items()) if after else None
+        server = max(0.0, sum(after.values()) - sum(before.values())) if after else None
         known = psutil is not None and now - started >= JUDGED_FROM_S
         return CpuUse(now - started, parent_now - parent, server, machine_now - machine if known else None)
 
@@ -100,12 +100,12 @@ class CpuMeter:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU seconds of one process, without descendants; None if unknown."""
+    """CPU seconds of one process and of its children that have ended; None if unknown."""
     try:
         times = psutil.Process(pid).cpu_times() if psutil else None
     except psutil.Error:  # type: ignore[union-attr]
         return None
-    return times and float(times.user + times.system)
+    return times and float(sum(times[:4]))  # user, system, and the same of children
 
 
 def cpu_model() -> str:

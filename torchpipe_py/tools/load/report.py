@@ -287,9 +287,8 @@ def search_line(report: dict[str, Any]) -> str:
         return f"no rate holds ({limit}); the lowest tried: {failed:.4g} images/s"
     above = "nothing higher was tried" if failed is None else f"{failed:.4g} did not hold"
     if open_at:
-        above = (
-            f"{above if failed is not None else 'higher'}; at {open_at[0]:.4g} the tester, on shared cores, cannot tell"
-        )
+        above = f"{failed:.4g} did not hold; " if failed is not None else ""
+        above += f"at {open_at[0]:.4g} the tester, on shared cores, cannot tell"
     return f"highest rate that holds: {search['best_rate']:.4g} images/s ({limit}; {above})"
 
 
