@@ -17,11 +17,13 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
+from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import TorchpipeError, logger
 from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.sharing import usual_engines
+from torchpipe_py.registry import import_all
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
@@ -54,6 +56,7 @@ MOST_IMAGES = 48
 """The most images used, evenly spaced over all."""
 
 _SHARES = {"profile": 0.16, "calibrate": 0.12, "compare": 0.18, "simulate": 0.08, "verify": 0.42}  # of the budget
+_ARRIVALS = 8 * MOST_CALLS  # of the schedule
 _OPEN_LOAD = 0.6  # of its throughput, from where the limit is searched
 _FIELD, _FINALISTS = 6, 3  # candidates that are measured, and those that open loops measure too
 _PLAIN = 2  # of the field: the fastest numbers of processes, without other settings
@@ -67,7 +70,6 @@ _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within 
 _LEAST_OF_LONE = 4  # a lone request's time, in the longest SLO that is measured
 _MOST_OFF = 1.25  # factor between a closed loop as predicted from open ones, and measured; more is an accident
 _MEASURED_AGAIN = 1.5  # factor for the time to measure a field, as it is halved
-_MOST_OF_GPU = 0.5  # share of its free memory, for those that stay built: batches take more than single images
 _OVERDRAWN = 2.0  # factor by which the least time needed may exceed the budget
 _NOT_TRIED = ("engine processes for nodes without a model or GPU decoder: there their work would share one GIL",)
 
@@ -105,16 +107,18 @@ def tune(
     bodies: Any = loaded.bodies if loaded else images
     names: Any = loaded.paths if loaded else [f"images[{number}]" for number in range(len(bodies))]
     all_cores = os.sched_getaffinity(0)
-    usable = sorted(all_cores)[:cores]
+    usable = sorted(all_cores)[: usable_cores()]
     if slo_p99 is not None and rate is not None:
         raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
-    if cores is not None and cores > len(all_cores):
-        raise ToolError(f"--cores {cores}: only {len(all_cores)} are usable here")
+    if cores is not None and cores > len(usable):
+        raise ToolError(f"--cores {cores}: only {len(usable)} are usable here")
+    usable = usable[:cores]
     if not bodies:
         raise ToolError("no images")
     if len(usable) < 2:
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
-    pattern = rescale(times[:MOST_CALLS], 1.0) if times else list(islice(poisson_times(1.0, 0), MOST_CALLS))
+    pattern = rescale(times[:_ARRIVALS], 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
+    import_all(",".join(imports))
     tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
     with ExitStack() as stack:
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
@@ -136,7 +140,7 @@ def tune(
             run.set_goal(slo_p99, pattern)
             run.calibrate()
             if not run.is_disturbed():
-                run.compare(gpu_memory)
+                run.compare()
                 run.search()
                 run.verify()
         except KeyboardInterrupt:
@@ -194,8 +198,7 @@ class _Tuning:
         self._show("profile", 0.0)
         engines = ENGINES[-1] if any(shape.heads for shape in self._shapes) else 0
         self._team = Team(self.report["config"], self._images, imports, self._cores, engines)
-        memory = min(gpu_memory or math.inf, _MOST_OF_GPU * self._team.gpu_free)
-        self._service = Service(self._team, self._gpu_bytes, memory)
+        self._service = Service(self._team, self._gpu_bytes, gpu_memory or math.inf)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
         self._profiler = Profiler(self._shapes, self._team, self._seconds("profile"), self._names)
@@ -257,7 +260,7 @@ class _Tuning:
         self.report["slo_p99"] = slo
         even = _OPEN_SHARE * self._seconds("verify") / (_LOOPS * _TURNS) - _EXTRA_S
         seconds = min(_MOST_S, max(_LEAST_S, even, _LEAST_SLOS * slo))
-        self._goal = Goal(slo, self.report["rate"], list(_repeated(times, MOST_CALLS)), seconds)
+        self._goal = Goal(slo, self.report["rate"], list(_repeated(times, _ARRIVALS)), seconds)
 
     def calibrate(self) -> None:
         """Measure the original file with the default number of workers, and fit the simulation to that."""
@@ -297,20 +300,15 @@ class _Tuning:
         self.report["calibration"] = asdict(fitted) | {"points": [asdict(point) for point in trial.points]}
         self._predictor = Predictor(self._profile, fitted, self._goal)
 
-    def compare(self, gpu_memory: int | None) -> None:
+    def compare(self) -> None:
         """Measure each shape with several numbers of processes beside the file, and fit the simulation to each."""
         self._show("compare", 0.0)
         began, seconds = monotonic(), self._seconds("compare")
         starts, gains = starts_of(self._shapes, len(self._cores)), dict[str, float]()
         bases = [self._closed]
         for start in starts:
-            needed = self._gpu_bytes(start)
-            found: list[tuple[float, float]] | str
-            if gpu_memory and needed > gpu_memory:
-                found = f"needs {needed / 2**30:.1f} GiB, over --gpu-memory"
-            elif monotonic() > began + seconds:
-                found = "no time was left to measure it"
-            else:
+            found: list[tuple[float, float]] | str = "no time was left to measure it"
+            if monotonic() < began + seconds:
                 found = [] if str(start) == str(self._base) else self._pairs(start, _COMPARED, self._answers)
             if isinstance(found, str):
                 self.report["not_tried"].append(f"{start.place}: {found}")
@@ -338,18 +336,20 @@ class _Tuning:
         parts = [arguments[at : at + most] for at in range(0, len(arguments), most)]
         return [answer for part in parts for answer in self._team.each(name, part)]
 
-    def _answers(self) -> float:
+    def _answers(self, _: int) -> float:
         """Answers per second of a closed loop."""
         rate = self._service.closed_loop(self._clients, self._loop_s)
         if not rate:
             raise ToolError(f"nothing was answered within {self._loop_s:g} s")
         return rate
 
-    def _shortness(self) -> float:
-        """The inverse of the p99 of an open loop at the given rate."""
-        return 1 / self._service.measure(self._goal, self._goal.rate or 0.0).p99
+    def _shortness(self, number: int) -> float:
+        """The inverse of the p99 of an open loop at the given rate, with other arrivals in each pair."""
+        return 1 / self._service.measure(self._goal, self._goal.rate or 0.0, number).p99
 
-    def _pairs(self, candidate: Candidate, count: int, figure: Callable[[], float]) -> list[tuple[float, float]] | str:
+    def _pairs(
+        self, candidate: Candidate, count: int, figure: Callable[[int], float]
+    ) -> list[tuple[float, float]] | str:
         """Figures of it and of the file in turns, or why it cannot be built."""
         try:
             return verify.pairs_of(self._service, candidate, self._base, count, figure)
@@ -418,13 +418,10 @@ class _Tuning:
         reserve, began = (1 + finalists) * self._turn_s, monotonic()
         ranked = self._ranked(field, reserve, is_first=True)
         running, took = len(ranked), monotonic() - began
-        firsts = ranked[: (running + 1) // 2]
         while ranked and self._left() > reserve + took:
-            for trial in firsts:
-                trial.gains.clear()  # NOTE: the best of noisy gains are too good
-            firsts = []
-            began, running = monotonic(), (running + 1) // 2
-            ranked = [*self._ranked(ranked[:running], reserve), *ranked[running:]]
+            began, before, running = monotonic(), running, (running + 1) // 2
+            # NOTE: the best of noisy gains are too good, so those by which they were chosen do not count.
+            ranked = [*self._ranked(ranked[:running], reserve, is_new=running < before), *ranked[running:]]
             took = monotonic() - began
         self._trials = [yours, *ranked]
         ranked = ranked[:finalists]
@@ -444,8 +441,13 @@ class _Tuning:
         if not self.is_disturbed() and self.report["verdict"] == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
-    def _ranked(self, trials: Sequence[Trial], reserve_s: float, is_first: bool = False) -> list[Trial]:
-        """Measure their gains until ``reserve_s`` is left, at first not of all then; and sort them, the best first."""
+    def _ranked(
+        self, trials: Sequence[Trial], reserve_s: float, is_first: bool = False, is_new: bool = False
+    ) -> list[Trial]:
+        """Measure their gains until ``reserve_s`` is left, at first not of all then; and sort them, the best first.
+
+        If they ``is_new``, they replace those that were measured before.
+        """
         figure = self._answers if self._goal.rate is None else self._shortness
         pairs = min(_PAIRS, (self._left() - reserve_s) / self._pair_s) / max(1, len(trials))
         for trial in trials:
@@ -456,7 +458,7 @@ class _Tuning:
                 self.report["notes"].append(f"{trial.candidate} was left out: {found}")
                 trial.gains.clear()
             else:
-                trial.gains += verify.gains_of(found)
+                trial.gains = [*([] if is_new else trial.gains), *verify.gains_of(found)]
                 if self._goal.rate is None:  # open loops begin at no more than a closed one answers
                     trial.centre = min(trial.centre, statistics.median(rate for rate, _ in found))
             self._show_verified()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from torchpipe_py.tools.report import ToolError
@@ -105,6 +105,7 @@ class Profile:
             return 1.0, 0.0
         each = [statistics.median(self.cells[Cell(unit, threads, size)].seconds) for size in sizes]
         batch, item = statistics.linear_regression([1 / size for size in sizes], each)
+        batch = max(0.0, batch)
         return item / (item + batch), batch / (item + batch)
 
     def neighbours(self, unit: str) -> tuple[float, float]:
@@ -155,8 +156,12 @@ class Profiler:
         failed: dict[str, str] = {}
         for shape in [each for each in self._shapes if each.twin == each.name]:
             try:
-                what = shape.config, dict(shape.units), self._most, _LONGEST * self._seconds
-                captured = self._team.all("capture", *what, most=self._most)[0]
+                longest = _LONGEST * self._seconds
+                free = self._team.gpu_free()
+                self._team.all("start", shape.config, dict(shape.units), longest, most=self._most)
+                used = max(0, free - self._team.gpu_free()) // self._most
+                captured = self._team.all("capture", longest, most=1)[0]  # alone: how long a single request takes
+                self._team.each("capture", [(longest,)] * (self._most - 1), 1)
                 if captured.failed is not None:
                     number, why = captured.failed
                     raise ToolError(f"{self._images[number]} has no result: {why}")
@@ -165,7 +170,7 @@ class Profiler:
                     raise
                 failed[shape.name] = str(error)
                 continue
-            self.profile.captured[shape.name] = captured
+            self.profile.captured[shape.name] = replace(captured, gpu_bytes=used)
             for node, unit in shape.units.items():
                 self.profile.names.setdefault(unit, node if shape is self._shapes[0] else f"{node} ({shape.name})")
         self._shapes[:] = [shape for shape in self._shapes if shape.twin not in failed]
@@ -181,15 +186,22 @@ class Profiler:
                     continue
                 knobs = knobs_of(shape.pipeline.plans[node], has_gpu)
                 for threads in (1, cores) if "threads" in knobs else (0,):
-                    settings = {"instance_num": most if threads < 2 else 1}
-                    settings |= {"max": LADDER[-1]} if "max" in knobs else {}
-                    settings |= {"threads": threads} if threads else {}
-                    what = unit, shape.alone(node, **settings), threads, settings["instance_num"]
-                    self.profile.limits[unit] = self._team.all("prepare", *what, most=most)[0]
+                    settings = {"threads": threads} if threads else {}
+                    counts = [most if threads < 2 else 1] + [1] * (most - 1)
+                    try:
+                        self._set_up(shape, node, counts, settings | ({"max": LADDER[-1]} if "max" in knobs else {}))
+                    except ToolError:  # its batches are fixed, or take too much memory
+                        self._set_up(shape, node, counts, settings)
                     cells.append(Cell(unit, threads))
                     if threads < 2:
                         cells += [Cell(unit, threads, 1, most, 1), Cell(unit, threads, 1, 1, most)]
         return cells
+
+    def _set_up(self, shape: Shape, node: str, counts: Sequence[int], settings: dict[str, int]) -> None:
+        """Set up so many instances of a node alone in the processes."""
+        unit, threads = shape.units[node], settings.get("threads", 0)
+        asked = [(unit, shape.alone(node, instance_num=count, **settings), threads, count) for count in counts]
+        self.profile.limits[unit] = self._team.each("prepare", asked)[0]
 
     def measure(self, cells: list[Cell], progress: Callable[[str, float], None]) -> None:
         """Measure all cells in at least two rounds, after a warm-up; the first round adds larger batches.
@@ -201,14 +213,19 @@ class Profiler:
                 self._run(cell)
         began = perf_counter()
         for done, cell in enumerate(cells):
-            self._measure(cell)
+            try:
+                self._measure(cell)
+            except ToolError:
+                if cell.size == 1:
+                    raise
+                continue  # without larger batches, which take too much memory
             progress("profile", done / (2 * len(cells)))
             larger = self._next(cell)
             if larger is not None and perf_counter() - began < self._seconds / 2:
                 cells.append(larger)  # NOTE: this loop continues with it
         first = perf_counter() - began
         for _ in range(1, MOST_ROUNDS):
-            for cell in cells:
+            for cell in self.profile.cells:
                 self._measure(cell)
             passed = perf_counter() - began
             progress("profile", passed / self._seconds)
@@ -234,9 +251,9 @@ class Profiler:
             raise ToolError(f"node {self.profile.names[cell.unit]} alone: {error}") from None
 
     def _measure(self, cell: Cell) -> None:
+        measured, rate, cores = self._run(cell), 0.0, 0.0
         figures = self.profile.cells.setdefault(cell, Figures())
-        rate = cores = 0.0
-        for runs, cpu in self._run(cell):
+        for runs, cpu in measured:
             busy = sum(seconds for _, seconds in runs)
             rate += cell.instances * sum(len(names) for names, _ in runs) / busy
             cores += cpu / busy * cell.instances / cell.processes

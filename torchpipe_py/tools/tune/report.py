@@ -128,7 +128,7 @@ def _others(report: Mapping[str, Any]) -> str:
     return "the use by other programs is unknown" if share is None else f"other programs took {share:.0%} of the cores"
 
 
-def lines_of(report: Mapping[str, Any]) -> list[str]:
+def lines_of(report: Mapping[str, Any], has_table: bool = True) -> list[str]:
     """The whole report as text."""
     profile, calibration = report["profile"], report["calibration"]
     rows = [("goal", goal_text(report))]
@@ -146,7 +146,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         rows.append(("", f"the prediction of a closed loop is {calibration['residual']:.0%} off"))
     if report["simulated"]:
         rows.append(("search", f"{report['simulated']} settings simulated"))
-    table = aligned(rows_of(report), HEADS) if report["yours"] else []
+    table = aligned(rows_of(report), HEADS) if report["yours"] and has_table else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 
 
@@ -158,7 +158,7 @@ def write_tuned(path: Path, report: Mapping[str, Any]) -> None:
     lines = [
         f"tuned by torchpipe tune from {report['config']} on {report['date'][:10]}",
         f"{report['cpu_model']}, {report['cores']} cores; {report['images']} images of {report['img_dir']}",
-        f"{goal_text(report)}: {_figure(report, report['best']['measured'])}; {verdict_line(report)}",
+        f"{goal_text(report)}: {_figure(report, report['best']['measured'])} without a network; {verdict_line(report)}",
         f"serve it with: {report['command']}",
     ]
     write_text(path, "".join(f"# {shared.printable(line)}\n" for line in lines) + "\n" + to_toml(report["tuned"]))
@@ -168,8 +168,8 @@ def page(report: Mapping[str, Any]) -> str:
     """The HTML file: verdict, plot of latency over rate, the table, and the other lines of the report."""
     is_good = report["verdict"] in ("better", "as good")
     parts = [shared.verdict(verdict_line(report), is_good)]
-    lines, best = [], report["best"] if report["best"] != report["yours"] else None
-    for name, trial, color in (("yours", report["yours"], "blue"), ("best", best, "orange")):
+    lines, first = [], next(iter(report["others"]), None)
+    for name, trial, color in (("yours", report["yours"], "blue"), ("no. 1", first, "orange")):
         for key in ("p99", "p50"):
             points = sorted(
                 (each["rate"], 1000 * each[key])
@@ -183,5 +183,6 @@ def page(report: Mapping[str, Any]) -> str:
         x = linear_axis("requests per second", min(rates), max(rates))
         parts.append(shared.charts([chart("Latency by rate", x, "ms", lines, limit)]))
     parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 8)))
-    parts += [f"<p>{escape(line)}</p>" for line in lines_of(report) if not line.startswith(("yours", "no. "))]
+    others = escape("\n".join(lines_of(report, has_table=False)))
+    parts.append(f'<pre style="white-space: pre-wrap">{others}</pre>')
     return shared.page(f"Tuning of {report['config']}", parts)

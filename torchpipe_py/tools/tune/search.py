@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from torchpipe_py.errors import ConfigError
 from torchpipe_py.tools.tune.profile import MOST_ON_GPU, Profile
 from torchpipe_py.tools.tune.shapes import WRITTEN, Candidate, Shape, has_batches, knobs_of
 from torchpipe_py.tools.tune.simulate import Machine, Simulation
@@ -54,10 +56,14 @@ class Goal:
         """-1 if less is better, else 1."""
         return 1 if self.rate is None else -1
 
-    def dues(self, rate: float, count: int | None = None) -> list[float]:
-        """The times at which ``count`` calls of an open loop at ``rate`` are due, by default those of ``seconds``."""
+    def dues(self, rate: float, count: int | None = None, turn: int = 0) -> list[float]:
+        """The times at which ``count`` calls of an open loop at ``rate`` are due, by default those of ``seconds``.
+
+        Other turns have other parts of the schedule.
+        """
         count = count or max(LEAST_CALLS, min(MOST_CALLS, round(rate * self.seconds)))
-        return [time / rate for time in self.times[:count]]
+        first = turn * count % max(1, len(self.times) - count)
+        return [(time - self.times[first]) / rate for time in self.times[first : first + count]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class Predictor:
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """A quantile of sorted values; infinite without any."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.inf
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else math.inf
 
 
 # --- calibration
@@ -294,11 +300,12 @@ def starts_of(shapes: Sequence[Shape], cores: int) -> list[Candidate]:
             # NOTE: with one worker, ``shared`` changes nothing.
             engines = [count for count in ENGINES if count <= workers] if shape.heads and workers > 1 else [0]
             for start in [Candidate(shape, workers, engines=count) for count in engines]:
-                for node, plan in shape.pipeline.plans.items():
-                    few = 1 if has_batches(plan) else -(-cores // workers)
-                    is_mine = "instance_num" in knobs_of(plan) and not (start.engines and plan.spec.shared)
-                    if workers > 1 and is_mine and start.value(node, "instance_num") > few:
-                        start = start.with_knob(node, "instance_num", few)
+                with suppress(ConfigError):  # building it says why
+                    for node, plan in shape.pipeline.plans.items():
+                        few = 1 if has_batches(plan) else -(-cores // workers)
+                        is_mine = "instance_num" in knobs_of(plan) and not (start.engines and plan.spec.shared)
+                        if workers > 1 and is_mine and start.value(node, "instance_num") > few:
+                            start = start.with_knob(node, "instance_num", few)
                 starts.append(start)
     return [each for each in starts if each.engines or each.shape.name == WRITTEN or not each.shape.heads]
 

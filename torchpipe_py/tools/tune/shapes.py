@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchpipe_py.errors import ConfigError
@@ -37,6 +37,7 @@ class Shape:
     units: Mapping[str, str]
     twin: str
     alternative: str = ""
+    _planned: dict[int, Pipeline] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, name: str, config: Tables) -> Shape:
@@ -44,6 +45,12 @@ class Shape:
         pipeline = plan_pipeline(config)
         nodes = {each: plan for each, plan in pipeline.plans.items() if plan.spec.owner == each and not plan.jumps()}
         return cls(name, config, pipeline, {each: _unit(plan) for each, plan in nodes.items()}, name)
+
+    def planned(self, processes: int) -> Pipeline:
+        """The plan of each of so many processes, which share the cores. Raises ``ConfigError``."""
+        if processes not in self._planned:
+            self._planned[processes] = plan_pipeline(self.config, processes=processes)
+        return self._planned[processes]
 
     @property
     def heads(self) -> list[str]:
@@ -78,8 +85,11 @@ class Candidate:
     engines: int = 0
 
     def with_knob(self, node: str, key: str, value: float) -> Candidate:
-        """The candidate with another setting."""
-        others = [each for each in self.knobs if each[:2] != (node, key)]
+        """The candidate with another setting; without one that is the shape's own."""
+        others = tuple(each for each in self.knobs if each[:2] != (node, key))
+        without = replace(self, knobs=others)
+        if without.value(node, key) == value:
+            return without
         return replace(self, knobs=tuple(sorted([*others, (node, key, value)])))
 
     def value(self, node: str, key: str) -> float:
@@ -87,7 +97,8 @@ class Candidate:
         for name, knob, value in self.knobs:
             if (name, knob) == (node, key):
                 return value
-        spec = self.shape.pipeline.plans[node].spec
+        is_shared = self.engines and self.shape.pipeline.plans[node].spec.shared
+        spec = self.shape.planned(self.engines if is_shared else self.workers).plans[node].spec
         if key == "instance_num":
             return max(spec.instance_num)
         if key == "batching_timeout":

@@ -34,6 +34,7 @@ BUSY = 0.15
 
 _HEAD_START_S = 0.05
 _MOST_BUILT = 4  # candidates whose pipes are kept
+_MOST_OF_GPU = 0.5  # share of its free memory, for those: batches take more than single images
 _WARM_UP_CLIENTS, _WARM_UP_S, _WARM_UP_ON_GPU_S = 8, 0.15, 0.5
 NEVER_S = 60.0
 """In place of an infinite p99."""
@@ -77,41 +78,54 @@ class Trial:
 class Service:
     """Runs candidates as worker processes, one at a time; several stay built, so that they can take turns.
 
-    Together they take at most ``most_bytes`` of GPU memory, of which a candidate takes ``bytes_of``.
+    ``bytes_of`` predicts the GPU memory of a candidate, which may have ``gpu_memory`` bytes. Together they take no more
+    than that, and no more than half of what is free.
     """
 
     def __init__(
-        self, team: Team, bytes_of: Callable[[Candidate], int] = lambda _: 0, most_bytes: float = math.inf
+        self, team: Team, bytes_of: Callable[[Candidate], int] = lambda _: 0, gpu_memory: float = math.inf
     ) -> None:
         self._team, self._slot, self._workers = team, 0, 1
-        self._bytes_of, self._most_bytes = bytes_of, most_bytes
+        self._bytes_of, self._gpu_memory = bytes_of, gpu_memory
+        self._together = min(gpu_memory, _MOST_OF_GPU * team.gpu_free()) if team.has_gpu else math.inf
         self._built: dict[int, Candidate] = {}  # by slot, the last used one at the end
 
     def build(self, candidate: Candidate) -> None:
-        """Measure this one from now on: build and warm up the pipes of all its workers unless they are there."""
+        """Measure this one from now on: build and warm up the pipes of all its workers unless they are there.
+
+        Raises ``ToolError`` if that fails, or takes too much GPU memory.
+        """
         known, self._workers = [slot for slot, built in self._built.items() if built is candidate], candidate.workers
         if known:
             (self._slot,) = known
             del self._built[self._slot]
         else:
+            self._check(self._bytes_of(candidate))
             while self._built and not self._has_room(candidate):
                 oldest = next(iter(self._built))
                 del self._built[oldest]
                 self._team.drop(oldest)
             self._slot = next(slot for slot in range(_MOST_BUILT) if slot not in self._built)
+            free = self._team.gpu_free() if self._team.has_gpu else 0
             try:
                 self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
                 for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
                     self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
+                if self._team.has_gpu:
+                    self._check(free - self._team.gpu_free())
             except ToolError:
                 self._team.drop(self._slot)  # NOTE: other workers may have built theirs
                 raise
         self._built[self._slot] = candidate
 
+    def _check(self, needed: int) -> None:
+        if needed > self._gpu_memory:
+            raise ToolError(f"needs {needed / 2**30:.1f} GiB, over --gpu-memory")
+
     def _has_room(self, candidate: Candidate) -> bool:
         """Whether this one fits beside those that are built."""
         together = sum(map(self._bytes_of, [*self._built.values(), candidate]))
-        return len(self._built) < _MOST_BUILT and together <= self._most_bytes
+        return len(self._built) < _MOST_BUILT and together <= self._together
 
     def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
         """Sorted latencies in seconds; workers take turns."""
@@ -127,22 +141,22 @@ class Service:
         counted = sum(1 for ends in runs for end in ends if seconds / 10 <= end < seconds)
         return counted / (0.9 * seconds)
 
-    def measure(self, goal: Goal, rate: float) -> Point:
-        """Measure one open loop at ``rate``."""
-        latencies = self.open_loop(goal.dues(rate), 2 * goal.slo + 0.2)
+    def measure(self, goal: Goal, rate: float, turn: int = 0) -> Point:
+        """Measure one open loop at ``rate``, with the arrivals of a ``turn``."""
+        latencies = self.open_loop(goal.dues(rate, turn=turn), 2 * goal.slo + 0.2)
         return Point(rate, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 
 def pairs_of(
-    service: Service, candidate: Candidate, base: Candidate, count: int, figure: Callable[[], float]
+    service: Service, candidate: Candidate, base: Candidate, count: int, figure: Callable[[int], float]
 ) -> list[tuple[float, float]]:
-    """A figure of a candidate and of ``base``, more is better; both in turns, as a machine varies within seconds."""
+    """A figure of a candidate and of ``base``, more is better, in turns that are numbered: a machine varies."""
     pairs = []
     for number in range(count):
         step, measured = 1 if number % 2 else -1, list[float]()  # ``base`` first, so that it stays built
         for each in (candidate, base)[::step]:
             service.build(each)
-            measured.append(max(_LEAST, figure()))
+            measured.append(max(_LEAST, figure(number)))
         one, other = measured[::step]
         pairs.append((one, other))
     return pairs

@@ -7,7 +7,7 @@ import statistics
 import threading
 from asyncio import new_event_loop
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +46,7 @@ Item = tuple[int, int]
 _KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 2  # besides the first
 _WAIT_S = 60.0
+_CAPTURED = -1  # in place of a slot
 
 
 class TeamDied(TorchpipeError):
@@ -82,8 +83,8 @@ class Team:
                     self._processes.append(process)
                 self._channels.append(Connection(ours.detach()))
             self.pids = [process.pid for process in self._processes]
-            opened = self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
-            self.gpu_free, self.has_gpu = min(opened), any(opened)
+            self.all("open", source, list(images), list(imports), list(cores), most=len(self.pids))
+            self.has_gpu = self.gpu_free() > 0
         except BaseException:
             self.close()
             raise
@@ -120,6 +121,10 @@ class Team:
                         send_handle(self._channels[place], sock.fileno(), self.pids[place])
                         self._channels[place].recv()
         self.all("build", slot, config, workers, most=workers)
+
+    def gpu_free(self) -> int:
+        """Free bytes of the first GPU; 0 without one."""
+        return int(self.all("gpu_free", most=1)[0])
 
     def drop(self, slot: int) -> None:
         """Close the pipes in ``slot``."""
@@ -160,14 +165,14 @@ class Captured:
 
     ``visits`` has the visits of each image by node, ``lone`` the seconds of each image alone, ``handover`` the seconds
     of one that pass between two threads, ``failed`` the first image without a result and why, ``gpu_bytes`` the GPU
-    memory of the pipe.
+    memory of the pipe in one process.
     """
 
     visits: dict[str, list[int]]
     lone: list[float]
     handover: float
     failed: tuple[int, str] | None
-    gpu_bytes: int
+    gpu_bytes: int = 0
 
 
 class _State:
@@ -180,11 +185,11 @@ class _State:
         self._servers: dict[int, EngineServer] = {}
         self._pipes: dict[int, pipe] = {}
 
-    def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> int:
-        """Prepare the process; returns the free bytes of the GPU."""
+    def open(self, source: str, images: list[bytes], imports: list[str], cores: list[int]) -> None:
+        """Prepare the process."""
         os.sched_setaffinity(0, cores)
         logger.setLevel("ERROR")
-        free = _gpu_free()  # NOTE: what PyTorch itself takes is no part of a pipe, and all processes open at once
+        self.gpu_free()  # NOTE: what PyTorch itself takes is no part of a pipe
         self.source, self.images = source, images
         self.items: dict[str, list[tuple[Item, Data]]] = {}
         self.nodes: dict[tuple[str, int], list[_Runner]] = {}
@@ -192,22 +197,35 @@ class _State:
             import_code(name)
         limit_threads()
         keep_freed_memory()
-        return free
+
+    def gpu_free(self) -> int:
+        """``Team.gpu_free``."""
+        try:
+            import torch
+
+            return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
+        except (ImportError, RuntimeError):
+            return 0
 
     # -- nodes alone ----------------------------------------------------------------------------------------------
 
-    def capture(self, config: Config, units: dict[str, str], processes: int, seconds: float) -> Captured:
-        """Run each image through the pipe, one at a time, as ``processes`` do, and keep the inputs of each node.
+    def start(self, config: Config, units: dict[str, str], seconds: float) -> None:
+        """Build the pipe from which to ``capture`` inputs by unit, and run the first image within ``seconds``."""
+        self.drop(_CAPTURED)
+        self._runtime, self._units = Runtime(plan_pipeline(copied(config, self.source))), units
+        self._running[_CAPTURED].callback(lambda: self._runtime.end(perf_counter() + _WAIT_S))
+        self._runtime.start()
+        self._run_alone(self._runtime, self.images[0], perf_counter() + seconds)
 
-        ``ToolError`` if it takes longer than ``seconds``, without the set-up.
+    def capture(self, seconds: float) -> Captured:
+        """Run each image through the pipe, one at a time, keep the inputs of each node, and close the pipe.
+
+        ``ToolError`` if it takes longer than ``seconds``.
         """
-        free, runtime = _gpu_free(), Runtime(plan_pipeline(copied(config, self.source)))
-        runtime.start()
+        runtime, until = self._runtime, perf_counter() + seconds
         watches = {name: _Watch(len(self.images)) for name in runtime.nodes}
         for name, node in runtime.nodes.items():
             node.around = watches[name].around
-        until = perf_counter() + seconds
-        self._run_alone(runtime, self.images[0], until)  # the first run warms up
         lone, between, failed = list[float](), list[float](), None
         for image, body in enumerate(self.images):
             for watch in watches.values():
@@ -220,12 +238,11 @@ class _State:
             between.append((lone[-1] - sum(watch.seconds for watch in watches.values())) / threads)
             if why and failed is None:
                 failed = image, why
-        used = max(0, free - _gpu_free()) // processes
-        runtime.end(perf_counter() + _WAIT_S)
-        for name, unit in units.items():
+        self.drop(_CAPTURED)
+        for name, unit in self._units.items():
             self.items[unit] = self.items.get(unit) or watches[name].kept
         visits = {name: watch.visits for name, watch in watches.items()}
-        return Captured(visits, lone, max(0.0, statistics.median(between)), failed, used)
+        return Captured(visits, lone, max(0.0, statistics.median(between)), failed)
 
     def _run_alone(self, runtime: Runtime, body: bytes, until: float) -> str:
         """Run one image; returns why it has no result, or an empty text. ``ToolError`` if it takes too long."""
@@ -247,7 +264,9 @@ class _State:
         runners = self.nodes[unit, threads] = [_Runner(Instance("node", index, create)) for index in range(instances)]
         for runner in runners:
             if error := runner.instance.wait_setup():
+                self._close_nodes(runners)
                 raise ToolError(f"{self.source}: {describe(error)}")
+        for runner in runners:
             runner.instance.open(runner.serve)
         return runners[0].instance.min, runners[0].instance.max
 
@@ -266,11 +285,18 @@ class _State:
 
     def release(self) -> None:
         """Close the single nodes."""
-        for runners in self.nodes.values():
-            for runner in runners:
-                runner.jobs.put(None)
+        self._close_nodes([runner for runners in self.nodes.values() for runner in runners])
         self.nodes.clear()
         self.items.clear()
+        self.drop(_CAPTURED)
+
+    def _close_nodes(self, runners: Sequence[_Runner]) -> None:
+        for runner in runners:
+            runner.jobs.put(None)
+            runner.instance.open(None)  # if it was not opened
+        until = perf_counter() + _WAIT_S
+        for runner in runners:
+            runner.instance.join(until)
 
     # -- simulations --------------------------------------------------------------------------------------------
 
@@ -319,15 +345,15 @@ class _State:
 
     def build(self, slot: int, config: Config, processes: int) -> None:
         """Build the pipe of one of ``processes`` workers."""
-        plan, link = plan_pipeline(copied(config, self.source), processes=processes), self._link
-        running = self._running[slot]
+        link, self._link = self._link, None
+        plan, running = plan_pipeline(copied(config, self.source), processes=processes), self._running[slot]
         if link is None:
             self._pipes[slot] = pipe(plan)
         else:
             loop = new_event_loop()
             threading.Thread(target=loop.run_forever, daemon=True).start()
             running.callback(loop.call_soon_threadsafe, loop.stop)
-            self._link, client = None, EngineClient(partial(watch_on, loop))
+            client = EngineClient(partial(watch_on, loop))
             running.callback(client.close)
             if not client.meet(link):
                 raise ToolError(f"{self.source}: the engine process cannot be linked")
@@ -339,45 +365,34 @@ class _State:
 
         It ends ``grace_s`` seconds after the last one.
         """
-        latencies, done, dispatch = [inf] * len(dues), threading.Semaphore(0), self._pipes[slot].dispatch
+        latencies, done = [inf] * len(dues), threading.Semaphore(0)
 
-        def send(index: int, number: int, due: float) -> None:
-            def on_done(data: Any, error: BaseException | None) -> None:
-                if error is None and TASK_RESULT_KEY in data:
-                    latencies[index] = perf_counter() - start - due
-                done.release()
-
-            try:
-                dispatch({TASK_DATA_KEY: self.images[number % len(self.images)]}, on_done)
-            except TorchpipeError:
-                done.release()
+        def on_done(index: int, is_answered: bool) -> None:
+            if is_answered:
+                latencies[index] = perf_counter() - start - dues[index][1]
+            done.release()
 
         for index, (number, due) in enumerate(dues):
             sleep(max(0.0, start + due - perf_counter()))
-            send(index, number, due)
-        end = perf_counter() + grace_s
-        left = len(dues)
-        while left and done.acquire(timeout=max(0.0, end - perf_counter())):
-            left -= 1
+            if not self._send(slot, number, partial(on_done, index)):
+                done.release()
+        left = _left_of(len(dues), done, grace_s)
         counted = list(latencies)
-        while left and done.acquire(timeout=_WAIT_S):  # NOTE: so that the next load starts with an idle pipe
-            left -= 1
+        _left_of(left, done, _WAIT_S)  # NOTE: so that the next load starts with an idle pipe
         return counted
 
     def closed_loop(self, slot: int, clients: int, seconds: float, start: float) -> list[float]:
         """Run clients in a closed loop; returns the time of each result in seconds since ``start``."""
         ends: list[float] = []
-        numbers, done, dispatch = count(), threading.Semaphore(0), self._pipes[slot].dispatch
+        numbers, done = count(), threading.Semaphore(0)
 
         def send() -> None:
-            try:
-                dispatch({TASK_DATA_KEY: self.images[next(numbers) % len(self.images)]}, on_done)
-            except TorchpipeError:
+            if not self._send(slot, next(numbers), on_done):
                 done.release()
 
-        def on_done(data: Any, error: BaseException | None) -> None:
+        def on_done(is_answered: bool) -> None:
             end = perf_counter() - start
-            if error is None and TASK_RESULT_KEY in data:
+            if is_answered:
                 ends.append(end)
             if end < seconds:
                 send()
@@ -387,9 +402,25 @@ class _State:
         sleep(max(0.0, start - perf_counter()))
         for _ in range(clients):
             send()
-        for _ in range(clients):
-            done.acquire(timeout=_WAIT_S + seconds)
+        _left_of(clients, done, seconds + _WAIT_S)
         return ends
+
+    def _send(self, slot: int, number: int, on_done: Callable[[bool], None]) -> bool:
+        """Send an image; ``on_done`` gets whether it has a result. False if it is refused."""
+        data = {TASK_DATA_KEY: self.images[number % len(self.images)]}
+        try:
+            self._pipes[slot].dispatch(data, lambda found, error: on_done(error is None and TASK_RESULT_KEY in found))
+        except TorchpipeError:
+            return False
+        return True
+
+
+def _left_of(count: int, done: threading.Semaphore, seconds: float) -> int:
+    """How many of the requests are not done within ``seconds``."""
+    end = perf_counter() + seconds
+    while count and done.acquire(timeout=max(0.0, end - perf_counter())):
+        count -= 1
+    return count
 
 
 class _Watch:
@@ -453,13 +484,3 @@ def _batches(items: Sequence[tuple[Item, Data]], size: int, instance: Instance) 
             names, originals = zip(*[group[(first + at) % len(group)] for at in range(size)], strict=True)
             batches.append((list(names), list(originals)))
     return batches
-
-
-def _gpu_free() -> int:
-    """Free bytes of the first GPU; 0 without one."""
-    try:
-        import torch
-
-        return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
-    except (ImportError, RuntimeError):
-        return 0
