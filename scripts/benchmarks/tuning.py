@@ -9,7 +9,6 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from time import monotonic
@@ -123,8 +122,11 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
             ranked.sort(key=lambda name: -statistics.mean(rates[name]))
         shape = Shape.of("tuned", copied(found["tuned"] or tables, config))
         tuned = Candidate(shape, best["workers"], engines=best["engines"])
-        paced = Paced(team(tuned.engines), answers, usual)
-        loop, gains = partial(paced.closed_loop, CLIENTS, span), done["gains"]
+        paced, gains = Paced(team(tuned.engines), answers, usual), done["gains"]
+
+        def loop(_: int) -> float:
+            return paced.closed_loop(CLIENTS, span)
+
         for name in ranked[:FINALISTS]:
             gains[name] = gains.get(name) or gains_of(pairs_of(paced, tuned, swept[name], PAIRS, loop))
             save()
