@@ -119,6 +119,8 @@ def test_annotations_are_parameters(register: Register) -> None:
     with pipe({"backend": f"Python[{name}]", "factor": 1, "max": 2}) as p:
         assert p({"data": 2})["result"] == (2.5, ["a"], False, 1)
         assert p.max() == 2
+    plans = plan_pipeline({"backend": name, "factor": 1, "max": 2}).plans.values()
+    assert [plan.batch_range() for plan in plans] == [(1, 2)]  # without a set-up
 
 
 class Wrong(Annotated):

@@ -62,6 +62,8 @@ class PythonClass(Backend):
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
+        if "max" in cls.declared:
+            return params.get("min", 1), params["max"]
         return None if hasattr(cls.wrapped, "max") else (1, 1)
 
     @classmethod
