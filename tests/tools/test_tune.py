@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -614,6 +615,18 @@ def test_pairs_end_with_the_time(left: float, count: int, monkeypatch: pytest.Mo
     assert len(ranked.gains) == count
 
 
+@pytest.mark.parametrize(("centre", "start"), [(100.0, 8.0), (6.0, 6.0), (0.1, 4.0)])
+def test_open_loops_begin_near_what_closed_ones_answer(
+    centre: float, start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was predicted: the search for the limit would end before it is enclosed."""
+    run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
+    monkeypatch.setattr("torchpipe_py.tools.tune.verify.pairs_of", lambda *asked: [(8.0, 4.0)])
+    run._goal, run._pair_s, run._service, run._base = MOST, 0.6, None, None
+    (ranked,) = run._ranked([replace(trial(), centre=centre)], reserve_s=4.0)
+    assert ranked.centre == start
+
+
 def test_each_pair_of_open_loops_has_other_arrivals() -> None:
     goal = Goal(0.02, 2.0, [1.0, 3.0, 4.0, 9.0, 9.5], 1.0)
     assert [goal.dues(2.0, 3, turn) for turn in (0, 1)] == [[0.0, 1.0, 1.5], [0.0, 0.5, 3.0]]
@@ -658,7 +671,7 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
     monkeypatch.setattr(run, "is_disturbed", lambda: False)
     monkeypatch.setattr(run, "_left", lambda: 50.0 if len(asked) < 12 else 0.0)
-    run._goal, run._turn_s, run._pair_s, run._service = MOST, 1.0, 0.6, None
+    run._goal, run._turn_s, run._pair_s, run._service, run._calibrated = MOST, 1.0, 0.6, None, trial()
     run._trials = [
         replace(trial(), candidate=Candidate(Shape.of("x", ONE), workers), figures=[]) for workers in range(1, 8)
     ]
@@ -694,6 +707,7 @@ def test_a_verdict_needs_figures(workers: list[int], goal: Goal, why: str, monke
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
     monkeypatch.setattr(run, "is_disturbed", lambda: False)
     run._goal, run._turn_s, run._pair_s, run._service, run._base = goal, 100.0, 0.6, None, None
+    run._calibrated = trial()
     run._trials = [
         replace(trial(), candidate=Candidate(Shape.of("x", ONE), number), figures=[], gains=[]) for number in workers
     ]
@@ -701,7 +715,10 @@ def test_a_verdict_needs_figures(workers: list[int], goal: Goal, why: str, monke
     assert verdict_line(run.finish()) == f"cannot tell: {why}"
 
 
-@pytest.mark.parametrize(("p99s", "gain"), [((0.02, 0.03), 1.5), ((0.03, 0.02), 1 / 1.5)])
+@pytest.mark.parametrize(
+    ("p99s", "gain"),
+    [((0.02, 0.03), 1.5), ((0.03, 0.02), 1 / 1.5), ((0.02, math.inf), 50)],  # no answer: at least the loop's time
+)
 def test_a_shorter_p99_is_a_gain_at_a_given_rate(p99s: tuple[float, float], gain: float) -> None:
     class Planned:
         def build(self, candidate: Candidate) -> None:
@@ -788,6 +805,8 @@ def test_two_gains_give_no_interval() -> None:
             "t.toml: node 'n': key 'model': no such file: own.onnx",
         ),
         (["ok.toml", "--img_dir", "images", "--replay", "one.txt"], "the times of --replay are all the same"),
+        (["ok.toml", "--img_dir", "images", "--replay", "tiny.txt"], "the times of --replay are all the same"),
+        (["ok.toml", "--img_dir", "images", "--json", "link"], "--json link: would replace the file to tune"),
         (["ok.toml", "--img_dir", "images", "--replay", "no.txt"], "--replay no.txt: No such file or directory"),
         (["ok.toml", "--img_dir", "images", "--gpu-memory", "6G"], "--gpu-memory: there is no GPU here"),
         (["ok.toml", "--img_dir", "images", "--gpu-memory", "6 G"], "expected bytes, as 6G or 800M, got '6 G'"),
@@ -807,9 +826,14 @@ def test_bad_input_gets_one_clear_line(
 
 def test_python_imports_custom_backends(folder: Path) -> None:
     (folder / "python.py").write_text((folder / "own.py").read_text().replace("TuneOwn", "TunePython"))
-    config = {"n": {"backend": "S[DecodeMat,TunePython]"}}
     with pytest.raises(ToolError, match=r"images\[0\] has no result: DecodeError"):
-        tune(config, [b"no image"], imports=["python.py"])
+        tune({"backend": "S[DecodeMat,TunePython]"}, [b"no image"], imports=["python.py"])
+
+
+@pytest.mark.parametrize("given", [{"rate": math.nan}, {"slo_p99": math.inf}, {"budget": 0}, {"cores": -1}])
+def test_python_takes_only_numbers_above_zero(given: Any) -> None:
+    with pytest.raises(ToolError, match=f"{next(iter(given))}: expected a number above 0, got "):
+        tune({"backend": "DecodeMat"}, [b"an image"], **given)
 
 
 def test_ctrl_c_without_a_report_gets_one_line(
@@ -844,6 +868,22 @@ def test_nothing_runs_on_when_the_tuner_is_killed() -> None:
         eventually(lambda: not is_alive(process))
 
 
+def test_a_process_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchpipe_py.tools.tune.worker._WAIT_S", 0.1)
+    why = "has not answered for 0.2 s"
+    with closing(Team("t.toml", [], [], [0])) as team, pytest.raises(TeamDied, match=why):
+        team.all("open_loop", 0, [(0, 1e6)], 1e6, 0.0)
+
+
+def test_what_backends_have_started_ends_with_the_tuner(tmp_path: Path) -> None:
+    starts = tmp_path / "starts_another.py"
+    starts.write_text("import subprocess\nsubprocess.Popen(['sleep', '60'])\n", encoding="utf-8")
+    with closing(Team("t.toml", [], [str(starts)], [0])) as team:
+        (started,) = psutil.Process(team.pids[0]).children()
+        assert is_alive(started)
+    eventually(lambda: not is_alive(started))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: configurations, four images, and a folder with bytes that are none."""
@@ -873,12 +913,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "beside/model.toml": '[n]\nbackend = "OnnxTensor"\nmodel = "own.onnx"\n',
         "beside/own.onnx": "no model",
         "one.txt": "1.5\n",
+        "tiny.txt": "0\n1e-320\n",
         "bad/one.jpg": "no image",
         "none/readme": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "link").hardlink_to(tmp_path / "ok.toml")
     (tmp_path / "images").mkdir()
     for path in sorted(IMAGES.glob("*.jpg"))[:4]:
         (tmp_path / "images" / path.name).write_bytes(path.read_bytes())
@@ -967,11 +1009,11 @@ def test_a_whole_run_reports_what_it_measured(
         ("profile", KeyboardInterrupt, "interrupted"),
         ("calibrate", KeyboardInterrupt, "interrupted"),
         ("verify", KeyboardInterrupt, "interrupted"),
-        ("verify", TeamDied, "cannot tell"),
+        ("verify", TeamDied("it died"), "cannot tell"),
     ],
 )
 def test_what_is_known_at_an_early_end_is_given(
-    phase: str, end: type[BaseException], verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    phase: str, end: Any, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others_take(0.0, monkeypatch)
 

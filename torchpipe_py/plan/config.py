@@ -157,6 +157,15 @@ class Tables(dict[str, Any]):
 
     source = "config"
 
+    @classmethod
+    def of(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> Tables:
+        """Those of a file, or of a flat dict or a dict of dicts, with ``"global"`` first. Raises ``ConfigError``."""
+        if not isinstance(config, Mapping):
+            return parse_toml(config)
+        tables = cls(_with_global(dict(config), Place(cls.source)))
+        tables.source = getattr(config, "source", cls.source)
+        return tables
+
     def spec(self, problems: Problems) -> PipelineSpec:
         """The checked spec; errors in single nodes go to ``problems``, an error that leaves no node is raised."""
         place = Place(self.source)

@@ -165,9 +165,9 @@ def _column(path: Path, lines: Iterable[str], column: str) -> Iterator[tuple[int
 def rescale(times: Sequence[float], rate: float) -> list[float]:
     """The same pattern at a mean of ``rate`` calls per second: n calls take n / rate seconds."""
     span = times[-1] - times[0]
-    if span <= 0:
+    factor = (len(times) - 1) / rate / span if span > 0 else math.inf
+    if not factor < math.inf:
         raise ToolError("--rate: the times of --replay are all the same; a rate needs at least two that differ")
-    factor = (len(times) - 1) / rate / span
     return [time * factor for time in times]
 
 

@@ -59,7 +59,7 @@ def read_report(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ToolError(f"compare {path}: not a JSON file: {error}") from error
     if isinstance(report, dict) and "runs" in report:
-        raise ToolError(f"compare {path}: the report of a {report.get('kind')}; expected that of a single run")
+        raise ToolError(f"compare {path}: the report of a {report.get('kind', 'sweep')}; expected that of a single run")
     if not isinstance(report, dict) or not {"qps", "goodput", "latency_ms", "settings", "machine"} <= set(report):
         raise ToolError(f"compare {path}: not a report of this load tester")
     return report

@@ -64,6 +64,7 @@ _PAIRS, _COMPARED = 12, 2  # closed loops beside the file's: of each round of ve
 _ANSWERS, _LEAST_LOOP_S, _MOST_LOOP_S = 60, 0.3, 2.0  # of a closed loop
 _QUEUE_S = 0.3  # that its clients wait at most, if they are more than two per core
 _TURNS, _LOOPS, _EXTRA_S = 6, 4, 0.2  # of open loops, loops of each, and seconds that each takes besides its length
+_LEAST_START = 0.5  # share of what a closed loop answers, from where their limit is searched
 _OPEN_SHARE = 0.4  # of the time to verify, for those
 _LEAST_S, _MOST_S = 0.15, 2.0  # of an open loop
 _LEAST_SLOS = 5  # of it: in a shorter one a queue that only grows stays within the SLO
@@ -108,6 +109,9 @@ def tune(
     names: Any = loaded.paths if loaded else [f"images[{number}]" for number in range(len(bodies))]
     all_cores = os.sched_getaffinity(0)
     usable = sorted(all_cores)[: usable_cores()]
+    for name, value in {"slo_p99": slo_p99, "rate": rate, "cores": cores, "budget": budget}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ToolError(f"{name}: expected a number above 0, got {value!r}")
     if slo_p99 is not None and rate is not None:
         raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
     if cores is not None and cores > len(usable):
@@ -119,7 +123,7 @@ def tune(
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
     pattern = rescale(times[:_ARRIVALS], 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
     import_all(",".join(imports))
-    tables = Tables(config) if isinstance(config, Mapping) else parse_toml(config)
+    tables = Tables.of(config)
     with ExitStack() as stack:
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores
         stack.callback(os.sched_setaffinity, 0, all_cores)
@@ -287,7 +291,7 @@ class _Tuning:
                 f"{rate or self._closed:.2g} requests/s: measuring candidates needs --budget {needed:.0f} or more"
             )
         goal, start = self._goal, _OPEN_LOAD * self._closed
-        trial = Trial.around(base, start, goal.rate or LIGHT * start)
+        trial = self._calibrated = Trial.around(base, start, goal.rate or LIGHT * start)
         self._turn_s = 0.0
         while not trial.figures or monotonic() - began + self._turn_s / 2 < seconds:
             turn_began = monotonic()
@@ -308,8 +312,10 @@ class _Tuning:
         bases = [self._closed]
         for start in starts:
             found: list[tuple[float, float]] | str = "no time was left to measure it"
-            if monotonic() < began + seconds:
-                found = [] if str(start) == str(self._base) else self._pairs(start, _COMPARED, self._answers)
+            if str(start) == str(self._base):
+                found = []
+            elif monotonic() < began + seconds:
+                found = self._pairs(start, _COMPARED, self._answers)
             if isinstance(found, str):
                 self.report["not_tried"].append(f"{start.place}: {found}")
             else:
@@ -345,7 +351,9 @@ class _Tuning:
 
     def _shortness(self, number: int) -> float:
         """The inverse of the p99 of an open loop at the given rate, with other arrivals in each pair."""
-        return 1 / self._service.measure(self._goal, self._goal.rate or 0.0, number).p99
+        goal, rate = self._goal, self._goal.rate or 1.0
+        # NOTE: without an answer, a request took at least as long as the loop.
+        return 1 / min(goal.dues(rate)[-1] + goal.slo, self._service.measure(goal, rate, number).p99)
 
     def _pairs(
         self, candidate: Candidate, count: int, figure: Callable[[int], float]
@@ -414,6 +422,7 @@ class _Tuning:
     def verify(self) -> None:
         """Halve the candidates by gains beside the file while there is time, and measure the best in open loops."""
         yours, *field = self._trials
+        yours.centre = self._calibrated.centre
         finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
         reserve, began = (1 + finalists) * self._turn_s, monotonic()
         ranked = self._ranked(field, reserve, is_first=True)
@@ -459,8 +468,9 @@ class _Tuning:
                 trial.gains.clear()
             else:
                 trial.gains = [*([] if is_new else trial.gains), *verify.gains_of(found)]
-                if self._goal.rate is None:  # open loops begin at no more than a closed one answers
-                    trial.centre = min(trial.centre, statistics.median(rate for rate, _ in found))
+                if self._goal.rate is None:  # open loops begin near what a closed one answers
+                    closed = statistics.median(rate for rate, _ in found)
+                    trial.centre = min(closed, max(_LEAST_START * closed, trial.centre))
             self._show_verified()
         return verify.best_of([trial for trial in trials if trial.gains])
 
@@ -512,7 +522,7 @@ def run_tune(args: argparse.Namespace) -> int:
         raise ToolError(f"--out {out} cannot be written: {problem}")
     check_outputs({"out": out, "json": args.json, "html": args.html})
     for option, file in (("--out", out), ("--json", args.json), ("--html", args.html)):
-        if file is not None and os.path.realpath(file) == os.path.realpath(path):
+        if file is not None and file.exists() and path.exists() and file.samefile(path):
             raise ToolError(f"{option} {file}: would replace the file to tune")
     if os.path.realpath(out.parent) != os.path.realpath(path.parent):
         plan_pipeline(path)
@@ -534,15 +544,14 @@ def run_tune(args: argparse.Namespace) -> int:
             imports=imports,
             progress=lambda phase, share, left: show(phase, share, f"about {left:.0f} s left"),
         )
-    lines = [*text.lines_of(report), text.verdict_line(report)]
+    print("\n".join([*text.lines_of(report), text.verdict_line(report)]), flush=True)
     if report["tuned"] is not None:
         more = "".join(f" --import {shlex.quote(each)}" for each in imports)
         report["command"] = f"torchpipe-serve {shlex.quote(str(out))} {report['best']['processes']}{more}"
         text.write_tuned(out, report)
-        lines += [str(out), report["command"]]
+        print(f"{out}\n{report['command']}", flush=True)
     if args.json is not None:
         write_json(args.json, report)
     if args.html is not None:
         write_text(args.html, text.page(report))
-    print("\n".join(lines))
     return EXIT_INTERRUPTED if report["verdict"] == "interrupted" else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from torchpipe_py.tools.report import ToolError
+from torchpipe_py.tools.report import ToolError, printable
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Cost
 from torchpipe_py.tools.tune.worker import Captured, Team
@@ -164,7 +164,7 @@ class Profiler:
                 self._team.each("capture", [(longest,)] * (self._most - 1), 1)
                 if captured.failed is not None:
                     number, why = captured.failed
-                    raise ToolError(f"{self._images[number]} has no result: {why}")
+                    raise ToolError(f"{printable(self._images[number])} has no result: {why}")
             except ToolError as error:
                 if not shape.alternative:
                     raise

@@ -9,7 +9,7 @@ from asyncio import new_event_loop
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -17,8 +17,9 @@ from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from queue import Empty, SimpleQueue
-from signal import SIG_IGN, SIGINT, signal
+from signal import SIG_IGN, SIGINT, SIGKILL, signal
 from socket import socket, socketpair
+from subprocess import TimeoutExpired
 from time import perf_counter, process_time, sleep
 from typing import Any
 
@@ -28,7 +29,7 @@ from torchpipe_py.errors import ConfigError, NoResult, TorchpipeError, describe,
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.plan.build import plan_pipeline
-from torchpipe_py.proc.child import start_interpreter
+from torchpipe_py.proc.child import describe_ending, start_interpreter
 from torchpipe_py.proc.confine import end_with_parent
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
 from torchpipe_py.registry import import_code
@@ -46,23 +47,12 @@ Item = tuple[int, int]
 _KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 2  # besides the first
 _WAIT_S = 60.0
+_SET_UP_S = 600.0  # TensorRT may build an engine
 _CAPTURED = -1  # in place of a slot
 
 
 class TeamDied(TorchpipeError):
-    """A process of the tuner ended, and its answers with it."""
-
-    def __init__(self) -> None:
-        super().__init__("a process of the tuner died; was it killed, or out of memory?")
-
-
-@contextmanager
-def _asking() -> Iterator[None]:
-    """Raise ``TeamDied`` if the process at the other end of a channel is gone."""
-    try:
-        yield
-    except (EOFError, OSError):
-        raise TeamDied from None
+    """A process of the tuner ended, and its answers with it, or it hangs."""
 
 
 class Team:
@@ -79,7 +69,8 @@ class Team:
             for _ in range(len(cores) + engines):
                 ours, theirs = socketpair()
                 with theirs:
-                    process = start_interpreter("torchpipe_py.tools.tune.worker", [theirs.fileno()], os.getpid())
+                    fds, me = [theirs.fileno()], os.getpid()
+                    process = start_interpreter("torchpipe_py.tools.tune.worker", fds, me, start_new_session=True)
                     self._processes.append(process)
                 self._channels.append(Connection(ours.detach()))
             self.pids = [process.pid for process in self._processes]
@@ -98,15 +89,32 @@ class Team:
 
     def each(self, name: str, arguments: Sequence[Sequence[Any]], first: int = 0) -> list[Any]:
         """Like ``all``, with different arguments for each process, from the ``first`` on."""
-        channels = self._channels[first : first + len(arguments)]
-        with _asking():
-            for channel, own in zip(channels, arguments, strict=True):
+        for place, own in enumerate(arguments, first):
+            with self._asking(place) as channel:
                 channel.send((name, own))
-            answers = [channel.recv() for channel in channels]
+        answers = [self._answer(place, name) for place in range(first, first + len(arguments))]
         for is_done, value in answers:
             if not is_done:
                 raise ToolError(value)
         return [value for _, value in answers]
+
+    def _answer(self, place: int, name: str) -> Any:
+        limit = _SET_UP_S if name in ("open", "start", "prepare", "serve", "build") else 2 * _WAIT_S
+        with self._asking(place) as channel:
+            if channel.poll(limit):
+                return channel.recv()
+        raise TeamDied(f"a process of the tuner has not answered for {limit:g} s ({name}): does a backend hang?")
+
+    @contextmanager
+    def _asking(self, place: int) -> Iterator[Connection]:
+        """The channel of a process; ``TeamDied`` if it is gone."""
+        try:
+            yield self._channels[place]
+        except (EOFError, OSError):
+            with suppress(TimeoutExpired):
+                self._processes[place].wait(1.0)
+            why = describe_ending(self._processes[place].returncode)
+            raise TeamDied(f"a process of the tuner died: {why}; was it killed, or out of memory?") from None
 
     def build(self, slot: int, config: Config, workers: int, engines: int) -> None:
         """Build the pipes of workers, with engine processes for shared nodes, in a free ``slot``."""
@@ -116,10 +124,10 @@ class Team:
             with ExitStack() as stack:
                 for place, sock in zip((self._workers + worker % engines, worker), socketpair(), strict=True):
                     stack.enter_context(sock)
-                    with _asking():
-                        self._channels[place].send(("attach", (slot,)))
-                        send_handle(self._channels[place], sock.fileno(), self.pids[place])
-                        self._channels[place].recv()
+                    with self._asking(place) as channel:
+                        channel.send(("attach", (slot,)))
+                        send_handle(channel, sock.fileno(), self.pids[place])
+                    self._answer(place, "attach")
         self.all("build", slot, config, workers, most=workers)
 
     def gpu_free(self) -> int:
@@ -131,9 +139,10 @@ class Team:
         self.all("drop", slot, most=len(self.pids))
 
     def close(self) -> None:
-        """End them."""
+        """End them, with what their backends have started."""
         for process in self._processes:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, SIGKILL)
         for process in self._processes:
             process.wait()
         for channel in self._channels:
