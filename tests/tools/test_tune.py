@@ -683,12 +683,34 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
     assert (run.report["verdict"], run.report["best"]["workers"]) == ("better", 5)
     assert [(each.candidate.workers, len(each.gains)) for each in run._trials] == [
         (1, 0),
-        (5, 12),  # without those by which it was chosen
+        (5, 22),  # without the first ones, by which it was chosen
         (2, 4),
         (6, 2),
         (4, 2),
     ]
     assert run.report["notes"] == [f"x, --workers {workers} was left out: out of memory" for workers in (7, 3)]
+
+
+def test_a_candidate_whose_gain_was_luck_is_followed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gains, asked = {2: iter([1.5, 1.0]), 3: iter([1.2, 1.2, 1.19])}, list[int]()
+
+    def measured(service: Any, candidate: Candidate, base: Any, count: int, figure: Any) -> list[tuple[float, float]]:
+        asked.append(candidate.workers)
+        return [(next(gains[candidate.workers]), 1.0)] * count
+
+    monkeypatch.setattr("torchpipe_py.tools.tune.verify.pairs_of", measured)
+    monkeypatch.setattr("torchpipe_py.tools.tune.verify.turn", lambda _, trial, goal: trial.figures.append(100.0))
+    run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
+    monkeypatch.setattr(run, "is_disturbed", lambda: False)
+    monkeypatch.setattr(run, "_left", lambda: 50.0 if len(asked) < 5 else 0.0)
+    run._goal, run._turn_s, run._pair_s, run._service, run._calibrated = MOST, 1.0, 0.6, None, trial()
+    run._trials = [
+        replace(trial(), candidate=Candidate(Shape.of("x", ONE), workers), figures=[]) for workers in (1, 2, 3)
+    ]
+    run._base = run._trials[0].candidate
+    run.verify()
+    assert asked == [2, 3, 2, 3, 3]
+    assert (run.report["verdict"], run.report["best"]["workers"]) == ("better", 3)
 
 
 @pytest.mark.parametrize(

@@ -426,12 +426,14 @@ class _Tuning:
         finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
         reserve, began = (1 + finalists) * self._turn_s, monotonic()
         ranked = self._ranked(field, reserve, is_first=True)
-        running, took = len(ranked), monotonic() - began
+        running, took, is_new = len(ranked), monotonic() - began, True
         while ranked and self._left() > reserve + took:
-            began, before, running = monotonic(), running, (running + 1) // 2
-            # NOTE: the best of noisy gains are too good, so those by which they were chosen do not count.
-            ranked = [*self._ranked(ranked[:running], reserve, is_new=running < before), *ranked[running:]]
+            began, running = monotonic(), (running + 1) // 2
+            # NOTE: the best of the first, noisy gains are too good.
+            again = self._ranked(ranked[:running], reserve, is_new=is_new)
+            ranked, is_new = verify.best_of([*again, *ranked[running:]]), False
             took = monotonic() - began
+        ranked.sort(key=lambda trial: -verify.interval_of(trial.gains)[0])
         self._trials = [yours, *ranked]
         ranked = ranked[:finalists]
         self._turn([yours, *ranked])
