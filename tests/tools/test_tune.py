@@ -997,7 +997,7 @@ def test_a_whole_run_reports_what_it_measured(
 ) -> None:
     others_take(0.0, monkeypatch)
     files = ["own.toml", "--import", "own.py", "--img_dir", "images", "--json", "r.json", "--html", "r.html"]
-    assert main(["tune", *files, "--budget", "5"]) == 0
+    assert main(["tune", *files, "--budget", "5", "--cores", "2"]) == 0
     report = json.loads((folder / "r.json").read_text(encoding="utf-8"))
     printed, phases = capsys.readouterr()
     assert report["verdict"] in ("better", "as good", "cannot tell")
