@@ -128,7 +128,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
             return paced.closed_loop(CLIENTS, span)
 
         for name in ranked[:FINALISTS]:
-            gains[name] = gains.get(name) or gains_of(pairs_of(paced, tuned, swept[name], PAIRS, loop))
+            gains[name] = gains.get(name) or gains_of(pairs_of(paced, tuned, swept[name], range(PAIRS), loop))
             save()
         top = min(ranked[:FINALISTS], key=lambda name: statistics.mean(gains[name]))
         entered = {"tuned": tuned, top: swept[top]}

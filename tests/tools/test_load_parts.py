@@ -313,6 +313,25 @@ def test_cpu_time_of_children_that_have_ended_counts() -> None:
     assert use.server > 0.25
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "server"),
+    [
+        ({1: (10.0, 0.0), 2: (1.0, 0.0)}, {2: (3.0, 0.0)}, 2.0),  # one has ended, and its parent is not of the server
+        ({1: (0.0, 0.0), 2: (5.0, 0.0)}, {1: (1.0, 6.0), 3: (2.0, 0.0)}, 4.0),  # one was replaced by its parent
+        ({1: (1.0, 0.0)}, {}, None),
+    ],
+)
+def test_cpu_time_of_processes_that_come_and_go(
+    before: Any, after: Any, server: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = CpuMeter([], [])
+    for clocks, read in ((before, meter.start), (after, meter.stop)):
+        monkeypatch.setattr(meter, "_clocks", lambda clocks=clocks: (0.0, 0.0, 0.0, clocks))
+        use = read()
+    assert use is not None
+    assert use.server == server
+
+
 def test_gpu_samples() -> None:
     lines = ["1, NVIDIA X, 10, 500, 1000", "0, NVIDIA Y, [N/A], 5, 10", "1, NVIDIA X, 30, 700, 1000", "1, NVIDIA X, 9"]
     first, second = summarize_gpus(lines)

@@ -552,7 +552,7 @@ def test_candidates_are_measured_beside_the_file() -> None:
         return speed * served[-1]
 
     two, base = (Candidate(Shape.of("x", ONE), workers) for workers in (2, 1))
-    pairs = pairs_of(Slowing(), two, base, 4, figure)
+    pairs = pairs_of(Slowing(), two, base, range(4), figure)
     assert served == [1, 2, 2, 1, 1, 2, 2, 1]
     assert math.exp(sum(gains_of(pairs)) / 4) == pytest.approx(2.0)
 
@@ -597,7 +597,7 @@ def test_candidates_stay_built_while_there_is_room() -> None:
     built.clear()
     for_two = Service(NoTeam(), lambda _: 2)
     for each in candidates[1:4]:
-        pairs_of(for_two, each, candidates[0], 2, lambda _: 1.0)
+        pairs_of(for_two, each, candidates[0], range(2), lambda _: 1.0)
     assert [workers for _, workers in built] == [1, 2, 3, 4]  # the file stays
     for bytes_of, count in ((lambda candidate: candidate.workers, 4), (lambda _: 0, 5)):
         with pytest.raises(ToolError, match="over --gpu-memory"):
@@ -608,7 +608,7 @@ def test_candidates_stay_built_while_there_is_room() -> None:
 @pytest.mark.parametrize(("left", "count"), [(50.0, 12), (9.0, 8), (4.5, 2)])
 def test_pairs_end_with_the_time(left: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
-    monkeypatch.setattr("torchpipe_py.tools.tune.verify.pairs_of", lambda *asked: [(1.0, 1.0)] * asked[3])
+    monkeypatch.setattr("torchpipe_py.tools.tune.verify.pairs_of", lambda *asked: [(1.0, 1.0)] * len(asked[3]))
     monkeypatch.setattr(run, "_left", lambda: left)
     run._goal, run._pair_s, run._service, run._base = MOST, 0.6, None, None
     (ranked,) = run._ranked([trial()], reserve_s=4.0)
@@ -629,7 +629,7 @@ def test_open_loops_begin_near_what_closed_ones_answer(
 
 def test_each_pair_of_open_loops_has_other_arrivals() -> None:
     goal = Goal(0.02, 2.0, [1.0, 3.0, 4.0, 9.0, 9.5], 1.0)
-    assert [goal.dues(2.0, 3, turn) for turn in (0, 1)] == [[0.0, 1.0, 1.5], [0.0, 0.5, 3.0]]
+    assert [goal.dues(2.0, 3, turn) for turn in (0, 1)] == [[0.0, 2 / 3, 1.0], [0.0, 1 / 6, 1.0]]
 
 
 def test_a_quantile_is_the_least_value_that_so_many_reach() -> None:
@@ -656,11 +656,11 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
     gain = {2: 1.1, 3: 1.25, 4: 0.9, 5: 1.4, 6: 1.05}
     asked, turns = list[tuple[int, int]](), list[int]()
 
-    def measured(service: Any, candidate: Candidate, base: Any, count: int, figure: Any) -> list[tuple[float, float]]:
-        asked.append((candidate.workers, count))
-        if candidate.workers == 7 or (candidate.workers, count) == (3, 6):
+    def measured(service: Any, candidate: Candidate, base: Any, numbers: range, _: Any) -> list[tuple[float, float]]:
+        asked.append((candidate.workers, len(numbers)))
+        if asked[-1] in ((7, 2), (3, 6)):
             raise ToolError("out of memory")
-        return [(gain[candidate.workers], 1.0)] * count
+        return [(gain[candidate.workers], 1.0)] * len(numbers)
 
     def measure(service: Any, trial: Trial, goal: Goal) -> None:
         trial.figures.append(100.0)
@@ -694,9 +694,9 @@ def test_candidates_are_halved_by_gains(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_candidate_whose_gain_was_luck_is_followed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     gains, asked = {2: iter([1.5, 1.0]), 3: iter([1.2, 1.2, 1.19])}, list[int]()
 
-    def measured(service: Any, candidate: Candidate, base: Any, count: int, figure: Any) -> list[tuple[float, float]]:
+    def measured(service: Any, candidate: Candidate, base: Any, numbers: range, _: Any) -> list[tuple[float, float]]:
         asked.append(candidate.workers)
-        return [(next(gains[candidate.workers]), 1.0)] * count
+        return [(next(gains[candidate.workers]), 1.0)] * len(numbers)
 
     monkeypatch.setattr("torchpipe_py.tools.tune.verify.pairs_of", measured)
     monkeypatch.setattr("torchpipe_py.tools.tune.verify.turn", lambda _, trial, goal: trial.figures.append(100.0))
@@ -751,7 +751,7 @@ def test_a_shorter_p99_is_a_gain_at_a_given_rate(p99s: tuple[float, float], gain
 
     run: Any = _Tuning(ONE, {}, [0, 1], 60.0, None)
     run._service, run._goal, run._base = Planned(), replace(MOST, rate=50.0), Candidate(Shape.of("x", ONE))
-    pairs = run._pairs(Candidate(run._base.shape, 2), 2, run._shortness)
+    pairs = run._pairs(Candidate(run._base.shape, 2), range(2), run._shortness)
     assert gains_of(pairs) == [pytest.approx(math.log(gain))] * 2
 
 
@@ -872,9 +872,10 @@ def test_ctrl_c_without_a_report_gets_one_line(
 
 
 BUSY_TEAM = """
+from time import perf_counter
 from torchpipe_py.tools.tune.worker import Team
 team = Team("t.toml", [], [], [0])
-team._channels[0].send(("open_loop", ([(0, 1e6)], 1e6, 0.0)))
+team._channels[0].send(("open_loop", (0, [(0, 3600.0)], perf_counter(), 0.0)))
 print(team.pids[0], flush=True)
 input()
 """
@@ -891,10 +892,10 @@ def test_nothing_runs_on_when_the_tuner_is_killed() -> None:
 
 
 def test_a_process_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchpipe_py.tools.tune.worker._WAIT_S", 0.1)
-    why = "has not answered for 0.2 s"
-    with closing(Team("t.toml", [], [], [0])) as team, pytest.raises(TeamDied, match=why):
-        team.all("open_loop", 0, [(0, 1e6)], 1e6, 0.0)
+    with closing(Team("t.toml", [], [], [0], seconds=0.1)) as team:
+        monkeypatch.setattr("torchpipe_py.tools.tune.worker._WAIT_S", 0.1)
+        with pytest.raises(TeamDied, match=r"has not answered for 0\.3 s"):
+            team.all("open_loop", 0, [(0, 3600.0)], perf_counter(), 0.0)
 
 
 def test_what_backends_have_started_ends_with_the_tuner(tmp_path: Path) -> None:

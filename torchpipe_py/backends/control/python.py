@@ -62,7 +62,7 @@ class PythonClass(Backend):
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Sequence[BatchRange | None]) -> BatchRange | None:
-        if "max" in cls.declared:
+        if "max" in cls.declared and ("min" in cls.declared or not hasattr(cls.wrapped, "min")):
             return params.get("min", 1), params["max"]
         return None if hasattr(cls.wrapped, "max") else (1, 1)
 

@@ -78,13 +78,22 @@ class CpuMeter:
     def stop(self) -> CpuUse:
         """End the span. Of server processes that ended in it, those count that another one has waited for."""
         (started, parent, machine, before), (now, parent_now, machine_now, after) = self._before, self._clocks()
-        server = max(0.0, sum(after.values()) - sum(before.values())) if after else None
+        used = ended = 0.0
+        for pid, (own, children) in after.items():
+            own_before, children_before = before.get(pid, (0.0, 0.0))
+            used += own - own_before
+            ended += children - children_before
+        ended -= sum(sum(times) for pid, times in before.items() if pid not in after)
+        server = used + max(0.0, ended) if after else None
         known = psutil is not None and now - started >= JUDGED_FROM_S
         return CpuUse(now - started, parent_now - parent, server, machine_now - machine if known else None)
 
-    def _clocks(self) -> tuple[float, float, float, dict[int, float]]:
-        """Wall time; CPU seconds of this process, of the cores it may use (since boot), and of each server process."""
-        machine, clocks = 0.0, dict[int, "float | None"]()
+    def _clocks(self) -> tuple[float, float, float, dict[int, tuple[float, float]]]:
+        """Wall time; CPU seconds of this process, of the cores it may use (since boot), and of each server process.
+
+        The last are its own, and those of its children that have ended.
+        """
+        machine, clocks = 0.0, dict[int, tuple[float, float]]()
         if psutil is not None:
             cores = psutil.cpu_times(percpu=True)
             usable = [cores[core] for core in os.sched_getaffinity(0) if core < len(cores)]
@@ -94,18 +103,23 @@ class CpuMeter:
                     family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
                 except psutil.Error:
                     continue
-                clocks |= {each: cpu_seconds(each) for each in family if each not in self._not_server}
-        known = {pid: seconds for pid, seconds in clocks.items() if seconds is not None}
-        return time.perf_counter(), time.process_time(), machine, known
+                for each in family:
+                    if each not in self._not_server and (times := _cpu_times(each)):
+                        clocks[each] = times.user + times.system, times.children_user + times.children_system
+        return time.perf_counter(), time.process_time(), machine, clocks
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """CPU seconds of one process and of its children that have ended; None if unknown."""
+    """CPU seconds of one process, without descendants; None if unknown."""
+    times = _cpu_times(pid)
+    return times and float(times.user + times.system)
+
+
+def _cpu_times(pid: int) -> Any:
     try:
-        times = psutil.Process(pid).cpu_times() if psutil else None
+        return psutil.Process(pid).cpu_times() if psutil else None
     except psutil.Error:  # type: ignore[union-attr]
         return None
-    return times and float(sum(times[:4]))  # user, system, and the same of children
 
 
 def cpu_model() -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -201,7 +201,7 @@ class _Tuning:
         """Start the processes."""
         self._show("profile", 0.0)
         engines = ENGINES[-1] if any(shape.heads for shape in self._shapes) else 0
-        self._team = Team(self.report["config"], self._images, imports, self._cores, engines)
+        self._team = Team(self.report["config"], self._images, imports, self._cores, engines, self._budget)
         self._service = Service(self._team, self._gpu_bytes, gpu_memory or math.inf)
         self._meter = CpuMeter(self._team.pids, [])
         self._meter.start()
@@ -274,7 +274,10 @@ class _Tuning:
         engines = usual_engines(written.config) if written.heads and workers > 1 else 0
         base = self._base = Candidate(written, workers, engines=min(engines, workers))
         began, seconds = monotonic(), self._seconds("calibrate")
-        self._service.build(base)
+        try:
+            self._service.build(base)
+        except ToolError as error:
+            raise ToolError(f"the file as it is: {error}") from None
         built = monotonic() - began
         self._clients = verify.CLIENTS_PER_CORE * len(self._cores)
         self._closed = max(1.0, self._service.closed_loop(self._clients, 2 * self._goal.seconds))
@@ -315,7 +318,7 @@ class _Tuning:
             if str(start) == str(self._base):
                 found = []
             elif monotonic() < began + seconds:
-                found = self._pairs(start, _COMPARED, self._answers)
+                found = self._pairs(start, range(_COMPARED), self._answers)
             if isinstance(found, str):
                 self.report["not_tried"].append(f"{start.place}: {found}")
             else:
@@ -352,15 +355,15 @@ class _Tuning:
     def _shortness(self, number: int) -> float:
         """The inverse of the p99 of an open loop at the given rate, with other arrivals in each pair."""
         goal, rate = self._goal, self._goal.rate or 1.0
-        # NOTE: without an answer, a request took at least as long as the loop.
+        # NOTE: if over 1 % have no answer, the length of the loop stands for the p99.
         return 1 / min(goal.dues(rate)[-1] + goal.slo, self._service.measure(goal, rate, number).p99)
 
     def _pairs(
-        self, candidate: Candidate, count: int, figure: Callable[[int], float]
+        self, candidate: Candidate, numbers: Iterable[int], figure: Callable[[int], float]
     ) -> list[tuple[float, float]] | str:
         """Figures of it and of the file in turns, or why it cannot be built."""
         try:
-            return verify.pairs_of(self._service, candidate, self._base, count, figure)
+            return verify.pairs_of(self._service, candidate, self._base, numbers, figure)
         except ToolError as error:
             return str(error)
 
@@ -426,14 +429,13 @@ class _Tuning:
         finalists = max(1, min(_FINALISTS, int(_OPEN_SHARE * self._seconds("verify") / self._turn_s) - 1))
         reserve, began = (1 + finalists) * self._turn_s, monotonic()
         ranked = self._ranked(field, reserve, is_first=True)
-        running, took, is_new = len(ranked), monotonic() - began, True
+        running, took = len(ranked), monotonic() - began
         while ranked and self._left() > reserve + took:
             began, running = monotonic(), (running + 1) // 2
-            # NOTE: the best of the first, noisy gains are too good.
-            again = self._ranked(ranked[:running], reserve, is_new=is_new)
-            ranked, is_new = verify.best_of([*again, *ranked[running:]]), False
+            ranked = verify.best_of([*self._ranked(ranked[:running], reserve), *ranked[running:]])
             took = monotonic() - began
-        ranked.sort(key=lambda trial: -verify.interval_of(trial.gains)[0])
+        # NOTE: a single look is for the choice only.
+        ranked.sort(key=lambda trial: -verify.interval_of(trial.gains)[0] if trial.looks > 1 else math.inf)
         self._trials = [yours, *ranked]
         ranked = ranked[:finalists]
         self._turn([yours, *ranked])
@@ -452,24 +454,22 @@ class _Tuning:
         if not self.is_disturbed() and self.report["verdict"] == "better":
             self.report["tuned"] = dict(best.candidate.config())
 
-    def _ranked(
-        self, trials: Sequence[Trial], reserve_s: float, is_first: bool = False, is_new: bool = False
-    ) -> list[Trial]:
-        """Measure their gains until ``reserve_s`` is left, at first not of all then; and sort them, the best first.
-
-        If they ``is_new``, they replace those that were measured before.
-        """
+    def _ranked(self, trials: Sequence[Trial], reserve_s: float, is_first: bool = False) -> list[Trial]:
+        """Measure their gains until ``reserve_s`` is left, at first not of all then; and sort them, the best first."""
         figure = self._answers if self._goal.rate is None else self._shortness
         pairs = min(_PAIRS, (self._left() - reserve_s) / self._pair_s) / max(1, len(trials))
         for trial in trials:
             found: list[tuple[float, float]] | str = "no time was left to measure it"
             if not is_first or trial is trials[0] or self._left() > reserve_s:
-                found = self._pairs(trial.candidate, max(_COMPARED, int(pairs)), figure)
+                first = trial.looks * _PAIRS
+                found = self._pairs(trial.candidate, range(first, first + max(_COMPARED, int(pairs))), figure)
             if isinstance(found, str):
                 self.report["notes"].append(f"{trial.candidate} was left out: {found}")
                 trial.gains.clear()
             else:
-                trial.gains = [*([] if is_new else trial.gains), *verify.gains_of(found)]
+                # NOTE: the first gains, by which it was chosen, are too good.
+                trial.gains = [*(trial.gains if trial.looks > 1 else []), *verify.gains_of(found)]
+                trial.looks += 1
                 if self._goal.rate is None:  # open loops begin near what a closed one answers
                     closed = statistics.median(rate for rate, _ in found)
                     trial.centre = min(closed, max(_LEAST_START * closed, trial.centre))

@@ -11,7 +11,7 @@ from time import perf_counter
 from torchpipe_py.tools.report import ToolError, printable
 from torchpipe_py.tools.tune.shapes import Candidate, Shape, knobs_of
 from torchpipe_py.tools.tune.simulate import Cost
-from torchpipe_py.tools.tune.worker import Captured, Team
+from torchpipe_py.tools.tune.worker import CAPTURED, Captured, Team
 
 LADDER = (1, 2, 4, 8, 16, 32)
 GAIN = 0.05
@@ -168,6 +168,7 @@ class Profiler:
             except ToolError as error:
                 if not shape.alternative:
                     raise
+                self._team.all("drop", CAPTURED, most=self._most)
                 failed[shape.name] = str(error)
                 continue
             self.profile.captured[shape.name] = replace(captured, gpu_bytes=used)
@@ -213,19 +214,14 @@ class Profiler:
                 self._run(cell)
         began = perf_counter()
         for done, cell in enumerate(cells):
-            try:
-                self._measure(cell)
-            except ToolError:
-                if cell.size == 1:
-                    raise
-                continue  # without larger batches, which take too much memory
+            is_measured = self._measure(cell)
             progress("profile", done / (2 * len(cells)))
-            larger = self._next(cell)
+            larger = self._next(cell) if is_measured else None
             if larger is not None and perf_counter() - began < self._seconds / 2:
                 cells.append(larger)  # NOTE: this loop continues with it
         first = perf_counter() - began
         for _ in range(1, MOST_ROUNDS):
-            for cell in self.profile.cells:
+            for cell in list(self.profile.cells):
                 self._measure(cell)
             passed = perf_counter() - began
             progress("profile", passed / self._seconds)
@@ -250,8 +246,16 @@ class Profiler:
         except ToolError as error:
             raise ToolError(f"node {self.profile.names[cell.unit]} alone: {error}") from None
 
-    def _measure(self, cell: Cell) -> None:
-        measured, rate, cores = self._run(cell), 0.0, 0.0
+    def _measure(self, cell: Cell) -> bool:
+        """Whether it can be measured: larger batches may take too much memory."""
+        try:
+            measured = self._run(cell)
+        except ToolError:
+            if cell.size == 1:
+                raise
+            self.profile.cells.pop(cell, None)
+            return False
+        rate = cores = 0.0
         figures = self.profile.cells.setdefault(cell, Figures())
         for runs, cpu in measured:
             busy = sum(seconds for _, seconds in runs)
@@ -260,3 +264,4 @@ class Profiler:
             figures.runs += runs
         figures.seconds.append(1 / rate)
         figures.cores.append(cores)
+        return True

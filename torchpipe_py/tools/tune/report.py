@@ -129,7 +129,7 @@ def _others(report: Mapping[str, Any]) -> str:
 
 
 def lines_of(report: Mapping[str, Any], has_table: bool = True) -> list[str]:
-    """The whole report as text."""
+    """The whole report as text, or without the table of candidates."""
     profile, calibration = report["profile"], report["calibration"]
     rows = [("goal", goal_text(report))]
     rows.append(("machine", f"{report['cpu_model']}, {report['cores']} cores of it; {report['images']} images"))

@@ -59,11 +59,13 @@ class Goal:
     def dues(self, rate: float, count: int | None = None, turn: int = 0) -> list[float]:
         """The times at which ``count`` calls of an open loop at ``rate`` are due, by default those of ``seconds``.
 
-        Other turns have other parts of the schedule.
+        Other turns have other parts of the schedule, each at the same rate.
         """
         count = count or max(LEAST_CALLS, min(MOST_CALLS, round(rate * self.seconds)))
         first = turn * count % max(1, len(self.times) - count)
-        return [(time - self.times[first]) / rate for time in self.times[first : first + count]]
+        some = self.times[first : first + count]
+        factor = (len(some) - 1) / rate / (some[-1] - some[0] or math.inf)
+        return [(time - some[0]) * factor for time in some]
 
 
 @dataclass(frozen=True)

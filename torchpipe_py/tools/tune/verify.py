@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -51,8 +51,8 @@ class Trial:
     """A measured candidate: ``gains`` are logarithms of how much better than the original file it was beside it.
 
     ``figures`` has one entry per turn of open loops, a limit in requests per second or a p99. ``p99s`` are measured at
-    the rate for which ``predicted`` has one. ``parity`` says how its results differ from those of the file, empty if
-    they do not.
+    the rate for which ``predicted`` has one. ``looks`` counts the rounds in which gains were measured. ``parity`` says
+    how its results differ from those of the file, empty if they do not.
     """
 
     candidate: Candidate
@@ -62,6 +62,7 @@ class Trial:
     figures: list[float] = field(default_factory=list)
     p99s: list[float] = field(default_factory=list)
     gains: list[float] = field(default_factory=list)
+    looks: int = 0
     parity: str = ""
 
     @classmethod
@@ -148,11 +149,11 @@ class Service:
 
 
 def pairs_of(
-    service: Service, candidate: Candidate, base: Candidate, count: int, figure: Callable[[int], float]
+    service: Service, candidate: Candidate, base: Candidate, numbers: Iterable[int], figure: Callable[[int], float]
 ) -> list[tuple[float, float]]:
     """A figure of a candidate and of ``base``, more is better, in turns that are numbered: a machine varies."""
     pairs = []
-    for number in range(count):
+    for number in numbers:
         step, measured = 1 if number % 2 else -1, list[float]()  # ``base`` first, so that it stays built
         for each in (candidate, base)[::step]:
             service.build(each)

@@ -47,8 +47,9 @@ Item = tuple[int, int]
 _KEPT_BYTES = 2**28  # of a node's captured inputs; further images are dropped
 _LEAST_BATCHES = 2  # besides the first
 _WAIT_S = 60.0
-_SET_UP_S = 600.0  # TensorRT may build an engine
-_CAPTURED = -1  # in place of a slot
+_SET_UP, _SET_UP_S = ("open", "start", "prepare", "serve", "build"), 600.0  # TensorRT may build an engine
+CAPTURED = -1
+"""In place of a slot, for the pipe whose nodes' inputs are captured."""
 
 
 class TeamDied(TorchpipeError):
@@ -56,14 +57,21 @@ class TeamDied(TorchpipeError):
 
 
 class Team:
-    """One process per core, and ``engines`` more, seen from the parent.
+    """One process per core, and ``engines`` more, seen from the parent; no call takes longer than ``seconds``.
 
-    Raises ``ToolError`` if one fails, ``TeamDied`` if one dies.
+    Raises ``ToolError`` if one fails, ``TeamDied`` if one dies or does not answer.
     """
 
     def __init__(
-        self, source: str, images: Sequence[bytes], imports: Sequence[str], cores: Sequence[int], engines: int = 0
+        self,
+        source: str,
+        images: Sequence[bytes],
+        imports: Sequence[str],
+        cores: Sequence[int],
+        engines: int = 0,
+        seconds: float = 120.0,
     ) -> None:
+        self._seconds = seconds
         self._processes, self._channels, self._workers = [], [], len(cores)
         try:
             for _ in range(len(cores) + engines):
@@ -99,7 +107,7 @@ class Team:
         return [value for _, value in answers]
 
     def _answer(self, place: int, name: str) -> Any:
-        limit = _SET_UP_S if name in ("open", "start", "prepare", "serve", "build") else 2 * _WAIT_S
+        limit = self._seconds + (_SET_UP_S if name in _SET_UP else 2 * _WAIT_S)
         with self._asking(place) as channel:
             if channel.poll(limit):
                 return channel.recv()
@@ -114,7 +122,7 @@ class Team:
             with suppress(TimeoutExpired):
                 self._processes[place].wait(1.0)
             why = describe_ending(self._processes[place].returncode)
-            raise TeamDied(f"a process of the tuner died: {why}; was it killed, or out of memory?") from None
+            raise TeamDied(f"a process of the tuner died ({why}); is there enough memory?") from None
 
     def build(self, slot: int, config: Config, workers: int, engines: int) -> None:
         """Build the pipes of workers, with engine processes for shared nodes, in a free ``slot``."""
@@ -220,9 +228,9 @@ class _State:
 
     def start(self, config: Config, units: dict[str, str], seconds: float) -> None:
         """Build the pipe from which to ``capture`` inputs by unit, and run the first image within ``seconds``."""
-        self.drop(_CAPTURED)
+        self.drop(CAPTURED)
         self._runtime, self._units = Runtime(plan_pipeline(copied(config, self.source))), units
-        self._running[_CAPTURED].callback(lambda: self._runtime.end(perf_counter() + _WAIT_S))
+        self._running[CAPTURED].callback(lambda: self._runtime.end(perf_counter() + _WAIT_S))
         self._runtime.start()
         self._run_alone(self._runtime, self.images[0], perf_counter() + seconds)
 
@@ -247,7 +255,7 @@ class _State:
             between.append((lone[-1] - sum(watch.seconds for watch in watches.values())) / threads)
             if why and failed is None:
                 failed = image, why
-        self.drop(_CAPTURED)
+        self.drop(CAPTURED)
         for name, unit in self._units.items():
             self.items[unit] = self.items.get(unit) or watches[name].kept
         visits = {name: watch.visits for name, watch in watches.items()}
@@ -270,6 +278,7 @@ class _State:
         """Set up instances of a single node, with threads of its model; returns their batch sizes."""
         (plan,) = plan_pipeline(copied(config, self.source)).plans.values()
         create = creator(plan)
+        self._close_nodes(self.nodes.pop((unit, threads), []))
         runners = self.nodes[unit, threads] = [_Runner(Instance("node", index, create)) for index in range(instances)]
         for runner in runners:
             if error := runner.instance.wait_setup():
@@ -297,7 +306,6 @@ class _State:
         self._close_nodes([runner for runners in self.nodes.values() for runner in runners])
         self.nodes.clear()
         self.items.clear()
-        self.drop(_CAPTURED)
 
     def _close_nodes(self, runners: Sequence[_Runner]) -> None:
         for runner in runners:
