@@ -57,7 +57,7 @@ class TeamDied(TorchpipeError):
 
 
 class Team:
-    """One process per core, and ``engines`` more, seen from the parent; no call takes longer than ``seconds``.
+    """One process per core, and ``engines`` more, seen from the parent. Calls may take up to ``seconds``.
 
     Raises ``ToolError`` if one fails, ``TeamDied`` if one dies or does not answer.
     """
