@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -193,6 +194,14 @@ def test_what_waits_when_its_client_leaves_is_not_computed(client_type, monkeypa
         first.shutdown(1)
         assert b"block" in read_all(first)
     assert b"queued" not in map(bytes, Steered.seen)
+
+
+@pytest.mark.parametrize(("is_running", "is_over", "drops"), [(0, 0, 1), (1, 0, 0), (0, 1, 0)])
+def test_an_answer_on_its_way_is_not_dropped(is_running, is_over, drops):
+    call = Mock(ticket=Mock(is_running=is_running, is_over=is_over))
+    connection = Mock(call=call)
+    torchpipe_server.front.connection.Connection._end_queued(connection, call)
+    assert connection.drop.call_count == drops
 
 
 # -- calls of many images: they enter the pipe in turns, and each image is answered once ------------------------------

@@ -187,7 +187,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_queued(self, call: Call) -> None:
         """Drop a request that has not started: a client that closes its side has nearly always left."""
-        if self.call is call and not getattr(call.ticket, "is_running", True):
+        # NOTE: in this order, or one that ends in between is dropped with its answer on the way.
+        ticket = call.ticket
+        if self.call is call and not (getattr(ticket, "is_running", True) or getattr(ticket, "is_over", True)):
             self.drop()
 
     def pause_writing(self) -> None:
