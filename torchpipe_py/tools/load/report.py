@@ -285,11 +285,11 @@ def search_line(report: dict[str, Any]) -> str:
         return f"no result ({limit}): the tester shares the cores and cannot tell, from {open_at[0]:.4g} images/s on"
     if search["best_rate"] is None:
         return f"no rate holds ({limit}); the lowest tried: {failed:.4g} images/s"
-    above = "nothing higher was tried" if failed is None else f"{failed:.4g} did not hold"
+    above = [] if failed is None else [f"{failed:.4g} did not hold"]
     if open_at:
-        above = f"{failed:.4g} did not hold; " if failed is not None else ""
-        above += f"at {open_at[0]:.4g} the tester, on shared cores, cannot tell"
-    return f"highest rate that holds: {search['best_rate']:.4g} images/s ({limit}; {above})"
+        above.append(f"at {open_at[0]:.4g} the tester, on shared cores, cannot tell")
+    above = above or ["nothing higher was tried"]
+    return f"highest rate that holds: {search['best_rate']:.4g} images/s ({'; '.join([limit, *above])})"
 
 
 def print_report(report: dict[str, Any]) -> None:

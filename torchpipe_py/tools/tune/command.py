@@ -23,7 +23,7 @@ from torchpipe_py.files import output_problem
 from torchpipe_py.plan.build import MOST_BY_CORES, plan_pipeline
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.plan.sharing import usual_engines
-from torchpipe_py.registry import import_all
+from torchpipe_py.registry import import_code
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times, read_replay, rescale
 from torchpipe_py.tools.load.judge import EXIT_INTERRUPTED
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_model
@@ -122,7 +122,8 @@ def tune(
     if len(usable) < 2:
         raise ToolError("one core: there is nothing to tune; serve with --workers 1 and one instance of each node")
     pattern = rescale(times[:_ARRIVALS], 1.0) if times else list(islice(poisson_times(1.0, 0), _ARRIVALS))
-    import_all(",".join(imports))
+    for name in imports:
+        import_code(name)
     tables = Tables.of(config)
     with ExitStack() as stack:
         os.sched_setaffinity(0, usable)  # NOTE: plans derive the number of instances from the cores

@@ -189,9 +189,12 @@ class Profiler:
                 for threads in (1, cores) if "threads" in knobs else (0,):
                     settings = {"threads": threads} if threads else {}
                     counts = [most if threads < 2 else 1] + [1] * (most - 1)
+                    larger = {"max": LADDER[-1]} if "max" in knobs else {}
                     try:
-                        self._set_up(shape, node, counts, settings | ({"max": LADDER[-1]} if "max" in knobs else {}))
+                        self._set_up(shape, node, counts, settings | larger)
                     except ToolError:  # its batches are fixed, or take too much memory
+                        if not larger:
+                            raise
                         self._set_up(shape, node, counts, settings)
                     cells.append(Cell(unit, threads))
                     if threads < 2:

@@ -48,6 +48,8 @@ class Shape:
 
     def planned(self, processes: int) -> Pipeline:
         """The plan of each of so many processes, which share the cores. Raises ``ConfigError``."""
+        if processes == 1:
+            return self.pipeline
         if processes not in self._planned:
             self._planned[processes] = plan_pipeline(self.config, processes=processes)
         return self._planned[processes]

@@ -88,7 +88,7 @@ class Service:
     ) -> None:
         self._team, self._slot, self._workers = team, 0, 1
         self._bytes_of, self._gpu_memory = bytes_of, gpu_memory
-        self._together = min(gpu_memory, _MOST_OF_GPU * team.gpu_free()) if team.has_gpu else math.inf
+        self._together = min(gpu_memory, _MOST_OF_GPU * team.gpu_free())
         self._built: dict[int, Candidate] = {}  # by slot, the last used one at the end
 
     def build(self, candidate: Candidate) -> None:
@@ -107,13 +107,12 @@ class Service:
                 del self._built[oldest]
                 self._team.drop(oldest)
             self._slot = next(slot for slot in range(_MOST_BUILT) if slot not in self._built)
-            free = self._team.gpu_free() if self._team.has_gpu else 0
+            free = self._team.gpu_free()
             try:
                 self._team.build(self._slot, candidate.config(), self._workers, candidate.engines)
                 for clients in (_WARM_UP_CLIENTS, CLIENTS_PER_CORE * len(self._team)):  # small batches and large ones
                     self.closed_loop(clients, _WARM_UP_ON_GPU_S if self._team.has_gpu else _WARM_UP_S)
-                if self._team.has_gpu:
-                    self._check(free - self._team.gpu_free())
+                self._check(free - self._team.gpu_free())
             except ToolError:
                 self._team.drop(self._slot)  # NOTE: other workers may have built theirs
                 raise
