@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recipes.augmentation import AUGMENTS
 from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.tools.options import at_least
@@ -87,6 +88,8 @@ def make_parser() -> ArgumentParser:
     option("--workers", type=at_least(0), default=2, help="processes that read files (default: %(default)s)")
     option("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
     option("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
+    augment = "beside the random flip: crop (rotates too), color, cutout, gridmask (default: none)"
+    option("--augment", nargs="+", choices=AUGMENTS, default=[], help=augment)
     option("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
     option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
