@@ -40,7 +40,7 @@ PACKAGE = [
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]
 """Imports neither ``torchpipe_py`` nor the server."""
 SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "supervisor", "cli", "__main__"]
-TRAINING = ["errors", "options data plan prefetch ranks", "samples", "decode", "batcher", "workers.transfer"]
+TRAINING = ["errors", "options data plan prefetch ranks", "samples augment", "decode", "batcher", "workers.transfer"]
 TRAINING += ["workers", "loader workers.preload", "wrap"]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["benchmarks", "recipes", "examples"]

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from recipes import augmentation as shared
 from recipes.options import Place
 from torchpipe_py.training import (
+    Augmentation,
+    ColorTwist,
+    Compose,
+    CutOut,
     DistributedEvalSampler,
+    GridMask,
     ImageFolder,
+    RandomResizedCrop,
     TorchpipeLoader,
     TrainingError,
     wrap_dataloader_torchpipe,
@@ -33,14 +42,33 @@ class Normalise:
         return images.to(torch.float32, copy=True).div_(255.0).sub_(self._mean).div_(self._std)
 
 
-class FlipAndNormalise(Normalise):
-    """The same, after a horizontal flip of about every second image; a few kernels for the whole batch."""
+class FlipAndNormalise(Augmentation):
+    """``Normalise`` after a horizontal flip of every second image on average; a few kernels for the whole batch."""
 
-    def __call__(self, images: Any) -> Any:
-        chosen = (torch.rand(len(images)) < 0.5).nonzero().flatten().to(images.device, non_blocking=True)
-        images = super().__call__(images)
+    draws = 1
+
+    def __init__(self, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD) -> None:
+        self._normalise = Normalise(mean, std)
+
+    def apply(self, images: Any, drawn: np.ndarray) -> Any:
+        chosen = torch.from_numpy(np.flatnonzero(drawn[:, 0] < 0.5)).to(images.device, non_blocking=True)
+        images = self._normalise(images)
         # NOTE: only these, in place: on a CPU each further copy of a batch takes longer than to normalise it.
         return images.index_copy_(0, chosen, images.index_select(0, chosen).flip(-1))
+
+
+def augmentations(names: Sequence[str]) -> Compose:
+    """For ``transforms_batch``: the chosen ``AUGMENTS`` in their order, then flip and normalise.
+
+    ``crop`` keeps the size of the images. They are not enlarged before, so that they are resampled only once.
+    """
+    steps: dict[str, Callable[[], Augmentation]] = {
+        "crop": lambda: RandomResizedCrop(scale=shared.AREA, ratio=shared.ASPECT_RATIO, degrees=shared.ROTATION),
+        "color": lambda: ColorTwist(shared.BRIGHTNESS, shared.CONTRAST, shared.SATURATION, shared.HUE),
+        "cutout": lambda: CutOut(shared.HOLES, shared.HOLE_SIDE),
+        "gridmask": lambda: GridMask(shared.TILE, shared.TILE_RATIO),
+    }
+    return Compose([*(steps[name]() for name in shared.AUGMENTS if name in names), FlipAndNormalise()])
 
 
 def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:
@@ -48,7 +76,7 @@ def training_loader(args: argparse.Namespace, place: Place, dataset: Any) -> Tor
     loader = DataLoader(
         dataset, args.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=args.workers, drop_last=True
     )
-    return _wrapped(args, place, loader, args.toml, FlipAndNormalise())
+    return _wrapped(args, place, loader, args.toml, augmentations(args.augment))
 
 
 def validation_loader(args: argparse.Namespace, place: Place, dataset: Any) -> TorchpipeLoader:

@@ -1,5 +1,14 @@
 """Training on exactly the served preprocessing: DataLoaders whose images are decoded by a pipe."""
 
+from torchpipe_py.training.augment import (
+    Augmentation,
+    ColorTwist,
+    Compose,
+    CutOut,
+    GridMask,
+    RandomResizedCrop,
+    uniforms,
+)
 from torchpipe_py.training.batcher import Batch
 from torchpipe_py.training.data import (
     ImageFiles,
@@ -18,17 +27,23 @@ from torchpipe_py.training.prefetch import BackgroundIterator, BatchFeeder, Cuda
 from torchpipe_py.training.wrap import wrap_dataloader_torchpipe
 
 __all__ = [
+    "Augmentation",
     "BackgroundIterator",
     "BadSample",
     "Batch",
     "BatchFeeder",
+    "ColorTwist",
+    "Compose",
     "CudaPrefetcher",
+    "CutOut",
     "DistributedEvalSampler",
+    "GridMask",
     "ImageFiles",
     "ImageFolder",
     "LmdbImages",
     "LoaderOptions",
     "PeerFailed",
+    "RandomResizedCrop",
     "TensorToTensor",
     "TorchpipeLoader",
     "TrainingError",
@@ -36,5 +51,6 @@ __all__ = [
     "cv2Resize",
     "cv2_loader",
     "pack_folder",
+    "uniforms",
     "wrap_dataloader_torchpipe",
 ]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torchpipe_py.backends.signature import shown_dims
+from torchpipe_py.training.augment import takes_seeds
 from torchpipe_py.training.decode import shares_of
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
@@ -74,6 +75,7 @@ class Batcher:
         self.options, self.devices, self._reader, self.statistics = options, list(devices), reader, statistics
         self.streams, self.aside = SideStreams(devices), SideStreams(devices)
         self._is_gathered = options.gather or len(self.devices) == 1
+        self._gives_seeds = takes_seeds(options.transforms_batch)
         self.label: Any = None  # the last one seen, a template for ignored labels
         with self.streams.active(), forked(self.devices) as seed:
             seed(key_of(SAMPLE, options.seed))
@@ -127,10 +129,11 @@ class Batcher:
             else:
                 for stack in stacks:
                     self.streams.adopt(stack)
+            stacked = [kept] if self._is_gathered else [share for share in shares if share]
             if self.options.transforms_batch is not None:
-                for place, images in enumerate(stacks):
+                for place, share in enumerate(stacked):
                     seed(key_of(BATCH, self.options.seed, epoch, planned.number))
-                    stacks[place] = self._batch_transformed(images)
+                    stacks[place] = self._batch_transformed(stacks[place], share, epoch)
             if self._is_gathered:
                 images, labels = stacks[0], self._labels(kept, self.devices[0])
             else:
@@ -230,9 +233,13 @@ class Batcher:
         # NOTE: PyTorch fills so many zeros in parallel, and then each of its threads spins for 10 ms.
         return torch.zeros_like(there[0].image, device="cpu") if 0 < len(there) < len(samples) else self._blank
 
-    def _batch_transformed(self, images: Any) -> Any:
+    def _batch_transformed(self, images: Any, samples: Sequence[Sample], epoch: int) -> Any:
         assert self.options.transforms_batch is not None
-        result = _call("transforms_batch", self.options.transforms_batch, images)
+        seeds = {}
+        if self._gives_seeds:
+            keys = [sample.key(self.options.seed, epoch) for sample in samples]
+            seeds["seeds"] = torch.tensor(keys, dtype=torch.int64)
+        result = _call("transforms_batch", self.options.transforms_batch, images, **seeds)
         if not isinstance(result, torch.Tensor) or len(result) != len(images):
             raise TrainingError("transforms_batch takes a Tensor NxCxHxW and gives one of the same N")
         return result
@@ -242,10 +249,10 @@ def _is_blank(sample: Sample) -> bool:
     return bool(sample.kind) or sample.index == NO_SAMPLE
 
 
-def _call(what: str, function: Callable[[Any], Any], argument: Any) -> Any:
-    """``function(argument)``; any exception, even ``StopIteration``, becomes a ``TrainingError`` that names it."""
+def _call(what: str, function: Callable[..., Any], argument: Any, **options: Any) -> Any:
+    """Call the function; any exception, even ``StopIteration``, becomes a ``TrainingError`` that names it."""
     try:
-        return function(argument)
+        return function(argument, **options)
     except Exception as error:
         raise TrainingError(f"{what} raised {type(error).__name__}: {error}") from error
 

@@ -21,7 +21,9 @@ class LoaderOptions:
     """The options of ``wrap_dataloader_torchpipe`` for processing samples and batches.
 
     ``transforms_gpu`` is called for each sample with the pipe's output, on its device, and returns a Tensor C×H×W.
-    ``transforms_batch`` is called after that with the whole batch, N×C×H×W. A share ``cpu_percentage`` (0..1) of the
+    ``transforms_batch`` is called after that with the whole batch, N×C×H×W (in "dp" without ``gather``, with each
+    device's share), masked images included. If it has a parameter ``seeds``, as an ``Augmentation`` has, that is a
+    Tensor of N int64 on the CPU: the seed of each sample (see ``seed``). A share ``cpu_percentage`` (0..1) of the
     batches is processed differently: in the DataLoader's workers, ``transforms_cpu`` is called for each sample with an
     RGB ``PIL.Image`` decoded by OpenCV, and returns a Tensor C×H×W.
 
@@ -35,7 +37,7 @@ class LoaderOptions:
 
     ``bad_samples``: "raise" raises a ``BadSample``; "skip" drops the sample, and a batch with only bad samples (in
     "ddp" that batch is masked, since all ranks make the same number of steps); "mask" keeps its place, with an image of
-    zeros, the label ``ignore_index`` and ``False`` in the batch's ``mask``.
+    zeros (before ``transforms_batch``), the label ``ignore_index`` and ``False`` in the batch's ``mask``.
 
     ``gather``: in "dp", return one Tensor on the first device, as ``DataParallel`` expects; otherwise a list with a
     Tensor for each device that has samples. ``collate_labels`` is called with the list of labels.
@@ -57,7 +59,7 @@ class LoaderOptions:
     prefetch: int = 2
     bad_samples: str = "raise"
     ignore_index: int = -100
-    transforms_batch: Callable[[Any], Any] | None = None
+    transforms_batch: Callable[..., Any] | None = None
     gather: bool = True
     workers_decode: bool = False
     collate_labels: Callable[[list[Any]], Any] = default_collate

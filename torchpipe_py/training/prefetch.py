@@ -169,8 +169,9 @@ class SideStreams:
         if tensor.device in self._streams:
             tensor.record_stream(self._streams[tensor.device])
 
-    def to(self, tensor: Any, device: Any) -> Any:
-        """``tensor`` on ``device``; from the host asynchronously, through pinned memory. Call it while ``active``."""
+    @staticmethod
+    def to(tensor: Any, device: Any) -> Any:
+        """``tensor`` on ``device``; from the host asynchronously, through pinned memory, on the current stream."""
         if tensor.device == device:
             return tensor
         if device.type == "cuda" and not tensor.is_cuda:
