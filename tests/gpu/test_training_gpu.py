@@ -19,8 +19,13 @@ from training_data import RandomOffset, same, taken, write_classes, write_images
 from torchpipe_py import pipe
 from torchpipe_py.training import (
     BadSample,
+    ColorTwist,
+    Compose,
     CudaPrefetcher,
+    CutOut,
+    GridMask,
     ImageFiles,
+    RandomResizedCrop,
     TensorToTensor,
     TorchpipeLoader,
     cv2Resize,
@@ -121,6 +126,58 @@ def test_batches_are_the_same_for_any_number_of_workers_and_instances(dataset: I
                 epochs[-1] += taken(loader)
                 loader.reset()
             assert 0 < loader.stats()["cpu_batches"] < loader.stats()["batches"]
+    assert all(same(epochs[0], other) for other in epochs[1:])
+
+
+AUGMENTATIONS: dict[str, Any] = {
+    "cutout": CutOut(2, 0.4),
+    "gridmask": GridMask(0.25, (0.2, 0.6), (-1.0, 1.0), fill=7),
+    "crop": RandomResizedCrop((40, 56), degrees=20, flip=0.5),
+    "color": ColorTwist(0.5, 0.5, 0.5, 0.3),
+}
+CHAIN = Compose([AUGMENTATIONS["crop"], AUGMENTATIONS["color"], AUGMENTATIONS["cutout"]])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_augmentations_on_the_gpu_are_those_on_the_cpu(name: str, dtype: Any) -> None:
+    images = torch.stack([torch.from_numpy(photo(50, 60, seed)).permute(2, 0, 1) for seed in range(16)]).to(dtype)
+    seeds = torch.arange(16)
+    expected = AUGMENTATIONS[name](images, seeds=seeds)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True  # of no consequence
+    try:
+        result = AUGMENTATIONS[name](images.cuda(), seeds=seeds)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert (result.is_cuda, result.dtype, result.shape) == (True, expected.dtype, expected.shape)
+    if name in ("cutout", "gridmask"):
+        assert torch.equal(result.cpu(), expected)
+    else:
+        assert float((result.cpu() - expected).abs().max()) < 0.01  # of 255
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_augmentations_do_not_wait_for_the_gpu(name: str) -> None:
+    images, seeds = torch.ones(8, 3, 50, 60, device="cuda"), torch.arange(8)
+    AUGMENTATIONS[name](images, seeds=seeds)  # so that memory is allocated
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        AUGMENTATIONS[name](images, seeds=seeds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_augmented_batches_are_the_same_by_workers_on_the_gpu(dataset: ImageFiles) -> None:
+    Path(dataset.samples[5][0]).write_bytes(b"no image")
+    more: dict[str, Any] = {"transforms_batch": CHAIN, "bad_samples": "mask", "shuffle": True}
+    epochs = []
+    for workers, decode in ((0, False), (2, False), (2, True)):
+        with wrapped(dataset, workers=workers, workers_decode=decode, **more) as loader:
+            epochs.append(taken(loader))
+    assert all(batch[0].shape[1:] == (3, 40, 56) for batch in epochs[0])
     assert all(same(epochs[0], other) for other in epochs[1:])
 
 
@@ -247,6 +304,14 @@ def test_two_devices_in_one_process(dataset: ImageFiles) -> None:
         for batch, (images, labels) in zip(whole, apart, strict=True):
             assert [one.device.index for one in images] == [one.device.index for one in labels] == [0, 1][: len(images)]
             assert torch.equal(torch.cat([one.cpu() for one in images]), batch.images.cpu())
+    for workers in (0, 2):
+        more: dict[str, Any] = {"transforms_batch": CHAIN, "workers": workers, "workers_decode": bool(workers)}
+        with (
+            wrapped(dataset, transforms_batch=CHAIN) as whole,
+            wrapped(dataset, kind="dp", gather=False, **more) as apart,
+        ):
+            for batch, (images, _) in zip(whole, apart, strict=True):
+                assert torch.equal(torch.cat([one.cpu() for one in images]), batch.images.cpu())
 
 
 @two_devices

@@ -21,7 +21,16 @@ from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, w
 
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure
-from torchpipe_py.training import BadSample, ImageFiles, TrainingError, wrap_dataloader_torchpipe
+from torchpipe_py.training import (
+    BadSample,
+    Compose,
+    CutOut,
+    GridMask,
+    ImageFiles,
+    RandomResizedCrop,
+    TrainingError,
+    wrap_dataloader_torchpipe,
+)
 from torchpipe_py.training.workers.transfer import Slots
 
 pytestmark = FORKS
@@ -88,13 +97,15 @@ def epochs(workers: int, dataset: Any, toml: str, **options: Any) -> tuple[list[
         (2, {"bad_samples": "mask", "collate_labels": Labels()}),
         (2, {"bad_samples": "skip"}),
         (1, {"bad_samples": "mask", "prefetch": 0}),
+        (2, {"bad_samples": "mask", "transforms_batch": Compose([RandomResizedCrop(16), CutOut(), GridMask(4)])}),
     ],
 )
 def test_batches_are_those_of_the_training_process(
     tmp_path: Path, toml: str, workers: int, options: dict[str, Any]
 ) -> None:
     dataset = write_images(tmp_path / "images", 22, corrupt=[3, 17], missing=[4, 5])
-    options |= {"transforms_gpu": RandomOffset(), "transforms_cpu": OnTheCpu(), "transforms_batch": BatchOffset()}
+    options = {"transforms_batch": BatchOffset(), **options}
+    options |= {"transforms_gpu": RandomOffset(), "transforms_cpu": OnTheCpu()}
     expected, counted = epochs(0, dataset, toml, cpu_percentage=0.4, **options)
     batches, stats = epochs(workers, dataset, toml, cpu_percentage=0.4, **options)
     assert same(batches, expected)
