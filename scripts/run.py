@@ -1,7 +1,7 @@
 """``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` explains its options.
 
 ``demo`` draws and trains ``configs/demo``; ``textures`` draws a set to train on; ``loader_throughput`` measures data
-loaders of a training.
+loaders of a training; ``tfrecord`` packs class folders; ``restoration`` trains on pairs of images, by NVIDIA DALI.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from importlib import import_module
 
 from torchpipe_py.arguments import ArgumentParser
 
-MODULES = {"demo": "examples.demo", "textures": "examples.textures", "loader_throughput": "recipes.loaders"}
+MODULES = {
+    "demo": "examples.demo",
+    "textures": "examples.textures",
+    "loader_throughput": "recipes.loaders",
+    "tfrecord": "recipes.tfrecord",
+    "restoration": "recipes.restoration",
+}
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,17 @@ from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.tools.options import at_least
 from torchpipe_py.training.options import BAD_SAMPLES
+
+DALI_SIZE = 224
+NOT_OF_DALI = {
+    "toml": "its pipeline is code, not a pipe; --size and --augment change it",
+    "val_toml": "its pipeline is code, not a pipe",
+    "workers_decode": "its threads decode, --workers says how many",
+    "bad_samples": "it stops at a file that is no image",
+    "dp": "a pipeline of DALI works for one GPU; --ddp has one for each",
+    "devices": "a pipeline of DALI works for one GPU; --device chooses it, --ddp has one for each",
+}
+"""Options of a training by a pipe, and why they do not go with ``--dali``."""
 
 
 class Place:
@@ -72,10 +83,10 @@ class Place:
 
 def make_parser() -> ArgumentParser:
     """All options."""
-    parser = ArgumentParser(description="Train a classifier on images that a pipe decodes.")
+    parser = ArgumentParser(description="Train a classifier on images that a pipe decodes, or NVIDIA DALI.")
     option = parser.add_argument
     option("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
-    option("--toml", type=Path, required=True, help="preprocessing, as it will be served")
+    option("--toml", type=Path, help="preprocessing, as it will be served; needed unless --dali is given")
     option("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
     option(
         "--workers-decode", action="store_true", help="the workers, one at least, make whole batches, on the GPU too"
@@ -85,7 +96,12 @@ def make_parser() -> ArgumentParser:
     option("--weights", metavar="FILE|pretrained", help=weights)
     option("--epochs", type=at_least(1), default=10, help="(default: %(default)s)")
     option("--batch-size", type=at_least(1), default=32, help="of each process (default: %(default)s)")
-    option("--workers", type=at_least(0), default=2, help="processes that read files (default: %(default)s)")
+    option(
+        "--workers",
+        type=at_least(0),
+        default=2,
+        help="processes that read files; with --dali, its threads (default: %(default)s)",
+    )
     option("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
     option("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
     augment = "beside the random flip: crop (rotates too), color, cutout, gridmask (default: none)"
@@ -103,7 +119,31 @@ def make_parser() -> ArgumentParser:
     option("--devices", nargs="+", type=to_device, help="of --dp: CUDA devices, or 'cpu' twice (default: all GPUs)")
     norms = "of --ddp on GPUs: over the batches of all, which takes its time, or each one's own (default: %(default)s)"
     option("--batch-norm", choices=("sync", "local"), default="sync", help=norms)
+    option("--dali", action="store_true", help="decode and augment by NVIDIA DALI, in place of a pipe")
+    where = "of --dali: what decodes and augments (default: the GPU where there is one)"
+    option("--decode", choices=("cpu", "gpu"), help=where)
+    option("--size", type=at_least(1), help=f"of --dali: both sides of its images in pixels (default: {DALI_SIZE})")
     return parser
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a training, checked against each other; exits with one line where they do not go together."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not args.dali:
+        if args.toml is None:
+            parser.error("the following arguments are required: --toml, or --dali to train without a pipe")
+        for name in ("decode", "size"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is an option of --dali; a pipe's TOML says it otherwise")
+        return args
+    for name, reason in NOT_OF_DALI.items():
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does not go with --dali: {reason}")
+    if not args.workers:
+        parser.error("--workers 0 does not go with --dali: it needs a thread at least")
+    args.size = args.size or DALI_SIZE
+    return args
 
 
 def to_device(text: str) -> int | str:

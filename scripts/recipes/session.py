@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from recipes.dali import DaliLoaders
 from recipes.data import Loaders
 from recipes.models import check_classes, load_checkpoint, load_weights, make_model, start_from
 from recipes.options import Place
+from recipes.tfrecord import refuse_records
 from torchpipe_py.training import Batch, TrainingError
 
 IGNORED = -100
@@ -23,14 +25,16 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 def run(args: argparse.Namespace, place: Place) -> None:
     """Train. Prints a line for each epoch on rank 0."""
-    with Loaders(args, place) as loaders:
+    if not args.dali:
+        refuse_records(args.data)
+    with (DaliLoaders if args.dali else Loaders)(args, place) as loaders:
         Session(args, place, loaders).train()
 
 
 class Session:
     """Model, optimiser, schedule and loaders of one process."""
 
-    def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders) -> None:
+    def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders | DaliLoaders) -> None:
         self._args, self._place, self._loaders = args, place, loaders
         self.device = loaders.train.devices[0]
         self.bare = make_model(args.arch, len(loaders.classes), args.seed)
@@ -145,9 +149,9 @@ class Session:
         if self._args.checkpoint is None:
             return
         loss, samples = self._place.summed([float(self._loss), self._samples], self.device)
+        state = {name: part.state_dict() for name, part in self._parts().items()}  # of DALI: a part from each rank
         if self._place.rank == 0:
             path: Path = self._args.checkpoint
-            state = {name: part.state_dict() for name, part in self._parts().items()}
             state |= {"arch": self._args.arch, "classes": self._loaders.classes}
             state |= {"steps": self._steps, "sums": [loss, samples]}
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,206 @@
+"""Train a small network that restores images, on pairs of an input and its target that DALI crops and flips alike.
+
+    python scripts/run.py restoration --data_source DIR --make     # first writes a small set of pairs there
+    python scripts/run.py restoration --data_source DIR --crop 96 --epochs 20 --checkpoint last.pt
+
+``DIR/train/blurry`` and ``DIR/train/sharp`` have images of the same names, in folders or not; ``DIR/val``, or
+``DIR/test``, has pairs to validate with. Each epoch prints the L1 loss, and the PSNR of what the network makes of the
+validation pairs' middle, beside that of the inputs as they are. Started again with its checkpoint, it goes on with the
+next epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import cv2
+import torch
+from torch import nn
+
+from recipes.dali import PairLoader, PairOptions
+from recipes.dali.pairs import Pairs, find_pairs
+from recipes.options import guarded, to_device
+from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.backends.image.files import find_images
+from torchpipe_py.tools.options import at_least
+from torchpipe_py.training import TrainingError
+from torchpipe_py.training.options import choose_devices
+
+PICTURES = ("configs/demo/images", "configs/examples/scenes")
+"""What ``--make`` blurs."""
+BLUR = 1.6
+"""Standard deviation of the blur, in pixels."""
+HELD_OUT = 7
+"""``--make`` keeps one picture in so many to validate with."""
+
+
+class Residual(nn.Module):
+    """N×3×H×W of -1 to 1 to the same: what is missing in an image is learned, and added to it."""
+
+    def __init__(self, width: int = 32, blocks: int = 4) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(3, width, 3, padding=1)
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
+            for _ in range(blocks)
+        )
+        self.tail = nn.Conv2d(width, 3, 3, padding=1)
+        nn.init.zeros_(self.tail.weight)  # the first output is the input
+        nn.init.zeros_(self.tail.bias)
+
+    def forward(self, images: Any) -> Any:
+        features = self.head(images)
+        for block in self.body:
+            features = features + block(features)
+        return images + self.tail(features)
+
+
+def psnr(images: Any, targets: Any) -> Any:
+    """Peak signal-to-noise ratio of each image in dB, N, for N×3×H×W of -1 to 1, whose range is 2."""
+    error = (images.clamp(-1, 1) - targets).square().mean(dim=(1, 2, 3))
+    return 10 * torch.log10(4 / error.clamp(min=1e-10))
+
+
+def make_pairs(folder: Path) -> str:
+    """Write pairs of the pictures of this repository, PNGs; what it wrote, in a line."""
+    if (folder / "train").exists():
+        raise TrainingError(f"--make: {folder / 'train'} is there already; leave --make out to train on it")
+    root = Path(__file__).resolve().parents[2]
+    counts = {"train": 0, "val": 0}
+    for place in PICTURES:
+        for number, path in enumerate(find_images(root / place)):
+            sharp = cv2.imread(str(path))
+            part = "train" if number % HELD_OUT else "val"
+            for name, image in (("sharp", sharp), ("blurry", cv2.GaussianBlur(sharp, (0, 0), BLUR))):
+                target = folder / part / name / Path(place).name / f"{path.stem}.png"
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if not cv2.imwrite(str(target), image):
+                    raise TrainingError(f"{target}: cannot be written")
+            counts[part] += 1
+    return f"{folder}: {counts['train']} pairs to train on, {counts['val']} to validate with"
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train. Prints a line for each epoch."""
+    if args.make:
+        print(make_pairs(args.data_source), flush=True)
+    (device,) = choose_devices("single", None, args.device)
+    pairs = find_pairs(args.data_source / "train", args.img, args.gt)
+    torch.manual_seed(args.seed)
+    model = Residual().to(device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    with ExitStack() as stack:
+        training = stack.enter_context(_loader(args, pairs, device, is_training=True))
+        validation = stack.enter_context(_loader(args, _held_out(args) or pairs, device, is_training=False))
+        parts = {"model": model, "optimiser": optimiser, "loader": training}
+        first = _resume(args, parts)
+        for epoch in range(first, args.epochs):
+            began = perf_counter()
+            loss = _epoch(model, optimiser, training)
+            speed = len(pairs) / (perf_counter() - began)
+            restored, given = validate(model, validation)
+            shown = f"PSNR {restored:.2f} dB of {len(validation.pairs)} pairs, of the inputs {given:.2f} dB"
+            print(f"epoch {epoch}: loss {loss:.4f}, {shown}, {speed:.0f} images/s", flush=True)
+            _save(args, parts, epoch + 1)
+
+
+def _epoch(model: nn.Module, optimiser: torch.optim.Optimizer, loader: PairLoader) -> float:
+    """The mean L1 loss."""
+    model.train()
+    total, count = 0.0, 0
+    for inputs, targets in loader:
+        loss = nn.functional.l1_loss(model(inputs), targets)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        total, count = total + float(loss.detach()) * len(inputs), count + len(inputs)
+    return total / count
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def validate(model: nn.Module, loader: PairLoader) -> tuple[float, float]:
+    """The mean PSNR of what ``model`` makes of the inputs, and of the inputs, in dB."""
+    model.eval()
+    restored, given = [], []
+    for inputs, targets in loader:
+        restored.append(psnr(model(inputs), targets))
+        given.append(psnr(inputs, targets))
+    return float(torch.cat(restored).mean()), float(torch.cat(given).mean())
+
+
+def _loader(args: argparse.Namespace, pairs: Pairs, device: torch.device, is_training: bool) -> PairLoader:
+    options = PairOptions(
+        crop=args.crop,
+        batch_size=args.batch_size,
+        decode=args.decode or ("gpu" if device.type == "cuda" else "cpu"),
+        is_training=is_training,
+        resize=args.resize,
+        threads=args.workers,
+        seed=args.seed,
+    )
+    return PairLoader(pairs, device, options)
+
+
+def _held_out(args: argparse.Namespace) -> Pairs:
+    """Of ``val``, else of ``test``; empty without both."""
+    folders = [folder for folder in (args.data_source / "val", args.data_source / "test") if folder.is_dir()]
+    return find_pairs(folders[0], args.img, args.gt) if folders else []
+
+
+def _save(args: argparse.Namespace, parts: dict[str, Any], epoch: int) -> None:
+    if args.checkpoint is None:
+        return
+    path: Path = args.checkpoint
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    torch.save({"restoration": epoch, **{name: part.state_dict() for name, part in parts.items()}}, unfinished)
+    unfinished.replace(path)  # so that the file is whole or not there
+
+
+def _resume(args: argparse.Namespace, parts: dict[str, Any]) -> int:
+    """The first epoch to train; that of the checkpoint where there is one."""
+    path = args.checkpoint
+    if path is None or not path.exists():
+        return 0
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TrainingError(f"{path}: cannot be read as a checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "restoration" not in state:
+        raise TrainingError(f"{path}: no checkpoint of scripts/run.py restoration")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    except TrainingError as error:
+        raise TrainingError(f"{path}: {error}; go on with the options it was made with") from error
+    epoch = int(state["restoration"])
+    has_all = epoch >= args.epochs
+    print(f"{path}: {f'has all {epoch} epochs' if has_all else f'goes on with epoch {epoch}'}", flush=True)
+    return epoch
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when trained, 2 with one line on stderr otherwise."""
+    parser = ArgumentParser(description="Train a network that restores images, on pairs that NVIDIA DALI loads.")
+    option = parser.add_argument
+    option("--data_source", type=Path, required=True, help="a folder with train/, and val/ or test/, of pairs")
+    option("--make", action="store_true", help="first write a small set there: pictures of this repository, blurred")
+    option("--img", default="blurry", help="the folder of inputs in each of these (default: %(default)s)")
+    option("--gt", default="sharp", help="the folder of targets (default: %(default)s)")
+    option("--resize", type=at_least(1), help="height of the images before they are cropped (default: as it is)")
+    option("--crop", type=at_least(1), default=64, help="both sides in pixels (default: %(default)s)")
+    option("--batch-size", type=at_least(1), default=8, help="(default: %(default)s)")
+    option("--epochs", type=at_least(1), default=10, help="(default: %(default)s)")
+    option("--workers", type=at_least(1), default=2, help="threads of DALI (default: %(default)s)")
+    option("--lr", type=float, default=1e-3, help="(default: %(default)s)")
+    option("--seed", type=int, default=0, help="of weights, order, crops and flips (default: %(default)s)")
+    option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
+    option("--decode", choices=("cpu", "gpu"), help="where images are made (default: the GPU where there is one)")
+    option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
+    args = parser.parse_args(argv)
+    return guarded("restoration", lambda: train(args))
