@@ -38,8 +38,9 @@ _AROUND = _LENGTH.size + 2 * _CHECKSUM.size
 class TfRecordImages:
     """The images of ``folder/part.tfrecord``.
 
-    ``classes`` are the lines of ``labels.txt``; ``index`` is a file of all ``records`` for DALI. It is written beside the file if missing or of another file. ``TrainingError`` for a file that is cut
-    short, has no record, or is no TFRecord of images.
+    ``classes`` are the lines of ``labels.txt``; ``records`` those of the file; ``index`` is a file of these for DALI,
+    written beside it if missing or of another file. ``TrainingError`` for a file that is cut short, has no record, or
+    is no TFRecord of images.
     """
 
     def __init__(self, folder: Path, part: str) -> None:
