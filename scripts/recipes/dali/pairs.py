@@ -84,7 +84,8 @@ def _size_of(path: Path) -> tuple[int, int]:
     try:
         with Image.open(path) as image:
             width, height = image.size
-            is_turned = image.getexif().get(ExifTags.Base.Orientation) in ROTATED
+            # NOTE: of a PNG without this chunk Pillow would decode all pixels to look for another one.
+            is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in ROTATED
     except OSError as error:  # Pillow's UnidentifiedImageError is one
         raise TrainingError(f"{path}: no image that can be read ({error})") from error
     return (height, width) if is_turned else (width, height)
