@@ -39,7 +39,7 @@ HELD_OUT = 7
 """``--make`` keeps one picture in so many to validate with."""
 
 
-class Residual(nn.Module):
+class Residual(nn.Module):  # type: ignore[misc]
     """N×3×H×W of -1 to 1 to the same: what is missing in an image is learned, and added to it."""
 
     def __init__(self, width: int = 32, blocks: int = 4) -> None:
@@ -194,10 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--gt", default="sharp", help="the folder of targets (default: %(default)s)")
     option("--resize", type=at_least(1), help="height of the images before they are cropped (default: as it is)")
     option("--crop", type=at_least(1), default=64, help="both sides in pixels (default: %(default)s)")
-    option("--batch-size", type=at_least(1), default=8, help="(default: %(default)s)")
+    option("--batch-size", type=at_least(1), default=4, help="(default: %(default)s)")
     option("--epochs", type=at_least(1), default=10, help="(default: %(default)s)")
     option("--workers", type=at_least(1), default=2, help="threads of DALI (default: %(default)s)")
-    option("--lr", type=float, default=1e-3, help="(default: %(default)s)")
+    option("--lr", type=float, default=2e-3, help="(default: %(default)s)")
     option("--seed", type=int, default=0, help="of weights, order, crops and flips (default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
     option("--decode", choices=("cpu", "gpu"), help="where images are made (default: the GPU where there is one)")
