@@ -101,17 +101,22 @@ def test_ranks_share_the_records(packed: Path, is_training: bool) -> None:
 
 
 @needs_dali
-def test_a_state_goes_on_with_the_next_batch(packed: Path) -> None:
-    dataset, options = TfRecordImages(packed, "train"), {"augments": ("crop",), "rank": 0, "ranks": 1}
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_goes_on_with_the_next_batch(packed: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(states: list[Any], own: Any) -> None:
+        states[:] = [own, own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    dataset, options = TfRecordImages(packed, "train"), {"augments": ("crop",), "rank": ranks - 1, "ranks": ranks}
     states, whole = [], []
     with loader_of(dataset, **options) as loader:
-        for step in steps(loader, 2):
+        for step in steps(loader, 3):  # in which each rank reads the other's part, and its own again
             whole.append(step)
             states.append(loader.state_dict())
     with loader_of(dataset, **options) as other:
         for position, state in enumerate(states, 1):
             other.load_state_dict(state)
-            assert same(list(steps(other, 2)), whole[position:]), position
+            assert same(list(steps(other, 3)), whole[position:]), position
 
 
 @needs_dali
