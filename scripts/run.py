@@ -1,32 +1,36 @@
-"""``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` explains its options.
-
-``demo`` draws and trains ``configs/demo``; ``textures`` draws a set to train on; ``loader_throughput`` measures data
-loaders of a training; ``tfrecord`` packs class folders; ``restoration`` trains on pairs of images, by NVIDIA DALI.
-"""
+"""``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` explains the options of each."""
 
 from __future__ import annotations
 
 import sys
+from argparse import RawDescriptionHelpFormatter
 from importlib import import_module
 
 from torchpipe_py.arguments import ArgumentParser
 
-MODULES = {
-    "demo": "examples.demo",
-    "textures": "examples.textures",
-    "loader_throughput": "recipes.loaders",
-    "tfrecord": "recipes.tfrecord",
-    "restoration": "recipes.restoration",
+TOOLS = {
+    "demo": ("examples.demo", "draw and train configs/demo"),
+    "textures": ("examples.textures", "draw a set to train on, whose classes differ by fine textures"),
+    "lmdb": ("recipes.datasets", "pack class folders into LMDB"),
+    "tfrecord": ("recipes.tfrecord", "pack class folders into TFRecord files"),
+    "restoration": ("recipes.restoration", "train on pairs of images that NVIDIA DALI loads"),
+    "loaders": ("recipes.comparison", "compare loaders of a training: torchvision, DALI, ours"),
+    "decoders": ("benchmarks.decoders", "compare image decoders"),
+    "profile": ("recipes.profile", "show where the time of a training goes"),
+    "tricks": ("recipes.tricks", "measure what makes a training faster, one by one"),
+    "consistency": ("recipes.consistency", "train and serve on the same pixels, and on others: what it costs"),
 }
 
 
 def main() -> int:
     """The exit status of the tool."""
-    parser = ArgumentParser(description="Tools that few need.")
-    parser.add_argument("name", choices=MODULES)
+    width = max(map(len, TOOLS))
+    listed = "\n".join(f"  {name:{width}}  {purpose}" for name, (_, purpose) in TOOLS.items())
+    parser = ArgumentParser(description=f"Tools that few need:\n\n{listed}", formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=TOOLS)
     args = parser.parse_args(sys.argv[1:2])
     sys.argv[0] += f" {args.name}"
-    status: int = import_module(MODULES[args.name]).main(sys.argv[2:])
+    status: int = import_module(TOOLS[args.name][0]).main(sys.argv[2:])
     return status
 
 

@@ -66,9 +66,13 @@ class Target(NamedTuple):
 
 @dataclass
 class Report:
-    """The outcome of a benchmark: ``loads`` has the rounds by name of the subject and number of clients."""
+    """The outcome of a benchmark: ``loads`` has the rounds by name of the subject and number of clients.
+
+    ``unit`` heads the column of ``Load.qps``.
+    """
 
     title: str
+    unit: str = "QPS"
     loads: dict[tuple[str, int], list[Load]] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -128,17 +132,30 @@ class Report:
         self.is_open = True
 
     def show(self) -> None:
-        """Print the table, whether each target is met, and the remarks."""
+        """Print the table, whether each target is met, and the remarks.
+
+        Figures in ``Load.more`` are columns where all rows have the same ones, else a note at the end of the row.
+        """
         print(f"\n{self.title}")
         names = {key: labelled(*key) for key in self.loads}
+        medians = {key: self.median(*key) for key in self.loads}
         width = max(map(len, names.values()), default=0)
-        print(f"  {'':{width}}  {'QPS':>9}  {'p50 ms':>8}  {'p99 ms':>8}")
+        has_latency = any(load.p50 or load.p99 for load in medians.values()) or not medians
+        kinds = {tuple(load.more) for load in medians.values()}
+        columns = kinds.pop() if len(kinds) == 1 else ()
+        heads = [f"{self.unit:>9}", *(["  p50 ms", "  p99 ms"] if has_latency else []), *columns]
+        print(f"  {'':{width}}  {'  '.join(heads)}".rstrip())
         for key, name in names.items():
-            load = self.median(*key)
-            p50, p99 = (f"{value:8.2f}" if value else " " * 8 for value in (load.p50, load.p99))
-            note = load.note or ", ".join(f"{name} {value:.3g}" for name, value in load.more.items())
-            note = note or (f"{load.cpu_ms:.2f} ms CPU" if load.cpu_ms else "")
-            print(f"  {name:{width}}  {load.qps:9.0f}  {p50}  {p99}  {note}".rstrip())
+            load = medians[key]
+            cells = [f"{load.qps:9.0f}"]
+            if has_latency:
+                cells += [f"{value:8.2f}" if value else " " * 8 for value in (load.p50, load.p99)]
+            cells += [f"{load.more[head]:{max(len(head), 4)}.4g}" for head in columns]
+            note = load.note or (
+                "" if columns else ", ".join(f"{name} {value:.3g}" for name, value in load.more.items())
+            )
+            cells.append(note or (f"{load.cpu_ms:.2f} ms CPU" if load.cpu_ms else ""))
+            print(f"  {name:{width}}  {'  '.join(cells)}".rstrip())
         for target in self.targets:
             print(f"  {'ok    ' if target.met else 'MISSED'} {target.name}: {target.measured:.2f} ({target.bar})")
         print(*(f"  {remark}" for remark in self.remarks), sep="\n", end="\n" if self.remarks else "", flush=True)

@@ -9,9 +9,12 @@ network was never trained on. Everything is drawn from ``--seed``; no data set i
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 
 import cv2
@@ -138,11 +141,16 @@ def coverage(label: str, rng: Random, height: int, width: int) -> np.ndarray:
     return np.asarray(opacity * (mask[:, :, None] / np.float32(255)))
 
 
-def draw_picture(label: str, rng: Random) -> np.ndarray:
-    """One picture of ``label``: uint8 H×W×3, BGR, 96 to 640 pixels a side, small ones as likely as large ones."""
-    long_side = math.exp(rng.uniform(math.log(112), math.log(640)))
-    sides = (round(long_side), round(max(96.0, long_side * rng.uniform(0.5, 1.0))))
-    height, width = sides if rng.random() < 0.5 else sides[::-1]
+def draw_picture(label: str, rng: Random, size: tuple[int, int] | None = None) -> np.ndarray:
+    """One picture of ``label``: uint8 H×W×3, BGR.
+
+    ``size`` is its height and width in pixels; by default each is 96 to 640, small ones as likely as large ones.
+    """
+    if size is None:
+        long_side = math.exp(rng.uniform(math.log(112), math.log(640)))
+        sides = (round(long_side), round(max(96.0, long_side * rng.uniform(0.5, 1.0))))
+        size = sides if rng.random() < 0.5 else sides[::-1]
+    height, width = size
     colours = rng.uniform(0, 255, (2, 3)).astype(np.float32)
     picture = background(rng, height, width, colours)
     opacity = coverage(label, rng, height, width)
@@ -159,12 +167,29 @@ def draw_picture(label: str, rng: Random) -> np.ndarray:
     return np.asarray(np.clip(picture, 0, 255).astype(np.uint8))
 
 
-def draw_jpeg(seed: int, part: int, index: int, number: int) -> bytes:
+def draw_jpeg(seed: int, part: int, index: int, number: int, size: tuple[int, int] | None = None) -> bytes:
     """Picture ``number`` of class ``index`` in ``TRAIN`` or ``HELD_OUT``, as a JPEG of quality 70 to 95."""
     rng = np.random.default_rng([seed, part, index, number])
     quality = int(rng.integers(70, 96))
-    _, encoded = cv2.imencode(".jpg", draw_picture(LABELS[index], rng), [cv2.IMWRITE_JPEG_QUALITY, quality])
+    _, encoded = cv2.imencode(".jpg", draw_picture(LABELS[index], rng, size), [cv2.IMWRITE_JPEG_QUALITY, quality])
     return bytes(encoded)
+
+
+def write_set(root: Path, train: int, val: int, size: tuple[int, int]) -> None:
+    """Write ``root/train/<class>/<nnnn>.jpg`` and ``root/val/…``: so many images of each class, by all cores."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as processes:
+        kinds = [
+            (index, part, count) for index in range(len(LABELS)) for part, count in ((TRAIN, train), (HELD_OUT, val))
+        ]
+        for _ in processes.map(_write_class, *zip(*((root, size, *kind) for kind in kinds), strict=True)):
+            pass
+
+
+def _write_class(root: Path, size: tuple[int, int], index: int, part: int, count: int) -> None:
+    folder = root / ("train" if part == TRAIN else "val") / LABELS[index]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number:04d}.jpg").write_bytes(draw_jpeg(0, part, index, number, size))
 
 
 def draw_set(seed: int, part: int, per_class: int) -> tuple[list[bytes], torch.Tensor]:

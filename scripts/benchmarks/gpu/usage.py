@@ -1,0 +1,66 @@
+"""How busy a GPU is while something runs, and how much of its memory is in use."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any, NamedTuple
+
+INTERVAL = 0.05  # seconds between two samples; the driver renews its figure about six times a second
+
+
+class GpuSample(NamedTuple):
+    """``seconds`` since the beginning; ``busy``: percent of the last instants in which a kernel ran; MiB in use."""
+
+    seconds: float
+    busy: float
+    memory: float
+
+
+class GpuUsage:
+    """A context that samples a GPU by NVML, from a thread of its own: all processes' work and memory together.
+
+    ``samples`` is empty, and ``missing`` says why, where NVML (package ``nvidia-ml-py``) or the GPU is not there.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self.samples: list[GpuSample] = []
+        self.missing = ""
+        self._nvml: Any = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-usage", daemon=True)
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            self._nvml = pynvml
+        except Exception as error:  # pynvml has an exception of its own for each reason
+            self.missing = f"GPU use is not measured: {error}"
+
+    @property
+    def busy(self) -> float:
+        """The mean over the samples, percent; NaN without any."""
+        return sum(sample.busy for sample in self.samples) / len(self.samples) if self.samples else float("nan")
+
+    @property
+    def memory(self) -> float:
+        """The most MiB in use; NaN without any sample."""
+        return max((sample.memory for sample in self.samples), default=float("nan"))
+
+    def __enter__(self) -> GpuUsage:
+        if self._nvml is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        began = perf_counter()
+        while not self._over.wait(INTERVAL):
+            busy = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**20
+            self.samples.append(GpuSample(perf_counter() - began, busy, memory))

@@ -1,0 +1,288 @@
+"""Loaders of a training compared: an epoch of training and of validation with each, and each alone at its best.
+
+    python scripts/run.py loaders [--data DIR] [--plots FOLDER] [--json FILE]
+
+Without ``--data`` it draws labelled JPEGs of 500×375 pixels. First each loader, batch size and number of workers
+(threads of DALI) trains the same network: an epoch to warm up, then one that is timed, and a validation that is timed
+apart. Then each loader runs without a network, as fast as it can. A loader that fails, or whose library or GPU is
+missing, is a remark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import torch
+from benchmarks.common import Load, Report, Subject, add_options, numbers, progress, run
+from benchmarks.gpu.usage import GpuSample, GpuUsage
+from torch import nn
+
+from recipes.augmentation import AUGMENTS
+from recipes.loaders import SUBJECTS, Epoch, Loaders, Setting, device_of
+from recipes.models import make_model
+from recipes.plots import plot_all
+from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.training import TrainingError
+
+PICTURE = (375, 500)  # height and width in pixels of the JPEGs that are drawn
+LEAST = 3  # batches to warm a loader up with, and to measure it by
+LONG_EPOCH = 50_000  # images: with short epochs the throughput would be that of their beginnings and ends
+EPOCHS_SHARE = 0.6  # of the time for both parts
+LONGEST = 4.0  # times the seconds that a measurement of a slow loader may take
+
+
+class Comparison:
+    """The measurements of one command. ``usage``: by row of ``epochs`` the samples of the GPU's use, for the plots."""
+
+    def __init__(self, args: argparse.Namespace, device: Any) -> None:
+        self._args, self._device = args, device
+        self._end = monotonic() + args.most_seconds
+        self.reports: dict[str, Report] = {}
+        self.usage: dict[str, list[GpuSample]] = {}
+
+    def epochs(self) -> Report:
+        """Training and validation, with each loader, batch size and number of workers."""
+        args = self._args
+        title = f"epochs: {args.arch} on {_named(self._device)}, {_counted(args.data)}, {_shown(args.augment)}"
+        report = self.reports["epochs"] = Report(title, "images/s")
+        share = EPOCHS_SHARE if args.name == "all" else 1.0
+        report.until = monotonic() + share * (self._end - monotonic())
+        for batch_size in args.batch_sizes:
+            for workers in args.workers:
+                for name in args.only:
+                    setting = Setting(args.data, args.size, batch_size, workers, self._device, tuple(args.augment))
+                    report.attempt(_row(name, setting).format(workers), partial(self._epoch, report, name, setting))
+        if not report.loads:
+            report.require("loaders that were measured", 0, low=1)
+        return report
+
+    def _epoch(self, report: Report, name: str, setting: Setting) -> None:
+        load, samples = trained(name, setting, self._args)
+        row = _row(name, setting)
+        report.add(row, setting.workers, load)
+        self.usage[row.format(setting.workers)] = samples
+        progress(f"{row.format(setting.workers)}: {load.qps:.0f} images/s")
+
+    def throughput(self) -> Report:
+        """Each loader without a network: images flipped and normalised. Remarks name the best setting of each."""
+        args = self._args
+        report = Report(f"throughput: loaders alone, flipped and normalised, on {_named(self._device)}", "images/s")
+        self.reports["throughput"] = report
+        report.until = self._end
+        repeats = -(-LONG_EPOCH // max(1, _files(args.data / "train")))
+
+        def load(name: str, workers: int, seconds: float) -> Load:
+            setting = Setting(args.data, args.size, max(args.batch_sizes), workers, self._device, (), repeats)
+            with SUBJECTS[name](setting) as loaders:
+                return Load(images_per_second(loaders, setting, seconds))
+
+        for workers in args.workers:
+            for name in args.only:
+                setting = Setting(args.data, args.size, max(args.batch_sizes), workers, self._device)
+                subject = Subject(_row(name, setting), partial(load, name))
+                measure = partial(report.measure, [subject], (workers,), args.seconds, args.rounds)
+                report.attempt(subject.name.format(workers), measure)
+        if not report.loads:
+            report.require("loaders that were measured", 0, low=1)
+        report.remarks += _best_over_best(report)
+        return report
+
+
+def trained(name: str, setting: Setting, args: argparse.Namespace) -> tuple[Load, list[GpuSample]]:
+    """One loader's figures, and the samples of the GPU's use.
+
+    ``qps``: images a second of the timed epoch of training. ``more``: seconds of that epoch (``train s``), of the
+    validation (``val s``), the accuracy in it, and on a GPU its use in percent and the most MiB in use meanwhile.
+    """
+    on_gpu = setting.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+    network = Network(args.arch, setting.device, args.seed)
+    usage = GpuUsage(setting.device.index or 0) if on_gpu else None
+    with SUBJECTS[name](setting) as loaders:
+        if not network.train(loaders.train()):
+            raise TrainingError(f"{setting.data / 'train'} has no batch of {setting.batch_size}")
+        network.accuracy(loaders.val())
+        with usage or nullcontext():
+            began = perf_counter()
+            images = network.train(loaders.train())
+            between = perf_counter()
+            accuracy = network.accuracy(loaders.val())
+            over = perf_counter()
+    more = {"train s": between - began, "val s": over - between, "accuracy": accuracy}
+    if usage is not None:
+        more |= {"GPU %": usage.busy, "GPU MiB": usage.memory}
+    return Load(images / (between - began), more=more), [] if usage is None else usage.samples
+
+
+class Network:
+    """A classifier, and how it learns; in bf16 and channels-last on a GPU."""
+
+    def __init__(self, arch: str, device: Any, seed: int, classes: int = 8) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._model = make_model(arch, classes, seed).to(device)
+        if self._on_gpu:
+            self._model = self._model.to(memory_format=torch.channels_last)
+        self._optimiser = torch.optim.SGD(self._model.parameters(), lr=0.02, momentum=0.9)
+
+    def train(self, batches: Iterable[tuple[Any, Any]]) -> int:
+        """An epoch; how many images it had, once the device is done with them."""
+        self._model.train()
+        images = 0
+        for inputs, labels in batches:
+            with self._autocast():
+                loss = nn.functional.cross_entropy(self._model(inputs), labels)
+            self._optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            self._optimiser.step()
+            images += len(inputs)
+        _synchronise(self._device)
+        return images
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def accuracy(self, batches: Iterable[tuple[Any, Any]]) -> float:
+        """The share of images named rightly."""
+        self._model.eval()
+        hits, seen = torch.zeros((), dtype=torch.int64, device=self._device), 0
+        for inputs, labels in batches:
+            with self._autocast():
+                hits += (self._model(inputs).argmax(dim=1) == labels).sum()
+            seen += len(inputs)
+        return float(hits) / max(1, seen)
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._on_gpu)
+
+
+# -- loaders alone ------------------------------------------------------------------------------------------------
+
+
+def _best_over_best(report: Report) -> list[str]:
+    """Lines: our best setting's rate over that of torchvision's and of DALI's."""
+
+    def best(kind: str) -> tuple[float, str] | None:
+        rates = [(report.median(*key).qps, key[0].format(key[1])) for key in report.loads if key[0].startswith(kind)]
+        return max(rates, default=None)
+
+    lines, ours = [], best("ours")
+    for kind in ("torchvision", "dali"):
+        other = best(kind)
+        if ours is not None and other is not None:
+            pair = f"{ours[1]}: {ours[0]:.0f} images/s; {other[1]}: {other[0]:.0f}"
+            lines.append(f"ours at its best over {kind} at its best: {ours[0] / other[0]:.2f} ({pair})")
+    return lines
+
+
+def images_per_second(loaders: Loaders, setting: Setting, seconds: float) -> float:
+    """From the end of one batch to that of another, once the loader flows.
+
+    Workers finish batches of theirs at about the same time, so warm-up and measurement have a batch of each at least.
+    """
+    enough = max(LEAST, setting.workers + 1)
+    batches = _endless(loaders.train)
+    for _, (batch, _) in zip(range(enough), batches, strict=False):
+        if tuple(batch.shape) != (setting.batch_size, 3, setting.size, setting.size) or batch.dtype != torch.float32:
+            raise TrainingError(f"a batch of {tuple(batch.shape)}, {batch.dtype}")
+    _synchronise(setting.device)
+    images = 0
+    began = perf_counter()
+    for made, (batch, _) in enumerate(batches, 1):
+        images += len(batch)
+        elapsed = perf_counter() - began
+        if (elapsed >= seconds and made >= enough) or elapsed >= LONGEST * seconds:
+            break
+    _synchronise(setting.device)
+    return images / (perf_counter() - began)
+
+
+def _endless(epoch: Epoch) -> Iterable[tuple[Any, Any]]:
+    while True:
+        yield from epoch()
+
+
+def _synchronise(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def _named(device: Any) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _row(name: str, setting: Setting) -> str:
+    """The name of a row in a report; ``{}`` is for the number of workers."""
+    return f"{name}, batches of {setting.batch_size}, {{}} workers"
+
+
+def _files(folder: Path) -> int:
+    return sum(1 for path in folder.rglob("*") if path.is_file())
+
+
+def _counted(data: Path) -> str:
+    return f"{_files(data / 'train')} images to train on, {_files(data / 'val')} to validate with"
+
+
+def _shown(augments: Sequence[str]) -> str:
+    return f"augmented by {', '.join(augments)} and flip" if augments else "flipped"
+
+
+def _parser() -> ArgumentParser:
+    on_gpu = torch.cuda.is_available()
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser, ["epochs", "throughput"])
+    parser.set_defaults(rounds=3 if on_gpu else 1)
+    option = parser.add_argument
+    option("--data", type=Path, help="a folder with train/ and val/, of class folders with JPEGs (default: drawn)")
+    count = 250 if on_gpu else 24
+    option("--train", type=int, default=count, help="images of each of 8 classes to draw (default: %(default)s)")
+    option("--val", type=int, default=count // 3, help="the same to validate with (default: %(default)s)")
+    option("--size", type=int, default=224, help="of the network's input, in pixels (default: %(default)s)")
+    option("--arch", default="resnet18" if on_gpu else "small", help="(default: %(default)s)")
+    option("--seed", type=int, default=0, help="of the network (default: %(default)s)")
+    batches, workers = ((64, 256), (4, 8, 16)) if on_gpu else ((16, 64), (1, 2))
+    option("--batch-sizes", type=numbers, default=batches, help=f"(default: {','.join(map(str, batches))})")
+    option("--workers", type=numbers, default=workers, help=f"(default: {','.join(map(str, workers))})")
+    option(
+        "--augment", nargs="*", choices=AUGMENTS, default=["crop", "color", "gridmask"], help="(default: %(default)s)"
+    )
+    option("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="loaders to measure (default: all)")
+    option("--device", help="'cpu' or a CUDA device (default: a GPU where there is one)")
+    option("--plots", type=Path, metavar="FOLDER", help="write the document's plots there, as SVG")
+    longest = 480 if on_gpu else 300
+    option(
+        "--most-seconds", type=float, default=longest, metavar="S", help="start nothing after (default: %(default)s)"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when measured, 1 when no loader works."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    device = device_of(args.device)
+    with ExitStack() as stack:
+        if args.data is None:
+            from examples.demo import write_set
+
+            args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            write_set(args.data, args.train, args.val, PICTURE)
+        for split in ("train", "val"):
+            if not (args.data / split).is_dir():
+                parser.error(f"--data {args.data}: there is no folder {args.data / split}")
+        comparison = Comparison(args, device)
+        status = run({"epochs": comparison.epochs, "throughput": comparison.throughput}, args)
+    if args.plots is not None:
+        args.plots.mkdir(parents=True, exist_ok=True)
+        for path in plot_all(comparison.reports, comparison.usage, args.plots):
+            print(path)
+    return status

@@ -1,0 +1,158 @@
+"""The plots of the comparison of loaders, as SVG files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import Load, Report
+from benchmarks.gpu.usage import GpuSample
+
+from torchpipe_py.training.errors import library
+
+COLOURS = {"torchvision": "tab:gray", "dali": "tab:green", "ours": "tab:blue"}
+STYLES = ("-", "--", ":", "-.", (0, (1, 3)))
+
+
+class Row(NamedTuple):
+    """The medians of a loader with one batch size and number of workers."""
+
+    name: str
+    batch_size: int
+    workers: int
+    load: Load
+
+
+def rows_of(report: Report) -> list[Row]:
+    """What a report measured."""
+    rows = []
+    for name, workers in report.loads:
+        match = re.fullmatch(r"(.+), batches of (\d+), \{\} workers", name)
+        if match is not None:
+            rows.append(Row(match[1], int(match[2]), workers, report.median(name, workers)))
+    return rows
+
+
+def plot_all(reports: Mapping[str, Report], usage: Mapping[str, Sequence[GpuSample]], folder: Path) -> list[Path]:
+    """Write what the reports have figures for: ``time``, ``validation``, ``throughput``, ``gpu``; the files' paths.
+
+    ``usage``: by row of ``epochs`` the samples of the GPU's use.
+    """
+    paths = []
+    if "epochs" in reports and (rows := rows_of(reports["epochs"])):
+        paths += [plot_time(rows, folder / "time.svg"), plot_validation(rows, folder / "validation.svg")]
+        if any(usage.values()):
+            paths.append(plot_gpu(rows, usage, folder / "gpu.svg"))
+    if "throughput" in reports and (rows := rows_of(reports["throughput"])):
+        paths.append(plot_throughput(rows, folder / "throughput.svg"))
+    return paths
+
+
+def plot_time(rows: Sequence[Row], path: Path) -> Path:
+    """Seconds over workers: training above, training and validation below; a column for each batch size."""
+    sizes = sorted({row.batch_size for row in rows})
+    parts: dict[str, Callable[[Load], float]] = {
+        "training": lambda load: load.more["train s"],
+        "training and validation": lambda load: load.more["train s"] + load.more["val s"],
+    }
+    with _figure(path, 2, len(sizes)) as axes:
+        for line, (title, seconds) in enumerate(parts.items()):
+            for column, size in enumerate(sizes):
+                mine = [row for row in rows if row.batch_size == size]
+                _lines(axes[line][column], mine, seconds, f"{title}, batches of {size}", "seconds of an epoch")
+    return path
+
+
+def plot_validation(rows: Sequence[Row], path: Path) -> Path:
+    """Training by torchvision, validation by each loader: seconds over batch sizes, at the most workers."""
+    most = max(row.workers for row in rows)
+    by = {(row.name, row.batch_size): row.load for row in rows if row.workers == most}
+    sizes = sorted({size for _, size in by})
+    with _figure(path, 1, 1) as axes:
+        for place, name in enumerate(dict.fromkeys(name for name, _ in by)):
+            points = [
+                (size, by["torchvision", size].more["train s"] + by[name, size].more["val s"])
+                for size in sizes
+                if ("torchvision", size) in by and (name, size) in by
+            ]
+            if points:
+                axes[0][0].plot(*zip(*points, strict=True), marker="o", label=name, **_style(name, place))
+        axes[0][0].set_title(f"training by torchvision, validation by …, {most} workers")
+        axes[0][0].set_xlabel("batch size")
+        _finish(axes[0][0], sizes, "seconds of an epoch")
+    return path
+
+
+def plot_throughput(rows: Sequence[Row], path: Path) -> Path:
+    """Images per second over workers, of loaders alone."""
+    size = max(row.batch_size for row in rows)
+    with _figure(path, 1, 1) as axes:
+        mine = [row for row in rows if row.batch_size == size]
+        _lines(axes[0][0], mine, lambda load: load.qps, f"loaders alone, batches of {size}", "images/s")
+    return path
+
+
+def plot_gpu(rows: Sequence[Row], usage: Mapping[str, Sequence[GpuSample]], path: Path) -> Path:
+    """The GPU's use over the time of an epoch and its validation, and memory, of each loader at its fastest."""
+    fastest = {
+        name: max((row for row in rows if row.name == name), key=lambda row: row.load.qps)
+        for name in dict.fromkeys(row.name for row in rows)
+    }
+    with _figure(path, 1, 2) as axes:
+        for place, (name, row) in enumerate(fastest.items()):
+            samples = usage.get(f"{name}, batches of {row.batch_size}, {row.workers} workers", ())
+            points = [(sample.seconds, sample.busy) for sample in samples]
+            if points:
+                axes[0][0].plot(*zip(*points, strict=True), label=name, **_style(name, place))
+        axes[0][0].set_title("GPU use in an epoch and its validation")
+        axes[0][0].set_xlabel("seconds")
+        axes[0][0].set_ylabel("percent of the time with a kernel")
+        axes[0][0].grid(alpha=0.3)
+        names = list(fastest)
+        axes[0][1].barh(names, [fastest[name].load.more["GPU MiB"] for name in names])
+        axes[0][1].set_title("most GPU memory in use")
+        axes[0][1].set_xlabel("MiB")
+    return path
+
+
+def _lines(axes: Any, rows: Sequence[Row], value: Callable[[Load], float], title: str, unit: str) -> None:
+    workers = sorted({row.workers for row in rows})
+    for place, name in enumerate(dict.fromkeys(row.name for row in rows)):
+        points = sorted((row.workers, value(row.load)) for row in rows if row.name == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name, **_style(name, place))
+    axes.set_title(title)
+    axes.set_xlabel("workers (threads of DALI)")
+    _finish(axes, workers, unit)
+
+
+def _finish(axes: Any, ticks: Sequence[int], unit: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, list(map(str, ticks)))
+    axes.set_ylabel(unit)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+def _style(name: str, place: int) -> dict[str, Any]:
+    return {"color": COLOURS.get(name.split("-")[0], "tab:red"), "linestyle": STYLES[place % len(STYLES)]}
+
+
+@contextmanager
+def _figure(path: Path, lines: int, columns: int) -> Iterator[Any]:
+    """Axes in a grid, with one legend for all, written to ``path``."""
+    pyplot = library("matplotlib.pyplot", "matplotlib", "a plot")
+    pyplot.switch_backend("agg")
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(5.5 * columns + 1.5, 3.6 * lines), layout="constrained", squeeze=False
+    )
+    yield axes
+    handles: dict[str, Any] = {}
+    for each in axes.flat:
+        handles |= dict(zip(*each.get_legend_handles_labels()[::-1], strict=True))
+    if handles:
+        figure.legend(list(handles.values()), list(handles), loc="outside right upper")
+    figure.savefig(path)
+    pyplot.close(figure)
