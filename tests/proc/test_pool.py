@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
 from pathlib import Path
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -358,30 +356,6 @@ def test_a_callback_may_close_the_pipe(start: Start) -> None:
     assert p.stats()["nodes"]["node"]["oldest_batch_s"] == 0.0
 
 
-def test_a_handler_of_a_signal_may_call_the_pipe_while_a_call_is_given_up(start: Start, tmp_path: Path) -> None:
-    asked: list[int] = []
-    answered: list[int] = []
-
-    def handle(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and frame.f_code is Pool.give_up.__code__:
-            asked.append(frame.f_lineno)
-            p({"data": "x"}, timeout=WAIT)
-            answered.append(frame.f_lineno)
-        return handle
-
-    with start(2) as p:
-        held = Held(p, tmp_path).wait_begun()
-        before = sys.gettrace()
-        sys.settrace(handle)
-        try:
-            assert held.future.cancel()
-        finally:
-            sys.settrace(before)
-        assert asked
-        assert answered == asked
-        held.open()
-
-
 def test_large_items_leave_one_process_to_the_others(start: Start, tmp_path: Path) -> None:
     with start(2) as p:
         first, second = Held(p, tmp_path, large=True), Held(p, tmp_path, large=True)
@@ -431,3 +405,45 @@ def test_the_next_node_reads_answers_where_they_lie(register: Register) -> None:
 def test_a_caller_gets_copies(register: Register) -> None:
     with pipe({"backend": f"Process[{register(process_backends.Fill)}]"}) as p:
         assert not lies_in_a_slot(p({"data": 1})["result"])
+
+
+class LeavingCall(Call):
+    """A call whose client leaves, on another thread, when the pool looks at its time for the first time."""
+
+    leave: Callable[[], object] = staticmethod(lambda: None)
+
+    @property
+    def until(self) -> float:
+        return inf
+
+    @until.setter
+    def until(self, value: float) -> None:
+        leave, self.leave = self.leave, lambda: None
+        leave()
+
+
+def test_a_client_that_leaves_while_a_process_dies_loses_no_call_of_others() -> None:
+    ends, pool = Ends(), Pool(ahead=2, loses=True)
+    pool.add(ends.link)
+    outcomes: list[tuple[int, str]] = []
+    calls = [
+        (LeavingCall if index == 3 else Call)(
+            Packed.of(None), 1, lambda error, _, index=index: outcomes.append((index, type(error).__name__))
+        )
+        for index in range(8)
+    ]
+    for call in calls:
+        pool.ask(call)
+    leaving: list[threading.Thread] = []
+
+    def leave() -> None:
+        leaving.append(threading.Thread(target=pool.give_up, args=(calls[-1],)))
+        leaving[0].start()
+        eventually(lambda: (7, "CancelledError") in outcomes)
+
+    calls[3].leave = leave  # type: ignore[attr-defined]
+    pool.lose(ends.link, WorkerDied("the engine process died"))
+    leaving[0].join(WAIT)
+    assert sorted(outcomes) == [(0, "WorkerDied"), (1, "WorkerDied"), (7, "CancelledError")]
+    assert pool.pending() == 5
+    pool.close()

@@ -133,16 +133,15 @@ class Pool:
         """Abandon a call: it ends here at once, with ``CancelledError``. Its slot becomes free when it has ended in the
         other process, too.
         """
-        # NOTE: without the lock: if the main thread held it here, a signal handler that calls or closes the pipe could
-        # wait for a thread that waits for the lock. ``_give`` checks again once the call has its place.
-        call.end(CancelledError())
-        place = call.place
+        call.end(CancelledError())  # NOTE: before the lock is taken: it runs code of others
+        with self._lock:
+            place = call.place
+            with suppress(ValueError):
+                self._queue_of(call).remove(call)  # NOTE: or abandoned calls would pile up while no slot becomes free
         if place is not None:
             link, slot, number = place
             link.give_up(slot, number)
             link.other.ring()
-        with suppress(ValueError):
-            self._queue_of(call).remove(call)  # NOTE: or abandoned calls would pile up while no slot becomes free
 
     def is_waiting(self) -> bool:
         """Whether a call waits for a link."""
