@@ -126,11 +126,14 @@ class LocalServer:
             self.is_over = True
             self.loop.stop()
 
+    def _cannot_listen(self, problem: str) -> None:
+        raise RuntimeError(problem)
+
     def _serve(self) -> None:
         try:
             self.acceptor.start()
             if self.rpc is not None:
-                self.rpc.listen(self.listens.set)
+                self.rpc.listen(self.listens.set, self._cannot_listen)
             self.loop.run_forever()
             self.acceptor.close()
             self.server.close()

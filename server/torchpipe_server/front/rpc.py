@@ -127,22 +127,24 @@ class RpcServer:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def listen(self, done: Callable[[], object]) -> None:
-        """Start to accept connections, beside the other workers; then call ``done``."""
+    def listen(self, done: Callable[[], object], failed: Callable[[str], object]) -> None:
+        """Start to accept connections, beside the other workers; then call ``done``, or ``failed`` with the reason."""
         if self._listening is None and self._ending is None:
             logging.getLogger("grpc._cython.cygrpc").addFilter(_is_defect)
             self._stop_ticks = every(self.loop, TICK_SECONDS, self._tick)
-            self._listening = self.loop.create_task(self._listen(done))
+            self._listening = self.loop.create_task(self._listen(done, failed))
 
-    async def _listen(self, done: Callable[[], object]) -> None:
-        self._server = server = grpc.aio.server(options=settings(self.options))
+    async def _listen(self, done: Callable[[], object], failed: Callable[[str], object]) -> None:
+        server = grpc.aio.server(options=settings(self.options))
         server.add_generic_rpc_handlers((self,))
         host, port = self.options.host, self.options.grpc_port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
-            logger.error("gRPC cannot listen on %s: %s", address, error)
+            failed(f"cannot listen on {address} (--grpc-port): {error}")
+            return
+        self._server = server
         await server.start()
         done()
 

@@ -245,7 +245,7 @@ class Child:
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
             case figures.Listening() if self.must_listen and not self.listens:
                 self.listens = True
-            case figures.Failed() if self.state == "starting" and not self.failure:
+            case figures.Failed() if (self.state == "starting" or self.must_listen) and not self.failure:
                 self.failure = message.message
             case figures.Stats() if self.is_asked:
                 self.is_asked, self.stats = False, message.stats

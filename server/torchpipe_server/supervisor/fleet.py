@@ -281,6 +281,10 @@ class Fleet:
             slot.failures = 0
         if self._is_successor(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
+        elif child.failure and child.ready_at and self.has_begun:
+            logger.error("%s ended: %s", slot.name, child.failure)
+            self._count_restart(slot, "failed_start")
+            self._pause(slot)
         elif is_settled or (child.has_served and self.has_begun):
             # NOTE: it can start and serve, so restart at once: requests that kill workers must not delay others.
             self._count_restart(slot, child.reason)

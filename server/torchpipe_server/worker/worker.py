@@ -280,7 +280,11 @@ class Worker:
 
     def _listen(self) -> None:
         if self._rpc is not None:
-            self._rpc.listen(lambda: self._post.send({"type": "listening"}))
+            self._rpc.listen(lambda: self._post.send({"type": "listening"}), self._cannot_listen)
+
+    def _cannot_listen(self, problem: str) -> None:
+        self._post.send({"type": "failed", "message": problem})
+        self._end(self._server.release)
 
     def _end_if_finished(self) -> None:
         if self._server.is_finished and (self._rpc is None or self._rpc.is_finished):

@@ -373,3 +373,18 @@ def test_a_stream_that_ends_with_an_error_leaves_nothing() -> None:
         assert next(answers)
         assert code_of(lambda: next(answers))[0] == "INVALID_ARGUMENT"
         eventually(lambda: (server.run.stats()["inflight"], server.rpc.held_bytes) == (0, 0))
+
+
+def test_a_service_whose_workers_cannot_listen_for_grpc_does_not_start(tmp_path: Path) -> None:
+    code = tmp_path / "no_port.py"
+    code.write_text(
+        "import grpc.aio._server\n\n\n"
+        "def refuse(server, address):\n    raise RuntimeError('no port for you')\n\n\n"
+        "grpc.aio._server.Server.add_insecure_port = refuse\n"
+    )
+    config = tmp_path / "test.toml"
+    config.write_text('[node]\nbackend = "Identity"\n')
+    more = ("--grpc-port", "0", "--import", str(code))
+    with Process(*more, config=str(config), env={"PYTHONPATH": LIGHT}) as service:
+        assert service.wait() == 1
+        assert "(--grpc-port): no port for you" in service.stderr
