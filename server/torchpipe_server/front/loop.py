@@ -46,7 +46,8 @@ def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any
 class Inbox:
     """A queue from any thread to the loop's thread.
 
-    The loop is woken once for everything that is put before it runs; beyond ``most`` the oldest items are lost.
+    The loop is woken once for everything that is put before it runs; beyond ``most`` the oldest items are lost. An item
+    that ``take`` raises for is logged, and the others are taken.
     """
 
     def __init__(self, loop: Loop, take: Callable[..., object], most: int | None = None) -> None:
@@ -68,7 +69,11 @@ class Inbox:
     def _take_all(self) -> None:
         self._is_awake, self._thread = False, get_ident()
         for _ in range(len(self._items)):  # NOTE: what is put meanwhile is taken in the next round
-            self._take(*self._items.popleft())
+            item = self._items.popleft()
+            try:
+                self._take(*item)
+            except Exception:
+                logger.exception("internal error: an item of a queue to the loop could not be taken")
 
 
 def every(loop: Loop, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
