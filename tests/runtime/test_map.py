@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from torchpipe_py import (
 )
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.engine import EngineServer
+from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.nodes.ordering import Order
 from torchpipe_py.runtime.request import Request, nobody_waits
 
@@ -334,3 +336,19 @@ def test_several_engine_processes_are_refused() -> None:
     plan = plan_pipeline({"track": {"ordered_by": "camera", "shared": True}}, processes=2)
     with pytest.raises(ConfigError, match="each of 2 engine processes"):
         EngineServer(plan)
+
+
+def test_an_interrupt_cancels_the_request_that_map_waits_for() -> None:
+    futures: list[Future[Any]] = []
+
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    def submit(data: Any) -> Future[Any]:
+        futures.append(Interrupted())
+        return futures[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        next(in_order(submit, ({"data": number} for number in range(5)), ahead=3, newest=False, return_errors=False))
+    assert [future.cancelled() for future in futures] == [True] * 3

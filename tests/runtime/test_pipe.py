@@ -242,3 +242,34 @@ def test_items_of_one_batch_go_their_own_ways(register: Register, works_by_item:
     with pipe({"backend": f"S[{name},{register(Eight)},(skip){name}]"}) as p:
         p(items)
     assert [item.get("result") for item in items] == ["a+!", None, "b+!", None, "d+!"]
+
+
+def test_a_refused_list_leaves_every_dict_as_it_was() -> None:
+    with pipe({"backend": "Identity"}) as run:
+        first: dict[str, Any] = {"data": 1}
+        run(first)
+        first["error"] = "of a handler"
+        for refused in ({}, {"data": 2, "node_name": "nowhere"}, {"data": 2, "priority": "urgent"}):
+            with pytest.raises((InvalidRequest, IndexError)):
+                run([first, refused])
+        with pytest.raises(InvalidRequest):
+            run(first | {"priority": "urgent"})
+        assert first == {"data": 1, "result": 1, "error": "of a handler"}
+
+
+def test_a_node_name_of_none_means_the_only_root() -> None:
+    with pipe({"backend": "Identity"}) as run:
+        assert run({"data": 1, "node_name": None})["result"] == 1
+    with (
+        pipe({"a": {"backend": "Identity"}, "b": {"backend": "Identity"}}) as run,
+        pytest.raises(IndexError, match="must name one of the roots: a, b"),
+    ):
+        run({"data": 1, "node_name": None})
+
+
+def test_a_timeout_that_is_no_number_is_refused_before_the_request_starts() -> None:
+    with pipe({"backend": "Identity"}) as run:
+        for call in (run, run.submit, lambda data, timeout: asyncio.run(run.acall(data, timeout))):
+            with pytest.raises(ValueError, match="timeout is a number of seconds, or None, got nan"):
+                call({"data": 1}, timeout=float("nan"))
+        assert run.stats()["inflight"] == 0

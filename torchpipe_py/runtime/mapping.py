@@ -28,14 +28,14 @@ def in_order(submit: Submit, items: Iterable[Data], ahead: int, newest: bool, re
     try:
         while True:
             while waiting and (len(waiting) >= ahead or waiting[0][1].done()):
-                yield _finished(*waiting.popleft(), return_errors)
+                yield _taken(waiting, return_errors)
             item = next(each, _END) if reader is None else reader.take(waiting[0][1] if waiting else None)
             if item is _END:
                 break
             if item is not _NOT_YET:
                 waiting.append((item, _submitted(submit, item)))
         while waiting:
-            yield _finished(*waiting.popleft(), return_errors)
+            yield _taken(waiting, return_errors)
     finally:
         for _, future in waiting:
             future.cancel()
@@ -51,6 +51,13 @@ def _submitted(submit: Submit, item: Data) -> Future[Data]:
         refused: Future[Data] = Future()
         refused.set_exception(error)
         return refused
+
+
+def _taken(waiting: deque[tuple[Data, Future[Data]]], return_errors: bool) -> Data:
+    """The first one's finished dict; it leaves the queue once it is finished, so that an interrupt cancels it too."""
+    finished = _finished(*waiting[0], return_errors)
+    waiting.popleft()
+    return finished
 
 
 def _finished(item: Data, future: Future[Data], return_errors: bool) -> Data:

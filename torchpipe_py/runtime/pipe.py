@@ -170,6 +170,7 @@ class pipe:
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         request = self._request(data, on_done, deadline_after(timeout))
+        _drop_outcome(data)
         ticket = Ticket(self._runtime, request)
         known = self._runtime.door.client_timeout
         if known is not None and known.is_learning:
@@ -428,23 +429,29 @@ class pipe:
             self._runtime.inflight.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
 
     def _requests(self, data: Data | Sequence[Data], on_done: OnDone, timeout: float | None) -> Sequence[Request]:
-        """Create the requests and check all before any starts; ``on_done`` is called after the last is finished."""
+        """Create the requests; ``on_done`` is called after the last is finished.
+
+        Check all before any starts or any dict changes.
+        """
         deadline = deadline_after(timeout)
         if isinstance(data, dict):
-            return (self._request(data, on_done, deadline),)
-        items = _checked_list(data)
-        countdown = Countdown(len(items), on_done)
-        return [self._request(item, countdown, deadline) for item in items]
+            requests = [self._request(data, on_done, deadline)]
+        else:
+            items = _checked_list(data)
+            countdown = Countdown(len(items), on_done)
+            requests = [self._request(item, countdown, deadline) for item in items]
+        for request in requests:
+            _drop_outcome(request.data)
+        return requests
 
     def _request(self, data: Data, on_done: OnDone, deadline: float | None) -> Request:
-        root = self.only_root
-        if root is None or TASK_NODE_NAME_KEY in data:
-            root = self._root(data.get(TASK_NODE_NAME_KEY))
+        name = data.get(TASK_NODE_NAME_KEY)
+        root = self.only_root if name is None else None
+        if root is None:
+            root = self._root(name)
         if TASK_DATA_KEY not in data:
             keys = ", ".join([shown(key) for key in islice(data, 16)]) or "none"
             raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}")
-        data.pop(TASK_RESULT_KEY, None)
-        data.pop(TASK_ERROR_KEY, None)
         request = self._make_request(data, on_done, root, deadline)
         if TASK_PRIORITY_KEY in data:
             request.priority = checked_priority(data[TASK_PRIORITY_KEY])
@@ -532,6 +539,12 @@ def _is_own_code(backend: Backend) -> bool:
 def _seconds(timeout: float) -> float:
     """The timeout in seconds, limited to what a wait accepts."""
     return min(max(0.0, timeout), threading.TIMEOUT_MAX)
+
+
+def _drop_outcome(data: Data) -> None:
+    """Remove what an earlier call left, so that no outcome of that one shows as one of this."""
+    data.pop(TASK_RESULT_KEY, None)
+    data.pop(TASK_ERROR_KEY, None)
 
 
 def _checked_list(data: Any) -> list[Data]:

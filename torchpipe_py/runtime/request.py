@@ -232,5 +232,9 @@ def checked_priority(value: object) -> int:
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """The deadline ``timeout`` seconds from now; ``None`` stays ``None``."""
-    return None if timeout is None else perf_counter() + timeout
+    """The deadline ``timeout`` seconds from now; ``None`` stays ``None``. ``ValueError`` for NaN."""
+    if timeout is None:
+        return None
+    if timeout != timeout:
+        raise ValueError("timeout is a number of seconds, or None, got nan")
+    return perf_counter() + timeout
