@@ -81,7 +81,7 @@ def _serve(options: Options) -> int:
             rpc = stack.enter_context(reserve(listener, options.grpc_port))
             options = replace(options, host=rpc.getsockname()[0], grpc_port=rpc.getsockname()[1])
         idl = None if options.handler else load_idl()
-        supervisor = Supervisor(listener, options, lambda: read(options.config), idl)
+        supervisor = Supervisor(listener, options, tables, lambda: read(options.config), idl)
         if http is not None:
             from torchpipe_server.supervisor.monitoring.status import StatusServer
 

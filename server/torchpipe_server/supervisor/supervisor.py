@@ -41,12 +41,14 @@ KILL_SECONDS = 1.0  # after those, for killed workers to end and their requests 
 class Supervisor:
     """``run`` serves on the calling thread until ``stop``.
 
-    ``load`` returns the configuration, now and at each reload, or raises ``ConfigError``. ``idl`` is that of
+    ``tables`` is the configuration; ``load`` returns it at each reload, or raises ``ConfigError``. ``idl`` is that of
     InferenceService, or ``None`` for a custom service.
     """
 
-    def __init__(self, listener: socket.socket, options: Options, load: Callable[[], Any], idl: Any) -> None:
-        tables, streams = load(), read_tables(options.streams)
+    def __init__(
+        self, listener: socket.socket, options: Options, tables: Any, load: Callable[[], Any], idl: Any
+    ) -> None:
+        streams = read_tables(options.streams)
         self._options, self._port = options, listener.getsockname()[1]
         self.loop = new_loop(is_fast=False)
         self._connections = Connections(

@@ -96,7 +96,8 @@ def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None
     (folder / "one.toml").write_text('[a]\nsource = "a.ts"\n')
     options = Options(str(folder / "small.toml"), streams=str(folder / "one.toml"), workers=2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        supervisor = Supervisor(listener, options, lambda: parse_toml(folder / "small.toml"), None)
+        tables = parse_toml(folder / "small.toml")
+        supervisor = Supervisor(listener, options, tables, lambda: tables, None)
         reader: Any = Reader()
         reader.is_ready = True
         supervisor._fleet.now.workers[0].child = reader
