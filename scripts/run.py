@@ -14,11 +14,14 @@ TOOLS = {
     "lmdb": ("recipes.datasets", "pack class folders into LMDB"),
     "tfrecord": ("recipes.tfrecord", "pack class folders into TFRecord files"),
     "restoration": ("recipes.restoration", "train on pairs of images that NVIDIA DALI loads"),
-    "loaders": ("recipes.comparison", "compare loaders of a training: torchvision, DALI, ours"),
+    "loaders": ("recipes.experiments.comparison", "compare loaders of a training: torchvision, DALI, ours"),
     "decoders": ("benchmarks.decoders", "compare image decoders"),
-    "profile": ("recipes.profile", "show where the time of a training goes"),
-    "tricks": ("recipes.tricks", "measure what makes a training faster, one by one"),
-    "consistency": ("recipes.consistency", "train and serve on the same pixels, and on others: what it costs"),
+    "profile": ("recipes.experiments.profile", "show where the time of a training goes"),
+    "tricks": ("recipes.experiments.tricks", "measure what makes a training faster, one by one"),
+    "consistency": (
+        "recipes.experiments.consistency",
+        "train on some pixels and serve on others: what it costs",
+    ),
 }
 
 
@@ -26,7 +29,8 @@ def main() -> int:
     """The exit status of the tool."""
     width = max(map(len, TOOLS))
     listed = "\n".join(f"  {name:{width}}  {purpose}" for name, (_, purpose) in TOOLS.items())
-    parser = ArgumentParser(description=f"Tools that few need:\n\n{listed}", formatter_class=RawDescriptionHelpFormatter)
+    about = f"Tools that few need:\n\n{listed}"
+    parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=TOOLS)
     args = parser.parse_args(sys.argv[1:2])
     sys.argv[0] += f" {args.name}"

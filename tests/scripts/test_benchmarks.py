@@ -9,11 +9,8 @@ import bench
 import cv2
 import numpy as np
 import pytest
-import torch
 from benchmarks.common import Load, Report, Subject, run
-from conftest import encode, picture
 from examples import demo
-from recipes.loaders import main
 from training_data import FORKS
 
 pytestmark = FORKS
@@ -63,32 +60,6 @@ def test_a_target_that_is_left_open_is_the_exit_status(measured: float, status: 
 
 def test_a_case_that_was_not_measured_is_open() -> None:
     assert bench.main(["tune", "--case", "demo", "--most-seconds", "0"]) == 3
-
-
-# -- ``run.py loader_throughput`` at the smallest size, on the CPU -----------------------------------------------------
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for number in range(8):
-        place = tmp_path / "data" / "train" / "ab"[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{number}.jpg").write_bytes(encode(picture(60, 80, seed=number)))
-    return tmp_path / "data"
-
-
-def test_each_loader_is_a_row_or_a_remark(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    options = ["--data", str(folder), "--workers", "1", "--batch-sizes", "4", "--seconds", "0.05", "--rounds", "1"]
-    assert main([*options, "--only", "ours-cpu", "ours-gpu", "--json", str(file)]) == 0
-    (report,) = json.loads(file.read_text(encoding="utf-8"))["reports"]
-    assert [(row["name"], row["qps"] > 0) for row in report["rows"]] == [("ours-cpu, batches of 4, {} workers", True)]
-    (remark,) = report["remarks"]
-    assert remark.startswith("ours-gpu, batches of 4: not measured: ")
-    assert main([*options, "--only", "ours-gpu"]) == 1
 
 
 # -- drawn images ------------------------------------------------------------------------------------------------------

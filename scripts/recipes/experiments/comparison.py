@@ -25,9 +25,9 @@ from benchmarks.gpu.usage import GpuSample, GpuUsage
 from torch import nn
 
 from recipes.augmentation import AUGMENTS
-from recipes.loaders import SUBJECTS, Epoch, Loaders, Setting, device_of
+from recipes.experiments.loaders import SUBJECTS, Epoch, Loaders, Setting, device_of
+from recipes.experiments.plots import plot_all
 from recipes.models import make_model
-from recipes.plots import plot_all
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.training import TrainingError
 
