@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from torchpipe_py.training import (
     cv2Resize,
     pack_folder,
 )
+from torchpipe_py.training.data import reads_floats_as_0_to_1
 from torchpipe_py.training.samples import decode_rgb
 
 pytestmark = FORKS
@@ -126,8 +128,83 @@ def test_decoded_and_resized_pixels_are_those_of_the_pipe() -> None:
     assert cv2Resize(20, 31)(mat[:, :, :1]).shape == (20, 31, 1)
     with pytest.raises(ValueError, match="at least 1 pixel"):
         cv2Resize(0, 5)
+    for arguments in ((20,), ((20, 31, 3),), ((20, 31), 5)):
+        with pytest.raises(TypeError, match=r"takes h and w, or OpenCV's size \(w, h\)"):
+            cv2Resize(*arguments)  # type: ignore[arg-type]
     with pytest.raises(DecodeError, match="8 bytes"):
         decode_rgb(b"no image")
+
+
+def test_cv2_resize_of_opencvs_size_gives_an_array_for_to_pil_image() -> None:
+    decoded = decode_rgb(encode(picture(33, 47)))
+    resized = cv2Resize((31, 20))(decoded)
+    assert isinstance(resized, np.ndarray)
+    assert np.array_equal(resized, np.asarray(cv2Resize(h=20, w=31)(decoded)))
+    assert repr(cv2Resize((31, 20))) == "cv2Resize((31, 20))"
+
+
+class ColorJitter(torch.nn.Module):
+    """Like torchvision's: it takes floats for values of 0..1."""
+
+    __module__ = "torchvision.transforms.transforms"
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image.clamp(0, 1.0 if image.is_floating_point() else 255)
+
+
+class Chain:
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = transforms
+
+    def __call__(self, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image)
+        return image
+
+
+FLOATS = {"backend": "S[DecodeMat,Mat2Tensor,ResizeTensor]", "resize_h": 24, "resize_w": 20, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [Chain(Chain(ColorJitter()), TensorToTensor()), Chain(torch.nn.Sequential(ColorJitter()), TensorToTensor())],
+)
+def test_floats_of_a_pipe_are_rounded_before_color_transforms_which_would_clip_them(dataset: Any, chain: Chain) -> None:
+    with (
+        wrapped(dataset, FLOATS, transforms_gpu=None) as plain,
+        wrapped(dataset, FLOATS, transforms_gpu=chain) as loader,
+    ):
+        for (floats, _), (images, _) in zip(plain, loader, strict=True):
+            assert floats.dtype == images.dtype == torch.float32
+            assert torch.equal(images, floats.round() / 255)
+            assert not torch.equal(images, floats / 255)
+
+
+def test_floats_of_a_pipe_are_not_rounded_before_other_transforms(dataset: Any) -> None:
+    chain = Chain(TensorToTensor())
+    with (
+        wrapped(dataset, FLOATS, transforms_gpu=None) as plain,
+        wrapped(dataset, FLOATS, transforms_gpu=chain) as loader,
+    ):
+        for (floats, _), (images, _) in zip(plain, loader, strict=True):
+            assert torch.equal(images, floats / 255)
+
+
+def test_color_transforms_of_torchvision_are_known_wherever_they_stand() -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    jitter = transforms.ColorJitter(0.05, 0.05, 0.05)
+    for known in (
+        transforms.Compose([transforms.RandomApply([jitter]), TensorToTensor()]),
+        transforms.RandomChoice([transforms.RandomCrop(8), jitter]),
+        torch.nn.Sequential(transforms.RandomApply(torch.nn.ModuleList([jitter]))),
+        v2.Compose([v2.RandomCrop(8), v2.RandomPhotometricDistort()]),
+        transforms.RandAugment(),
+    ):
+        assert reads_floats_as_0_to_1(known)
+    flips = [transforms.RandomHorizontalFlip(), transforms.RandomGrayscale(), transforms.RandomRotation(10)]
+    for other in (transforms.Compose([*flips, TensorToTensor(), transforms.Normalize([0.5], [0.5])]), None, len):
+        assert not reads_floats_as_0_to_1(other)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5, 4), (3, 5, 4)])

@@ -29,6 +29,7 @@ from torchpipe_py import ItemBackend, parse_toml, pipe
 from torchpipe_py.training import ImageFiles, TensorToTensor, TorchpipeLoader, TrainingError, wrap_dataloader_torchpipe
 from torchpipe_py.training import plan as training_plan
 from torchpipe_py.training.batcher import LoaderStatistics
+from torchpipe_py.training.options import choose_devices
 from torchpipe_py.training.prefetch import SideStreams
 
 pytestmark = FORKS
@@ -206,6 +207,15 @@ def test_dp_deals_the_batch_out(tmp_path: Path, toml: str, policy: str, transfor
             assert [len(part) for part in batch.images] == [len(part) for part in batch.labels]
             assert torch.equal(torch.cat(batch.images), images)
             assert torch.cat(batch.labels).tolist() == labels
+
+
+def test_devices_may_be_one_text_with_commas() -> None:
+    assert choose_devices("dp", None, "cpu, cpu") == [torch.device("cpu")] * 2
+    with pytest.raises(TrainingError, match=r"device 'gpu' is not known; expected a number, 'cuda:1' or 'cpu'"):
+        choose_devices("single", None, "gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(TrainingError, match="device 0: PyTorch finds no CUDA device here"):
+            choose_devices("dp", None, "0,1")
 
 
 # -- stopping and going on --------------------------------------------------------------------------------------------

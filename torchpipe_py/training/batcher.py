@@ -15,6 +15,7 @@ import torch
 
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.augment import takes_seeds
+from torchpipe_py.training.data import reads_floats_as_0_to_1
 from torchpipe_py.training.decode import shares_of
 from torchpipe_py.training.errors import TrainingError
 from torchpipe_py.training.options import LoaderOptions
@@ -77,6 +78,7 @@ class Batcher:
         self._is_gathered = options.gather or len(self.devices) == 1
         self._gives_seeds = takes_seeds(options.transforms_batch)
         self.label: Any = None  # the last one seen, a template for ignored labels
+        self._rounds = reads_floats_as_0_to_1(options.transforms_gpu)
         with self.streams.active(), forked(self.devices) as seed:
             seed(key_of(SAMPLE, options.seed))
             self.streams.adopt(trial)
@@ -179,6 +181,8 @@ class Batcher:
     def _transformed(self, image: Any, name: str) -> Any:
         """C×H×W after ``transforms_gpu``."""
         if self.options.transforms_gpu is not None:
+            if self._rounds and image.is_floating_point():
+                image = image.round().clamp_(0, 255).to(torch.uint8)
             image = _call(f"{name}: transforms_gpu", self.options.transforms_gpu, image)
         return _as_image(image, name)
 

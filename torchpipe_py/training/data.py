@@ -209,10 +209,19 @@ class TensorToTensor:
 class cv2Resize:
     """Resize to ``h`` × ``w`` pixels by bilinear ``cv2.resize``, exactly like ``ResizeMat``; for ``transforms_cpu``.
 
-    Takes a ``PIL.Image`` or a uint8 array H×W×C or H×W, and returns the same kind. ``ValueError`` for a side below 1.
+    Takes a ``PIL.Image`` or a uint8 array H×W×C or H×W, and returns the same kind. torchpipe's ``cv2Resize((w, h))``
+    takes OpenCV's size, and always returns an array in RGB order, so that ``ToPILImage`` or ``ToTensor`` can follow.
+    Raises ``ValueError`` for a side below 1, ``TypeError`` for one number.
     """
 
-    def __init__(self, h: int, w: int) -> None:
+    def __init__(self, h: int | tuple[int, int], w: int | None = None) -> None:
+        self.gives_array = w is None
+        if w is None:
+            if not isinstance(h, (tuple, list)) or len(h) != 2:
+                raise TypeError(f"cv2Resize takes h and w, or OpenCV's size (w, h), got {h!r}")
+            w, h = h
+        if isinstance(h, (tuple, list)):
+            raise TypeError(f"cv2Resize takes h and w, or OpenCV's size (w, h), got {h!r} and {w!r}")
         if h < 1 or w < 1:
             raise ValueError(f"cv2Resize: the sides are at least 1 pixel, got h={h}, w={w}")
         self.h, self.w = h, w
@@ -226,10 +235,28 @@ class cv2Resize:
             channels = mat.shape[2:]
             mat = cv2.resize(mat, (self.w, self.h), None, 0, 0, getattr(cv2, INTERPOLATION))
             mat = mat.reshape(self.h, self.w, *channels)
-        return Image.fromarray(mat) if isinstance(image, Image.Image) else mat
+        return Image.fromarray(mat) if isinstance(image, Image.Image) and not self.gives_array else mat
 
     def __repr__(self) -> str:
-        return f"cv2Resize(h={self.h}, w={self.w})"
+        return f"cv2Resize(({self.w}, {self.h}))" if self.gives_array else f"cv2Resize(h={self.h}, w={self.w})"
+
+
+COLOR_TRANSFORMS = {
+    *("ColorJitter", "RandomAdjustSharpness", "RandomAutocontrast", "RandomEqualize", "RandomInvert"),
+    *("RandomPhotometricDistort", "RandomPosterize", "RandomSolarize"),
+    *("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"),
+}
+
+
+def reads_floats_as_0_to_1(transform: Any) -> bool:
+    """Whether it is, or contains, a transform of torchvision's that clips or scales floats for values of 0..1."""
+    for kind in type(transform).__mro__:
+        if kind.__module__.startswith("torchvision.transforms") and kind.__name__ in COLOR_TRANSFORMS:
+            return True
+    parts = [*getattr(transform, "transforms", ())]
+    if isinstance(transform, torch.nn.Module):
+        parts += transform.children()
+    return any(map(reads_floats_as_0_to_1, parts))
 
 
 def _planes(image: Any) -> Any:

@@ -21,6 +21,8 @@ class LoaderOptions:
     """The options of ``wrap_dataloader_torchpipe`` for processing samples and batches.
 
     ``transforms_gpu`` is called for each sample with the pipe's output, on its device, and returns a Tensor C×H×W.
+    If it has one of torchvision's color transforms (``ColorJitter``, say), which take floats for values of 0..1, then
+    floats of 0..255 are rounded to uint8 before it.
     ``transforms_batch`` is called after that with the whole batch, N×C×H×W (in "dp" without ``gather``, with each
     device's share), masked images included. If it has a parameter ``seeds``, as an ``Augmentation`` has, that is a
     Tensor of N int64 on the CPU: the seed of each sample (see ``seed``). A share ``cpu_percentage`` (0..1) of the
@@ -84,9 +86,10 @@ def check_bad_samples(policy: str) -> None:
 def choose_devices(parallel_type: str, local_rank: int | None, devices: Any) -> list[Any]:
     """The ``torch.device`` of each share of a batch; only "dp" may have several.
 
-    ``devices`` is ``None``, a device or a list of devices: numbers, ``"cuda:1"``, ``"cpu"``. ``None`` means in "single"
-    ``local_rank`` or the current CUDA device, in "dp" all CUDA devices, in "ddp" ``local_rank``; on a machine without
-    CUDA it means the CPU, except in "dp". ``ValueError`` for an unknown type, ``TrainingError`` for a missing GPU.
+    ``devices`` is ``None``, a device or a list of devices: numbers, ``"cuda:1"``, ``"cpu"``; ``"0,1"`` is a list too.
+    ``None`` means in "single" ``local_rank`` or the current CUDA device, in "dp" all CUDA devices, in "ddp"
+    ``local_rank``; on a machine without CUDA it means the CPU, except in "dp". ``ValueError`` for an unknown type,
+    ``TrainingError`` for a missing GPU.
     """
     if parallel_type not in PARALLEL_TYPES:
         raise ValueError(f"parallel_type {parallel_type!r} is not known; {nearest(parallel_type, PARALLEL_TYPES)}")
@@ -98,7 +101,9 @@ def choose_devices(parallel_type: str, local_rank: int | None, devices: Any) -> 
         devices = range(torch.cuda.device_count())
     elif devices is None:
         devices = torch.cuda.current_device() if local_rank is None else local_rank
-    given = [devices] if isinstance(devices, str) or not isinstance(devices, Sequence) else devices
+    if isinstance(devices, str):  # torchpipe's "0,1" too
+        devices = [int(name) if name.isdigit() else name for name in devices.replace(" ", "").split(",")]
+    given = devices if isinstance(devices, Sequence) else [devices]
     if not given:
         raise TrainingError("devices is empty; leave it out, or name at least one")
     if parallel_type != "dp" and len(given) > 1:
@@ -108,7 +113,10 @@ def choose_devices(parallel_type: str, local_rank: int | None, devices: Any) -> 
 
 
 def _checked(device: Any) -> Any:
-    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise TrainingError(f"device {device!r} is not known; expected a number, 'cuda:1' or 'cpu'") from error
     if named.type == "cpu":
         return torch.device("cpu")
     if named.type != "cuda":
