@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cv2
 import pytest
 import torch
 from device import decoders, jpeg, needs_gpu, needs_torchvision, photo, two_devices
 from torch.utils.data import DataLoader
 from training_data import RandomOffset, same, taken, write_classes, write_images
+from training_document import DECODE
 
-from torchpipe_py import pipe
+from torchpipe_py import parse_toml, pipe
 from torchpipe_py.training import (
     BadSample,
     ColorTwist,
@@ -350,3 +352,45 @@ def test_a_context_takes_memory_of_one_device_alone(dataset: ImageFiles, decoder
         assert [label for _, labels in loader for label in labels.tolist()] == [0] * COUNT
     given = pickle.dumps((dataset.samples, config(decoder=decoder)))
     subprocess.run([sys.executable, "-c", ON_THE_OTHER_DEVICE], input=given, timeout=60, check=True)
+
+
+# -- the document of the training integration; all its steps: tests/training/test_training_document.py ---------------
+
+
+@pytest.mark.parametrize("decoder", ["", 'decoder = "torchvision"', 'decoder = "nvimgcodec"'])
+def test_the_documents_toml_decodes_jpegs_on_the_gpu_and_the_rest_on_the_cpu(tmp_path: Path, decoder: str) -> None:
+    if "nvimgcodec" in decoder:
+        pytest.importorskip("nvidia.nvimgcodec")
+    path = tmp_path / "gpu_decode_val.toml"
+    path.write_text(DECODE.replace("[cpu_decoder]", f"{decoder}\n\n[cpu_decoder]"), encoding="utf-8")
+    given = parse_toml(str(path))
+    for key in given:
+        if key != "global":
+            given[key]["device_id"] = 0
+    mat = photo(300, 400, 1)
+    png = cv2.imencode(".png", mat[:, :, ::-1])[1].tobytes()
+    with pipe(given) as run:
+        run(by_gpu := {"data": jpeg(mat), "node_name": "jpg_decoder"})
+        run(by_cpu := {"data": png, "node_name": "jpg_decoder"})
+    floats, integers = by_gpu["result"], by_cpu["result"]
+    assert floats.device == integers.device == torch.device("cuda", 0)
+    assert floats.shape == integers.shape == (1, 3, 224, 224)
+    assert (floats.dtype, integers.dtype) == (torch.float32, torch.uint8)
+    assert float((floats - integers.float()).abs().mean()) < 5
+
+
+def test_the_documents_transforms_keep_the_brightness_of_what_the_gpu_decodes(dataset: ImageFiles) -> None:
+    """``ColorJitter`` takes floats for values of 0..1: those of ``ResizeTensor`` would all be clipped to 1."""
+    from torchvision import transforms
+
+    jitter = transforms.ColorJitter(0.05, 0.05, 0.05)
+    steps = [transforms.RandomGrayscale(0.02), transforms.RandomRotation(0), jitter, TensorToTensor()]
+    with (
+        wrapped(dataset, transforms_gpu=TensorToTensor()) as plain,
+        wrapped(dataset, transforms_gpu=transforms.Compose(steps)) as loader,
+    ):
+        for (expected, _), (images, _) in zip(plain, loader, strict=True):
+            assert images.is_cuda
+            assert images.dtype == torch.float32
+            assert float((images.mean((1, 2, 3)) - expected.mean((1, 2, 3))).abs().max()) < 0.1
+            assert float(images.std()) > float(expected.std()) / 2
