@@ -48,13 +48,16 @@ KINDS = tuple(product(LUMA, CHROMA))
 """The gratings of each class."""
 
 
-def write_set(root: Path, train: int, val: int) -> None:
+SPREAD = (0, 3, 4, 7, 1, 2, 5, 6)  # the first few differ in both gratings
+
+
+def write_set(root: Path, train: int, val: int, classes: int = len(KINDS)) -> None:
     """Write ``root/train/<class>/<nnnn>.jpg`` and ``root/val/…``, ``train`` and ``val`` images of each class.
 
     500×375 pixels, quality 90, halved chrominance. A picture depends on split, class and number alone.
     """
     counts = {"train": train, "val": val}
-    for split, kind in product(SPLITS, range(len(KINDS))):
+    for split, kind in product(SPLITS, SPREAD[:classes]):
         folder = root / split / class_name(kind)
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(counts[split]):
