@@ -18,6 +18,7 @@ from functools import partial
 from benchmarks import common
 from benchmarks.common import numbers
 from benchmarks.gpu import in_process
+from benchmarks.gpu.baseline import LIBRARIES, choose_library
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.mosec import against_mosec
 from benchmarks.gpu.sharing import CHECKED, FEW, MANY, shared
@@ -45,6 +46,8 @@ def make_parser() -> ArgumentParser:
     lean = "with engines that the lean runtime takes too; it builds none, so run once under TensorRT before"
     option("--version-compatible", action="store_true", help=lean)
     option("--model-max", type=int, default=8, help="images in a batch of the model (default: 8)")
+    cuda = "what copies for the locked engine; auto: PyCUDA if it can be imported, else PyTorch (default: auto)"
+    option("--cuda", choices=["auto", *LIBRARIES], default="auto", help=cuda)
     option = parser.add_argument_group("in_process").add_argument
     size = partial(numbers, separator="x")
     option("--image", type=size, default=(500, 375), metavar="WxH", help="pixels (default: 500x375)")
@@ -73,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise BackendUnavailable("no CUDA device")
         tensorrt = load_tensorrt()
+        choose_library(args.cuda)
     except BackendUnavailable as error:
         print(f"bench_gpu.py: {error}", file=sys.stderr)
         return 2

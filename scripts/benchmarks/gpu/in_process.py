@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from benchmarks.common import Report, Subject, cores, in_threads, picture
-from benchmarks.gpu.baseline import Baseline, LockedEngine
+from benchmarks.gpu.baseline import Baseline, load_model
 from benchmarks.gpu.engines import SIDE, BareEngine, Engines, cpu_pipe, gpu_pipe
 
 WARM_UP = 0.5  # seconds of each subject before anything is measured
@@ -56,8 +56,10 @@ def in_process(engines: Engines, args: argparse.Namespace) -> Report:
         "GPU decode, max 8": gpu_pipe(engines, most=8, instances=2),
     }
     with ExitStack() as stack:
-        classic = Baseline(LockedEngine(engines.engine(1), SIDE), SIDE)
-        subjects = [opencv(encoded), Subject(BASELINE, in_threads(lambda: classic(encoded)))]
+        model = load_model(engines.engine(1), library=args.cuda)
+        classic = stack.enter_context(closing(Baseline(model)))
+        baseline = f"{BASELINE}, {model.description}"
+        subjects = [opencv(encoded), Subject(baseline, in_threads(lambda: classic(encoded)))]
         for name, config in configs.items():
             call = stack.enter_context(running(config, encoded))
             subjects.append(Subject(name, in_threads(call)))
@@ -74,7 +76,7 @@ def in_process(engines: Engines, args: argparse.Namespace) -> Report:
     report.require("QPS at 40 clients, CPU decode", best("CPU", (40,)), low=10_000)
     report.require("QPS at 100 clients, CPU decode", best("CPU", (100,)), low=12_000)
     for name in ("CPU decode, max 8", "GPU decode, max 8"):
-        ratio = report.median(name, 1).p50 / report.median(BASELINE, 1).p50
+        ratio = report.median(name, 1).p50 / report.median(baseline, 1).p50
         report.require(f"1 client, p50 against the baseline's, {name}", ratio, high=1.0)
     report.require("best against the baseline's best", best("CPU") / best("baseline"), low=8.0)
     return report

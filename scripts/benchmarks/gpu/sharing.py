@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.bare import Measure, Processes, child, measure_nodes
 from benchmarks.common import REPOSITORY, Load, Report, Subject, cores, image_folder, picture
-from benchmarks.gpu.engines import SIDE, BareEngine, Engines, cpu_pipe, gpu_pipe
+from benchmarks.gpu.baseline import LIBRARIES, choose_library
+from benchmarks.gpu.engines import BareEngine, Engines, cpu_pipe, gpu_pipe
 from benchmarks.gpu.in_process import opencv
 from benchmarks.services import run_clients, started
 from benchmarks.sharing import Service, measure, sharing
@@ -100,9 +101,11 @@ def engine_alone(engines: Engines, most: int) -> tuple[Measure, str]:
 def _classic(report: Report, engines: Engines, folder: Path, args: argparse.Namespace) -> None:
     with child() as process:
         path = process.submit(engines.engine, 1).result()
+    library = choose_library(args.cuda)[0]
     script = str(REPOSITORY / "scripts" / "baseline_server.py")
-    with started([script, "--port", "0", "--engine", path, "--size", str(SIDE)]) as (port, _):
-        classic = Subject("the classic recipe", lambda clients, seconds: run_clients(port, folder, clients, seconds))
+    with started([script, "--port", "0", "--engine", path, "--cuda", library]) as (port, _):
+        name = f"the classic recipe, copies by {LIBRARIES[library]}"
+        classic = Subject(name, lambda clients, seconds: run_clients(port, folder, clients, seconds))
         report.measure([classic], args.clients, args.seconds, args.rounds)
 
 
