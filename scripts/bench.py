@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import common, in_process
+from benchmarks.comparison import add_folder_options, against_baseline
 from benchmarks.goodput import SERVICES, goodput
 from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
@@ -24,6 +25,7 @@ BENCHMARKS = {
     "batching": in_process.batching,
     "decode": in_process.decode,
     "over_http": over_http,
+    "baseline": against_baseline,
     "shared": shared,
     "goodput": goodput,
     "priorities": priorities,
@@ -36,10 +38,11 @@ def make_parser() -> ArgumentParser:
     """All options."""
     parser = ArgumentParser(description="Limit, baselines and the pipe in one run.")
     common.add_options(parser, list(BENCHMARKS))
-    group = parser.add_argument_group("over_http")
+    group = parser.add_argument_group("over_http, baseline")
     model = "demo, or the .onnx of torchpipe export resnet18 --weights random (default: %(default)s)"
     group.add_argument("--model", default="demo", help=model)
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
+    add_folder_options(parser.add_argument_group("baseline"))
     group = parser.add_argument_group("tune")
     group.add_argument("--budget", type=float, default=120.0, help="seconds for each file (default: %(default)g)")
     group.add_argument("--most-seconds", type=float, default=3600.0, metavar="S", help="then end; --json goes on")

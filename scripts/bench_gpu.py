@@ -1,7 +1,8 @@
 """``python scripts/bench_gpu.py NAME|all``: limit, baseline and the pipe on a GPU, in one run.
 
 ``in_process``: client threads and JPEGs; ``engine``: the model alone; ``shared``: services over Thrift,
-with a model in each worker and with engine processes for all; ``mosec``: these against mosec. Needs a CUDA device,
+with a model in each worker and with engine processes for all; ``mosec``: these against mosec; ``baseline``: a service
+with a locked engine against the pipe's, CPU decode against GPU decode, and the accuracy of all. Needs a CUDA device,
 TensorRT and torchvision. Engines are built at the first run (minutes) and kept in ``--work``; those of
 ``--version-compatible`` TensorRT's lean runtime takes too.
 Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
@@ -17,7 +18,7 @@ from functools import partial
 
 from benchmarks import common
 from benchmarks.common import numbers
-from benchmarks.gpu import in_process
+from benchmarks.gpu import comparison, in_process
 from benchmarks.gpu.baseline import LIBRARIES, choose_library
 from benchmarks.gpu.engines import Engines
 from benchmarks.gpu.mosec import against_mosec
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "engine": in_process.engine,
     "shared": shared,
     "mosec": against_mosec,
+    "baseline": comparison.against_baseline,
 }
 
 
@@ -48,10 +50,11 @@ def make_parser() -> ArgumentParser:
     option("--model-max", type=int, default=8, help="images in a batch of the model (default: 8)")
     cuda = "what copies for the locked engine; auto: PyCUDA if it can be imported, else PyTorch (default: auto)"
     option("--cuda", choices=["auto", *LIBRARIES], default="auto", help=cuda)
-    option = parser.add_argument_group("in_process").add_argument
+    comparison.add_options(parser.add_argument_group("baseline"))
+    option = parser.add_argument_group("in_process, baseline").add_argument
     size = partial(numbers, separator="x")
     option("--image", type=size, default=(500, 375), metavar="WxH", help="pixels (default: 500x375)")
-    option = parser.add_argument_group("shared, mosec").add_argument
+    option = parser.add_argument_group("shared, mosec, baseline").add_argument
     option("--only", default="", metavar="REGEX", help="of shared: services whose name has it")
     checks = "where GPU decode checks JPEGs: node, inside, none (default: node)"
     option("--checks", nargs="+", choices=CHECKED, default=["node"], metavar="WHERE", help=checks)

@@ -39,6 +39,13 @@ _REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
 @contextmanager
 def serving(config: str | Tables, options: Sequence[str] = (), code: str = "") -> Iterator[int]:
     """``torchpipe-serve`` on a file or on tables, with the backends that ``code`` registers; the port it listens on."""
+    with serving_process(config, options, code) as (port, _):
+        yield port
+
+
+@contextmanager
+def serving_process(config: str | Tables, options: Sequence[str] = (), code: str = "") -> Iterator[tuple[int, int]]:
+    """The same; the port and the process id, whose descendants are the service's other processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "service.toml")
         if not isinstance(config, str):
@@ -47,8 +54,8 @@ def serving(config: str | Tables, options: Sequence[str] = (), code: str = "") -
             path.with_suffix(".py").write_text(code, encoding="utf-8")
             options = [*options, "--import", str(path.with_suffix(".py"))]
         command = ["-m", "torchpipe_server", config if isinstance(config, str) else str(path), *options]
-        with started([*command, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]) as (port, _):
-            yield port
+        with started([*command, "--port", "0", "--host", "127.0.0.1", "--log-level", "warning"]) as service:
+            yield service
 
 
 def printed_port(log: str) -> int | None:

@@ -1,6 +1,6 @@
-"""ResNet-50 by TensorRT: its engines, the pipelines around it, and two ways to run it without a pipe.
+"""ResNet-50, or another model, by TensorRT: engines, the pipelines around it, and two ways to run it without a pipe.
 
-The weights are random, which the time does not depend on.
+ResNet-50's weights are random, which the time does not depend on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ SIDE = 224
 class Engines:
     """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder.
 
-    ``version_compatible``: engines that TensorRT's lean runtime takes too, which builds none.
+    ``version_compatible``: engines that TensorRT's lean runtime takes too, which builds none. ``model``: an ONNX model
+    in ResNet-50's place, that takes N×3×``side``×``side`` normalised as ImageNet is.
     """
 
-    def __init__(self, folder: str, version_compatible: bool = False) -> None:
+    def __init__(
+        self, folder: str, version_compatible: bool = False, model: str | None = None, side: int = SIDE
+    ) -> None:
         self.folder, self.version_compatible = Path(folder), version_compatible
+        self.side, self._model = side, model
+        self.name = "resnet50" if model is None else Path(model).stem
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def onnx(self) -> str:
         """Path of the ONNX model."""
+        if self._model is not None:
+            return self._model
         path = self.folder / "resnet50.onnx"
         if not path.exists():
             import torch
@@ -46,7 +53,7 @@ class Engines:
         return {
             "backend": "SyncTensor[TensorrtTensor]",
             "model": self.onnx(),
-            "model::cache": str(self.folder / f"resnet50_{most}{compatible}.trt"),
+            "model::cache": str(self.folder / f"{self.name}_{most}{compatible}.trt"),
             **({"version_compatible": True} if compatible else {}),
             "max": most,
             "mean": "123.675, 116.28, 103.53",
@@ -67,7 +74,7 @@ class Engines:
 def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> dict[str, Any]:
     """JPEG bytes in, decoded and resized by OpenCV, ``(label, score)`` out."""
     return {
-        "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE, "color": "rgb"},
+        "global": {"batching_timeout": 2, "resize_h": engines.side, "resize_w": engines.side, "color": "rgb"},
         "decode": {"backend": "S[DecodeMat,ResizeMat,cvtColorMat]", "instance_num": decoders, "next": "model"},
         "model": engines.node(most, instance_num=instances, postprocessor="SoftmaxMax"),
     }
@@ -86,7 +93,7 @@ def gpu_pipe(engines: Engines, *, most: int, instances: int, checks: str = "node
         "cpu": {"backend": "S[DecodeMat,ResizeMat]", "filter": "or", "next": "model"},
     }
     return {
-        "global": {"batching_timeout": 2, "resize_h": SIDE, "resize_w": SIDE},
+        "global": {"batching_timeout": 2, "resize_h": engines.side, "resize_w": engines.side},
         **(before if checks == "node" else {}),
         "model": {**node, "backend": backend, "DecodeTensor::max": most},
     }
