@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,33 @@ def test_a_training_in_mixed_precision(dataset: ImageFiles, tmp_path: Path, deco
     more = ["--amp", "--dali", "--augment", *augmentation.AUGMENTS, "--checkpoint", tmp_path / "last.pt"]
     assert train.main(list(map(str, [*options, *more]))) == 0
     assert capsys.readouterr().out.count("of 24 images") == 2
+
+
+BESIDE_LARGE_IMAGES = """
+import sys, torch
+from recipes.dali import DaliLoader, DaliOptions
+from torchpipe_py.training import ImageFiles, TrainingError
+samples = [(path, 0) for path in sys.argv[2:] * 16]
+for decoder in range(4):
+    with DaliLoader(ImageFiles(samples), torch.device("cuda", 0), DaliOptions(224, 32, sys.argv[1], False)) as loader:
+        try:
+            list(loader)
+        except TrainingError as error:
+            print(error)
+"""
+
+
+@PLACES
+def test_a_file_that_is_no_image_is_named_and_does_not_crash(tmp_path: Path, decode: str) -> None:
+    good, bad = tmp_path / "good.jpg", tmp_path / "bad.jpg"
+    good.write_bytes(jpeg(photo(375, 500, 0)))
+    bad.write_bytes(b"no image")
+    scripts = Path(train.__file__).parent
+    paths = os.pathsep.join(map(str, [scripts, scripts.parent, os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", BESIDE_LARGE_IMAGES, decode, str(good), str(bad)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{bad}: cannot be decoded: no image") == 4
 
 
 @PLACES

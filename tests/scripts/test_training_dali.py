@@ -366,6 +366,35 @@ def test_an_image_that_cannot_be_read_or_decoded_is_named(folder: Path, capsys: 
     assert f"{bad}: cannot be decoded: no image" in told(capsys, *options(folder, "--epochs", 1))
 
 
+BESIDE_LARGE_IMAGES = """
+import sys, torch
+from recipes.dali import DaliLoader, DaliOptions
+from torchpipe_py.training import ImageFiles, TrainingError
+samples = [(path, 0) for path in sys.argv[1:] * 16]
+for decoder in range(8):
+    with DaliLoader(ImageFiles(samples), torch.device("cpu"), DaliOptions(224, 32, "cpu", False)) as loader:
+        try:
+            list(loader)
+        except TrainingError as error:
+            print(error)
+"""
+
+
+@needs_dali
+def test_a_file_that_is_no_image_beside_large_ones_does_not_crash(tmp_path: Path, jpeg: bytes) -> None:
+    """In a process of its own: DALI's decoder alone would end it with a segmentation fault every second time."""
+    (tmp_path / "good.jpg").write_bytes(jpeg)
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    command = [sys.executable, "-c", BESIDE_LARGE_IMAGES, tmp_path / "good.jpg", tmp_path / "bad.jpg"]
+    scripts = str(Path(train.__file__).parent)
+    paths = os.pathsep.join([scripts, str(Path(scripts).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        list(map(str, command)), env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{tmp_path / 'bad.jpg'}: cannot be decoded: no image") == 8
+
+
 @needs_dali
 def test_data_or_devices_that_do_not_fit(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert "--decode gpu needs a CUDA device" in told(capsys, *options(folder, "--decode", "gpu"))

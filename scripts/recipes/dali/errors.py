@@ -14,6 +14,8 @@ from torchpipe_py.training import TrainingError
 SEARCH_SECONDS = 60.0
 """How long to look for the image that DALI could not decode: it does not name it."""
 
+DECODERS = ("decoders.image", "peek_image_shape")
+
 
 def dali(name: str = "") -> Any:
     """The module ``nvidia.dali``, or ``.name`` in it; ``TrainingError`` that says what to install without it."""
@@ -30,7 +32,7 @@ def explained(error: RuntimeError, images: Iterable[tuple[str, Callable[[], byte
     lines = text.partition("encountered:")[2].split("\n") if operator else text.split("\n")
     reason = next((line.strip() for line in lines if line.strip()), text)
     name = operator[1] if operator else "pipeline"
-    if name != "decoders.image":
+    if name not in DECODERS:
         return TrainingError(f"DALI's {name}: {reason}")
     return TrainingError(_first_bad(images) or f"DALI's {name}: {reason}, in an image that Pillow can decode")
 

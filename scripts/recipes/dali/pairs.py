@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from recipes.dali.errors import dali, explained
-from recipes.dali.pipeline import dali_seed
+from recipes.dali.pipeline import dali_seed, decoded
 from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.training import TrainingError
 
@@ -222,8 +222,8 @@ def _make_pipeline(pairs: Pairs, options: PairOptions, device: torch.device, che
 
 def _transformed(encoded: Any, options: PairOptions, position: tuple[Any, Any], flips: tuple[Any, Any]) -> Any:
     """The same for both images of a pair, since position and flips are."""
-    fn, types = dali(".fn"), dali(".types")
-    images = fn.decoders.image(encoded, device="mixed" if options.decode == "gpu" else "cpu", output_type=types.RGB)
+    fn = dali(".fn")
+    images = decoded(encoded, options.decode)
     if options.resize is not None:
         images = fn.resize(images, resize_y=options.resize)
     side = options.crop

@@ -73,7 +73,7 @@ def dali_seed(seed: int) -> int:
 
 
 def _validation_images(encoded: Any, options: DaliOptions) -> Any:
-    images = _resized(_decoded(encoded, options), options.size)
+    images = _resized(decoded(encoded, options.decode, options.hardware_share), options.size)
     return _normalised(images, mirror=0)
 
 
@@ -81,7 +81,7 @@ def _training_images(encoded: Any, options: DaliOptions) -> Any:
     """In the order, and with the numbers, of ``recipes.augmentation``."""
     fn = dali(".fn")
     size, uniform = options.size, fn.random.uniform
-    images = _decoded(encoded, options)
+    images = decoded(encoded, options.decode, options.hardware_share)
     if "crop" in options.augments:
         images = _resized(images, round(size * augmentation.ENLARGED))
         angle = uniform(range=[-augmentation.ROTATION, augmentation.ROTATION])
@@ -117,10 +117,17 @@ def _training_images(encoded: Any, options: DaliOptions) -> Any:
     return _normalised(images, mirror=fn.random.coin_flip())
 
 
-def _decoded(encoded: Any, options: DaliOptions) -> Any:
-    share = {} if options.hardware_share is None else {"hw_decoder_load": options.hardware_share}
-    more = {"device": "mixed", **share} if options.decode == "gpu" else {"device": "cpu"}
-    return dali(".fn").decoders.image(encoded, output_type=dali(".types").RGB, **more)
+def decoded(encoded: Any, decode: str, hardware_share: float | None = None) -> Any:
+    """RGB images, uint8 H×W×3, of encoded ones; on the GPU where ``decode`` is "gpu"."""
+    fn, types = dali(".fn"), dali(".types")
+    # NOTE: all heads of a batch are parsed before any is decoded. DALI's decoder parses and decodes at the same time: a
+    # file that is no image makes it raise while it decodes others, often into memory that is freed by then.
+    sizes = fn.peek_image_shape(encoded)
+    as_it_is = fn.cast(sizes[:1] * 0 - 1, dtype=types.INT32)
+    encoded = fn.reshape(encoded, shape=as_it_is)  # costs nothing, and waits for the sizes
+    share = {} if hardware_share is None else {"hw_decoder_load": hardware_share}
+    more = {"device": "mixed", **share} if decode == "gpu" else {"device": "cpu"}
+    return fn.decoders.image(encoded, output_type=types.RGB, **more)
 
 
 def _resized(images: Any, side: int) -> Any:
