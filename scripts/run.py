@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from argparse import RawDescriptionHelpFormatter
 from importlib import import_module
 
 from torchpipe_py.arguments import ArgumentParser
@@ -30,7 +30,7 @@ def main() -> int:
     width = max(map(len, TOOLS))
     listed = "\n".join(f"  {name:{width}}  {purpose}" for name, (_, purpose) in TOOLS.items())
     about = f"Tools that few need:\n\n{listed}"
-    parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=TOOLS)
     args = parser.parse_args(sys.argv[1:2])
     sys.argv[0] += f" {args.name}"

@@ -43,7 +43,7 @@ SERVER = ["options", "logs", "wire", "front", "tracing", "methods", "worker", "s
 TRAINING = ["errors", "options data plan prefetch ranks", "samples augment", "decode", "batcher", "workers.transfer"]
 TRAINING += ["workers", "loader workers.preload", "wrap"]
 """Within ``torchpipe_py.training``."""
-SCRIPTS = ["benchmarks examples.textures", "recipes", "examples"]
+SCRIPTS = ["benchmarks examples.textures examples.shapes", "recipes", "examples"]
 
 SERVER_MAY_IMPORT = {
     *("", "arguments", "cores", "errors", "idl", "malloc", "streams", "streams.boxes", "streams.config"),

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 from benchmarks.common import Load, Report, Subject, run
-from examples import demo
+from examples import shapes
 from training_data import FORKS
 
 pytestmark = FORKS
@@ -70,8 +70,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_demo_images_are_those_that_demo_draws(tmp_path: Path) -> None:
     folder = ROOT / "configs" / "demo"
-    assert (folder / "labels.txt").read_text(encoding="utf-8").split() == list(demo.LABELS)
-    for index, label in enumerate(demo.LABELS):
+    assert (folder / "labels.txt").read_text(encoding="utf-8").split() == list(shapes.LABELS)
+    for index, label in enumerate(shapes.LABELS):
         kept = cv2.imread(str(folder / "images" / f"{label}_00.jpg")).astype(int)
-        drawn = cv2.imdecode(np.frombuffer(demo.draw_jpeg(0, demo.HELD_OUT, index, 0), np.uint8), cv2.IMREAD_COLOR)
+        drawn = cv2.imdecode(np.frombuffer(shapes.draw_jpeg(0, shapes.HELD_OUT, index, 0), np.uint8), cv2.IMREAD_COLOR)
         assert np.abs(kept - drawn).mean() < 1  # other versions of OpenCV round otherwise

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples.demo import LABELS, write_set
+from examples.shapes import LABELS, write_set
 from recipes.experiments.comparison import main
 from recipes.experiments.loaders import SUBJECTS, Setting
 from training_data import write_classes

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from benchmarks.common import Load, Report, Subject, add_options, numbers, progress, run
 from benchmarks.gpu.usage import GpuSample, GpuUsage
+from examples.shapes import write_set
 from torch import nn
 
 from recipes.augmentation import AUGMENTS
@@ -272,8 +273,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = device_of(args.device)
     with ExitStack() as stack:
         if args.data is None:
-            from examples.demo import write_set
-
             args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             write_set(args.data, args.train, args.val, PICTURE)
         for split in ("train", "val"):

@@ -71,7 +71,7 @@ def torchvision(setting: Setting) -> Iterator[Loaders]:
     plain = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     loaders = []
     for split, steps in (("train", [*augment, *finish]), ("val", plain)):
-        dataset = datasets.ImageFolder(str(setting.data / split), transforms.Compose(steps))
+        dataset = _repeated(datasets.ImageFolder(str(setting.data / split), transforms.Compose(steps)), setting, split)
         pinned = setting.device.type == "cuda"
         persistent = setting.workers > 0
         loaders.append(_dataloader(dataset, setting, split, pin_memory=pinned, persistent_workers=persistent))
@@ -175,7 +175,6 @@ def _dataloader(dataset: Any, setting: Setting, split: str, **more: Any) -> Any:
     options: dict[str, Any] = {"num_workers": setting.workers, "shuffle": split == "train", **more}
     if setting.workers:
         options["prefetch_factor"] = AHEAD
-    dataset = _repeated(dataset, setting, split)
     return DataLoader(dataset, setting.batch_size, drop_last=split == "train", **options)
 
 
