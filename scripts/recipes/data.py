@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from recipes import augmentation as shared
+from recipes.datasets import PARTS, InMemory, check_memory, gigabytes, open_dataset
 from recipes.options import Place
 from torchpipe_py.training import (
     Augmentation,
@@ -21,6 +23,7 @@ from torchpipe_py.training import (
     DistributedEvalSampler,
     GridMask,
     ImageFolder,
+    LmdbImages,
     RandomResizedCrop,
     TorchpipeLoader,
     TrainingError,
@@ -89,13 +92,15 @@ class Loaders:
     """``train`` and ``val``, and the names of the ``classes``; a context that closes both."""
 
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
-        if not (args.data / "train").is_dir():
-            raise TrainingError(f"--data {args.data}: expected the folders train/ and val/ in it, found no train/")
-        train, val = ImageFolder(args.data / "train"), ImageFolder(args.data / "val")
-        if train.classes != val.classes:
-            raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
-        self.classes = train.classes
+        opened = [open_dataset(args.data, part) for part in PARTS]
+        self.classes, others = (dataset.classes for dataset in opened)
+        if self.classes != others:
+            raise TrainingError(f"{args.data}: train/ has the classes {self.classes}, val/ has {others}")
         with ExitStack() as stack:
+            for dataset in opened:
+                if isinstance(dataset, LmdbImages):
+                    stack.callback(dataset.close)  # a process opens a database only once
+            train, val = _in_memory(args, place, opened) if args.in_memory else opened
             self.train = stack.enter_context(training_loader(args, place, train))
             if not len(self.train):
                 raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
@@ -109,7 +114,17 @@ class Loaders:
         self._stack.close()
 
 
+def _in_memory(args: argparse.Namespace, place: Place, datasets: Sequence[ImageFolder | LmdbImages]) -> list[InMemory]:
+    check_memory(datasets, args)
+    began = perf_counter()
+    kept = [InMemory(dataset) for dataset in datasets]
+    if place.rank == 0:
+        images, size = sum(map(len, kept)), gigabytes(sum(dataset.size for dataset in kept))
+        print(f"in memory: {images} encoded images, {size}, read in {perf_counter() - began:.1f} s", flush=True)
+    return kept
+
+
 def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms: Any) -> TorchpipeLoader:
-    given = {name: getattr(args, name) for name in ("seed", "bad_samples", "workers_decode")}
+    given = {name: getattr(args, name) for name in ("seed", "bad_samples", "workers_decode", "prefetch")}
     where: dict[str, Any] = {"local_rank": place.local_rank, "devices": place.devices}
     return wrap_dataloader_torchpipe(place.kind, loader, toml, transforms_batch=transforms, **where, **given)

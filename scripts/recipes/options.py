@@ -25,6 +25,7 @@ NOT_OF_DALI = {
     "val_toml": "its pipeline is code, not a pipe",
     "workers_decode": "its threads decode, --workers says how many",
     "bad_samples": "it stops at a file that is no image",
+    "in_memory": "its reader maps the files",
     "dp": "a pipeline of DALI works for one GPU; --ddp has one for each",
     "devices": "a pipeline of DALI works for one GPU; --device chooses it, --ddp has one for each",
 }
@@ -85,7 +86,8 @@ def make_parser() -> ArgumentParser:
     """All options."""
     parser = ArgumentParser(description="Train a classifier on images that a pipe decodes, or NVIDIA DALI.")
     option = parser.add_argument
-    option("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
+    data = "a folder with train/ and val/ of class folders, with train.lmdb and val.lmdb, or with train.tfrecord …"
+    option("--data", type=Path, required=True, help=f"{data} (scripts/run.py lmdb, tfrecord)")
     option("--toml", type=Path, help="preprocessing, as it will be served; needed unless --dali is given")
     option("--val-toml", type=Path, help="preprocessing to validate with (default: --toml)")
     option(
@@ -102,6 +104,11 @@ def make_parser() -> ArgumentParser:
         default=2,
         help="processes that read files; with --dali, its threads (default: %(default)s)",
     )
+    ahead = "decoded batches that a background thread keeps ready; 0: none, and no thread (default: %(default)s)"
+    option("--prefetch", type=at_least(0), default=2, help=ahead)
+    option("--in-memory", action="store_true", help="read all files once, at the start, and keep them, encoded")
+    tries = "let cuDNN time its algorithms for each size of input, and keep the fastest (default: its heuristics)"
+    option("--cudnn-benchmark", action="store_true", help=tries)
     option("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
     option("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
     augment = "beside the random flip: crop (rotates too), color, cutout, gridmask (default: none)"
@@ -142,6 +149,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} does not go with --dali: {reason}")
     if not args.workers:
         parser.error("--workers 0 does not go with --dali: it needs a thread at least")
+    if not args.prefetch:
+        parser.error("--prefetch 0 does not go with --dali: it makes a batch ahead at least")
     args.size = args.size or DALI_SIZE
     return args
 

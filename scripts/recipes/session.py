@@ -37,6 +37,7 @@ class Session:
     def __init__(self, args: argparse.Namespace, place: Place, loaders: Loaders | DaliLoaders) -> None:
         self._args, self._place, self._loaders = args, place, loaders
         self.device = loaders.train.devices[0]
+        torch.backends.cudnn.benchmark = args.cudnn_benchmark
         self.bare = make_model(args.arch, len(loaders.classes), args.seed)
         if args.weights is not None and not (args.checkpoint is not None and args.checkpoint.exists()):
             self._say(start_from(self.bare, args.weights, args.arch, loaders.classes))
@@ -97,19 +98,31 @@ class Session:
 
     def step(self, batch: Batch) -> None:
         """Forward, backward and update on one batch, of a model in training mode."""
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        count = int(batch.mask.sum())
+        self._loss += loss.detach() * count
+        self._samples += count
+
+    def forward(self, batch: Batch) -> Any:
+        """The loss, a scalar on the device."""
         images, labels = batch
         with torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            loss = masked_loss(self.model(images), labels)
+            return masked_loss(self.model(images), labels)
+
+    def backward(self, loss: Any) -> None:
+        """Compute the gradients of the weights, of this batch alone."""
         self._optimiser.zero_grad(set_to_none=True)
         self._scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        """Change the weights by their gradients, and count the step."""
         self._scaler.step(self._optimiser)
         self._scaler.update()
         self._schedule.step()
         self._steps += 1
         self._steps_now += 1
-        count = int(batch.mask.sum())
-        self._loss += loss.detach() * count
-        self._samples += count
 
     def _finish_epoch(self) -> None:
         epoch = self._loaders.train.epoch

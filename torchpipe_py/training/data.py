@@ -125,15 +125,15 @@ class LmdbImages:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = os.fspath(path)
+        self.path = Path(path)
         self._database: Any = None
         self._process = -1  # the process that opened it
-        if not os.path.isfile(os.path.join(self._path, "data.mdb")):
-            raise TrainingError(f"{self._path}: no LMDB database (working directory: {os.getcwd()})")
+        if not (self.path / "data.mdb").is_file():
+            raise TrainingError(f"{self.path}: no LMDB database (working directory: {os.getcwd()})")
         header = json.loads(self._get(HEADER) or b"{}")
         self.close()
         if header.get("format") != FORMAT:
-            raise TrainingError(f"{self._path}: not a database that pack_folder wrote")
+            raise TrainingError(f"{self.path}: not a database that pack_folder wrote")
         self.classes: list[str] = header["classes"]
         self._count: int = header["count"]
 
@@ -160,7 +160,7 @@ class LmdbImages:
     def _record(self, index: int) -> tuple[list[Any], bytes]:
         record = self._get(_key(index)) if 0 <= index < self._count else None
         if record is None:
-            raise IndexError(f"{self._path}: no sample {index}, there are {self._count}")
+            raise IndexError(f"{self.path}: no sample {index}, there are {self._count}")
         facts, _, encoded = record.partition(b"\n")
         return json.loads(facts), encoded
 
@@ -170,9 +170,9 @@ class LmdbImages:
             lmdb = library("lmdb", "lmdb", "LmdbImages")
             self._database = None  # close it first: a process opens a database only once
             try:
-                self._database = lmdb.open(self._path, readonly=True, lock=False, readahead=False, max_readers=1)
+                self._database = lmdb.open(str(self.path), readonly=True, lock=False, readahead=False, max_readers=1)
             except lmdb.Error as error:
-                raise TrainingError(f"{self._path}: {error}") from error
+                raise TrainingError(f"{self.path}: {error}") from error
             self._process = os.getpid()
         with self._database.begin() as transaction:
             value: bytes | None = transaction.get(key)

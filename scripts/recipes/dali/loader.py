@@ -176,6 +176,7 @@ class DaliLoaders:
                 decode=args.decode or ("gpu" if device.type == "cuda" else "cpu"),
                 is_training=is_training,
                 threads=args.workers,
+                prefetch=args.prefetch,
                 seed=args.seed,
                 augments=tuple(args.augment) if is_training else (),
                 rank=place.rank,
