@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from multiprocessing import forkserver
@@ -307,8 +307,14 @@ def _end_of_a_worker(error: Exception) -> str:
 
 def _run_aside(function: Callable[[], object], timeout: float | None = None) -> None:
     """Run ``function()`` on another thread; raises its error, or ``TimeoutError`` after ``timeout`` seconds."""
-    threads = ThreadPoolExecutor(1, "torchpipe-aside")
-    try:
-        threads.submit(function).result(timeout)
-    finally:
-        threads.shutdown(wait=False)
+    # NOTE: not a thread of an executor: a worker that is forked from one fails when it ends, since it waits for itself.
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="torchpipe-aside", daemon=True).start()
+    outcome.result(timeout)
