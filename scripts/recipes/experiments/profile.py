@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiled
 
 from recipes.data import Loaders
+from recipes.experiments.timeline import STEP, WAIT, GpuUse, gpu_use
 from recipes.options import Place, guarded, make_parser
 from recipes.session import Session
-from recipes.timeline import STEP, WAIT, GpuUse, gpu_use
 from torchpipe_py.tools.options import at_least, output_file
 from torchpipe_py.training import Batch, TorchpipeLoader
 
