@@ -134,7 +134,7 @@ class Report:
     def show(self) -> None:
         """Print the table, whether each target is met, and the remarks.
 
-        Figures in ``Load.more`` are columns where all rows have the same ones, else a note at the end of the row.
+        Figures in ``Load.more`` are columns where all rows have the same ones and no note, else a note.
         """
         print(f"\n{self.title}")
         names = {key: labelled(*key) for key in self.loads}
@@ -142,7 +142,8 @@ class Report:
         width = max(map(len, names.values()), default=0)
         has_latency = any(load.p50 or load.p99 for load in medians.values()) or not medians
         kinds = {tuple(load.more) for load in medians.values()}
-        columns = kinds.pop() if len(kinds) == 1 else ()
+        has_notes = any(load.note for load in medians.values())
+        columns = kinds.pop() if len(kinds) == 1 and not has_notes else ()
         heads = [f"{self.unit:>9}", *(["  p50 ms", "  p99 ms"] if has_latency else []), *columns]
         print(f"  {'':{width}}  {'  '.join(heads)}".rstrip())
         for key, name in names.items():

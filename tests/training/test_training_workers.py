@@ -312,7 +312,6 @@ class Faults(ImageFiles):
         return encoded, faults
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_workers_that_are_closed_did_not_fail(dataset: ImageFiles, toml: str) -> None:
     """After a DataLoader of its own, a program has PyTorch's handler, which raises for each worker that failed."""
     with wrapped(dataset, toml, workers=2) as loader:
@@ -321,6 +320,7 @@ def test_workers_that_are_closed_did_not_fail(dataset: ImageFiles, toml: str) ->
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_workers_keep_the_memory_of_one_batchs_files_for_the_next(dataset: ImageFiles, toml: str) -> None:
     pages = 300 * 60_000 / resource.getpagesize()
     with decoded_by(1, Faults(dataset.samples[:4]), toml) as loader:
