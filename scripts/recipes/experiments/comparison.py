@@ -240,9 +240,10 @@ def _shown(augments: Sequence[str]) -> str:
 def _parser() -> ArgumentParser:
     on_gpu = torch.cuda.is_available()
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_options(parser, ["epochs", "throughput"])
-    parser.set_defaults(rounds=3 if on_gpu else 1)
     option = parser.add_argument
+    option("name", nargs="?", choices=["epochs", "throughput", "all"], default="all", help="(default: all)")
+    add_options(parser)
+    parser.set_defaults(rounds=1, seconds=1.5)
     option("--data", type=Path, help="a folder with train/ and val/, of class folders with JPEGs (default: drawn)")
     count = 250 if on_gpu else 24
     option("--train", type=int, default=count, help="images of each of 8 classes to draw (default: %(default)s)")
