@@ -33,7 +33,7 @@ from torchpipe_py.training import Batch, TorchpipeLoader
 
 WARMUP, STEPS = 10, 30
 OPERATORS = 10
-DATA, COMPUTE = ("read", "decode", "transform", "transfer"), ("forward", "backward", "optimiser")
+COMPUTE = ("forward", "backward", "optimiser")
 SMALL_WAIT = 0.1
 """Below this share of waiting, more data would not make the training much faster."""
 WHERE = {
@@ -224,13 +224,21 @@ def described(profile: Profile) -> list[str]:
 
 
 def verdict(profile: Profile) -> str:
-    """How long the training waited, the largest stage, and the options that help."""
-    limited = profile.waited >= SMALL_WAIT
-    largest = max(DATA if limited else COMPUTE, key=lambda name: profile.stages[name] or 0.0)
+    """How long the training waited, the stage that takes longest, and the options that help."""
     who = "the training loop" if profile.runs_on == "the CPU" else "the GPU"
     waited = f"{who} waited for data {profile.waited:.0%} of the time"
-    why = f"longest is {largest}" if limited else f"data is fast enough, longest is {largest}"
-    return f"{waited}; {why}, which these help: {HELP[largest][profile.runs_on]}"
+    if profile.waited < SMALL_WAIT:
+        largest = _longest(profile, COMPUTE)
+        return f"{waited}: data is fast enough, {largest} takes longest; what helps: {HELP[largest][profile.runs_on]}"
+    # The transforms of a batch are part of the wait; what reads and decodes runs beside the loop, and overlaps.
+    inside = 0.0 if profile.workers else profile.stages["transform"] or 0.0
+    is_inside = inside > 0.5 * profile.waited * profile.wall
+    largest = "transform" if is_inside else _longest(profile, ("read", "decode", "transfer"))
+    return f"{waited}, mostly for {largest}; what helps: {HELP[largest][profile.runs_on]}"
+
+
+def _longest(profile: Profile, names: Sequence[str]) -> str:
+    return max(names, key=lambda name: profile.stages[name] or 0.0)
 
 
 def _where(profile: Profile, name: str) -> str:
