@@ -238,19 +238,26 @@ def progress(line: str) -> None:
 
 
 def in_threads(call: Call, images: int = 1) -> Callable[[int, float], Load]:
-    """A subject's ``load``: threads in a closed loop, each of which calls once at least. A call is so many images."""
+    """A subject's ``load``: threads in a closed loop, each of which calls once at least. A call is so many images.
+
+    It raises what a call has raised.
+    """
 
     def load(clients: int, seconds: float) -> Load:
         latencies: list[list[float]] = [[] for _ in range(clients)]
+        errors: list[Exception] = []
         stop = threading.Event()
         barrier = threading.Barrier(clients + 1)
 
         def client(mine: list[float]) -> None:
             barrier.wait()
-            while not (mine and stop.is_set()):
-                start = perf_counter()
-                call()
-                mine.append(perf_counter() - start)
+            try:
+                while not (mine and stop.is_set()):
+                    start = perf_counter()
+                    call()
+                    mine.append(perf_counter() - start)
+            except Exception as error:
+                errors.append(error)
 
         threads = [threading.Thread(target=client, args=(mine,)) for mine in latencies]
         for thread in threads:
@@ -261,6 +268,8 @@ def in_threads(call: Call, images: int = 1) -> Callable[[int, float], Load]:
         stop.set()
         for thread in threads:
             thread.join()
+        if errors:
+            raise errors[0]
         return load_of([value for mine in latencies for value in mine], perf_counter() - start, images)
 
     return load

@@ -144,9 +144,9 @@ def dali(device: str, engines: float, setting: Setting) -> Decoder:
 
     def decode(batch: Sequence[bytes]) -> Any:
         (images,) = pipeline.run(encoded=[np.frombuffer(encoded, np.uint8) for encoded in batch])
-        return list(images.as_cpu()) if len(batch) == 1 and device != "cpu" else images
+        return images
 
-    return Decoder(decode, 1, setting.batch, lambda image: np.array(image))
+    return Decoder(decode, 1, setting.batch, lambda image: np.array(image.as_cpu()))
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------

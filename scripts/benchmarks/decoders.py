@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -32,7 +33,7 @@ from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.tools.options import at_least
 
-PICTURES = {
+PICTURES: dict[str, dict[str, Any]] = {
     "256x192": {"width": 256, "height": 192, "quality": 80},
     "500x375": {"width": 500, "height": 375},
     "1080x1080": {"width": 1080, "height": 1080},
@@ -201,8 +202,9 @@ def compare(title: str, images: Images, args: argparse.Namespace) -> Report:
                 if not attempted(report, name, partial(add, name, threads)):
                     break
         if args.missing:
-            report.remarks.append(f"not measured, as above: {', '.join(args.missing)}")
-        args.missing += [name for name in args.only or args.decoders if not any(made(name, one) for one in subjects)]
+            report.remarks.append(f"not measured, as above: {'; '.join(args.missing)}")
+        tried = [name for name in args.only or args.decoders if name not in args.missing]
+        args.missing += [name for name in tried if not any(made(name, subject) for subject in subjects)]
         for _ in range(args.rounds):
             for subject in list(subjects):
                 one_round = partial(report.measure, [subject], subject.clients, args.seconds, 1)

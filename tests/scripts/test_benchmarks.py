@@ -9,8 +9,16 @@ import bench
 import cv2
 import numpy as np
 import pytest
+<<<<<<< ours
 from benchmarks.common import Load, Report, Subject, run
 from examples import shapes
+=======
+import torch
+from benchmarks.common import Load, Report, Subject, in_threads, run
+from conftest import encode, picture
+from examples import demo
+from recipes.loaders import main
+>>>>>>> theirs
 from training_data import FORKS
 
 pytestmark = FORKS
@@ -28,6 +36,14 @@ def test_each_round_has_all_subjects_with_their_clients() -> None:
     report.measure([subject("limit", 2), subject("ours")], (1, 10), 0.0, 2)
     assert asked == 2 * [("ours", 1), ("ours", 10), ("limit", 2)]
     assert {key: len(rounds) for key, rounds in report.loads.items()} == dict.fromkeys(asked, 2)
+
+
+def test_what_a_call_raises_ends_the_measurement() -> None:
+    def call() -> None:
+        raise MemoryError("no memory is left")
+
+    with pytest.raises(MemoryError, match="no memory is left"):
+        in_threads(call)(2, 0.01)
 
 
 def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
