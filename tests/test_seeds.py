@@ -40,7 +40,7 @@ PARTS = [
         "000", "test_gpu.py, both solutions", "test_gpu", "python scripts/test_gpu.py", "--solution --precision --toml"
     ),
     Part("000", "consistency of training and serving", "recipes.experiments.consistency", "scripts/run.py consistency"),
-    Part("000", "CPU against GPU decode, three cores", "bench_gpu", "scripts/bench_gpu.py comparison"),
+    Part("000", "CPU against GPU decode, three cores", "bench_gpu", "scripts/bench_gpu.py baseline"),
     # 001: templates of trainings
     Part("001", "train.py, loader.py", TRAIN, "python scripts/train.py --data"),
     Part("001", "train_DP.py", TRAIN, "python scripts/train.py --dp", "--dp"),
@@ -56,9 +56,7 @@ PARTS = [
     ),
     # 002: a service, the locked TensorRT service it is compared with, and the load tester
     Part("002", "main_torchpipe.py", SERVE, "torchpipe-serve configs/resnet50.toml"),
-    Part(
-        "002", "main_trt.py, by PyCUDA", "baseline_server", "scripts/baseline_server.py --engine", "--engine --memory"
-    ),
+    Part("002", "main_trt.py, by PyCUDA", "baseline_server", "scripts/baseline_server.py --engine", "--engine --cuda"),
     Part(
         "002",
         "clien_qps.py",
@@ -66,7 +64,7 @@ PARTS = [
         "scripts/client_qps.py --img_dir",
         "--img_dir --port --request_client --request_batch --total_number",
     ),
-    Part("002", "the table of both, on a GPU", "bench_gpu", "scripts/bench_gpu.py comparison", "--image --cores"),
+    Part("002", "the table of both, on a GPU", "bench_gpu", "scripts/bench_gpu.py baseline", "--image --cores"),
     Part("002", "the table of both, on a CPU", "bench", "scripts/bench.py baseline"),
     # 003: what makes a training faster, by section
     Part("003", "1 hardware, monitoring", "torchpipe_py.cli", "torchpipe doctor"),

@@ -104,8 +104,9 @@ def make_parser() -> ArgumentParser:
         default=2,
         help="processes that read files; with --dali, its threads (default: %(default)s)",
     )
-    ahead = "decoded batches that a background thread keeps ready; 0: none, and no thread (default: %(default)s)"
-    option("--prefetch", type=at_least(0), default=2, help=ahead)
+    ahead = "decoded batches that a background thread keeps ready; 0: none, and no thread (default: %(default)s)."
+    pinned = "Copies to a GPU are asynchronous, through pinned memory."
+    option("--prefetch", type=at_least(0), default=2, help=f"{ahead} {pinned}")
     option("--in-memory", action="store_true", help="read all files once, at the start, and keep them, encoded")
     tries = "let cuDNN time its algorithms for each size of input, and keep the fastest (default: its heuristics)"
     option("--cudnn-benchmark", action="store_true", help=tries)

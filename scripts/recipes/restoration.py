@@ -137,7 +137,6 @@ def _loader(args: argparse.Namespace, pairs: Pairs, device: torch.device, is_tra
     options = PairOptions(
         crop=args.crop,
         batch_size=args.batch_size,
-        decode=args.decode or ("gpu" if device.type == "cuda" else "cpu"),
         is_training=is_training,
         resize=args.resize,
         threads=args.workers,
@@ -200,7 +199,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--lr", type=float, default=2e-3, help="(default: %(default)s)")
     option("--seed", type=int, default=0, help="of weights, order, crops and flips (default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
-    option("--decode", choices=("cpu", "gpu"), help="where images are made (default: the GPU where there is one)")
     option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
     args = parser.parse_args(argv)
     return guarded("restoration", lambda: train(args))

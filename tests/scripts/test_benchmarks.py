@@ -9,16 +9,8 @@ import bench
 import cv2
 import numpy as np
 import pytest
-<<<<<<< ours
-from benchmarks.common import Load, Report, Subject, run
-from examples import shapes
-=======
-import torch
 from benchmarks.common import Load, Report, Subject, in_threads, run
-from conftest import encode, picture
-from examples import demo
-from recipes.loaders import main
->>>>>>> theirs
+from examples import shapes
 from training_data import FORKS
 
 pytestmark = FORKS

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes.profile import COMPUTE, OPERATORS, Operator, Profile, described, main, verdict
-from recipes.timeline import STEP, WAIT, Copies, gpu_use, merged, overlap
+from recipes.experiments.profile import COMPUTE, OPERATORS, Operator, Profile, described, main, verdict
+from recipes.experiments.timeline import STEP, WAIT, Copies, gpu_use, merged, overlap
 from training_data import write_classes, write_toml
 
 MAIN, OTHER = 1, 2  # threads

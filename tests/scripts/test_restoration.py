@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loader_of(folder: Path, is_training: bool = True, **options: Any) -> PairLoader:
-    made = {"crop": CROP, "batch_size": 3, "decode": "cpu", "is_training": is_training, **options}
+    made = {"crop": CROP, "batch_size": 3, "is_training": is_training, **options}
     return PairLoader(find_pairs(folder, "blurry", "sharp"), torch.device("cpu"), PairOptions(**made))
 
 
@@ -249,9 +249,6 @@ def test_pairs_that_do_not_fit_are_named(folder: Path, tmp_path: Path, capsys: A
     assert "6 in blurry/, 7 in sharp/; 1 without another, first scene_1/1, in sharp/" in line
     assert "no such directory" in told(capsys, *options(tmp_path / "nowhere"))
     assert "lowres: no such directory" in told(capsys, *options(folder, "--img", "lowres"))
-    assert "--decode gpu needs a CUDA device" in told(
-        capsys, *options(write_pairs(tmp_path / "more" / "train").parent, "--decode", "gpu")
-    )
 
 
 @needs_dali

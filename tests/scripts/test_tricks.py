@@ -15,9 +15,9 @@ import train
 from recipes import datasets, tricks
 from recipes.datasets import InMemory, available_memory
 from recipes.datasets import main as lmdb
-from recipes.plain import PlainLoader, by_opencv, by_pillow
-from recipes.tricks import Bench, Trick, measured
-from recipes.tricks import main as measure
+from recipes.experiments.plain import PlainLoader, by_opencv, by_pillow
+from recipes.experiments.tricks import Bench, Trick, measured
+from recipes.experiments.tricks import main as measure
 from training_data import FORKS, write_classes, write_toml
 
 from torchpipe_py.training import ImageFolder, TrainingError, UnreadableFile

@@ -35,10 +35,10 @@ from benchmarks.common import REPOSITORY, machine, progress, python
 
 from recipes.data import Loaders
 from recipes.datasets import available_memory, gigabytes, open_dataset, pack
+from recipes.experiments.plain import PlainLoader, by_pillow, by_simplejpeg
+from recipes.experiments.profile import next_batch, profile, verdict
 from recipes.models import SMALL
 from recipes.options import Place, make_parser
-from recipes.plain import PlainLoader, by_pillow, by_simplejpeg
-from recipes.profile import next_batch, profile, verdict
 from recipes.session import Session
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import usable_cores
@@ -136,6 +136,7 @@ class Bench:
             "DataLoader, the same, one batch ahead": partial(plain, raw=True, ahead=True),
             "DataLoader, the same, pageable memory": partial(plain, raw=True, pinned=False),
             "train.py, a process": partial(self.epoch, "--toml", self.toml),
+            "train.py, folders by DALI": lambda: self.epoch("--dali", "--size", 224),
             "train.py, TFRecord by DALI": lambda: self.epoch("--dali", "--data", self.records(), "--size", 224),
             "train.py, two processes": partial(self.epoch, "--toml", self.toml, "--ddp"),
         }
@@ -250,7 +251,8 @@ def tricks(bench: Bench) -> list[Trick]:
     """All that compare two trainings, in the order of the sections."""
     gpu = "" if bench.on_gpu else NO_GPU
     several = "" if bench.on_gpu and torch.cuda.device_count() > 1 else "needs two GPUs"
-    default, alone = "train.py", "train.py, a process"
+    default, alone, by_dali = "train.py", "train.py, a process", "train.py, folders by DALI"
+    no_dali = _lacks("nvidia.dali", "nvidia-dali-cuda130")
     pillow, opencv, raw = "DataLoader, Pillow", "DataLoader, OpenCV", "DataLoader, batches augmented on the device"
     one_ahead, pageable = "DataLoader, the same, one batch ahead", "DataLoader, the same, pageable memory"
     loader = "in the dataset of a DataLoader"
@@ -261,6 +263,7 @@ def tricks(bench: Bench) -> list[Trick]:
         Trick(3, "decode on the GPU", "configs/preprocess_gpu.toml", default, "train.py, decoded on the GPU", gpu),
         Trick(3, "workers that decode", "--workers-decode", default, "train.py, workers decode", gpu),
         Trick(4, "augment batches on the device", "transforms_batch", opencv, raw),
+        Trick(4, "NVIDIA DALI for a pipe", "train.py --dali", alone, by_dali, no_dali),
         Trick(5, "background thread, 2 batches ahead", "--prefetch 2", "train.py, no prefetching", default),
         Trick(5, "copies on a CUDA stream", "CudaPrefetcher(loader)", raw, one_ahead, gpu),
         Trick(6, "two processes", "torchrun … train.py --ddp", alone, "train.py, two processes", several),
@@ -273,18 +276,16 @@ def tricks(bench: Bench) -> list[Trick]:
         ),
         Trick(8, "files in memory", "--in-memory", default, "train.py, in memory"),
         Trick(8, "LMDB", "scripts/run.py lmdb", default, "train.py, LMDB", _lacks("lmdb", "lmdb")),
-        Trick(8, "TFRecord", "train.py --dali", alone, "train.py, TFRecord by DALI", _no_records()),
+        Trick(8, "TFRecord", "run.py tfrecord", by_dali, "train.py, TFRecord by DALI", no_dali),
     ]
 
 
 def _lacks(module: str, package: str) -> str:
-    return "" if find_spec(module) else f"needs {package} (pip install {package})"
-
-
-def _no_records() -> str:
-    if not find_spec("recipes.tfrecord"):
-        return "no reader of TFRecord here: scripts/recipes/tfrecord.py is missing"
-    return _lacks("nvidia", "nvidia-dali-cuda130") or _lacks("nvidia.dali", "nvidia-dali-cuda130")
+    try:
+        is_there = find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        is_there = False
+    return "" if is_there else f"needs {package} (pip install {package})"
 
 
 def measured(bench: Bench, chosen: Sequence[Trick], rounds: int) -> list[Row]:
