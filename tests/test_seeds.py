@@ -109,12 +109,13 @@ def test_each_part_has_a_command_with_its_options(
     assert not ended.value.code, WHOSE
     shown = capsys.readouterr().out
     missing = [option for option in shlex.split(part.options) if option not in shown]
-    assert not missing, f"{part.module}: {WHOSE}"
+    assert not missing, f"{part.module} has no {', '.join(missing)}; {WHOSE}"
 
 
 @pytest.mark.parametrize("part", PARTS, ids=named)
 def test_each_command_is_named_in_the_documentation(part: Part) -> None:
-    assert part.command in PAGES, f"{part.command}: {WHOSE}"
+    is_named = part.command in PAGES
+    assert is_named, f"no page has {part.command!r}; {WHOSE}"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -186,11 +186,11 @@ def compare(title: str, images: Images, args: argparse.Namespace) -> Report:
                 report.remarks += [f"{name}: {file} is left out: {why}" for file, why in found.refused.items()]
                 report.remarks += [f"{name}: {file} has another size than OpenCV's" for file in found.shapes]
             call = next_batch(decoder, [encoded for file, encoded in images.items() if file not in found.refused])
-            call()  # buffers of this size, and on a GPU kernels
             more = {"difference": found.mean, "most": float(found.most), "exif": float(found.turns)}
             load = in_threads(call, decoder.batch)
 
             def measured(clients: int, seconds: float) -> Load:
+                call()  # buffers of this size; on a GPU also kernels, and JPEG engines that sleep when not in use
                 return replace(load(decoder.callers, seconds), note=str(found), more=more)
 
             subjects.append(Subject(f"{name}, {{}} thread{'s' * (threads != 1)}", measured, (threads,)))

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import train
-from recipes import datasets, tricks
+from recipes import datasets
 from recipes.datasets import InMemory, available_memory
 from recipes.datasets import main as lmdb
+from recipes.experiments import tricks
 from recipes.experiments.plain import PlainLoader, by_opencv, by_pillow
 from recipes.experiments.tricks import Bench, Trick, measured
 from recipes.experiments.tricks import main as measure

@@ -14,7 +14,8 @@ from benchmarks.gpu.usage import GpuSample
 from torchpipe_py.training.errors import library
 
 COLOURS = {"torchvision": "tab:gray", "dali": "tab:green", "ours": "tab:blue"}
-STYLES = ("-", "--", ":", "-.", (0, (1, 3)))
+STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1)), "v"))
+"""Line and marker of the loaders of one colour, in turn."""
 
 
 class Row(NamedTuple):
@@ -72,14 +73,15 @@ def plot_validation(rows: Sequence[Row], path: Path) -> Path:
     by = {(row.name, row.batch_size): row.load for row in rows if row.workers == most}
     sizes = sorted({size for _, size in by})
     with _figure(path, 1, 1) as axes:
-        for place, name in enumerate(dict.fromkeys(name for name, _ in by)):
+        names = list(dict.fromkeys(name for name, _ in by))
+        for name in names:
             points = [
                 (size, by["torchvision", size].more["train s"] + by[name, size].more["val s"])
                 for size in sizes
                 if ("torchvision", size) in by and (name, size) in by
             ]
             if points:
-                axes[0][0].plot(*zip(*points, strict=True), marker="o", label=name, **_style(name, place))
+                axes[0][0].plot(*zip(*points, strict=True), label=name, **_style(name, names))
         axes[0][0].set_title(f"training by torchvision, validation by …, {most} workers")
         axes[0][0].set_xlabel("batch size")
         _finish(axes[0][0], sizes, "seconds of an epoch")
@@ -102,11 +104,12 @@ def plot_gpu(rows: Sequence[Row], usage: Mapping[str, Sequence[GpuSample]], path
         for name in dict.fromkeys(row.name for row in rows)
     }
     with _figure(path, 1, 2) as axes:
-        for place, (name, row) in enumerate(fastest.items()):
+        for name, row in fastest.items():
             samples = usage.get(f"{name}, batches of {row.batch_size}, {row.workers} workers", ())
             points = [(sample.seconds, sample.busy) for sample in samples]
             if points:
-                axes[0][0].plot(*zip(*points, strict=True), label=name, **_style(name, place))
+                style = {**_style(name, list(fastest)), "marker": ""}
+                axes[0][0].plot(*zip(*points, strict=True), label=name, **style)
         axes[0][0].set_title("GPU use in an epoch and its validation")
         axes[0][0].set_xlabel("seconds")
         axes[0][0].set_ylabel("percent of the time with a kernel")
@@ -120,9 +123,10 @@ def plot_gpu(rows: Sequence[Row], usage: Mapping[str, Sequence[GpuSample]], path
 
 def _lines(axes: Any, rows: Sequence[Row], value: Callable[[Load], float], title: str, unit: str) -> None:
     workers = sorted({row.workers for row in rows})
-    for place, name in enumerate(dict.fromkeys(row.name for row in rows)):
+    names = list(dict.fromkeys(row.name for row in rows))
+    for name in names:
         points = sorted((row.workers, value(row.load)) for row in rows if row.name == name)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name, **_style(name, place))
+        axes.plot(*zip(*points, strict=True), label=name, **_style(name, names))
     axes.set_title(title)
     axes.set_xlabel("workers (threads of DALI)")
     _finish(axes, workers, unit)
@@ -136,8 +140,12 @@ def _finish(axes: Any, ticks: Sequence[int], unit: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def _style(name: str, place: int) -> dict[str, Any]:
-    return {"color": COLOURS.get(name.split("-")[0], "tab:red"), "linestyle": STYLES[place % len(STYLES)]}
+def _style(name: str, names: Sequence[str]) -> dict[str, Any]:
+    """The look of one loader among ``names``: a colour for each library, lines and markers that differ within it."""
+    library_of = name.partition("-")[0]
+    same = [other for other in dict.fromkeys(names) if other.partition("-")[0] == library_of]
+    line, marker = STYLES[same.index(name) % len(STYLES)]
+    return {"color": COLOURS.get(library_of, "tab:red"), "linestyle": line, "marker": marker, "markersize": 5}
 
 
 @contextmanager
