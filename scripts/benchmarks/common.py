@@ -97,7 +97,9 @@ class Report:
         rounds = self.loads[name, clients]
         names = ("qps", "p50", "p99", "cpu_ms")
         figures = {name: statistics.median(getattr(load, name) for load in rounds) for name in names}
-        more = {name: statistics.median(load.more[name] for load in rounds) for name in rounds[-1].more}
+        more = {
+            name: statistics.median(load.more[name] for load in rounds if name in load.more) for name in rounds[-1].more
+        }
         return Load(**figures, note=rounds[-1].note, more=more)
 
     def ratio(self, ours: tuple[str, int], theirs: tuple[str, int]) -> float:

@@ -1,7 +1,8 @@
 """The augmentations of a training: one set of numbers for every loader, so that all make the same kind of images.
 
 The order is: resize to ``ENLARGED`` times the size, rotate, crop a part of random area and aspect ratio to the size,
-twist the colours, erase, flip, normalise. Without ``crop`` images are resized to the size at once.
+twist the colours, erase, flip, normalise. Without ``crop`` images are resized to the size at once. Only ``train.py``
+with a pipe, whose TOML says the size, crops from images of that size.
 """
 
 from __future__ import annotations
@@ -10,6 +11,13 @@ AUGMENTS = ("crop", "color", "cutout", "gridmask")
 
 ENLARGED = 1.2
 """Both sides of the image that is rotated and cropped, over those of the result."""
+
+
+def enlarged(size: int) -> int:
+    """Both sides in pixels of the image that is rotated and cropped to ``size``."""
+    return round(size * ENLARGED)
+
+
 ROTATION = 20.0
 """Degrees, either way; corners become black."""
 AREA, ASPECT_RATIO = (0.3, 1.0), (3 / 4, 4 / 3)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from recipes import augmentation as shared
 from recipes.datasets import PARTS, InMemory, check_memory, gigabytes, open_dataset
 from recipes.options import Place
+from recipes.tfrecord import refuse_records
 from torchpipe_py.training import (
     Augmentation,
     ColorTwist,
@@ -60,13 +61,13 @@ class FlipAndNormalise(Augmentation):
         return images.index_copy_(0, chosen, images.index_select(0, chosen).flip(-1))
 
 
-def augmentations(names: Sequence[str]) -> Compose:
+def augmentations(names: Sequence[str], size: int | None = None) -> Compose:
     """For ``transforms_batch``: the chosen ``AUGMENTS`` in their order, then flip and normalise.
 
-    ``crop`` keeps the size of the images. They are not enlarged before, so that they are resampled only once.
+    ``size``: both sides in pixels of what ``crop`` makes; ``None``: those of the images.
     """
     steps: dict[str, Callable[[], Augmentation]] = {
-        "crop": lambda: RandomResizedCrop(scale=shared.AREA, ratio=shared.ASPECT_RATIO, degrees=shared.ROTATION),
+        "crop": lambda: RandomResizedCrop(size, scale=shared.AREA, ratio=shared.ASPECT_RATIO, degrees=shared.ROTATION),
         "color": lambda: ColorTwist(shared.BRIGHTNESS, shared.CONTRAST, shared.SATURATION, shared.HUE),
         "cutout": lambda: CutOut(shared.HOLES, shared.HOLE_SIDE),
         "gridmask": lambda: GridMask(shared.TILE, shared.TILE_RATIO),
@@ -92,6 +93,7 @@ class Loaders:
     """``train`` and ``val``, and the names of the ``classes``; a context that closes both."""
 
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
+        refuse_records(args.data)
         opened = [open_dataset(args.data, part) for part in PARTS]
         self.classes, others = (dataset.classes for dataset in opened)
         if self.classes != others:
@@ -103,7 +105,9 @@ class Loaders:
             train, val = _in_memory(args, place, opened) if args.in_memory else opened
             self.train = stack.enter_context(training_loader(args, place, train))
             if not len(self.train):
-                raise TrainingError(f"{args.data / 'train'}: {len(train)} images are no batch of {args.batch_size}")
+                raise TrainingError(
+                    f"{args.data / 'train'}: {len(train)} images are fewer than --batch-size {args.batch_size}"
+                )
             self.val = stack.enter_context(validation_loader(args, place, val))
             self._stack = stack.pop_all()
 

@@ -16,7 +16,6 @@ from recipes.dali import DaliLoaders
 from recipes.data import Loaders
 from recipes.models import check_classes, load_checkpoint, load_weights, make_model, start_from
 from recipes.options import Place
-from recipes.tfrecord import refuse_records
 from torchpipe_py.training import Batch, TrainingError
 
 IGNORED = -100
@@ -25,8 +24,6 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 def run(args: argparse.Namespace, place: Place) -> None:
     """Train. Prints a line for each epoch on rank 0."""
-    if not args.dali:
-        refuse_records(args.data)
     with (DaliLoaders if args.dali else Loaders)(args, place) as loaders:
         Session(args, place, loaders).train()
 

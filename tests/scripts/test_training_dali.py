@@ -398,7 +398,7 @@ def test_a_file_that_is_no_image_beside_large_ones_does_not_crash(tmp_path: Path
 @needs_dali
 def test_data_or_devices_that_do_not_fit(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert "--decode gpu needs a CUDA device" in told(capsys, *options(folder, "--decode", "gpu"))
-    assert "11 images are no batch of 100" in told(capsys, *options(folder, "--batch-size", 100))
+    assert "11 images are fewer than --batch-size 100" in told(capsys, *options(folder, "--batch-size", 100))
     line = told(capsys, *options(tmp_path / "nowhere"))
     assert "nowhere: expected the folders train/ and val/ in it, or train.tfrecord and val.tfrecord" in line
     with pytest.raises(TrainingError, match="5 images to validate with for 6 ranks"):

@@ -105,7 +105,7 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, toml: str, *more: obj
 def test_errors_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml = write_toml(tmp_path)
     assert "nowhere" in told(capsys, tmp_path / "nowhere", toml)
-    assert "12 images are no batch of 100" in told(capsys, folder, toml, "--batch-size", 100)
+    assert "12 images are fewer than --batch-size 100" in told(capsys, folder, toml, "--batch-size", 100)
     assert str(tmp_path / "no.toml") in told(capsys, folder, str(tmp_path / "no.toml"))
     (folder / "train" / "red" / "01.jpg").write_bytes(b"no image")
     assert str(folder / "train" / "red" / "01.jpg") in told(capsys, folder, toml, "--epochs", 1)

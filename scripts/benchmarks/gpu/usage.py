@@ -6,6 +6,8 @@ import threading
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 INTERVAL = 0.05  # seconds between two samples; the driver renews its figure about six times a second
 
 
@@ -23,7 +25,7 @@ class GpuUsage:
     ``samples`` is empty, and ``missing`` says why, where NVML (package ``nvidia-ml-py``) or the GPU is not there.
     """
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.samples: list[GpuSample] = []
         self.missing = ""
         self._nvml: Any = None
@@ -33,10 +35,12 @@ class GpuUsage:
             import pynvml
 
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            # NOTE: not by its number, which CUDA_VISIBLE_DEVICES changes.
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
             self._nvml = pynvml
         except Exception as error:  # pynvml has an exception of its own for each reason
-            self.missing = f"GPU use is not measured: {error}"
+            self.missing = f"the GPU's use is not measured (pip install nvidia-ml-py): {error}"
 
     @property
     def busy(self) -> float:
@@ -60,7 +64,10 @@ class GpuUsage:
 
     def _run(self) -> None:
         began = perf_counter()
-        while not self._over.wait(INTERVAL):
-            busy = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**20
-            self.samples.append(GpuSample(perf_counter() - began, busy, memory))
+        try:
+            while not self._over.wait(INTERVAL):
+                busy = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used / 2**20
+                self.samples.append(GpuSample(perf_counter() - began, busy, memory))
+        except self._nvml.NVMLError as error:
+            self.missing = f"the GPU's use is not measured: {error}"

@@ -187,7 +187,7 @@ class DaliLoaders:
         with ExitStack() as stack:
             self.train = stack.enter_context(loader(train, is_training=True))
             if not len(self.train):
-                raise TrainingError(f"{args.data}: {len(train)} images are no batch of {args.batch_size}")
+                raise TrainingError(f"{args.data}: {len(train)} images are fewer than --batch-size {args.batch_size}")
             self.val = stack.enter_context(loader(val, is_training=False))
             self._stack = stack.pop_all()
 

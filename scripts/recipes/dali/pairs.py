@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from recipes.dali.errors import dali, explained
-from recipes.dali.pipeline import dali_seed, decoded
+from recipes.dali.pipeline import checked, dali_seed
 from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.training import TrainingError
 
@@ -223,7 +223,7 @@ def _make_pipeline(pairs: Pairs, options: PairOptions, device: torch.device, che
 def _transformed(encoded: Any, options: PairOptions, position: tuple[Any, Any], flips: tuple[Any, Any]) -> Any:
     """The same for both images of a pair, since position and flips are."""
     fn = dali(".fn")
-    images = decoded(encoded, "cpu")
+    images = fn.decoders.image(checked(encoded), device="cpu", output_type=dali(".types").RGB)
     if options.resize is not None:
         images = fn.resize(images, resize_y=options.resize)
     side = options.crop

@@ -25,7 +25,8 @@ class DaliOptions:
     the GPU. ``is_training``: shuffled, flipped at random, ``augments`` (of ``augmentation.AUGMENTS``) applied, an
     incomplete last batch left out; otherwise images in their order, each once. ``hardware_share``: of a batch's images
     that the GPU's JPEG engines decode, 0 to 1 (DALI's own choice: 0.65). ``prefetch``: batches made ahead. ``rank`` of
-    ``ranks``: with several, each reads its part.
+    ``ranks``: with several, each reads its part. ``unchecked``: decode without parsing the heads of a batch first, for
+    files that are known to be images; DALI 2.4 may crash at one that is not.
     """
 
     size: int
@@ -39,6 +40,7 @@ class DaliOptions:
     prefetch: int = 2
     rank: int = 0
     ranks: int = 1
+    unchecked: bool = False
 
 
 def make_pipeline(reader: Any, options: DaliOptions, device: torch.device, checkpoint: bytes | None = None) -> Any:
@@ -73,7 +75,7 @@ def dali_seed(seed: int) -> int:
 
 
 def _validation_images(encoded: Any, options: DaliOptions) -> Any:
-    images = _resized(decoded(encoded, options.decode, options.hardware_share), options.size)
+    images = _resized(_decoded(encoded, options), options.size)
     return _normalised(images, mirror=0)
 
 
@@ -81,9 +83,9 @@ def _training_images(encoded: Any, options: DaliOptions) -> Any:
     """In the order, and with the numbers, of ``recipes.augmentation``."""
     fn = dali(".fn")
     size, uniform = options.size, fn.random.uniform
-    images = decoded(encoded, options.decode, options.hardware_share)
+    images = _decoded(encoded, options)
     if "crop" in options.augments:
-        images = _resized(images, round(size * augmentation.ENLARGED))
+        images = _resized(images, augmentation.enlarged(size))
         angle = uniform(range=[-augmentation.ROTATION, augmentation.ROTATION])
         images = fn.rotate(images, angle=angle, keep_size=True, fill_value=0)
         images = fn.random_resized_crop(
@@ -117,17 +119,22 @@ def _training_images(encoded: Any, options: DaliOptions) -> Any:
     return _normalised(images, mirror=fn.random.coin_flip())
 
 
-def decoded(encoded: Any, decode: str, hardware_share: float | None = None) -> Any:
-    """RGB images, uint8 H×W×3, of encoded ones; on the GPU where ``decode`` is "gpu"."""
-    fn, types = dali(".fn"), dali(".types")
-    # NOTE: all heads of a batch are parsed before any is decoded. DALI's decoder parses and decodes at the same time: a
-    # file that is no image makes it raise while it decodes others, often into memory that is freed by then.
+def _decoded(encoded: Any, options: DaliOptions) -> Any:
+    """RGB images, uint8 H×W×3; on the GPU where ``options.decode`` is "gpu"."""
+    share = {} if options.hardware_share is None else {"hw_decoder_load": options.hardware_share}
+    where = {"device": "mixed", **share} if options.decode == "gpu" else {"device": "cpu"}
+    heads = encoded if options.unchecked else checked(encoded)
+    return dali(".fn").decoders.image(heads, output_type=dali(".types").RGB, **where)
+
+
+def checked(encoded: Any) -> Any:
+    """Encoded images once all heads of the batch are parsed, which raises for what is not an image."""
+    fn = dali(".fn")
+    # NOTE: before any is decoded: DALI's decoder parses and decodes at the same time, and what is not an image makes it
+    # raise while it decodes others, often into memory that is freed by then.
     sizes = fn.peek_image_shape(encoded)
-    as_it_is = fn.cast(sizes[:1] * 0 - 1, dtype=types.INT32)
-    encoded = fn.reshape(encoded, shape=as_it_is)  # costs nothing, and waits for the sizes
-    share = {} if hardware_share is None else {"hw_decoder_load": hardware_share}
-    more = {"device": "mixed", **share} if decode == "gpu" else {"device": "cpu"}
-    return fn.decoders.image(encoded, output_type=types.RGB, **more)
+    as_it_is = fn.cast(sizes[:1] * 0 - 1, dtype=dali(".types").INT32)
+    return fn.reshape(encoded, shape=as_it_is)  # copies nothing, and waits for the sizes
 
 
 def _resized(images: Any, side: int) -> Any:

@@ -4,7 +4,8 @@
 
 Without ``--data`` it draws labelled JPEGs of 500×375 pixels. First each loader, batch size and number of workers
 (threads of DALI) trains the same network: an epoch to warm up, then one that is timed, and a validation that is timed
-apart. Then each loader runs without a network, as fast as it can. A loader that fails, or whose library or GPU is
+apart. An epoch has each image so often that the batches which a loader makes ahead count for little; times are those of
+each image once. Then each loader runs without a network, as fast as it can. A loader that fails, or whose library or GPU is
 missing, is a remark.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,14 @@ from recipes.experiments.loaders import SUBJECTS, Epoch, Loaders, Setting, devic
 from recipes.experiments.plots import plot_all
 from recipes.models import make_model
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.tools.options import at_least
 from torchpipe_py.training import TrainingError
+from torchpipe_py.training.errors import library
 
 PICTURE = (375, 500)  # height and width in pixels of the JPEGs that are drawn
 LEAST = 3  # batches to warm a loader up with, and to measure it by
 LONG_EPOCH = 50_000  # images: with short epochs the throughput would be that of their beginnings and ends
+LEAST_BATCHES = 20  # of an epoch that is timed: DALI has two ready when it begins
 EPOCHS_SHARE = 0.6  # of the time for both parts
 LONGEST = 4.0  # times the seconds that a measurement of a slow loader may take
 
@@ -58,17 +62,19 @@ class Comparison:
         for batch_size in args.batch_sizes:
             for workers in args.workers:
                 for name in args.only:
-                    setting = Setting(args.data, args.size, batch_size, workers, self._device, tuple(args.augment))
+                    setting = self._setting(batch_size, workers, tuple(args.augment), LEAST_BATCHES * batch_size)
                     report.attempt(_row(name, setting).format(workers), partial(self._epoch, report, name, setting))
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
         return report
 
     def _epoch(self, report: Report, name: str, setting: Setting) -> None:
-        load, samples = trained(name, setting, self._args)
+        load, usage = trained(name, setting, self._args)
         row = _row(name, setting)
+        if usage is not None and usage.missing and usage.missing not in report.remarks:
+            report.remarks.append(usage.missing)
         report.add(row, setting.workers, load)
-        self.usage[row.format(setting.workers)] = samples
+        self.usage[row.format(setting.workers)] = [] if usage is None else usage.samples
         progress(f"{row.format(setting.workers)}: {load.qps:.0f} images/s")
 
     def throughput(self) -> Report:
@@ -77,36 +83,70 @@ class Comparison:
         report = Report(f"throughput: loaders alone, flipped and normalised, on {_named(self._device)}", "images/s")
         self.reports["throughput"] = report
         report.until = self._end
-        repeats = -(-LONG_EPOCH // max(1, _files(args.data / "train")))
+        batch_size = max(args.batch_sizes)
 
         def load(name: str, workers: int, seconds: float) -> Load:
-            setting = Setting(args.data, args.size, max(args.batch_sizes), workers, self._device, (), repeats)
+            setting = self._setting(batch_size, workers, (), LONG_EPOCH)
             with SUBJECTS[name](setting) as loaders:
                 return Load(images_per_second(loaders, setting, seconds))
 
+        subjects = {
+            name: Subject(f"{name}, batches of {batch_size}, {{}} workers", partial(load, name)) for name in args.only
+        }
         for workers in args.workers:
-            for name in args.only:
-                setting = Setting(args.data, args.size, max(args.batch_sizes), workers, self._device)
-                subject = Subject(_row(name, setting), partial(load, name))
-                measure = partial(report.measure, [subject], (workers,), args.seconds, args.rounds)
+            for subject in subjects.values():
+                measure = partial(report.measure, [subject], (workers,), args.seconds, 1)
                 report.attempt(subject.name.format(workers), measure)
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
-        report.remarks += _best_over_best(report)
+        report.attempt("the best of each library in turns", partial(self._compare_best, report, subjects))
         return report
 
+    def _compare_best(self, report: Report, subjects: Mapping[str, Subject]) -> None:
+        """Measure the best setting of each library again, in turns; remarks with ratios."""
+        best: dict[str, tuple[float, str, int]] = {}
+        for name, subject in subjects.items():
+            library = name.partition("-")[0]
+            rates = [(load[0].qps, name, key[1]) for key, load in report.loads.items() if key[0] == subject.name]
+            best[library] = max([*rates, best.get(library, (0.0, "", 0))])
+        rounds = Report("the best of each library")
+        for _ in range(self._args.rounds):
+            for library, (rate, name, workers) in best.items():
+                if rate:
+                    rounds.add(library, workers, subjects[name].load(workers, self._args.seconds))
+        if "ours" not in best or not best["ours"][0]:
+            return
+        for library in best.keys() - {"ours"}:
+            if best[library][0]:
+                (_, name, workers), (_, other, their_workers) = best["ours"], best[library]
+                ratio = rounds.ratio(("ours", workers), (library, their_workers))
+                pair = f"{name} with {workers} workers, {rounds.median('ours', workers).qps:.0f} images/s, over "
+                pair += f"{other} with {their_workers}, {rounds.median(library, their_workers).qps:.0f}"
+                report.remarks.append(
+                    f"ours over {library}, each at its best, {self._args.rounds} rounds: {ratio:.2f} ({pair})"
+                )
 
-def trained(name: str, setting: Setting, args: argparse.Namespace) -> tuple[Load, list[GpuSample]]:
-    """One loader's figures, and the samples of the GPU's use.
+    def _setting(self, batch_size: int, workers: int, augments: tuple[str, ...], least: int) -> Setting:
+        """With as many repeats as an epoch of ``least`` images takes, of training and of validation."""
+        args = self._args
+        images = min(_files(args.data / split) for split in ("train", "val"))
+        repeats = max(1, -(-least // max(1, images)))
+        return Setting(args.data, args.size, batch_size, workers, self._device, augments, repeats)
 
-    ``qps``: images a second of the timed epoch of training. ``more``: seconds of that epoch (``train s``), of the
-    validation (``val s``), the accuracy in it, and on a GPU its use in percent and the most MiB in use meanwhile.
+
+def trained(name: str, setting: Setting, args: argparse.Namespace) -> tuple[Load, GpuUsage | None]:
+    """One loader's figures, and the GPU's use.
+
+    ``qps``: images a second of the timed epoch of training. ``more``: seconds of training on each image once
+    (``train s``), of the validation (``val s``), the accuracy in it, and of the whole GPU its use in percent and the
+    most MiB in use meanwhile, of earlier rows too where their libraries keep it.
     """
     on_gpu = setting.device.type == "cuda"
     if on_gpu:
         torch.cuda.empty_cache()
-    network = Network(args.arch, setting.device, args.seed)
-    usage = GpuUsage(setting.device.index or 0) if on_gpu else None
+    classes = sum(path.is_dir() for path in (setting.data / "train").iterdir())
+    network = Network(args.arch, setting.device, args.seed, classes)
+    usage = GpuUsage(setting.device) if on_gpu else None
     with SUBJECTS[name](setting) as loaders:
         if not network.train(loaders.train()):
             raise TrainingError(f"{setting.data / 'train'} has no batch of {setting.batch_size}")
@@ -117,16 +157,17 @@ def trained(name: str, setting: Setting, args: argparse.Namespace) -> tuple[Load
             between = perf_counter()
             accuracy = network.accuracy(loaders.val())
             over = perf_counter()
-    more = {"train s": between - began, "val s": over - between, "accuracy": accuracy}
-    if usage is not None:
+    more = {"train s": (between - began) / setting.repeats, "val s": (over - between) / setting.repeats}
+    more |= {"accuracy": accuracy}
+    if usage is not None and usage.samples:
         more |= {"GPU %": usage.busy, "GPU MiB": usage.memory}
-    return Load(images / (between - began), more=more), [] if usage is None else usage.samples
+    return Load(images / (between - began), more=more), usage
 
 
 class Network:
     """A classifier, and how it learns; in bf16 and channels-last on a GPU."""
 
-    def __init__(self, arch: str, device: Any, seed: int, classes: int = 8) -> None:
+    def __init__(self, arch: str, device: Any, seed: int, classes: int) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._model = make_model(arch, classes, seed).to(device)
         if self._on_gpu:
@@ -163,22 +204,6 @@ class Network:
 
 
 # -- loaders alone ------------------------------------------------------------------------------------------------
-
-
-def _best_over_best(report: Report) -> list[str]:
-    """Lines: our best setting's rate over that of torchvision's and of DALI's."""
-
-    def best(kind: str) -> tuple[float, str] | None:
-        rates = [(report.median(*key).qps, key[0].format(key[1])) for key in report.loads if key[0].startswith(kind)]
-        return max(rates, default=None)
-
-    lines, ours = [], best("ours")
-    for kind in ("torchvision", "dali"):
-        other = best(kind)
-        if ours is not None and other is not None:
-            pair = f"{ours[1]}: {ours[0]:.0f} images/s; {other[1]}: {other[0]:.0f}"
-            lines.append(f"ours at its best over {kind} at its best: {ours[0] / other[0]:.2f} ({pair})")
-    return lines
 
 
 def images_per_second(loaders: Loaders, setting: Setting, seconds: float) -> float:
@@ -243,15 +268,17 @@ def _parser() -> ArgumentParser:
     option = parser.add_argument
     option("name", nargs="?", choices=["epochs", "throughput", "all"], default="all", help="(default: all)")
     add_options(parser)
-    parser.set_defaults(rounds=1, seconds=1.5)
+    parser.set_defaults(rounds=3, seconds=1.5)
     option("--data", type=Path, help="a folder with train/ and val/, of class folders with JPEGs (default: drawn)")
     count = 250 if on_gpu else 24
-    option("--train", type=int, default=count, help="images of each of 8 classes to draw (default: %(default)s)")
-    option("--val", type=int, default=count // 3, help="the same to validate with (default: %(default)s)")
-    option("--size", type=int, default=224, help="of the network's input, in pixels (default: %(default)s)")
+    option(
+        "--train", type=at_least(1), default=count, help="images of each of 8 classes to draw (default: %(default)s)"
+    )
+    option("--val", type=at_least(1), default=count // 3, help="the same to validate with (default: %(default)s)")
+    option("--size", type=at_least(8), default=224, help="of the network's input, in pixels (default: %(default)s)")
     option("--arch", default="resnet18" if on_gpu else "small", help="(default: %(default)s)")
     option("--seed", type=int, default=0, help="of the network (default: %(default)s)")
-    batches, workers = ((64, 256), (4, 8, 16)) if on_gpu else ((16, 64), (1, 2))
+    batches, workers = ((64, 256), (4, 8, 16)) if on_gpu else ((16, 32), (1, 2))
     option("--batch-sizes", type=numbers, default=batches, help=f"(default: {','.join(map(str, batches))})")
     option("--workers", type=numbers, default=workers, help=f"(default: {','.join(map(str, workers))})")
     option(
@@ -272,6 +299,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     device = device_of(args.device)
+    if args.plots is not None:
+        try:
+            library("matplotlib.pyplot", "matplotlib", "--plots")
+        except TrainingError as error:
+            parser.error(str(error))
     with ExitStack() as stack:
         if args.data is None:
             args.data = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recipes import augmentation
-from recipes.augmentation import AREA, ASPECT_RATIO, ENLARGED, HOLE_SIDE, HOLES, ROTATION, TILE, TILE_RATIO
+from recipes.augmentation import AREA, ASPECT_RATIO, HOLE_SIDE, HOLES, ROTATION, TILE, TILE_RATIO, enlarged
 from recipes.dali import DaliLoader, DaliOptions
 from recipes.data import MEAN, STD, Normalise, augmentations
 from torchpipe_py.cores import usable_cores
@@ -31,7 +31,8 @@ class Setting(NamedTuple):
     """What is loaded, and how.
 
     ``data`` has the folders ``train`` and ``val``, each with a folder of JPEGs for each class. ``augments`` are of
-    ``augmentation.AUGMENTS``. An epoch of training has every image ``repeats`` times.
+    ``augmentation.AUGMENTS``. An epoch has every image ``repeats`` times. Nobody checks files: they are known to be
+    whole.
     """
 
     data: Path
@@ -58,7 +59,7 @@ def torchvision(setting: Setting) -> Iterator[Loaders]:
     """What most trainings have: Pillow in the workers of a DataLoader, pinned memory, a copy to the device."""
     transforms = library("torchvision.transforms", "torchvision", "this loader")
     datasets = library("torchvision.datasets", "torchvision", "this loader")
-    size, large = setting.size, int(setting.size * ENLARGED)
+    size, large = setting.size, enlarged(setting.size)
     finish = [transforms.ToTensor(), *_erasing(setting), transforms.Normalize(MEAN, STD)]
     augment = [transforms.Resize((size, size))]
     if "crop" in setting.augments:
@@ -71,7 +72,7 @@ def torchvision(setting: Setting) -> Iterator[Loaders]:
     plain = [transforms.Resize((size, size)), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     loaders = []
     for split, steps in (("train", [*augment, *finish]), ("val", plain)):
-        dataset = _repeated(datasets.ImageFolder(str(setting.data / split), transforms.Compose(steps)), setting, split)
+        dataset = _repeated(datasets.ImageFolder(str(setting.data / split), transforms.Compose(steps)), setting)
         pinned = setting.device.type == "cuda"
         persistent = setting.workers > 0
         loaders.append(_dataloader(dataset, setting, split, pin_memory=pinned, persistent_workers=persistent))
@@ -93,7 +94,7 @@ def dali(setting: Setting, decode: str, hardware_share: float | None = None) -> 
     with ExitStack() as stack:
         loaders = []
         for split in ("train", "val"):
-            dataset = _repeated(ImageFolder(setting.data / split), setting, split)
+            dataset = _repeated(ImageFolder(setting.data / split), setting)
             is_training = split == "train"
             options = DaliOptions(
                 size=setting.size,
@@ -103,6 +104,7 @@ def dali(setting: Setting, decode: str, hardware_share: float | None = None) -> 
                 threads=max(1, setting.workers),
                 augments=tuple(setting.augments) if is_training else (),
                 hardware_share=hardware_share,
+                unchecked=True,
             )
             loaders.append(stack.enter_context(DaliLoader(dataset, setting.device, options)))
         yield Loaders(*(partial(_epoch, loader) for loader in loaders))
@@ -119,9 +121,11 @@ def ours(setting: Setting, decode: str, workers_decode: bool = False) -> Iterato
     with ExitStack() as stack:
         loaders = []
         for split in ("train", "val"):
-            dataset = _repeated(ImageFolder(setting.data / split), setting, split)
-            toml = {"decode": decoding(decode, setting, workers_decode)}
-            batch = augmentations(setting.augments) if split == "train" else Normalise()
+            dataset = _repeated(ImageFolder(setting.data / split), setting)
+            crops = split == "train" and "crop" in setting.augments
+            side = enlarged(setting.size) if crops else setting.size
+            toml = {"decode": decoding(decode, side, setting, workers_decode)}
+            batch = augmentations(setting.augments, setting.size) if split == "train" else Normalise()
             options: dict[str, Any] = {"transforms_batch": batch, "workers_decode": workers_decode}
             dataloader = _dataloader(dataset, setting, split)
             loader = wrap_dataloader_torchpipe("single", dataloader, toml, devices=setting.device, **options)
@@ -129,29 +133,29 @@ def ours(setting: Setting, decode: str, workers_decode: bool = False) -> Iterato
         yield Loaders(*(partial(_epoch, loader) for loader in loaders))
 
 
-def decoding(decode: str, setting: Setting, workers_decode: bool) -> dict[str, Any]:
-    """The node that makes RGB images of the setting's size."""
-    node: dict[str, Any] = {"resize_h": setting.size, "resize_w": setting.size}
+def decoding(decode: str, side: int, setting: Setting, workers_decode: bool) -> dict[str, Any]:
+    """The node that makes RGB images of ``side`` × ``side`` pixels."""
+    node: dict[str, Any] = {"resize_h": side, "resize_w": side}
     if decode == "cpu":
         instances = 1 if workers_decode else max(1, min(setting.workers, usable_cores()))
         node |= {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "color": "rgb", "device": "cpu"}
         return node | {"instance_num": instances}
     # Of two instances, one prepares while the other decodes.
     node |= {"backend": "S[DecodeTensor,ResizeTensor,SyncTensor]", "decoder": decode, "instance_num": 2}
-    # Files of one's own need no check, which would take longer than to decode them; DALI makes none.
     return node | {"max": min(64, setting.batch_size), "unchecked": True}
 
 
 SUBJECTS: dict[str, Callable[[Setting], AbstractContextManager[Loaders]]] = {
+    # NOTE: DALI comes last: it keeps memory of the GPU when it is closed.
     "torchvision": torchvision,
-    "dali-cpu": partial(dali, decode="cpu"),
-    "dali-gpu": partial(dali, decode="gpu"),
-    "dali-gpu-engines": partial(dali, decode="gpu", hardware_share=1.0),
     "ours-cpu": partial(ours, decode="cpu"),
     "ours-cpu-workers": partial(ours, decode="cpu", workers_decode=True),
     "ours-gpu": partial(ours, decode="torchvision"),
     "ours-gpu-workers": partial(ours, decode="torchvision", workers_decode=True),
     "ours-gpu-workers-nvimgcodec": partial(ours, decode="nvimgcodec", workers_decode=True),
+    "dali-cpu": partial(dali, decode="cpu"),
+    "dali-gpu": partial(dali, decode="gpu"),
+    "dali-gpu-engines": partial(dali, decode="gpu", hardware_share=1.0),
 }
 
 
@@ -166,9 +170,8 @@ def _erasing(setting: Setting) -> list[Any]:
     return [made[name] for name in setting.augments if name in made]
 
 
-def _repeated(dataset: Any, setting: Setting, split: str) -> Any:
-    if split == "train":
-        dataset.samples = dataset.samples * setting.repeats
+def _repeated(dataset: Any, setting: Setting) -> Any:
+    dataset.samples = dataset.samples * setting.repeats
     return dataset
 
 

@@ -78,6 +78,10 @@ Progress = Callable[[str, float, float], None]
 """Called with the phase, the finished share of it, and the seconds left."""
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def tune(
     config: str | os.PathLike[str] | Mapping[str, Any],
     images: str | os.PathLike[str] | Sequence[bytes],
@@ -110,8 +114,14 @@ def tune(
     all_cores = os.sched_getaffinity(0)
     usable = sorted(all_cores)[: usable_cores()]
     for name, value in {"slo_p99": slo_p99, "rate": rate, "cores": cores, "budget": budget}.items():
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
             raise ToolError(f"{name}: expected a number above 0, got {value!r}")
+    if cores is not None and not isinstance(cores, int):
+        raise ToolError(f"cores: expected a whole number, got {cores!r}")
+    if times is not None and (isinstance(times, str) or not all(_is_number(time) for time in times)):
+        raise ToolError(f"times: expected numbers of seconds, got {times!r:.80}")
+    if times is not None and (len(times) < 2 or not 0 < max(times) - min(times) < math.inf):
+        raise ToolError(f"times: expected two different times at least, got {times!r:.80}")
     if slo_p99 is not None and rate is not None:
         raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
     if cores is not None and cores > len(usable):
