@@ -41,6 +41,7 @@ def make_parser() -> ArgumentParser:
     group = parser.add_argument_group("over_http, baseline")
     model = "demo, or the .onnx of torchpipe export resnet18 --weights random (default: %(default)s)"
     group.add_argument("--model", default="demo", help=model)
+    group = parser.add_argument_group("over_http")
     group.add_argument("--workers", type=int, default=2, help="of each service (default: %(default)s)")
     add_folder_options(parser.add_argument_group("baseline"))
     group = parser.add_argument_group("tune")

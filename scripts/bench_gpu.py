@@ -51,14 +51,15 @@ def make_parser() -> ArgumentParser:
     cuda = "what copies for the locked engine; auto: PyCUDA if it can be imported, else PyTorch (default: auto)"
     option("--cuda", choices=["auto", *LIBRARIES], default="auto", help=cuda)
     comparison.add_options(parser.add_argument_group("baseline"))
+    option = parser.add_argument_group("shared, mosec, baseline").add_argument
+    option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
     option = parser.add_argument_group("in_process, baseline").add_argument
     size = partial(numbers, separator="x")
     option("--image", type=size, default=(500, 375), metavar="WxH", help="pixels (default: 500x375)")
-    option = parser.add_argument_group("shared, mosec, baseline").add_argument
+    option = parser.add_argument_group("shared, mosec").add_argument
     option("--only", default="", metavar="REGEX", help="of shared: services whose name has it")
     checks = "where GPU decode checks JPEGs: node, inside, none (default: node)"
     option("--checks", nargs="+", choices=CHECKED, default=["node"], metavar="WHERE", help=checks)
-    option("--most-seconds", type=float, default=3600.0, metavar="S", help="start nothing after so many")
     clients = "client processes (default: %(default)s)"
     option("--clients", type=numbers, default=f"{FEW},{MANY}", metavar="N,N", help=clients)
     option("--instances", type=int, default=2, help="instances of a shared node (default: 2)")

@@ -1,6 +1,6 @@
 """The pipe's service against the usual recipe behind the same IDL: throughput, latency, CPU, GPU, memory, accuracy.
 
-``against_baseline`` does it on a CPU, where ONNX Runtime stands in for TensorRT on both sides.
+``against_baseline`` does it on a CPU, where ONNX Runtime replaces TensorRT on both sides.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Decoder(NamedTuple):
     callers: int
     batch: int = 1
     pixels: Callable[[Any], np.ndarray] = np.asarray
-    close: Callable[[], object] = int
+    close: Callable[[], object] = lambda: None
 
 
 def by_opencv(encoded: bytes, upright: bool = True) -> np.ndarray:
@@ -198,7 +198,6 @@ DECODERS: Mapping[str, Callable[[Setting], Decoder]] = {
     "pipe, DecodeTensor, nvImageCodec": partial(pipe_gpu, "nvimgcodec"),
 }
 """What makes each decoder, by the name of its row."""
-ON_GPU = tuple(name for name in DECODERS if "nvJPEG" in name or "engines" in name or "CUDA" in name or "Tensor" in name)
 
 
 # -- what they share ----------------------------------------------------------------------------------------------

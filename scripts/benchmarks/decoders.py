@@ -44,7 +44,7 @@ ORIENTATION = 0x0112  # the EXIF tag
 BATCH, BATCH_PIXELS = 32, 64_000_000
 """Images of a call, and their pixels together, at most."""
 MOST_THREADS = 16
-TURNED = 10.0
+SAME_IMAGE = 10.0
 """Levels of mean difference below which two images are taken for the same one."""
 
 Images = Mapping[str, bytes]
@@ -148,7 +148,7 @@ def _turns(decoder: Decoder) -> bool:
         pixels, upright = decoder.pixels(decoder.decode([encoded])[0]), by_opencv(encoded)
     except Exception:
         return False
-    return pixels.shape == upright.shape and float(cv2.absdiff(pixels, upright).mean()) < TURNED
+    return pixels.shape == upright.shape and float(cv2.absdiff(pixels, upright).mean()) < SAME_IMAGE
 
 
 def reason(error: Exception) -> str:

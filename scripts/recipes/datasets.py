@@ -68,12 +68,15 @@ class InMemory:
 
 def check_memory(datasets: Sequence[ImageFolder | LmdbImages], args: argparse.Namespace) -> None:
     """``TrainingError`` if the encoded files do not fit into the memory that is available now."""
-    workers = args.workers if args.workers_decode or multiprocessing.get_start_method() != "fork" else 0
+    forks = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+    workers = 0 if forks and not args.workers_decode else args.workers
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.ddp else 1  # each has a copy
     size, available = sum(map(encoded_bytes, datasets)), available_memory()
-    if available is not None and (1 + workers) * size > IN_MEMORY_SHARE * available:
+    if available is not None and ranks * (1 + workers) * size > IN_MEMORY_SHARE * available:
         each = f" in this process and in each of {workers} workers" if workers else ""
+        each += f", for each of {ranks} ranks" if ranks > 1 else ""
         raise TrainingError(
-            f"--in-memory: the files have {gigabytes(size)}{each}, {gigabytes(available)} of memory are available, of "
+            f"--in-memory: the files take {gigabytes(size)}{each}, {gigabytes(available)} of memory are available, of "
             f"which they may fill {IN_MEMORY_SHARE:.0%}; leave --in-memory out, or pack them (scripts/run.py lmdb)"
         )
 

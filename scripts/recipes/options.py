@@ -24,10 +24,10 @@ NOT_OF_DALI = {
     "toml": "its pipeline is code, not a pipe; --size and --augment change it",
     "val_toml": "its pipeline is code, not a pipe",
     "workers_decode": "its threads decode, --workers says how many",
-    "bad_samples": "it stops at a file that is no image",
+    "bad_samples": "it stops at a file that is not an image",
     "in_memory": "its reader maps the files",
-    "dp": "a pipeline of DALI works for one GPU; --ddp has one for each",
-    "devices": "a pipeline of DALI works for one GPU; --device chooses it, --ddp has one for each",
+    "dp": "a pipeline of DALI runs on one GPU; --ddp has one for each",
+    "devices": "a pipeline of DALI runs on one GPU; --device chooses it, --ddp has one for each",
 }
 """Options of a training by a pipe, and why they do not go with ``--dali``."""
 
@@ -137,7 +137,11 @@ def make_parser() -> ArgumentParser:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a training, checked against each other; exits with one line where they do not go together."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    return check_options(parser, parser.parse_args(argv))
+
+
+def check_options(parser: ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """``args`` with the defaults that depend on others; exits with one line where options do not go together."""
     if not args.dali:
         if args.toml is None:
             parser.error("the following arguments are required: --toml, or --dali to train without a pipe")

@@ -105,7 +105,9 @@ def test_lines_of_a_gpu() -> None:
     assert "under the profiler: GPU busy 60.0% of the time, idle and waiting for data 25.0%" in lines[11]
     assert lines[12] == "copies to the GPU: none"
     assert lines[14].split() == ["15.000", "ms", "a", "step", "75.0%", "2.0", "calls", "aten::mm"]
-    assert lines[-1].startswith("the GPU waited for data 25% of the time, mostly for decode; what helps: more dec")
+    assert lines[-1].startswith(
+        "the training loop waited for data 25% of the time, mostly for decode; what helps: more dec"
+    )
 
 
 @pytest.mark.parametrize(

@@ -418,7 +418,7 @@ def test_without_dali_it_says_what_to_install(folder: Path, monkeypatch: pytest.
         (["--dali", "--val-toml", "pipe.toml"], "--val-toml does not go with --dali"),
         (["--dali", "--workers-decode"], "--workers-decode does not go with --dali: its threads decode"),
         (["--dali", "--bad-samples", "skip"], "--bad-samples does not go with --dali: it stops"),
-        (["--dali", "--dp"], "--dp does not go with --dali: a pipeline of DALI works for one GPU; --ddp"),
+        (["--dali", "--dp"], "--dp does not go with --dali: a pipeline of DALI runs on one GPU; --ddp"),
         (["--dali", "--workers", "0"], "--workers 0 does not go with --dali: it needs a thread"),
         (["--dali", "--size", "0"], "expected a whole number, at least 1"),
         ([], "arguments are required: --toml, or --dali"),

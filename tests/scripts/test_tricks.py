@@ -83,7 +83,7 @@ def test_files_that_do_not_fit_into_memory_are_refused(
 ) -> None:
     monkeypatch.setattr(datasets, "available_memory", lambda: 2_000)
     line = told(capsys, "--data", data, "--toml", write_toml(tmp_path), "--device", "cpu", "--in-memory")
-    assert line.startswith("train: --in-memory: the files have 0.0 MB, 0.0 MB of memory are available")
+    assert line.startswith("train: --in-memory: the files take 0.0 MB, 0.0 MB of memory are available")
 
 
 def test_an_unreadable_file_is_reported_when_it_is_asked_for(data: Path) -> None:

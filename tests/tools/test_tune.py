@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -1049,3 +1050,20 @@ def test_what_is_known_at_an_early_end_is_given(
     known = [key for key in ("profile", "calibration") if report[key]]
     assert known == {"profile": [], "calibrate": ["profile"], "verify": ["profile", "calibration"]}[phase]
     assert (report["yours"] is not None) == (phase == "verify")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"cores": 1.5}, "cores: expected a whole number, got 1.5"),
+        ({"cores": True}, "cores: expected a number above 0, got True"),
+        ({"rate": "fast"}, "rate: expected a number above 0, got 'fast'"),
+        ({"times": "abc"}, "times: expected numbers of seconds, got 'abc'"),
+        ({"times": [0.5]}, "times: the times of --replay are all the same, or fewer than two"),
+        ({"times": [1.0, 1.0]}, "times: the times of --replay are all the same, or fewer than two"),
+        ({"times": [0.0, float("nan")]}, "times: the times of --replay are all the same, or fewer than two"),
+    ],
+)
+def test_wrong_arguments_from_python_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolError, match=re.escape(message)):
+        tune({"backend": "Identity"}, [b"image"], **wrong)

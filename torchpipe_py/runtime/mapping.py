@@ -54,7 +54,7 @@ def _submitted(submit: Submit, item: Data) -> Future[Data]:
 
 
 def _taken(waiting: deque[tuple[Data, Future[Data]]], return_errors: bool) -> Data:
-    """The first one's finished dict; it leaves the queue once it is finished, so that an interrupt cancels it too."""
+    """Finish the first request, then remove it, so that an interrupt cancels it too."""
     finished = _finished(*waiting[0], return_errors)
     waiting.popleft()
     return finished

@@ -205,7 +205,7 @@ def preprocess(jpeg: bytes, size: int = SIDE) -> np.ndarray:
     encoded = np.frombuffer(jpeg, np.uint8)
     image = cv2.imdecode(encoded, cv2.IMREAD_COLOR) if encoded.size else None
     if image is None:
-        raise ValueError(f"{len(jpeg)} bytes that are no readable image")
+        raise ValueError(f"{len(jpeg)} bytes that are not a readable image")
     image = cv2.cvtColor(cv2.resize(image, (size, size), interpolation=cv2.INTER_LINEAR), cv2.COLOR_BGR2RGB)
     return np.ascontiguousarray(image.transpose(2, 0, 1)[None], dtype=np.float32)
 

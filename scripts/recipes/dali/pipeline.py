@@ -157,7 +157,7 @@ def _around_one(most: float) -> list[float]:
     return [1 - most, 1 + most]
 
 
-# -- CutOut, an operator of one's own ---------------------------------------------------------------------------------
+# -- CutOut, a custom operator ---------------------------------------------------------------------------------
 
 
 def _cut_out(images: Any, on_gpu: bool) -> Any:

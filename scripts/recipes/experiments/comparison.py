@@ -5,8 +5,8 @@
 Without ``--data`` it draws labelled JPEGs of 500×375 pixels. First each loader, batch size and number of workers
 (threads of DALI) trains the same network: an epoch to warm up, then one that is timed, and a validation that is timed
 apart. An epoch has each image so often that the batches which a loader makes ahead count for little; times are those of
-each image once. Then each loader runs without a network, as fast as it can. A loader that fails, or whose library or GPU is
-missing, is a remark.
+each image once. Then each loader runs without a network, as fast as it can. A loader that fails, or whose library or
+GPU is missing, is a remark.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchpipe_py.training.errors import library
 PICTURE = (375, 500)  # height and width in pixels of the JPEGs that are drawn
 LEAST = 3  # batches to warm a loader up with, and to measure it by
 LONG_EPOCH = 50_000  # images: with short epochs the throughput would be that of their beginnings and ends
-LEAST_BATCHES = 20  # of an epoch that is timed: DALI has two ready when it begins
+LEAST_BATCHES = 12  # of an epoch that is timed: DALI has two ready when it begins
 EPOCHS_SHARE = 0.6  # of the time for both parts
 LONGEST = 4.0  # times the seconds that a measurement of a slow loader may take
 
@@ -105,33 +105,28 @@ class Comparison:
     def _compare_best(self, report: Report, subjects: Mapping[str, Subject]) -> None:
         """Measure the best setting of each library again, in turns; remarks with ratios."""
         best: dict[str, tuple[float, str, int]] = {}
-        for name, subject in subjects.items():
+        for (row, workers), loads in report.loads.items():
+            name = row.partition(",")[0]
             library = name.partition("-")[0]
-            rates = [(load[0].qps, name, key[1]) for key, load in report.loads.items() if key[0] == subject.name]
-            best[library] = max([*rates, best.get(library, (0.0, "", 0))])
+            best[library] = max((loads[0].qps, name, workers), best.get(library, (0.0, "", 0)))
+        if "ours" not in best or len(best) < 2:
+            return
         rounds = Report("the best of each library")
         for _ in range(self._args.rounds):
-            for library, (rate, name, workers) in best.items():
-                if rate:
-                    rounds.add(library, workers, subjects[name].load(workers, self._args.seconds))
-        if "ours" not in best or not best["ours"][0]:
-            return
-        for library in best.keys() - {"ours"}:
-            if best[library][0]:
-                (_, name, workers), (_, other, their_workers) = best["ours"], best[library]
-                ratio = rounds.ratio(("ours", workers), (library, their_workers))
-                pair = f"{name} with {workers} workers, {rounds.median('ours', workers).qps:.0f} images/s, over "
-                pair += f"{other} with {their_workers}, {rounds.median(library, their_workers).qps:.0f}"
-                report.remarks.append(
-                    f"ours over {library}, each at its best, {self._args.rounds} rounds: {ratio:.2f} ({pair})"
-                )
+            for library, (_, name, workers) in best.items():
+                rounds.add(library, workers, subjects[name].load(workers, self._args.seconds))
+        described = {
+            library: f"{name} with {workers} workers, {rounds.median(library, workers).qps:.0f} images/s"
+            for library, (_, name, workers) in best.items()
+        }
+        for library in best:
+            if library != "ours":
+                ratio = rounds.ratio(("ours", best["ours"][2]), (library, best[library][2]))
+                what = f"ours over {library}, each at its best, in {self._args.rounds} rounds: {ratio:.2f}"
+                report.remarks.append(f"{what} ({described['ours']}; {described[library]})")
 
     def _setting(self, batch_size: int, workers: int, augments: tuple[str, ...], least: int) -> Setting:
-        """With as many repeats as an epoch of ``least`` images takes, of training and of validation."""
-        args = self._args
-        images = min(_files(args.data / split) for split in ("train", "val"))
-        repeats = max(1, -(-least // max(1, images)))
-        return Setting(args.data, args.size, batch_size, workers, self._device, augments, repeats)
+        return Setting(self._args.data, self._args.size, batch_size, workers, self._device, augments, least)
 
 
 def trained(name: str, setting: Setting, args: argparse.Namespace) -> tuple[Load, GpuUsage | None]:
@@ -155,9 +150,10 @@ def trained(name: str, setting: Setting, args: argparse.Namespace) -> tuple[Load
             began = perf_counter()
             images = network.train(loaders.train())
             between = perf_counter()
-            accuracy = network.accuracy(loaders.val())
+            accuracy, seen = network.accuracy(loaders.val())
             over = perf_counter()
-    more = {"train s": (between - began) / setting.repeats, "val s": (over - between) / setting.repeats}
+    train, val = (_files(setting.data / split) for split in ("train", "val"))
+    more = {"train s": (between - began) * train / images, "val s": (over - between) * val / max(seen, 1)}
     more |= {"accuracy": accuracy}
     if usage is not None and usage.samples:
         more |= {"GPU %": usage.busy, "GPU MiB": usage.memory}
@@ -189,15 +185,15 @@ class Network:
         return images
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def accuracy(self, batches: Iterable[tuple[Any, Any]]) -> float:
-        """The share of images named rightly."""
+    def accuracy(self, batches: Iterable[tuple[Any, Any]]) -> tuple[float, int]:
+        """The share of images named rightly, and how many there were."""
         self._model.eval()
         hits, seen = torch.zeros((), dtype=torch.int64, device=self._device), 0
         for inputs, labels in batches:
             with self._autocast():
                 hits += (self._model(inputs).argmax(dim=1) == labels).sum()
             seen += len(inputs)
-        return float(hits) / max(1, seen)
+        return float(hits) / max(1, seen), seen
 
     def _autocast(self) -> Any:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._on_gpu)

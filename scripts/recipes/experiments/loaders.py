@@ -1,8 +1,9 @@
 """Loaders of a training side by side: torchvision's ``DataLoader``, NVIDIA DALI, and ours.
 
 All make the same batches of a folder's JPEGs: float32 N×3×size×size on the device, augmented alike
-(``recipes.augmentation``), flipped at random and normalised; for validation resized and normalised. ``workers`` are
-processes, or the threads of DALI.
+(``recipes.augmentation``), flipped at random and normalised; for validation resized and normalised. They resample in
+ways of their own: torchvision antialiases, DALI rotates and crops in two steps, ours in one. ``workers`` are processes,
+or the threads of DALI.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Setting(NamedTuple):
     """What is loaded, and how.
 
     ``data`` has the folders ``train`` and ``val``, each with a folder of JPEGs for each class. ``augments`` are of
-    ``augmentation.AUGMENTS``. An epoch has every image ``repeats`` times. Nobody checks files: they are known to be
-    whole.
+    ``augmentation.AUGMENTS``. An epoch has ``least`` images at least, each equally often. No loader checks files first:
+    they are known to be whole.
     """
 
     data: Path
@@ -41,7 +42,7 @@ class Setting(NamedTuple):
     workers: int
     device: Any
     augments: Sequence[str] = ()
-    repeats: int = 1
+    least: int = 1
 
 
 Epoch = Callable[[], Iterable[tuple[Any, Any]]]
@@ -171,7 +172,7 @@ def _erasing(setting: Setting) -> list[Any]:
 
 
 def _repeated(dataset: Any, setting: Setting) -> Any:
-    dataset.samples = dataset.samples * setting.repeats
+    dataset.samples = dataset.samples * -(-setting.least // len(dataset.samples))
     return dataset
 
 

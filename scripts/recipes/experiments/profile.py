@@ -26,7 +26,7 @@ from torch.profiler import profile as profiled
 
 from recipes.data import Loaders
 from recipes.experiments.timeline import STEP, WAIT, GpuUse, gpu_use
-from recipes.options import Place, guarded, make_parser
+from recipes.options import Place, check_options, guarded, make_parser
 from recipes.session import Session
 from torchpipe_py.tools.options import at_least, output_file
 from torchpipe_py.training import Batch, TorchpipeLoader
@@ -225,8 +225,7 @@ def described(profile: Profile) -> list[str]:
 
 def verdict(profile: Profile) -> str:
     """How long the training waited, the stage that takes longest, and the options that help."""
-    who = "the training loop" if profile.runs_on == "the CPU" else "the GPU"
-    waited = f"{who} waited for data {profile.waited:.0%} of the time"
+    waited = f"the training loop waited for data {profile.waited:.0%} of the time"
     if profile.waited < SMALL_WAIT:
         largest = _longest(profile, COMPUTE)
         return f"{waited}: data is fast enough, {largest} takes longest; what helps: {HELP[largest][profile.runs_on]}"
@@ -270,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     parser.description = "Show where the time of a training goes, on one device; it takes the options of train.py."
     option = parser.add_argument_group("profile").add_argument
-    option("--steps", type=at_least(1), default=STEPS, help="that are looked at (default: %(default)s)")
+    option("--steps", type=at_least(1), default=STEPS, help="steps to measure (default: %(default)s)")
     option("--warmup", type=at_least(1), default=WARMUP, help="steps before these (default: %(default)s)")
     option("--trace", type=output_file, metavar="FILE.json", help="write PyTorch's trace there, for ui.perfetto.dev")
     option("--json", type=output_file, metavar="FILE", help="write all figures there as well")
@@ -279,6 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--trace {args.trace}: expected a name that ends in .json")
     if args.ddp or args.dp:
         parser.error("a profile is of one device: leave --ddp and --dp out")
+    if args.dali:
+        parser.error("DALI's stages cannot be told apart: leave --dali out")
+    check_options(parser, args)
 
     def work() -> None:
         seen = profile(args)

@@ -24,7 +24,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Shares of the wall time. Copies are no work: while only they run, the GPU counts as idle.
+    """Shares of the wall time. Copies do not count as work: while only they run, the GPU counts as idle.
 
     ``busy``: some kernel runs. ``model`` and ``loader``: sums of kernel times on the streams that the training step
     uses and on all others; together more than ``busy`` where they overlap. ``starved``: no kernel runs, and the loop is

@@ -125,7 +125,7 @@ class Bench:
             "train.py, workers decode": partial(by, "--workers-decode"),
             "train.py, no prefetching": partial(by, "--prefetch", 0),
             "train.py, mixed precision": partial(by, "--amp"),
-            "train.py, cuDNN tries": partial(by, "--cudnn-benchmark"),
+            "train.py, --cudnn-benchmark": partial(by, "--cudnn-benchmark"),
             "train.py, in memory": partial(by, "--in-memory"),
             "train.py, LMDB": lambda: by("--data", self.packed()),
             **{self.with_workers(count): partial(by, "--workers", count) for count in self.workers},
@@ -136,8 +136,10 @@ class Bench:
             "DataLoader, the same, one batch ahead": partial(plain, raw=True, ahead=True),
             "DataLoader, the same, pageable memory": partial(plain, raw=True, pinned=False),
             "train.py, a process": partial(self.epoch, "--toml", self.toml),
-            "train.py, folders by DALI": lambda: self.epoch("--dali", "--size", 224),
-            "train.py, TFRecord by DALI": lambda: self.epoch("--dali", "--data", self.records(), "--size", 224),
+            "train.py, folders by DALI": lambda: self.epoch("--dali", "--decode", "cpu", "--size", 224),
+            "train.py, TFRecord by DALI": lambda: self.epoch(
+                "--dali", "--decode", "cpu", "--data", self.records(), "--size", 224
+            ),
             "train.py, two processes": partial(self.epoch, "--toml", self.toml, "--ddp"),
         }
 
@@ -261,15 +263,15 @@ def tricks(bench: Bench) -> list[Trick]:
         Trick(3, "TurboJPEG for Pillow", f"simplejpeg {loader}", pillow, "DataLoader, simplejpeg"),
         Trick(3, "a pipe for Pillow", "wrap_dataloader_torchpipe, train.py", pillow, default),
         Trick(3, "decode on the GPU", "configs/preprocess_gpu.toml", default, "train.py, decoded on the GPU", gpu),
-        Trick(3, "workers that decode", "--workers-decode", default, "train.py, workers decode", gpu),
+        Trick(3, "workers that decode", "--workers-decode", default, "train.py, workers decode"),
         Trick(4, "augment batches on the device", "transforms_batch", opencv, raw),
-        Trick(4, "NVIDIA DALI for a pipe", "train.py --dali", alone, by_dali, no_dali),
+        Trick(4, "NVIDIA DALI for a pipe, both on the CPU", "train.py --dali", alone, by_dali, no_dali),
         Trick(5, "background thread, 2 batches ahead", "--prefetch 2", "train.py, no prefetching", default),
         Trick(5, "copies on a CUDA stream", "CudaPrefetcher(loader)", raw, one_ahead, gpu),
         Trick(6, "two processes", "torchrun … train.py --ddp", alone, "train.py, two processes", several),
         Trick(7, "bfloat16", "--amp", default, "train.py, mixed precision"),
         Trick(8, "pinned memory, non_blocking", "pin_memory=True; always in a pipe's loader", pageable, raw, gpu),
-        Trick(8, "cuDNN tries its algorithms", "--cudnn-benchmark", default, "train.py, cuDNN tries", gpu),
+        Trick(8, "cuDNN tries its algorithms", "--cudnn-benchmark", default, "train.py, --cudnn-benchmark", gpu),
         *(
             Trick(8, f"workers: {count} for 0", f"--workers {count}", bench.with_workers(0), bench.with_workers(count))
             for count in bench.workers[1:]

@@ -73,7 +73,7 @@ class Inbox:
             try:
                 self._take(*item)
             except Exception:
-                logger.exception("internal error: an item of a queue to the loop could not be taken")
+                logger.exception("internal error while a queued item was handled")
 
 
 def every(loop: Loop, seconds: float, function: Callable[[], object]) -> Callable[[], None]:

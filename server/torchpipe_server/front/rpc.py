@@ -141,11 +141,12 @@ class RpcServer:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             server.add_insecure_port(address)
-        except RuntimeError as error:
+            self._server = server
+            await server.start()
+        except Exception as error:
+            self._server = None
             failed(f"cannot listen on {address} (--grpc-port): {error}")
             return
-        self._server = server
-        await server.start()
         done()
 
     def service(self, details: Any) -> Any:

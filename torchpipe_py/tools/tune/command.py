@@ -121,7 +121,7 @@ def tune(
     if times is not None and (isinstance(times, str) or not all(_is_number(time) for time in times)):
         raise ToolError(f"times: expected numbers of seconds, got {times!r:.80}")
     if times is not None and (len(times) < 2 or not 0 < max(times) - min(times) < math.inf):
-        raise ToolError(f"times: expected two different times at least, got {times!r:.80}")
+        raise ToolError("times: the times of --replay are all the same, or fewer than two")
     if slo_p99 is not None and rate is not None:
         raise ToolError("--slo-p99 and --rate: give one goal, the most requests or the shortest p99")
     if cores is not None and cores > len(usable):
