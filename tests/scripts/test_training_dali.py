@@ -17,9 +17,10 @@ import train
 from conftest import encode, picture
 from kit.services import reserved_port
 from kit.waits import PROGRAM_WAIT
-from recipes import augmentation
+from recipes import augmentation, tfrecord
 from recipes.dali import DaliLoader, DaliOptions
 from recipes.data import MEAN, STD
+from recipes.tfrecord import TfRecordImages
 from test_training_scripts import accuracies, ran
 from training_data import write_classes
 
@@ -76,6 +77,12 @@ def steps(loader: DaliLoader, epochs: int) -> Iterator[Taken]:
         for batch in loader:
             yield batch.epoch, batch.number, batch.indices.tolist(), batch.labels.tolist(), batch.images.clone()
         loader.reset()
+
+
+def taken_from(loader: DaliLoader) -> Taken:
+    """The next batch."""
+    batch = next(loader)
+    return batch.epoch, batch.number, batch.indices.tolist(), batch.labels.tolist(), batch.images.clone()
 
 
 def same(batches: list[Taken], others: list[Taken]) -> bool:
@@ -296,6 +303,61 @@ def test_the_script_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: 
     ran(capsys, *options(folder, *more, "--checkpoint", parts, "--max-steps", 3))
     assert torch.load(parts, weights_only=True)["loader"]["position"] == 1  # of the second epoch's two batches
     ran(capsys, *options(folder, *more, "--checkpoint", parts, "--save-every", 2))
+    unbroken, resumed = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+
+
+@needs_dali
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("kind", ["files", "records"])
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_a_state_of_an_epochs_end_may_be_saved_again_before_a_batch(
+    folder: Path, tmp_path: Path, kind: str, prefetch: int, batch_size: int
+) -> None:
+    dataset: Any = ImageFolder(folder / "train")
+    if kind == "records":
+        tfrecord.pack(folder, tmp_path / "packed", 0)
+        dataset = TfRecordImages(tmp_path / "packed", "train")
+    options = {"augments": augmentation.AUGMENTS, "prefetch": prefetch, "batch_size": batch_size}
+    with loader_of(dataset, **options) as loader:
+        whole, count = list(steps(loader, 3)), len(loader)
+    with loader_of(dataset, **options) as loader:
+        assert same([taken_from(loader) for _ in range(count)], whole[:count])
+        state = loader.state_dict()  # stopped at the epoch's end
+    for _ in range(2):  # finished, and then gone on with, but without a step
+        with loader_of(dataset, **options) as loader:
+            loader.load_state_dict(state)
+            if loader.epoch == 0:
+                loader.reset()
+            state = loader.state_dict()
+            assert same(list(steps(loader, 3)), whole[count:])
+    with loader_of(dataset, **options) as loader:
+        loader.load_state_dict(state)
+        one = taken_from(loader)
+        assert same([one, *steps(loader, 3)], whole[count:])
+
+
+@needs_dali
+def test_a_reader_that_ends_early_is_one_line(folder: Path) -> None:
+    with loader_of(folder / "train") as loader:
+        for _ in range(len(loader)):
+            next(loader)
+        state = loader.state_dict()
+    with loader_of(folder / "train") as loader, pytest.raises(TrainingError, match="ended before batch 0 of 5 of epoch 1"):
+        loader.load_state_dict({**state, "epoch": 1, "position": 0})
+        next(loader)
+
+
+@needs_dali
+def test_the_script_finishes_an_epoch_that_was_stopped_at_its_end(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    ran(capsys, *options(folder, "--epochs", 2, "--checkpoint", whole))
+    steps_of_epoch = torch.load(whole, weights_only=True)["steps"] // 2
+    ran(capsys, *options(folder, "--epochs", 2, "--checkpoint", parts, "--max-steps", steps_of_epoch))
+    state = torch.load(parts, weights_only=True)
+    for more in (("--max-steps", 1), ()):
+        ran(capsys, *options(folder, "--epochs", 2, "--checkpoint", parts, *more))
+    assert state["loader"]["position"] == steps_of_epoch
     unbroken, resumed = (torch.load(path, weights_only=True)["model"] for path in (whole, parts))
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 

@@ -43,6 +43,8 @@ class DaliLoader:
         self._statistics = LoaderStatistics()
         self._position = 0
         self._is_over = False
+        self._needs_reset = False  # what ``checkpoints`` gives is of the end of the epoch before
+        self._has_made = False  # a batch, since the iterator was opened
         self._iterator: Any = self._open(None)
 
     def __len__(self) -> int:
@@ -83,6 +85,8 @@ class DaliLoader:
             self._outputs()
             self._position += 1
         self._iterator.reset()
+        # NOTE: until it makes a batch DALI's iterator gives the checkpoint that it was opened from, reset or not.
+        self._needs_reset = not self._has_made
         self.epoch, self._position, self._is_over = self.epoch + 1, 0, False
         self._statistics.pause()
 
@@ -97,7 +101,8 @@ class DaliLoader:
             (own,), checkpoints = checkpoints, [None] * self._options.ranks
             dist.all_gather_object(checkpoints, own)
         pipelines = [torch.frombuffer(bytearray(checkpoint), dtype=torch.uint8) for checkpoint in checkpoints]
-        return {**self._identity(), "epoch": self.epoch, "position": self._position, "pipelines": pipelines}
+        place = {"epoch": self.epoch, "position": self._position, "needs_reset": self._needs_reset}
+        return {**self._identity(), **place, "pipelines": pipelines}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, here in self._identity().items():
@@ -105,6 +110,9 @@ class DaliLoader:
                 raise TrainingError(f"the state was saved with {key} = {state.get(key)}, here it is {here}")
         self._iterator = None  # and its threads, before there are others
         self._iterator = self._open(state["pipelines"][self._options.rank].numpy().tobytes())
+        self._needs_reset = bool(state.get("needs_reset"))  # older states lack it
+        if self._needs_reset:
+            self._iterator.reset()
         self.epoch, self._position, self._is_over = int(state["epoch"]), int(state["position"]), False
 
     def close(self) -> None:
@@ -123,6 +131,7 @@ class DaliLoader:
     def _open(self, checkpoint: bytes | None) -> Any:
         """DALI's iterator over a new pipeline, which goes on from ``checkpoint``."""
         policies = dali(".plugin.base_iterator").LastBatchPolicy
+        self._has_made = False
         try:
             return dali(".plugin.pytorch").DALIGenericIterator(
                 [make_pipeline(self._reader, self._options, self.devices[0], checkpoint)],
@@ -140,6 +149,10 @@ class DaliLoader:
             (outputs,) = next(self._iterator)
         except RuntimeError as error:
             raise explained(error, self._reader.encoded()) from error
+        except StopIteration as error:
+            where = f"batch {self._position} of {len(self)} of epoch {self.epoch}"
+            raise TrainingError(f"DALI's reader ended before {where}; start again without the checkpoint") from error
+        self._has_made, self._needs_reset = True, False
         return outputs
 
     def _identity(self) -> dict[str, Any]:
