@@ -16,10 +16,26 @@ from torch import nn
 from recipes.augmentation import AUGMENTS
 from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.tools.options import at_least
+from torchpipe_py.tools.options import at_least, number
 from torchpipe_py.training.options import BAD_SAMPLES
 
 DALI_SIZE = 224
+MOST_SIDE = 32_768
+MOST_AHEAD = 256
+"""Batches made ahead."""
+
+# Types of options that several scripts have.
+batch_size = at_least(1, 65_536)
+epochs = at_least(1, 1_000_000)
+learning_rate = number("a learning rate from 0 to 1000", 0, 1000)
+whole_seed = number("a whole number of 64 bits", -(2**63), 2**63 - 1, int)
+
+
+def workers(least: int) -> Callable[[str], int]:
+    """The type of a number of processes or threads."""
+    return at_least(least, 256)
+
+
 NOT_OF_DALI = {
     "toml": "its pipeline is code, not a pipe; --size and --augment change it",
     "val_toml": "its pipeline is code, not a pipe",
@@ -96,22 +112,22 @@ def make_parser() -> ArgumentParser:
     option("--arch", default="small", help="'small' or a torchvision classifier (default: %(default)s)")
     weights = "to start from, but for a classifier of other classes (default: random)"
     option("--weights", metavar="FILE|pretrained", help=weights)
-    option("--epochs", type=at_least(1), default=10, help="(default: %(default)s)")
-    option("--batch-size", type=at_least(1), default=32, help="of each process (default: %(default)s)")
+    option("--epochs", type=epochs, default=10, help="(default: %(default)s)")
+    option("--batch-size", type=batch_size, default=32, help="of each process (default: %(default)s)")
     option(
         "--workers",
-        type=at_least(0),
+        type=workers(0),
         default=2,
         help="processes that read files; with --dali, its threads (default: %(default)s)",
     )
     ahead = "decoded batches that a background thread keeps ready; 0: none, and no thread (default: %(default)s)."
     pinned = "Copies to a GPU are asynchronous, through pinned memory."
-    option("--prefetch", type=at_least(0), default=2, help=f"{ahead} {pinned}")
+    option("--prefetch", type=at_least(0, MOST_AHEAD), default=2, help=f"{ahead} {pinned}")
     option("--in-memory", action="store_true", help="read all files once, at the start, and keep them, encoded")
     tries = "let cuDNN time its algorithms for each size of input, and keep the fastest (default: its heuristics)"
     option("--cudnn-benchmark", action="store_true", help=tries)
-    option("--lr", type=float, default=3e-3, help="the highest learning rate (default: %(default)s)")
-    option("--seed", type=int, default=0, help="of weights, order and augmentation (default: %(default)s)")
+    option("--lr", type=learning_rate, default=3e-3, help="the highest learning rate (default: %(default)s)")
+    option("--seed", type=whole_seed, default=0, help="of weights, order and augmentation (default: %(default)s)")
     augment = "beside the random flip: crop (rotates too), color, cutout, gridmask (default: none)"
     option("--augment", nargs="+", choices=AUGMENTS, default=[], help=augment)
     option("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
@@ -130,7 +146,11 @@ def make_parser() -> ArgumentParser:
     option("--dali", action="store_true", help="decode and augment by NVIDIA DALI, in place of a pipe")
     where = "of --dali: what decodes and augments (default: the GPU where there is one)"
     option("--decode", choices=("cpu", "gpu"), help=where)
-    option("--size", type=at_least(1), help=f"of --dali: both sides of its images in pixels (default: {DALI_SIZE})")
+    option(
+        "--size",
+        type=at_least(1, MOST_SIDE),
+        help=f"of --dali: both sides of its images in pixels (default: {DALI_SIZE})",
+    )
     return parser
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from recipes.dali import PairLoader, PairOptions
 from recipes.dali.pairs import Pairs, find_pairs
-from recipes.options import guarded, to_device
+from recipes.options import MOST_SIDE, batch_size, epochs, guarded, learning_rate, to_device, whole_seed, workers
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.tools.options import at_least
@@ -191,13 +191,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--make", action="store_true", help="first write a small set there: pictures of this repository, blurred")
     option("--img", default="blurry", help="the folder of inputs in each of these (default: %(default)s)")
     option("--gt", default="sharp", help="the folder of targets (default: %(default)s)")
-    option("--resize", type=at_least(1), help="height of the images before they are cropped (default: as it is)")
-    option("--crop", type=at_least(1), default=64, help="both sides in pixels (default: %(default)s)")
-    option("--batch-size", type=at_least(1), default=4, help="(default: %(default)s)")
-    option("--epochs", type=at_least(1), default=10, help="(default: %(default)s)")
-    option("--workers", type=at_least(1), default=2, help="threads of DALI (default: %(default)s)")
-    option("--lr", type=float, default=2e-3, help="(default: %(default)s)")
-    option("--seed", type=int, default=0, help="of weights, order, crops and flips (default: %(default)s)")
+    option(
+        "--resize", type=at_least(1, MOST_SIDE), help="height of the images before they are cropped (default: as it is)"
+    )
+    option("--crop", type=at_least(1, MOST_SIDE), default=64, help="both sides in pixels (default: %(default)s)")
+    option("--batch-size", type=batch_size, default=4, help="(default: %(default)s)")
+    option("--epochs", type=epochs, default=10, help="(default: %(default)s)")
+    option("--workers", type=workers(1), default=2, help="threads of DALI (default: %(default)s)")
+    option("--lr", type=learning_rate, default=2e-3, help="(default: %(default)s)")
+    option("--seed", type=whole_seed, default=0, help="of weights, order, crops and flips (default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
     option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
     args = parser.parse_args(argv)

@@ -10,17 +10,19 @@ since a reader of TFRecords shuffles them but a little. A record is a ``tf.train
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, BinaryIO
 
-from recipes.options import guarded
+from recipes.options import guarded, whole_seed
 from torchpipe_py.arguments import ArgumentParser
-from torchpipe_py.files import replace_file, replacing
+from torchpipe_py.files import replace_file
 from torchpipe_py.training import ImageFolder, TrainingError
 
 PARTS = ("train", "val")
@@ -49,7 +51,8 @@ class TfRecordImages:
             raise TrainingError(f"{folder}: expected {' and '.join(f'{name}.tfrecord' for name in PARTS)}, no {part}")
         self.classes = _read_labels(folder / LABELS)
         self.index = Path(f"{self.path}.idx")
-        self.records = _read_index(self.index, self.path.stat().st_size) or _write_index(self.path, self.index)
+        self.records = scan_records(self.path)
+        _write_index(self.index, index_text(self.records))
         features = _features(self.data(0), self.path)
         if not {IMAGE, LABEL} <= features.keys():
             found = ", ".join(sorted(features)) or "none"
@@ -92,7 +95,7 @@ def refuse_records(data: Path) -> None:
 
 def _read_labels(path: Path) -> list[str]:
     try:
-        names = path.read_text(encoding="utf-8").splitlines()
+        names = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TrainingError(f"{path}: expected a name of a class in each line ({error})") from error
     if not names or len(set(names)) != len(names) or not all(names):
@@ -114,7 +117,7 @@ def scan_records(path: Path) -> Records:
     """Every record, by the lengths in the file, whose checksums are compared; ``TrainingError`` names what is wrong."""
     records: Records = []
     size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:  # a buffer would read 8 KB for 12 bytes
         start = 0
         while start < size:
             file.seek(start)
@@ -162,27 +165,18 @@ def index_text(records: Sequence[tuple[int, int]]) -> str:
     return "".join(f"{start} {size}\n" for start, size in records)
 
 
-def _read_index(path: Path, size: int) -> Records:
-    """The records in an index of a file of ``size`` bytes; empty where missing or of another file."""
+def _write_index(path: Path, text: str) -> None:
+    """Unless the file has it."""
     try:
-        numbers = list(map(int, path.read_text(encoding="ascii").split()))
+        if path.read_text(encoding="ascii").split() == text.split():
+            return
     except (OSError, ValueError):
-        return []
-    records = list(zip(numbers[::2], numbers[1::2], strict=False))
-    starts = [start for start, _ in records]
-    ends = [sum(record) for record in records]
-    is_whole = bool(records) and len(numbers) % 2 == 0 and starts == [0, *ends[:-1]] and ends[-1] == size
-    return records if is_whole else []
-
-
-def _write_index(path: Path, index: Path) -> Records:
-    records = scan_records(path)
+        pass  # it is missing, or is not an index
     try:
-        replace_file(index, index_text(records).encode())
+        replace_file(path, text.encode())
     except OSError as error:
         reason = error.strerror or error
-        raise TrainingError(f"{index}: cannot be written ({reason}); DALI reads a TFRecord with its index") from error
-    return records
+        raise TrainingError(f"{path}: cannot be written ({reason}); DALI reads a TFRecord with its index") from error
 
 
 # -- tf.train.Example ---------------------------------------------------------------------------------------------
@@ -243,22 +237,46 @@ def _features(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def pack(data: Path, out: Path, seed: int) -> None:
-    """Pack both parts; a line for each. ``TrainingError`` if their classes differ."""
+    """Pack both parts; a line for each. The files appear when all are complete.
+
+    ``TrainingError`` if one of them exists, the classes of the parts differ, or ``labels.txt`` cannot hold their names.
+    """
+    for name in (LABELS, *(f"{part}.tfrecord" for part in PARTS)):
+        if (out / name).exists():
+            raise TrainingError(f"{out / name}: already exists; remove it, or name another --out")
     train, val = (ImageFolder(data / part) for part in PARTS)
     if train.classes != val.classes:
         raise TrainingError(f"{data}: train/ has the classes {train.classes}, val/ has {val.classes}")
+    labels = _labels_text(train)
     out.mkdir(parents=True, exist_ok=True)
-    for part, images in zip(PARTS, (train, val), strict=True):
-        order = list(range(len(images)))
-        if images is train:
-            random.Random(seed).shuffle(order)
-        path, began = out / f"{part}.tfrecord", perf_counter()
-        with replacing(path) as file:
-            records = [write_record(file, make_example(*images[position])) for position in order]
-        replace_file(f"{path}.idx", index_text(records).encode())
-        size = path.stat().st_size / 1e6
-        print(f"{path}: {len(images)} images, {size:.1f} MB, {perf_counter() - began:.1f} s", flush=True)
-    replace_file(out / LABELS, "".join(f"{name}\n" for name in train.classes).encode())
+    # In the same folder, so that they can be renamed.
+    with TemporaryDirectory(prefix=".tfrecord.", dir=out) as aside:
+        unfinished = Path(aside)
+        (unfinished / LABELS).write_bytes(labels)
+        for part, images in zip(PARTS, (train, val), strict=True):
+            order = list(range(len(images)))
+            if images is train:
+                random.Random(seed).shuffle(order)
+            path, began = unfinished / f"{part}.tfrecord", perf_counter()
+            with open(path, "wb") as file:
+                records = [write_record(file, make_example(*images[position])) for position in order]
+            Path(f"{path}.idx").write_text(index_text(records), encoding="ascii")
+            size = path.stat().st_size / 1e6
+            print(f"{out / path.name}: {len(images)} images, {size:.1f} MB, {perf_counter() - began:.1f} s", flush=True)
+        files = [f"{part}.tfrecord{suffix}" for suffix in (".idx", "") for part in PARTS]
+        for name in (LABELS, *files):  # without the last ones a training finds nothing
+            os.replace(unfinished / name, out / name)
+
+
+def _labels_text(images: ImageFolder) -> bytes:
+    for name in images.classes:
+        try:
+            is_line = not set("\n\r") & set(name.encode().decode())
+        except UnicodeEncodeError:
+            is_line = False
+        if not is_line:
+            raise TrainingError(f"{images.root}: {LABELS} cannot hold the class {name!r}: a name is a line of UTF-8")
+    return "".join(f"{name}\n" for name in images.classes).encode()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,6 +285,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     option = parser.add_argument
     option("--data", type=Path, required=True, help="a folder with train/ and val/, each of class folders")
     option("--out", type=Path, required=True, help="folder, made where there is none")
-    option("--seed", type=int, default=0, help="of the order of the training images (default: %(default)s)")
+    option("--seed", type=whole_seed, default=0, help="of the order of the training images (default: %(default)s)")
     args = parser.parse_args(argv)
     return guarded("tfrecord", lambda: pack(args.data, args.out, args.seed))

@@ -262,3 +262,12 @@ def test_a_checkpoint_of_something_else_is_refused(folder: Path, tmp_path: Path,
     ran(capsys, *options(folder, "--checkpoint", last, "--epochs", 1))
     line = told(capsys, *options(folder, "--checkpoint", last, "--batch-size", 2))
     assert "saved with batch_size = 4, here it is 2; go on with the options" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("--lr", "nan"), ("--seed", str(2**63)), ("--workers", "257"), ("--batch-size", "65537")]
+)
+def test_numbers_out_of_range_are_refused(name: str, value: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        restoration.main(options(tmp_path, name, value))
+    assert f"argument {name}: expected a " in capsys.readouterr().err

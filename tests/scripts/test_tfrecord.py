@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def test_records_hold_the_files_and_their_labels(folder: Path, packed: Path) -> 
 def test_an_index_is_written_where_it_is_missing_or_of_another_file(packed: Path) -> None:
     index = packed / "val.tfrecord.idx"
     text = index.read_text()
-    for change in (index.unlink, lambda: index.write_text("0 7\n"), lambda: index.write_text("no index")):
+    other = text.replace(f" {text.split()[1]}\n", " 20\n", 1)  # which ends where the file does
+    for change in (index.unlink, *(partial(index.write_text, wrong) for wrong in ("0 7\n", "no index", other))):
         change()
         assert len(TfRecordImages(packed, "val")) == 5
         assert index.read_text() == text
@@ -187,6 +189,36 @@ def test_packing_refuses_other_classes(folder: Path, tmp_path: Path, capsys: Any
     assert "val/ has ['blue', 'green']" in capsys.readouterr().err
     with pytest.raises(TrainingError, match="no train"):
         TfRecordImages(folder, "train")
+
+
+def test_a_set_that_is_there_is_not_packed_over(folder: Path, packed: Path, capsys: Any) -> None:
+    for name in ("labels.txt", "train.tfrecord", "val.tfrecord"):
+        assert tfrecord.main(["--data", str(folder), "--out", str(packed)]) == 2
+        assert f"{packed / name}: already exists; remove it" in capsys.readouterr().err
+        (packed / name).unlink()
+
+
+def test_what_cannot_be_packed_leaves_nothing(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    (folder / "val" / "red" / "01.jpg").write_bytes(b"")
+    assert tfrecord.main(["--data", str(folder), "--out", str(out)]) == 2
+    assert "01.jpg: the file is empty" in capsys.readouterr().err
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"), [("a\x0cb\u2028c", True), ("a\nb", False), ("a\rb", False), ("\udcff", False)]
+)
+def test_names_of_classes_are_lines_of_utf8(
+    folder: Path, tmp_path: Path, name: str, is_packed: bool, capsys: Any
+) -> None:
+    for part in ("train", "val"):
+        (folder / part / "red").rename(folder / part / name)
+    assert tfrecord.main(["--data", str(folder), "--out", str(tmp_path / "out")]) == (0 if is_packed else 2)
+    if is_packed:
+        assert name in TfRecordImages(tmp_path / "out", "train").classes
+    else:
+        assert f"labels.txt cannot hold the class {name!r}" in capsys.readouterr().err
 
 
 @needs_dali

@@ -343,9 +343,10 @@ def test_a_reader_that_ends_early_is_one_line(folder: Path) -> None:
         for _ in range(len(loader)):
             next(loader)
         state = loader.state_dict()
-    with loader_of(folder / "train") as loader, pytest.raises(TrainingError, match="ended before batch 0 of 5 of epoch 1"):
+    with loader_of(folder / "train") as loader:
         loader.load_state_dict({**state, "epoch": 1, "position": 0})
-        next(loader)
+        with pytest.raises(TrainingError, match="ended before batch 0 of 5 of epoch 1"):
+            next(loader)
 
 
 @needs_dali
@@ -467,6 +468,13 @@ def test_data_or_devices_that_do_not_fit(folder: Path, tmp_path: Path, capsys: A
         loader_of(folder / "val", False, ranks=6)
 
 
+@needs_dali
+def test_a_name_that_is_not_utf8_is_refused(folder: Path, capsys: Any) -> None:
+    (folder / "train" / "red").rename(folder / "train" / "\udcff")
+    (folder / "val" / "red").rename(folder / "val" / "\udcff")
+    assert "/\\udcff/01.jpg': DALI takes only names that are UTF-8" in told(capsys, *options(folder))
+
+
 def test_without_dali_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for name in ("nvidia.dali", "nvidia.dali.fn"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -482,7 +490,13 @@ def test_without_dali_it_says_what_to_install(folder: Path, monkeypatch: pytest.
         (["--dali", "--bad-samples", "skip"], "--bad-samples does not go with --dali: it stops"),
         (["--dali", "--dp"], "--dp does not go with --dali: a pipeline of DALI runs on one GPU; --ddp"),
         (["--dali", "--workers", "0"], "--workers 0 does not go with --dali: it needs a thread"),
-        (["--dali", "--size", "0"], "expected a whole number, at least 1"),
+        (["--dali", "--size", "0"], "expected a whole number from 1 to 32768"),
+        (["--dali", "--workers", "1000000"], "expected a whole number from 0 to 256"),
+        (["--dali", "--batch-size", "1000000000000"], "expected a whole number from 1 to 65536"),
+        (["--dali", "--seed", str(2**63)], "expected a whole number of 64 bits"),
+        (["--dali", "--lr", "nan"], "expected a learning rate from 0 to 1000"),
+        (["--dali", "--lr", "-1"], "expected a learning rate from 0 to 1000"),
+        (["--dali", "--lr", "inf"], "expected a learning rate from 0 to 1000"),
         ([], "arguments are required: --toml, or --dali"),
         (["--toml", "pipe.toml", "--size", "64"], "--size is an option of --dali"),
         (["--toml", "pipe.toml", "--decode", "cpu"], "--decode is an option of --dali"),

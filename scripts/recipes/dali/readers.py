@@ -32,12 +32,21 @@ def positions_of(count: int, options: DaliOptions) -> list[int]:
     return list(range(options.rank, count, options.ranks))
 
 
+def _utf8(path: Any) -> str:
+    name = str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise TrainingError(f"{name!r}: DALI takes only names that are UTF-8; rename the file or its folder") from error
+    return name
+
+
 class FileReader:
     """The image files of a dataset, shuffled as a whole for each epoch of a training."""
 
     def __init__(self, dataset: ImageFiles, options: DaliOptions) -> None:
         paths, labels = zip(*dataset.samples, strict=True)
-        self._paths = list(map(str, paths))
+        self._paths = list(map(_utf8, paths))
         self._labels = torch.tensor(labels, dtype=torch.int64)
         self._options = options
         self._positions = positions_of(len(paths), options)
