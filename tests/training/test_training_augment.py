@@ -636,3 +636,10 @@ def test_instances_and_pieces_make_no_difference(dataset: ImageFiles, tmp_path: 
         for instances in (1, 3)
     ]
     assert same(*batches)
+
+
+@pytest.mark.parametrize("kind", [CutOut, GridMask])
+@pytest.mark.parametrize("fill", [-1, 256, float("nan"), "black", None, True, (0, 0, 0)])
+def test_erased_pixels_have_a_number_from_0_to_255(kind: Any, fill: Any) -> None:
+    with pytest.raises(ValueError, match="fill is a number from 0 to 255, got"):
+        kind(fill=fill)

@@ -116,6 +116,52 @@ def test_packing_refuses_bad_files_and_places(folder: Path, tmp_path: Path, monk
         pack_folder(folder, tmp_path / "packed")
 
 
+def test_a_database_that_is_cut_short_is_refused(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lmdb")
+    pack_folder(folder, tmp_path / "packed")
+    file = tmp_path / "packed" / "data.mdb"
+    whole = file.read_bytes()
+    packed = LmdbImages(tmp_path / "packed")
+    file.write_bytes(whole[:-1])
+    for read in (lambda: packed[0], lambda: LmdbImages(tmp_path / "packed")):
+        with pytest.raises(
+            TrainingError, match=rf"cut short: data\.mdb has {len(whole) - 1} bytes, expected {len(whole)}"
+        ):
+            read()
+    file.write_bytes(whole)
+    assert packed[0]
+    packed.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        *(
+            (text, "not a database that pack_folder wrote")
+            for text in ("", "[1]", "3", "hello", "\xff", '{"format": 2}')
+        ),
+        *(
+            (f'{{"format": 1, {rest}}}', "its header is damaged")
+            for rest in ('"count": 3', '"classes": null, "count": 3', '"classes": [1], "count": 3', '"classes": ["a"]')
+        ),
+    ],
+)
+def test_a_database_of_something_else_is_refused(tmp_path: Path, header: str, message: str) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(tmp_path / "other")) as database, database.begin(write=True) as transaction:
+        transaction.put(b"header", header.encode("latin-1"))
+    for _ in range(2):  # it is closed after the first
+        with pytest.raises(TrainingError, match=message):
+            LmdbImages(tmp_path / "other")
+
+
+def test_cv2_resize_takes_whole_numbers() -> None:
+    assert repr(cv2Resize(np.int64(3), 4)) == "cv2Resize(h=3, w=4)"  # type: ignore[arg-type]
+    for sides in ((20.5, 31), (20, "31"), (True, 31), ((20, None),)):
+        with pytest.raises(TypeError, match="the sides are whole numbers of pixels"):
+            cv2Resize(*sides)  # type: ignore[arg-type]
+
+
 def test_decoded_and_resized_pixels_are_those_of_the_pipe() -> None:
     jpeg = encode(picture(33, 47))
     toml = {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 20, "resize_w": 31, "color": "rgb"}

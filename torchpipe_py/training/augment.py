@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,12 +117,12 @@ class CutOut(Augmentation):
     The centre of a square is a random pixel of the image; parts outside the image are cut off. ``length``: its side in
     pixels, or, as a float up to 1.0, a share of the image's shorter side, rounded down. As in the authors' code, a
     square has ``length // 2`` pixels before its centre and as many from the centre on; an odd length is one less.
-    ``fill``: the value of erased pixels. Raises ``ValueError`` for impossible parameters.
+    ``fill``: the value of erased pixels, 0 to 255. Raises ``ValueError`` for impossible parameters.
     """
 
     def __init__(self, holes: int = 1, length: int | float = 0.5, fill: float = 0.0) -> None:
         self._holes = _whole("holes", holes, 0)
-        self._length, self._fill = _length("length", length, 0), fill
+        self._length, self._fill = _length("length", length, 0), _value("fill", fill)
         self.draws = 2 * self._holes
 
     def apply(self, images: Any, drawn: np.ndarray) -> Any:
@@ -146,14 +147,14 @@ class GridMask(Augmentation):
     ``tile``: the grid's period in pixels, or, as a float up to 1.0, a share of the image's shorter side, rounded down.
     ``ratio``: the side of an erased square over that of a tile, 0..1. ``angle``: the rotation of the grid around the
     top left corner, in radians. ``ratio`` and ``angle`` may be ranges (low, high), uniformly distributed. So is the
-    grid's phase: DALI's ``shift_x`` and ``shift_y`` are drawn from 0 to ``tile``. ``fill``: the value of erased pixels.
-    Raises ``ValueError`` for impossible parameters.
+    grid's phase: DALI's ``shift_x`` and ``shift_y`` are drawn from 0 to ``tile``. ``fill``: the value of erased pixels,
+    0 to 255. Raises ``ValueError`` for impossible parameters.
     """
 
     draws = 4
 
     def __init__(self, tile: int | float = 0.25, ratio: Range = 0.5, angle: Range = 0.0, fill: float = 0.0) -> None:
-        self._tile, self._fill = _length("tile", tile, 1), fill
+        self._tile, self._fill = _length("tile", tile, 1), _value("fill", fill)
         self._ratio = _range("ratio", ratio, 0.0, 1.0)
         self._angle = _range("angle", angle, -math.inf, math.inf)
 
@@ -379,6 +380,13 @@ def _sent(array: np.ndarray, device: Any) -> Any:
 def _whole(name: str, value: Any, least: int) -> int:
     if not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
+    return value
+
+
+def _value(name: str, value: Any) -> Any:
+    """Of a pixel."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= MOST:
+        raise ValueError(f"{name} is a number from 0 to {MOST:g}, got {value!r}")
     return value
 
 

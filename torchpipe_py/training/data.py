@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -130,12 +131,11 @@ class LmdbImages:
         self._process = -1  # the process that opened it
         if not (self.path / "data.mdb").is_file():
             raise TrainingError(f"{self.path}: no LMDB database (working directory: {os.getcwd()})")
-        header = json.loads(self._get(HEADER) or b"{}")
-        self.close()
-        if header.get("format") != FORMAT:
-            raise TrainingError(f"{self.path}: not a database that pack_folder wrote")
-        self.classes: list[str] = header["classes"]
-        self._count: int = header["count"]
+        try:
+            header = self._get(HEADER) or b""
+        finally:
+            self.close()
+        self.classes, self._count = _classes_and_count(header, self.path)
 
     def __len__(self) -> int:
         return self._count
@@ -174,9 +174,33 @@ class LmdbImages:
             except lmdb.Error as error:
                 raise TrainingError(f"{self.path}: {error}") from error
             self._process = os.getpid()
+            self._check_size()
         with self._database.begin() as transaction:
             value: bytes | None = transaction.get(key)
         return value
+
+    def _check_size(self) -> None:
+        """``TrainingError`` for a file that is cut short: reading its missing pages would kill the process."""
+        needed = (self._database.info()["last_pgno"] + 1) * self._database.stat()["psize"]
+        size = (self.path / "data.mdb").stat().st_size
+        if size < needed:
+            self.close()
+            raise TrainingError(f"{self.path}: cut short: data.mdb has {size} bytes, expected {needed}; pack it again")
+
+
+def _classes_and_count(header: bytes, path: Path) -> tuple[list[str], int]:
+    """What the header of a packed folder has; ``TrainingError`` for any other."""
+    try:
+        values = json.loads(header)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise TrainingError(f"{path}: not a database that pack_folder wrote")
+    classes, count = values.get("classes"), values.get("count")
+    are_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    if not are_names or not isinstance(count, int) or count < 0:
+        raise TrainingError(f"{path}: its header is damaged: expected names of classes and a count; pack it again")
+    return classes, count
 
 
 def _key(index: int) -> bytes:
@@ -211,7 +235,8 @@ class cv2Resize:
 
     Takes a ``PIL.Image`` or a uint8 array H×W×C or H×W, and returns the same kind. torchpipe's ``cv2Resize((w, h))``
     takes OpenCV's size, and always returns an array in RGB order, so that ``ToPILImage`` or ``ToTensor`` can follow.
-    Raises ``ValueError`` for a side below 1, ``TypeError`` for one number.
+    Raises ``ValueError`` for a side below 1, ``TypeError`` for one number, or one that is not
+    whole.
     """
 
     def __init__(self, h: int | tuple[int, int], w: int | None = None) -> None:
@@ -222,9 +247,12 @@ class cv2Resize:
             w, h = h
         if isinstance(h, (tuple, list)):
             raise TypeError(f"cv2Resize takes h and w, or OpenCV's size (w, h), got {h!r} and {w!r}")
+        for side in (h, w):
+            if not isinstance(side, numbers.Integral) or isinstance(side, bool):
+                raise TypeError(f"cv2Resize: the sides are whole numbers of pixels, got h={h!r}, w={w!r}")
         if h < 1 or w < 1:
             raise ValueError(f"cv2Resize: the sides are at least 1 pixel, got h={h}, w={w}")
-        self.h, self.w = h, w
+        self.h, self.w = int(h), int(w)
 
     def __call__(self, image: Any) -> Any:
         import cv2
