@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,26 @@ def load_checkpoint(path: Path | None) -> dict[str, Any] | None:
     if not isinstance(state, dict) or not {"model", "classes"} <= state.keys():
         raise TrainingError(f"{path}: no checkpoint of scripts/train.py")
     return state
+
+
+def check_complete(path: Path, state: dict[str, Any], names: Iterable[str]) -> None:
+    """``TrainingError`` for a checkpoint that no training can go on from."""
+    if missing := [name for name in names if name not in state]:
+        raise TrainingError(f"{path}: is incomplete: it lacks {', '.join(missing)}; name another --checkpoint")
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Replace the file, which is always whole; ``TrainingError`` where that fails."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, unfinished)
+        unfinished.replace(path)
+    except (OSError, RuntimeError) as error:  # PyTorch's archives raise the latter for a full disk
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
+        raise TrainingError(f"{path}: the checkpoint cannot be written: {reason}") from error
 
 
 def check_classes(path: Path, trained: Sequence[str], classes: Sequence[str]) -> None:

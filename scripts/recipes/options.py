@@ -16,6 +16,7 @@ from torch import nn
 from recipes.augmentation import AUGMENTS
 from torchpipe_py import TorchpipeError
 from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.files import output_problem
 from torchpipe_py.tools.options import at_least, number
 from torchpipe_py.training.options import BAD_SAMPLES
 
@@ -29,6 +30,21 @@ batch_size = at_least(1, 65_536)
 epochs = at_least(1, 1_000_000)
 learning_rate = number("a learning rate from 0 to 1000", 0, 1000)
 whole_seed = number("a whole number of 64 bits", -(2**63), 2**63 - 1, int)
+
+
+def checkpoint_file(text: str) -> Path:
+    """The type of a checkpoint, whose folder is made if it is missing."""
+    path = Path(text)
+    folder = next((parent for parent in path.parents if os.path.lexists(parent)), path.parent)
+    if not text:
+        problem = "the name is empty"
+    elif not folder.is_dir():
+        problem = f"{folder} is not a folder"
+    else:
+        problem = output_problem(folder / path.name, replaces=True)
+    if problem:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {problem}".lstrip())
+    return path
 
 
 def workers(least: int) -> Callable[[str], int]:
@@ -132,7 +148,7 @@ def make_parser() -> ArgumentParser:
     option("--augment", nargs="+", choices=AUGMENTS, default=[], help=augment)
     option("--bad-samples", choices=BAD_SAMPLES, default="raise", help="(default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
-    option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
+    option("--checkpoint", type=checkpoint_file, help="written after each epoch, and read where it is there")
     option("--save-every", type=at_least(0), default=0, help="also after so many steps (default: never)")
     option("--max-steps", type=at_least(1), help="stop after so many steps of this run, with a checkpoint")
     amp = "mixed precision, bf16 unless fp16 is named (default: fp32)"

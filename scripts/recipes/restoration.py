@@ -24,7 +24,18 @@ from torch import nn
 
 from recipes.dali import PairLoader, PairOptions
 from recipes.dali.pairs import Pairs, find_pairs
-from recipes.options import MOST_SIDE, batch_size, epochs, guarded, learning_rate, to_device, whole_seed, workers
+from recipes.models import check_complete, save_checkpoint
+from recipes.options import (
+    MOST_SIDE,
+    batch_size,
+    checkpoint_file,
+    epochs,
+    guarded,
+    learning_rate,
+    to_device,
+    whole_seed,
+    workers,
+)
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.backends.image.files import find_images
 from torchpipe_py.tools.options import at_least
@@ -154,11 +165,8 @@ def _held_out(args: argparse.Namespace) -> Pairs:
 def _save(args: argparse.Namespace, parts: dict[str, Any], epoch: int) -> None:
     if args.checkpoint is None:
         return
-    path: Path = args.checkpoint
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    torch.save({"restoration": epoch, **{name: part.state_dict() for name, part in parts.items()}}, unfinished)
-    unfinished.replace(path)  # so that the file is whole or not there
+    state = {name: part.state_dict() for name, part in parts.items()}
+    save_checkpoint(args.checkpoint, {"restoration": epoch, **state})
 
 
 def _resume(args: argparse.Namespace, parts: dict[str, Any]) -> int:
@@ -172,6 +180,7 @@ def _resume(args: argparse.Namespace, parts: dict[str, Any]) -> int:
         raise TrainingError(f"{path}: cannot be read as a checkpoint ({type(error).__name__})") from error
     if not isinstance(state, dict) or "restoration" not in state:
         raise TrainingError(f"{path}: no checkpoint of scripts/run.py restoration")
+    check_complete(path, state, parts)
     try:
         for name, part in parts.items():
             part.load_state_dict(state[name])
@@ -201,6 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--lr", type=learning_rate, default=2e-3, help="(default: %(default)s)")
     option("--seed", type=whole_seed, default=0, help="of weights, order, crops and flips (default: %(default)s)")
     option("--device", type=to_device, help="'cpu', or a CUDA device (default: a GPU where there is one)")
-    option("--checkpoint", type=Path, help="written after each epoch, and read where it is there")
+    option("--checkpoint", type=checkpoint_file, help="written after each epoch, and read where it is there")
     args = parser.parse_args(argv)
     return guarded("restoration", lambda: train(args))

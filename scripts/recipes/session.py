@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +13,15 @@ from tqdm import tqdm
 
 from recipes.dali import DaliLoaders
 from recipes.data import Loaders
-from recipes.models import check_classes, load_checkpoint, load_weights, make_model, start_from
+from recipes.models import (
+    check_classes,
+    check_complete,
+    load_checkpoint,
+    load_weights,
+    make_model,
+    save_checkpoint,
+    start_from,
+)
 from recipes.options import Place
 from torchpipe_py.training import Batch, TrainingError
 
@@ -161,13 +168,9 @@ class Session:
         loss, samples = self._place.summed([float(self._loss), self._samples], self.device)
         state = {name: part.state_dict() for name, part in self._parts().items()}  # of DALI: a part from each rank
         if self._place.rank == 0:
-            path: Path = self._args.checkpoint
-            state |= {"arch": self._args.arch, "classes": self._loaders.classes}
+            state |= {"arch": self._args.arch, "classes": self._loaders.classes, "options": self._kept_options()}
             state |= {"steps": self._steps, "sums": [loss, samples]}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f"{path.name}.unfinished")
-            torch.save(state, unfinished)
-            unfinished.replace(path)  # so that the file is whole or not there
+            save_checkpoint(self._args.checkpoint, state)
 
     def _resume(self) -> None:
         state = load_checkpoint(self._args.checkpoint)
@@ -176,6 +179,13 @@ class Session:
         path = self._args.checkpoint
         check_classes(path, state["classes"], self._loaders.classes)
         parts = self._parts()
+        check_complete(path, state, [*parts, "steps", "sums"])
+        for name, here in self._kept_options().items():
+            saved = state.get("options", {}).get(name, here)  # older checkpoints lack them
+            if saved != here:
+                kept = " ".join(saved) if isinstance(saved, list) else saved
+                how = f"go on with --{name} {kept}" if kept != "" else f"go on without --{name}"
+                raise TrainingError(f"{path}: was saved with another --{name}; {how}")
         load_weights(path, parts.pop("model"), state["model"], self._args.arch, state.get("arch"))
         try:
             for name, part in parts.items():
@@ -189,6 +199,10 @@ class Session:
         if self._place.rank == 0:
             self._loss += state["sums"][0]
             self._samples = int(state["sums"][1])
+
+    def _kept_options(self) -> dict[str, Any]:
+        """Options that a training which goes on must not change, and that are not in the state of a part."""
+        return {"lr": self._args.lr, "augment": sorted(self._args.augment)}
 
     def _parts(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from conftest import encode, picture
 from recipes import restoration
 from recipes.dali import PairLoader, PairOptions
-from recipes.dali.pairs import find_pairs
+from recipes.dali.pairs import check_pairs, find_pairs
 from test_training_dali import dali, needs_dali
 
 from torchpipe_py.training import TrainingError
@@ -251,6 +253,22 @@ def test_pairs_that_do_not_fit_are_named(folder: Path, tmp_path: Path, capsys: A
     assert "lowres: no such directory" in told(capsys, *options(folder, "--img", "lowres"))
 
 
+def test_two_images_of_one_name_are_refused(folder: Path) -> None:
+    path = folder / "train" / "blurry" / "scene_1" / "1.png"
+    path.with_suffix(".jpg").write_bytes(path.read_bytes())
+    with pytest.raises(TrainingError, match=r"scene_1/1\.jpg and 1\.png: a pair has one image of a name"):
+        find_pairs(folder / "train", "blurry", "sharp")
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000])
+def test_an_image_that_is_too_large_is_named(folder: Path, side: int) -> None:
+    path = folder / "train" / "blurry" / "scene_1" / "1.png"
+    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)))
+    with pytest.raises(TrainingError, match=r"scene_1/1\.png: too large: over \d+ pixels"):
+        check_pairs(find_pairs(folder / "train", "blurry", "sharp"), PairOptions(CROP, 4, is_training=True))
+
+
 @needs_dali
 def test_a_checkpoint_of_something_else_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     last = tmp_path / "last.pt"
@@ -258,6 +276,8 @@ def test_a_checkpoint_of_something_else_is_refused(folder: Path, tmp_path: Path,
     assert "cannot be read as a checkpoint" in told(capsys, *options(folder, "--checkpoint", last))
     torch.save({"model": {}}, last)
     assert "no checkpoint of scripts/run.py restoration" in told(capsys, *options(folder, "--checkpoint", last))
+    torch.save({"restoration": 1}, last)
+    assert "is incomplete: it lacks model, optimiser, loader" in told(capsys, *options(folder, "--checkpoint", last))
     last.unlink()
     ran(capsys, *options(folder, "--checkpoint", last, "--epochs", 1))
     line = told(capsys, *options(folder, "--checkpoint", last, "--batch-size", 2))
@@ -271,3 +291,15 @@ def test_numbers_out_of_range_are_refused(name: str, value: str, tmp_path: Path,
     with pytest.raises(SystemExit, match="2"):
         restoration.main(options(tmp_path, name, value))
     assert f"argument {name}: expected a " in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_at_once(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in (
+        (tmp_path / "file" / "last.pt", "file is not a folder"),
+        (tmp_path, "is a directory"),
+        ("", "empty"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            restoration.main(options(tmp_path, "--checkpoint", place))
+        assert reason in capsys.readouterr().err

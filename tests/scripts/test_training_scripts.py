@@ -14,7 +14,10 @@ import torch
 import train
 from kit.services import reserved_port
 from kit.waits import PROGRAM_WAIT
+from recipes import models
 from training_data import write_classes, write_toml
+
+from torchpipe_py.training import TrainingError
 
 
 @pytest.fixture
@@ -118,6 +121,12 @@ def test_a_checkpoint_of_something_else(folder: Path, tmp_path: Path, capsys: py
     last.unlink()
     ran(capsys, *options(folder, toml, "--epochs", 1, "--checkpoint", last))
     saved, more = torch.load(last, weights_only=True), ["--checkpoint", last, "--epochs", 2]
+    torch.save({name: saved[name] for name in ("model", "classes")}, last)
+    line = told(capsys, folder, toml, *more)
+    assert f"{last}: is incomplete: it lacks optimiser, schedule, scaler, loader, steps, sums" in line
+    torch.save(saved, last)
+    assert "saved with another --lr; go on with --lr 0.003" in told(capsys, folder, toml, *more, "--lr", 0.1)
+    assert "another --augment; go on without --augment" in told(capsys, folder, toml, *more, "--augment", "color")
     line = told(capsys, folder, toml, *more, "--batch-size", 3)
     assert f"{last}: the state was saved with batches = 3, here it is 4" in line
     torch.save({**saved, "model": {"0.weight": torch.zeros(1)}, "arch": "resnet18"}, last)
@@ -144,3 +153,40 @@ def test_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     line = told(capsys, folder, toml, "--weights", tmp_path / "odd.pt")
     assert "does not fit --arch small: missing in the file: 1.weight, 1.bias, 1.running_mean and" in line
     assert "0.weight is 16x1x3x3 in the file and 16x3x3x3 in the model" in line
+
+
+def test_a_checkpoint_without_options_is_gone_on_with(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    toml, last = write_toml(tmp_path), tmp_path / "last.pt"
+    more = ["--checkpoint", last, "--max-steps", 1]
+    ran(capsys, *options(folder, toml, *more, "--augment", "color", "cutout"))
+    assert "--augment color cutout" in told(capsys, folder, toml, *more, "--augment", "cutout")
+    saved = torch.load(last, weights_only=True)
+    del saved["options"]
+    torch.save(saved, last)
+    assert "goes on after step 1" in ran(capsys, *options(folder, toml, *more, "--lr", 0.1))
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("", "empty"), ("file/more/last.pt", "file is not a folder"), ("data", "is a directory")]
+)
+def test_a_checkpoint_that_cannot_be_written_is_refused_at_once(
+    folder: Path, tmp_path: Path, place: str, reason: str, capsys: Any
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        train.main(list(map(str, options(folder, "none.toml", "--checkpoint", tmp_path / place if place else ""))))
+    assert reason in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_finished_leaves_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos\nframe #0")
+
+    path = tmp_path / "new" / "last.pt"
+    models.save_checkpoint(path, {"model": 1})
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(TrainingError, match=r"last\.pt: the checkpoint cannot be written: \[enforce .* pos$"):
+        models.save_checkpoint(path, {"model": 2})
+    assert [each.name for each in path.parent.iterdir()] == ["last.pt"]
+    assert torch.load(path, weights_only=True) == {"model": 1}

@@ -44,15 +44,22 @@ class PairOptions:
 def find_pairs(folder: Path, inputs: str, targets: str) -> Pairs:
     """The images of ``folder/inputs`` and of ``folder/targets`` that have the same path in them but for the suffix.
 
-    ``TrainingError`` where one has no other.
+    ``TrainingError`` where one has no other, or two of a folder differ only in their suffix.
     """
     sides = []
     for name in (inputs, targets):
         root = folder / name
+        side: dict[Path, Path] = {}
         try:
-            sides.append({path.relative_to(root).with_suffix(""): path for path in find_images(root)})
+            for path in sorted(find_images(root)):
+                other = side.setdefault(path.relative_to(root).with_suffix(""), path)
+                if other != path:
+                    raise TrainingError(
+                        f"{other} and {path.name}: a pair has one image of a name; rename or remove one"
+                    )
         except OSError as error:
             raise TrainingError(str(error)) from error
+        sides.append(side)
     names = sorted(sides[0].keys() | sides[1].keys())
     alone = [
         (name, inputs if name in sides[0] else targets) for name in names if not all(name in side for side in sides)
@@ -81,10 +88,15 @@ def _size_of(path: Path) -> tuple[int, int]:
     from PIL import ExifTags, Image
 
     try:
-        with Image.open(path) as image:
+        with (
+            warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
+            Image.open(path) as image,
+        ):
             width, height = image.size
             # NOTE: of a PNG without this chunk Pillow would decode all pixels to look for another one.
             is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in ROTATED
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise TrainingError(f"{path}: too large: over {Image.MAX_IMAGE_PIXELS} pixels") from error
     except OSError as error:  # Pillow's UnidentifiedImageError is one
         raise TrainingError(f"{path}: no image that can be read ({error})") from error
     return (height, width) if is_turned else (width, height)
