@@ -22,6 +22,7 @@ from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
 from torchpipe_py.tools.load.measure import cpu_model
+from torchpipe_py.tools.options import output_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -187,7 +188,7 @@ def add_options(parser: argparse.ArgumentParser, names: Sequence[str] = ()) -> N
         parser.add_argument("name", choices=[*names, "all"])
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements whose median is shown (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write everything there as well")
 
 
 def numbers(text: str, separator: str = ",") -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -120,18 +121,29 @@ def _text(path: Path) -> str:
 
 
 def pack(data: Path, out: Path) -> None:
-    """Pack each part of ``data`` into ``out``; ``TrainingError`` if it is not there, or already packed."""
+    """Pack each part of ``data`` into ``out``; both appear when both are complete.
+
+    ``TrainingError`` if a part is not there or already packed, or if their classes differ.
+    """
     for part in PARTS:
         if (out / f"{part}.lmdb").exists():
             raise TrainingError(f"{out / f'{part}.lmdb'}: is there already; remove it, or name another --out")
         if not (data / part).is_dir():
             raise TrainingError(f"--data {data}: expected the folders train/ and val/ in it, found no {part}/")
+    train, val = (ImageFolder(data / part).classes for part in PARTS)
+    if train != val:
+        raise TrainingError(f"{data}: train/ has the classes {train}, val/ has {val}")
     out.mkdir(parents=True, exist_ok=True)
-    for part in PARTS:
-        began, target = perf_counter(), out / f"{part}.lmdb"
-        count = pack_folder(data / part, target)
-        size = gigabytes((target / "data.mdb").stat().st_size)
-        print(f"{target}: {count} images, {size}, {perf_counter() - began:.1f} s", flush=True)
+    names = [f"{part}.lmdb" for part in PARTS]
+    # In the same folder, so that they can be renamed.
+    with TemporaryDirectory(prefix=".lmdb.", dir=out) as unfinished:
+        for part, name in zip(PARTS, names, strict=True):
+            began, target = perf_counter(), Path(unfinished, name)
+            count = pack_folder(data / part, target)
+            size = gigabytes((target / "data.mdb").stat().st_size)
+            print(f"{out / name}: {count} images, {size}, {perf_counter() - began:.1f} s", flush=True)
+        for name in names:
+            os.replace(Path(unfinished, name), out / name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

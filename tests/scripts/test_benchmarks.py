@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import bench
 import cv2
@@ -56,6 +57,12 @@ def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, caps
     assert "  MISSED missed: 0.50 (< 0.5)" in printed
     (written,) = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))["reports"]
     assert written["rows"][0]["rounds"][0]["qps"] == 10
+
+
+def test_json_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.make_parser().parse_args(["decode", "--json", str(tmp_path / "none" / "figures.json")])
+    assert "cannot be written: no such folder: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("measured", "status"), [(1, 3), (0, 1)], ids=["others are met", "another is missed"])

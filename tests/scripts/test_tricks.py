@@ -119,8 +119,14 @@ def test_a_set_that_cannot_be_packed_is_one_line(
     (data / "val" / "red" / "01.jpg").write_bytes(b"")
     assert lmdb(["--data", str(data), "--out", str(tmp_path / "out")]) == 2
     assert "01.jpg: the file is empty" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+    (tmp_path / "out" / "val.lmdb").mkdir()
     assert lmdb(["--data", str(data), "--out", str(tmp_path / "out")]) == 2
-    assert "train.lmdb: is there already" in capsys.readouterr().err
+    assert "val.lmdb: is there already" in capsys.readouterr().err
+    (data / "val" / "red").rename(data / "val" / "green")
+    assert lmdb(["--data", str(data), "--out", str(tmp_path / "other")]) == 2
+    assert "train/ has the classes ['blue', 'red'], val/ has ['blue', 'green']" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 # -- the plain loader -----------------------------------------------------------------------------------------------
