@@ -385,7 +385,7 @@ def _whole(name: str, value: Any, least: int) -> int:
 
 def _value(name: str, value: Any) -> Any:
     """Of a pixel."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= value <= MOST:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= MOST:
         raise ValueError(f"{name} is a number from 0 to {MOST:g}, got {value!r}")
     return value
 

@@ -197,8 +197,12 @@ def _classes_and_count(header: bytes, path: Path) -> tuple[list[str], int]:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise TrainingError(f"{path}: not a database that pack_folder wrote")
     classes, count = values.get("classes"), values.get("count")
-    are_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    if not are_names or not isinstance(count, int) or count < 0:
+    if (
+        not isinstance(classes, list)
+        or not all(isinstance(name, str) for name in classes)
+        or not isinstance(count, int)
+        or count < 0
+    ):
         raise TrainingError(f"{path}: its header is damaged: expected names of classes and a count; pack it again")
     return classes, count
 

@@ -88,15 +88,14 @@ def _size_of(path: Path) -> tuple[int, int]:
     from PIL import ExifTags, Image
 
     try:
-        with (
-            warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning),
-            Image.open(path) as image,
-        ):
-            width, height = image.size
-            # NOTE: of a PNG without this chunk Pillow would decode all pixels to look for another one.
-            is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in ROTATED
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise TrainingError(f"{path}: too large: over {Image.MAX_IMAGE_PIXELS} pixels") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # Pillow does not decode it
+            with Image.open(path) as image:
+                width, height = image.size
+                # NOTE: of a PNG without this chunk Pillow would decode all pixels to look for another one.
+                is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in ROTATED
+    except Image.DecompressionBombError as error:
+        raise TrainingError(f"{path}: too large an image ({error})") from error
     except OSError as error:  # Pillow's UnidentifiedImageError is one
         raise TrainingError(f"{path}: no image that can be read ({error})") from error
     return (height, width) if is_turned else (width, height)
