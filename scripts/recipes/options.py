@@ -40,8 +40,10 @@ def checkpoint_file(text: str) -> Path:
         problem = "the name is empty"
     elif not folder.is_dir():
         problem = f"{folder} is not a folder"
+    elif folder == path.parent:
+        problem = output_problem(path, replaces=True)
     else:
-        problem = output_problem(folder / path.name, replaces=True)
+        problem = "" if os.access(folder, os.W_OK) else "Permission denied"
     if problem:
         raise argparse.ArgumentTypeError(f"{text} cannot be written: {problem}".lstrip())
     return path

@@ -15,6 +15,7 @@ import train
 from kit.services import reserved_port
 from kit.waits import PROGRAM_WAIT
 from recipes import models
+from recipes.options import make_parser
 from training_data import write_classes, write_toml
 
 from torchpipe_py.training import TrainingError
@@ -164,6 +165,14 @@ def test_a_checkpoint_without_options_is_gone_on_with(folder: Path, tmp_path: Pa
     del saved["options"]
     torch.save(saved, last)
     assert "goes on after step 1" in ran(capsys, *options(folder, toml, *more, "--lr", 0.1))
+
+
+def test_the_folder_of_a_checkpoint_is_made(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "last.pt").mkdir()  # in another folder than the checkpoint's
+    last = make_parser().parse_args(["--data", str(folder), "--checkpoint", "new/more/last.pt"]).checkpoint
+    models.save_checkpoint(last, {"model": 1})
+    assert (tmp_path / "new" / "more" / "last.pt").is_file()
 
 
 @pytest.mark.parametrize(
