@@ -88,7 +88,7 @@ def _small(classes: int) -> nn.Module:
 
 
 def load_checkpoint(path: Path | None) -> dict[str, Any] | None:
-    """The state, on the CPU; ``None`` where there is none. ``TrainingError`` for a file that is no checkpoint."""
+    """The state, on the CPU; ``None`` where there is none. ``TrainingError`` for a file that is not a checkpoint."""
     if path is None or not path.exists():
         return None
     try:
@@ -96,7 +96,7 @@ def load_checkpoint(path: Path | None) -> dict[str, Any] | None:
     except Exception as error:
         raise TrainingError(f"{path}: cannot be read as a checkpoint ({type(error).__name__})") from error
     if not isinstance(state, dict) or not {"model", "classes"} <= state.keys():
-        raise TrainingError(f"{path}: no checkpoint of scripts/train.py")
+        raise TrainingError(f"{path}: not a checkpoint of scripts/train.py")
     return state
 
 

@@ -179,7 +179,7 @@ def _resume(args: argparse.Namespace, parts: dict[str, Any]) -> int:
     except Exception as error:
         raise TrainingError(f"{path}: cannot be read as a checkpoint ({type(error).__name__})") from error
     if not isinstance(state, dict) or "restoration" not in state:
-        raise TrainingError(f"{path}: no checkpoint of scripts/run.py restoration")
+        raise TrainingError(f"{path}: not a checkpoint of scripts/run.py restoration")
     check_complete(path, state, parts)
     try:
         for name, part in parts.items():

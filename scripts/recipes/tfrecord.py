@@ -42,7 +42,7 @@ class TfRecordImages:
 
     ``classes`` are the lines of ``labels.txt``; ``records`` those of the file; ``index`` is a file of these for DALI,
     written beside it if missing or of another file. ``TrainingError`` for a file that is cut short, has no record, or
-    is no TFRecord of images.
+    is not a TFRecord of images.
     """
 
     def __init__(self, folder: Path, part: str) -> None:
@@ -230,7 +230,7 @@ def _features(data: bytes, path: Path) -> dict[str, Any]:
     try:
         return dict(_example_type().FromString(data).features.feature)
     except DecodeError as error:
-        raise TrainingError(f"{path}: a record is no tf.train.Example ({error})") from error
+        raise TrainingError(f"{path}: a record is not a tf.train.Example ({error})") from error
 
 
 # -- command ------------------------------------------------------------------------------------------------------

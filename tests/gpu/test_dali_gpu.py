@@ -165,7 +165,7 @@ def test_a_file_that_is_no_image_is_named_and_does_not_crash(tmp_path: Path, dec
     command = [sys.executable, "-c", BESIDE_LARGE_IMAGES, decode, str(good), str(bad)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"{bad}: cannot be decoded: no image") == 4
+    assert done.stdout.count(f"{bad}: cannot be decoded: not an image") == 4
 
 
 def test_pairs_are_cropped_and_flipped_alike(tmp_path: Path, capsys: Any) -> None:

@@ -166,13 +166,13 @@ def test_records_of_something_else_are_named(packed: Path, capsys: Any) -> None:
         return told(capsys, packed, "--batch-size", 4, "--epochs", 1)
 
     good = TfRecordImages(packed, "train").image(0)
-    assert "a record is no tf.train.Example" in wrote(b"\xff\xff")
+    assert "a record is not a tf.train.Example" in wrote(b"\xff\xff")
     assert "expected the features image/encoded and image/class/label, the first record has none" in wrote(b"")
     line = wrote(tfrecord.make_example(good, 1), tfrecord.make_example(good, 2))
     assert "has the image/class/label 2, expected 0 to 1, a line of labels.txt" in line
     line = wrote(tfrecord.make_example(good, 1), tfrecord.make_example(b"no image", 1))
     assert f"{path}, record 1, at byte" in line
-    assert "cannot be decoded: no image" in line
+    assert "cannot be decoded: not an image" in line
     (packed / "labels.txt").unlink()
     assert "labels.txt: expected a name of a class in each line" in told(capsys, packed)
 

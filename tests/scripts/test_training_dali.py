@@ -426,7 +426,7 @@ def test_an_image_that_cannot_be_read_or_decoded_is_named(folder: Path, capsys: 
     bad.write_bytes(whole)
     bad = folder / "train" / "red" / "01.jpg"
     bad.write_bytes(b"no image")
-    assert f"{bad}: cannot be decoded: no image" in told(capsys, *options(folder, "--epochs", 1))
+    assert f"{bad}: cannot be decoded: not an image" in told(capsys, *options(folder, "--epochs", 1))
 
 
 BESIDE_LARGE_IMAGES = """
@@ -455,7 +455,7 @@ def test_a_file_that_is_no_image_beside_large_ones_does_not_crash(tmp_path: Path
         list(map(str, command)), env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"{tmp_path / 'bad.jpg'}: cannot be decoded: no image") == 8
+    assert done.stdout.count(f"{tmp_path / 'bad.jpg'}: cannot be decoded: not an image") == 8
 
 
 @needs_dali

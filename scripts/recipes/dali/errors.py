@@ -46,7 +46,7 @@ def _first_bad(images: Iterable[tuple[str, Callable[[], bytes]]]) -> str:
         try:
             Image.open(io.BytesIO(read())).load()
         except Exception as error:  # Pillow raises a dozen kinds for damaged files
-            reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+            reason = "not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
             return f"{name}: cannot be decoded: {reason}"
         if monotonic() > ends:
             return f"an image cannot be decoded; it is not {name}, nor one before it in the order of their names"

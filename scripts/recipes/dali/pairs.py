@@ -71,7 +71,7 @@ def find_pairs(folder: Path, inputs: str, targets: str) -> Pairs:
 
 
 def check_pairs(pairs: Pairs, options: PairOptions) -> None:
-    """``TrainingError`` for a pair of different sizes, an image smaller than the crop, or what is no image."""
+    """``TrainingError`` for a pair of different sizes, an image smaller than the crop, or what is not an image."""
     for paths in pairs:
         (width, height), other = map(_size_of, paths)
         if (width, height) != other:
@@ -97,7 +97,7 @@ def _size_of(path: Path) -> tuple[int, int]:
     except Image.DecompressionBombError as error:
         raise TrainingError(f"{path}: too large an image ({error})") from error
     except OSError as error:  # Pillow's UnidentifiedImageError is one
-        raise TrainingError(f"{path}: no image that can be read ({error})") from error
+        raise TrainingError(f"{path}: not an image that can be read ({error})") from error
     return (height, width) if is_turned else (width, height)
 
 
