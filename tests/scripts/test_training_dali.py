@@ -418,7 +418,7 @@ def told(capsys: Any, *arguments: object) -> str:
 def test_an_image_that_cannot_be_read_or_decoded_is_named(folder: Path, capsys: Any) -> None:
     bad = folder / "val" / "red" / "01.jpg"
     whole = bad.read_bytes()
-    for content, reason in ((b"no image", "no image"), (whole[:100], "")):
+    for content, reason in ((b"no image", "not an image"), (whole[:100], "")):
         bad.write_bytes(content)
         assert f"{bad}: cannot be decoded: {reason}" in told(capsys, *options(folder, "--epochs", 1))
     bad.write_bytes(b"")
