@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from recipes import augmentation as shared
@@ -105,8 +106,9 @@ class Loaders:
             train, val = _in_memory(args, place, opened) if args.in_memory else opened
             self.train = stack.enter_context(training_loader(args, place, train))
             if not len(self.train):
+                share = f", dealt out to {dist.get_world_size()} processes," if place.kind == "ddp" else ""
                 raise TrainingError(
-                    f"{args.data / 'train'}: {len(train)} images are fewer than --batch-size {args.batch_size}"
+                    f"{args.data / 'train'}: {len(train)} images{share} are fewer than --batch-size {args.batch_size}"
                 )
             self.val = stack.enter_context(validation_loader(args, place, val))
             self._stack = stack.pop_all()

@@ -60,10 +60,10 @@ class DaliLoader:
     def __next__(self) -> Batch:
         if self._iterator is None:
             raise TrainingError("the loader is closed")
-        if self._position == len(self):
-            self._is_over = True
-            raise StopIteration
         with self._statistics.consumer_waits():
+            if self._position == len(self):
+                self._is_over = True
+                raise StopIteration
             outputs = self._outputs()
             indices, labels = self._reader.facts(outputs)
             batch = Batch(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ class Comparison:
     def __init__(self, args: argparse.Namespace, device: Any) -> None:
         self._args, self._device = args, device
         self._end = monotonic() + args.most_seconds
+        self._usable = list(args.only)
         self.reports: dict[str, Report] = {}
         self.usage: dict[str, list[GpuSample]] = {}
 
@@ -61,12 +62,19 @@ class Comparison:
         report.until = monotonic() + share * (self._end - monotonic())
         for batch_size in args.batch_sizes:
             for workers in args.workers:
-                for name in args.only:
+                for name in self._usable:
                     setting = self._setting(batch_size, workers, tuple(args.augment), LEAST_BATCHES * batch_size)
-                    report.attempt(_row(name, setting).format(workers), partial(self._epoch, report, name, setting))
+                    measure = partial(self._epoch, report, name, setting)
+                    self._attempt(report, name, _row(name, setting).format(workers), measure)
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
         return report
+
+    def _attempt(self, report: Report, name: str, what: str, measure: Callable[[], object]) -> None:
+        """Measure; a loader that does not work at all, for want of a library or a GPU, is not tried again."""
+        is_new = not any(row.startswith(f"{name},") for report in self.reports.values() for row, _ in report.loads)
+        if not report.attempt(what, measure) and is_new and monotonic() < report.until:
+            self._usable = [other for other in self._usable if other != name]
 
     def _epoch(self, report: Report, name: str, setting: Setting) -> None:
         load, usage = trained(name, setting, self._args)
@@ -91,12 +99,13 @@ class Comparison:
                 return Load(images_per_second(loaders, setting, seconds))
 
         subjects = {
-            name: Subject(f"{name}, batches of {batch_size}, {{}} workers", partial(load, name)) for name in args.only
+            name: Subject(f"{name}, batches of {batch_size}, {{}} workers", partial(load, name))
+            for name in self._usable
         }
         for workers in args.workers:
-            for subject in subjects.values():
-                measure = partial(report.measure, [subject], (workers,), args.seconds, 1)
-                report.attempt(subject.name.format(workers), measure)
+            for name in self._usable:
+                measure = partial(report.measure, [subjects[name]], (workers,), args.seconds, 1)
+                self._attempt(report, name, subjects[name].name.format(workers), measure)
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
         report.attempt("the best of each library in turns", partial(self._compare_best, report, subjects))
