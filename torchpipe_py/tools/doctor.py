@@ -44,6 +44,8 @@ LIBRARIES = (
     ("av", "av", "video", "reading video files and cameras; OpenCV does without it"),
     ("PyNvVideoCodec", "pynvvideocodec", "", "decoding streams on a GPU"),
     ("lmdb", "lmdb", "train", "LmdbImages"),
+    ("nvidia.dali", "nvidia-dali-cuda130", "dali", "scripts: training on images that DALI loads"),
+    ("pycuda", "pycuda", "pycuda", "scripts: the locked baseline of the benchmarks"),
     ("ray", "ray", "ray", "Ray Serve and Ray Data"),
 )
 
