@@ -91,6 +91,11 @@ class Child:
         return self.state == "ready"
 
     @property
+    def must_still_listen(self) -> bool:
+        """Whether it was asked to listen, and has not reported that it does."""
+        return self.must_listen and not self.listens
+
+    @property
     def is_serving(self) -> bool:
         """Whether it has statistics."""
         return self.state in ("ready", "draining")
@@ -243,9 +248,9 @@ class Child:
         match message:
             case figures.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
-            case figures.Listening() if self.must_listen and not self.listens:
+            case figures.Listening() if self.must_still_listen:
                 self.listens = True
-            case figures.Failed() if (self.state == "starting" or self.must_listen) and not self.failure:
+            case figures.Failed() if (self.state == "starting" or self.must_still_listen) and not self.failure:
                 self.failure = message.message
             case figures.Stats() if self.is_asked:
                 self.is_asked, self.stats = False, message.stats
