@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from recipes import augmentation as shared
-from recipes.datasets import PARTS, InMemory, check_memory, gigabytes, open_dataset
+from recipes.datasets import PARTS, InMemory, agreed_classes, check_memory, gigabytes, open_dataset
 from recipes.options import Place
 from recipes.tfrecord import refuse_records
 from torchpipe_py.training import (
@@ -96,13 +96,11 @@ class Loaders:
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         refuse_records(args.data)
         opened = [open_dataset(args.data, part) for part in PARTS]
-        self.classes, others = (dataset.classes for dataset in opened)
-        if self.classes != others:
-            raise TrainingError(f"{args.data}: train/ has the classes {self.classes}, val/ has {others}")
         with ExitStack() as stack:
             for dataset in opened:
                 if isinstance(dataset, LmdbImages):
                     stack.callback(dataset.close)  # a process opens a database only once
+            self.classes = agreed_classes(args.data, *opened)
             train, val = _in_memory(args, place, opened) if args.in_memory else opened
             self.train = stack.enter_context(training_loader(args, place, train))
             if not len(self.train):

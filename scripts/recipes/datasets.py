@@ -23,6 +23,7 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.training import ImageFolder, LmdbImages, TrainingError, UnreadableFile, pack_folder
 
 PARTS = ("train", "val")
+"""Of a training's data: what it learns from, and what it is validated with."""
 IN_MEMORY_SHARE = 0.8
 """Of the available memory that ``--in-memory`` may fill: the training itself needs some."""
 
@@ -36,6 +37,14 @@ def open_dataset(data: Path, part: str) -> ImageFolder | LmdbImages:
         expected = "expected the folders train/ and val/ in it, or train.lmdb and val.lmdb"
         raise TrainingError(f"--data {data}: {expected}, found no {part}/")
     return ImageFolder(folder)
+
+
+def agreed_classes(data: Path, train: Any, val: Any) -> list[str]:
+    """The ``classes`` of both parts of ``data``; ``TrainingError`` if they differ."""
+    if train.classes != val.classes:
+        raise TrainingError(f"{data}: train/ has the classes {train.classes}, val/ has {val.classes}")
+    classes: list[str] = train.classes
+    return classes
 
 
 class InMemory:
@@ -130,9 +139,7 @@ def pack(data: Path, out: Path) -> None:
             raise TrainingError(f"{out / f'{part}.lmdb'}: is there already; remove it, or name another --out")
         if not (data / part).is_dir():
             raise TrainingError(f"--data {data}: expected the folders train/ and val/ in it, found no {part}/")
-    train, val = (ImageFolder(data / part).classes for part in PARTS)
-    if train != val:
-        raise TrainingError(f"{data}: train/ has the classes {train}, val/ has {val}")
+    agreed_classes(data, *(ImageFolder(data / part) for part in PARTS))
     out.mkdir(parents=True, exist_ok=True)
     names = [f"{part}.lmdb" for part in PARTS]
     # In the same folder, so that they can be renamed.

@@ -4,7 +4,7 @@
 
 packs ``DIR/train`` and ``DIR/val`` into ``OUT/train.tfrecord`` and ``OUT/val.tfrecord``, beside ``OUT/labels.txt``.
 ``train.py --dali --data OUT`` reads them. Files stay as they are, to the byte; training images are in a random order,
-since a reader of TFRecords shuffles them but a little. A record is a ``tf.train.Example`` with the features
+since a reader of TFRecords shuffles only within a buffer. A record is a ``tf.train.Example`` with the features
 ``image/encoded`` and ``image/class/label``, a line of ``labels.txt`` counted from 0.
 """
 
@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, BinaryIO
 
+from recipes.datasets import PARTS, agreed_classes
 from recipes.options import guarded, whole_seed
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.files import replace_file
 from torchpipe_py.training import ImageFolder, TrainingError
 
-PARTS = ("train", "val")
 LABELS = "labels.txt"
 IMAGE, LABEL = "image/encoded", "image/class/label"
 
@@ -245,8 +245,7 @@ def pack(data: Path, out: Path, seed: int) -> None:
         if (out / name).exists():
             raise TrainingError(f"{out / name}: already exists; remove it, or name another --out")
     train, val = (ImageFolder(data / part) for part in PARTS)
-    if train.classes != val.classes:
-        raise TrainingError(f"{data}: train/ has the classes {train.classes}, val/ has {val.classes}")
+    agreed_classes(data, train, val)
     labels = _labels_text(train)
     out.mkdir(parents=True, exist_ok=True)
     # In the same folder, so that they can be renamed.

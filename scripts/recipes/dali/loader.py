@@ -12,6 +12,7 @@ import torch.distributed as dist
 from recipes.dali.errors import dali, explained
 from recipes.dali.pipeline import READER, DaliOptions, make_pipeline
 from recipes.dali.readers import FileReader, RecordReader
+from recipes.datasets import PARTS, agreed_classes
 from recipes.options import Place
 from recipes.tfrecord import TfRecordImages, has_records
 from torchpipe_py.training import Batch, ImageFiles, ImageFolder, TrainingError
@@ -177,9 +178,7 @@ class DaliLoaders:
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         (device,) = choose_devices(place.kind, place.local_rank, place.devices)
         train, val = _datasets(args)
-        if train.classes != val.classes:
-            raise TrainingError(f"{args.data}: train/ has the classes {train.classes}, val/ has {val.classes}")
-        self.classes = train.classes
+        self.classes = agreed_classes(args.data, train, val)
         ranks = dist.get_world_size() if place.kind == "ddp" else 1
 
         def loader(dataset: Any, is_training: bool) -> DaliLoader:
@@ -213,8 +212,8 @@ class DaliLoaders:
 
 def _datasets(args: argparse.Namespace) -> Any:
     if has_records(args.data):
-        return [TfRecordImages(args.data, part) for part in ("train", "val")]
+        return [TfRecordImages(args.data, part) for part in PARTS]
     if not (args.data / "train").is_dir():
         expected = "the folders train/ and val/ in it, or train.tfrecord and val.tfrecord"
         raise TrainingError(f"--data {args.data}: expected {expected}")
-    return [ImageFolder(args.data / part) for part in ("train", "val")]
+    return [ImageFolder(args.data / part) for part in PARTS]
