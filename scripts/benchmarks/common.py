@@ -237,6 +237,13 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown with columns of equal width; the first line is its head."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    head, *rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
+    return "\n".join([head, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *rows])
+
+
 # -- load ---------------------------------------------------------------------------------------------------------
 
 

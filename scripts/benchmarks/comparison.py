@@ -21,7 +21,7 @@ import psutil
 from thriftpy2.rpc import make_client
 
 from benchmarks.bare import MEAN, STD
-from benchmarks.common import REPOSITORY, Load, Report, cores, image_folder, progress
+from benchmarks.common import REPOSITORY, Load, Report, aligned, cores, image_folder, progress
 from benchmarks.services import MIB, Tables, client_report, load_in, pss_mib, serving_process, started
 from torchpipe_py import parse_toml
 from torchpipe_py.idl import load_idl
@@ -54,10 +54,7 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """In Markdown, in aligned columns."""
-        lines = [self.head, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-        return "\n".join([self.title, padded[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *padded[1:]])
+        return f"{self.title}\n{aligned([self.head, *self.rows])}"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Comparison:
                 for name in self._usable:
                     setting = self._setting(batch_size, workers, tuple(args.augment), LEAST_BATCHES * batch_size)
                     measure = partial(self._epoch, report, name, setting)
-                    self._attempt(report, name, _row(name, setting).format(workers), measure)
+                    self._attempt(report, name, _row(name, batch_size).format(workers), measure)
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
         return report
@@ -78,7 +78,7 @@ class Comparison:
 
     def _epoch(self, report: Report, name: str, setting: Setting) -> None:
         load, usage = trained(name, setting, self._args)
-        row = _row(name, setting)
+        row = _row(name, setting.batch_size)
         if usage is not None and usage.missing and usage.missing not in report.remarks:
             report.remarks.append(usage.missing)
         report.add(row, setting.workers, load)
@@ -98,10 +98,7 @@ class Comparison:
             with SUBJECTS[name](setting) as loaders:
                 return Load(images_per_second(loaders, setting, seconds))
 
-        subjects = {
-            name: Subject(f"{name}, batches of {batch_size}, {{}} workers", partial(load, name))
-            for name in self._usable
-        }
+        subjects = {name: Subject(_row(name, batch_size), partial(load, name)) for name in self._usable}
         for workers in args.workers:
             for name in self._usable:
                 measure = partial(report.measure, [subjects[name]], (workers,), args.seconds, 1)
@@ -250,9 +247,9 @@ def _named(device: Any) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-def _row(name: str, setting: Setting) -> str:
+def _row(name: str, batch_size: int) -> str:
     """The name of a row in a report; ``{}`` is for the number of workers."""
-    return f"{name}, batches of {setting.batch_size}, {{}} workers"
+    return f"{name}, batches of {batch_size}, {{}} workers"
 
 
 def _files(folder: Path) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.common import machine
+from benchmarks.common import aligned, machine
 from examples.textures import KINDS, write_set
 
 from recipes.evaluation import Predictions, by_pipe, by_torch, score
@@ -302,10 +302,7 @@ def table(rows: Sequence[Row]) -> str:
         else:
             cells += [f"{row['recall']:.2%}", "", f"{row['precision']:.2%}", "", "", "", ""]
         lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+    return aligned(lines)
 
 
 def to_share(text: str) -> float:

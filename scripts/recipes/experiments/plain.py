@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks import decoder_libraries
 from torch.utils.data import DataLoader
 
 from recipes.data import MEAN, STD, FlipAndNormalise
@@ -31,10 +32,7 @@ def by_pillow(encoded: bytes) -> np.ndarray:
 
 def by_opencv(encoded: bytes) -> np.ndarray:
     """The same."""
-    import cv2
-
-    image: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
-    return resized(image)
+    return resized(decoder_libraries.by_opencv(encoded))
 
 
 def by_simplejpeg(encoded: bytes) -> np.ndarray:
