@@ -125,7 +125,7 @@ def test_alerts_divide_by_the_requests_that_run_the_pipe() -> None:
     options = parse_options(["configs/demo.toml", "--grpc-port", "0"])
     with pipe({"backend": "Identity"}) as made:
         served = usual_service(options, made, control=lambda *_: None)
-        named = [*served.methods, *dict(served.routes.methods()), *(rpc.name for rpc in served.rpcs)]
+        named = [*served.methods, *dict(served.routes.methods()), *(rpc.label for rpc in served.rpcs)]
         assert {name for name in named if not re.fullmatch(others, name)} == served.names_with_pipe()
 
 

@@ -31,7 +31,7 @@ class HttpHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         admit = self._admit if self._pipe.is_refusing else None
-        asked = read_request(request.body, request.query, request.fields, self._text, admit)
+        asked = read_request(request.take_body(), request.query, request.fields, self._text, admit)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:

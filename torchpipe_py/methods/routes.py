@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from torchpipe_py.errors import nearest
@@ -25,9 +27,40 @@ class Cancellable(Protocol):
     """Work under way that can be ended; its ``deadline`` is in seconds of ``time.perf_counter``."""
 
     @property
-    def deadline(self) -> float | None: ...
+    def deadline(self) -> float | None:
+        """None, unless the work has to end by then."""
+        return None
 
-    def cancel(self, error: BaseException | None = None) -> object: ...
+    @property
+    def is_queued(self) -> bool:
+        """Whether nothing works on it yet, so that no work is lost if it is cancelled."""
+        return False
+
+    def cancel(self, error: BaseException | None = None) -> object:
+        """End it with ``error``; by default because its client left."""
+
+
+class AnswerStream(Protocol):
+    """An answer in parts, which ends with its connection; for the loop's thread."""
+
+    def begin(self, head: bytes) -> None:
+        """Write the head of the answer."""
+
+    def write(self, data: bytes) -> bool:
+        """Write a part; returns whether there is room for more. ``StreamSource.write_more`` reports new room."""
+
+    def end(self, label: str) -> None:
+        """Count the request under ``label``, and close the connection once all is written."""
+
+
+class StreamSource(Cancellable, Protocol):
+    """A request that is answered in parts."""
+
+    def attach(self, stream: AnswerStream) -> None:
+        """Begin the answer."""
+
+    def write_more(self) -> None:
+        """Write what waits: there is room again."""
 
 
 TraceFields = tuple["str | None", "str | None"]
@@ -43,7 +76,8 @@ class Method(NamedTuple):
 
     ``start`` calls ``done`` once, or raises. ``fail`` makes a result of an error, or raises it where the method
     declares none for it. ``outcome`` is what a result is counted as, ``request_id`` the client's name of a request.
-    ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe.
+    ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe. ``is_streamed``:
+    ``start`` returns a ``StreamSource``, or calls ``done``.
     """
 
     args: type
@@ -52,6 +86,7 @@ class Method(NamedTuple):
     outcome: Callable[[Any], str] = lambda result: OK
     request_id: Callable[[Any], str] = lambda args: ""
     trace_fields: Callable[[Any], TraceFields] | None = None
+    is_streamed: bool = False
 
 
 def trace_fields(args: Any) -> TraceFields:
@@ -64,18 +99,21 @@ def trace_headers(request: Any) -> TraceFields:
     return request.fields.get("traceparent"), request.fields.get("tracestate")
 
 
-class Route(NamedTuple):
-    """``path`` may have parts in braces, ``/models/{name}``. The method takes a ``HttpRequest``, its result is an
-    ``HttpAnswer``."""
+@dataclass(frozen=True)
+class Route:
+    """A path and its method, which takes an ``HttpRequest`` and answers with an ``HttpAnswer``.
+
+    ``path`` may have parts in braces, ``/models/{name}``.
+    """
 
     verb: str
     path: str
     method: Method
 
-    @property
-    def name(self) -> str:
-        """What its requests are counted as."""
-        return f"{self.verb} {self.path}".lstrip()
+    @cached_property
+    def label(self) -> str:
+        """The name of its requests among the counters."""
+        return f"{self.verb} {self.path}"
 
 
 class Routes:
@@ -84,9 +122,11 @@ class Routes:
     def __init__(self, routes: Sequence[Route], elsewhere: Mapping[str, str] | None = None) -> None:
         self._routes, self._elsewhere = routes, elsewhere or {}
         self._fixed = {(route.verb, route.path): route for route in routes if "{" not in route.path}
-        self._patterns = [
-            (re.compile(_PARAMETER.sub(r"(?P<\1>[^/]+)", route.path)), route) for route in routes if "{" in route.path
-        ]
+        self._patterns: dict[str, list[tuple[Callable[[str], re.Match[str] | None], Route]]] = {}
+        for route in routes:
+            if "{" in route.path:
+                pattern = re.compile(_PARAMETER.sub(r"(?P<\1>[^/]+)", route.path))
+                self._patterns.setdefault(route.verb, []).append((pattern.fullmatch, route))
         self._paths = sorted({route.path for route in routes})
 
     def changed(self, change: Callable[[Route], Route]) -> Routes:
@@ -94,28 +134,32 @@ class Routes:
         return Routes(list(map(change, self._routes)), self._elsewhere)
 
     def methods(self) -> list[tuple[str, Method]]:
-        """Each with what its requests are counted as."""
-        return [(route.name, route.method) for route in self._routes]
+        """Methods, and the labels of their requests among the counters."""
+        return [(route.label, route.method) for route in self._routes]
 
     def find(self, request: HttpRequest) -> tuple[Route, Mapping[str, str]]:
         """The route, and what the path has in place of the parts in braces. Raises ``RouteError``."""
-        verb = "GET" if request.method == "HEAD" else request.method
-        route = self._fixed.get((verb, request.path))
+        verb, path = "GET" if request.method == "HEAD" else request.method, request.path
+        route = self._fixed.get((verb, path))
         if route is not None:
             return route, {}
-        allowed = {other for other, path in self._fixed if path == request.path}
-        for pattern, route in self._patterns:
-            match = pattern.fullmatch(request.path)
-            if match and route.verb == verb:
+        for match_path, route in self._patterns.get(verb, ()):
+            match = match_path(path)
+            if match is not None:
                 return route, match.groupdict()
-            if match:
-                allowed.add(route.verb)
+        raise self._refusal(request)
+
+    def _refusal(self, request: HttpRequest) -> RouteError:
+        allowed = {verb for verb, path in self._fixed if path == request.path}
+        allowed |= {
+            verb for verb, patterns in self._patterns.items() if any(match(request.path) for match, _ in patterns)
+        }
         path = request.path[:80]
         if not allowed:
             elsewhere = next((hint for known, hint in self._elsewhere.items() if fnmatchcase(path, known)), "")
-            raise RouteError(f"no {path}; {elsewhere}{elsewhere and '; '}{nearest(path, self._near(path))}")
+            return RouteError(f"no {path}; {elsewhere}{elsewhere and '; '}{nearest(path, self._near(path))}")
         verbs = sorted(allowed | {"HEAD"} if "GET" in allowed else allowed)
-        raise RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)
+        return RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)
 
     def _near(self, path: str) -> set[str]:
         """Where the way of the path, as far as there is one, may go on: few names, since each costs a comparison."""
@@ -161,8 +205,8 @@ class Rpc(NamedTuple):
     is_watch: bool = False
 
     @property
-    def name(self) -> str:
-        """What its requests are counted as."""
+    def label(self) -> str:
+        """The name of its requests among the counters."""
         return f"gRPC {self.path.rpartition('/')[2]}"
 
 
@@ -176,26 +220,27 @@ class Served(NamedTuple):
     def changed(self, change: Callable[[str, Method], Method]) -> Served:
         """What ``change`` makes of each method, of which it is given the name."""
         methods = {name: change(name, method) for name, method in self.methods.items()}
-        routes = self.routes.changed(lambda route: route._replace(method=change(route.name, route.method)))
-        return Served(methods, routes, [rpc._replace(method=change(rpc.name, rpc.method)) for rpc in self.rpcs])
+        routes = self.routes.changed(lambda route: replace(route, method=change(route.label, route.method)))
+        return Served(methods, routes, [rpc._replace(method=change(rpc.label, rpc.method)) for rpc in self.rpcs])
 
     def names_with_pipe(self) -> frozenset[str]:
         """What calls that run the pipe are counted as."""
-        named = [*self.methods.items(), *self.routes.methods(), *((rpc.name, rpc.method) for rpc in self.rpcs)]
+        named = [*self.methods.items(), *self.routes.methods(), *((rpc.label, rpc.method) for rpc in self.rpcs)]
         return frozenset(name for name, method in named if method.trace_fields is not None)
 
 
 def route(
-    verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None], is_traced: bool | None = None
-) -> Route:
-    """One whose ``start`` calls ``done`` with an ``HttpAnswer``, or with an exception.
+    verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None], is_traced: bool | None = None,
+    is_streamed: bool = False,
+) -> Route:  # fmt: skip
+    """A route whose ``start`` calls ``done`` with an ``HttpAnswer``, or with an exception.
 
-    ``is_traced``: whether it runs the pipe; by default all but those of GET.
+    ``is_traced``: whether it runs the pipe; by default all routes but those of GET. ``is_streamed``: see ``Method``.
     """
 
     fields = trace_headers if is_traced or (is_traced is None and verb != "GET") else None
     name = lambda request: request.fields.get("x-request-id", "")  # noqa: E731
-    return Route(verb, path, Method(HttpRequest, start, request_id=name, trace_fields=fields))
+    return Route(verb, path, Method(HttpRequest, start, request_id=name, trace_fields=fields, is_streamed=is_streamed))
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:

@@ -7,7 +7,7 @@ from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
 from time import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 NAME_CHARACTERS = 48
 
@@ -28,47 +28,40 @@ class HttpRequest:
     """One request.
 
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
-    parameters: the parts of the path that its route has in braces. error: why the body is missing, if it was not read
-    whole. is_last: whether the connection ends after its answer. name: method and path, cut if they are long.
-    head: the same without the body. known: what has been found out about the head; requests of a connection with
-    the same head share it.
+    parameters: the parts of the path that its route has in braces. error: why the request was not read to its end.
+    is_last: whether the connection ends after its answer. name: method and path, cut if they are long. label: the
+    route that it takes, as it is counted.
     """
 
-    __slots__ = (
-        "body", "error", "fields", "head", "is_last", "known", "length", "method", "name", "parameters", "path",
-        "query",
-    )  # fmt: skip
+    __slots__ = ("body", "error", "fields", "is_last", "label", "method", "name", "parameters", "path", "query")
 
     is_oneway, seqid, protocol = False, 0, "http"
 
-    def __init__(self, method: str = "", path: str = "", is_last: bool = False) -> None:
-        self.method, self.path, self.query, self.is_last = method, path, "", is_last
-        self.fields: Mapping[str, str] = {}
+    def __init__(
+        self, method: str = "", path: str = "", query: str = "", fields: Mapping[str, str] | None = None,
+        is_last: bool = False,
+    ) -> None:  # fmt: skip
+        self.method, self.path, self.query, self.is_last = method, path, query, is_last
+        self.fields: Mapping[str, str] = {} if fields is None else fields
         self.parameters: Mapping[str, str] = {}
-        self.length: int | None = 0  # of the body; None if it comes in chunks
         self.body = b""
         self.error: Exception | None = None
         self.name = f"{method} {path}"[:NAME_CHARACTERS]
-        self.known: dict[str, Any] = {}
-        self.head: HttpRequest | None = None
+        self.label = "http"  # until a route is found: a client's invented path must not become a counter
 
     @classmethod
     def named(cls, name: str) -> HttpRequest:
-        """What is left of one whose ``name`` alone is known; its answer is the connection's last."""
+        """A request of which only ``name`` is known; its answer is the connection's last."""
         method, _, path = name.partition(" ")
         return cls(method, path, is_last=True)
 
-    def with_body(self, body: bytes) -> HttpRequest:
-        """Another request with the same head."""
-        request = HttpRequest.__new__(HttpRequest)
-        request.method, request.path, request.query, request.is_last = self.method, self.path, self.query, self.is_last
-        request.fields, request.parameters, request.length = self.fields, self.parameters, self.length
-        request.body, request.error, request.name, request.known = body, None, self.name, self.known
-        request.head = self
-        return request
+    def take_body(self) -> bytes:
+        """Remove and return the body, so that it is not kept until the request is answered."""
+        body, self.body = self.body, b""
+        return body
 
     def refused(self, error: Exception) -> HttpRequest:
-        """The same, not read to its end because of ``error``; nothing after it is read."""
+        """Mark the request as not read to its end because of ``error``; nothing after it is read."""
         self.error, self.is_last = error, True
         return self
 

@@ -283,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
         reader, service, owner = self.reader, self.service, self.owner
         assert service is not None
         # NOTE: the call keeps only what the answer needs, not the image.
-        self.call = call = Call(self, service, message.head or message, message.size, monotonic())
+        self.call = call = Call(self, service, message, message.size, monotonic())
         self.last_active = call.began
         owner.held_bytes += message.size  # a decoded message may take more memory than its bytes
         self.entry.begin(message)

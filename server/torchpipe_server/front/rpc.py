@@ -266,7 +266,7 @@ class RpcServer:
         return answer.data
 
     def _count(self, call: _Call, answer: WireAnswer) -> None:
-        self.counters.add(call.rpc.name, answer.outcome, monotonic() - call.began, call.request_id)
+        self.counters.add(call.rpc.label, answer.outcome, monotonic() - call.began, call.request_id)
 
     async def _serve_stream(self, rpc: Rpc, messages: Any, context: Any) -> None:
         """Run the requests of a stream concurrently and answer them in order."""

@@ -22,7 +22,6 @@ from torchpipe_server.wire.thrift_reader import BadArgumentsError, ThriftReader
 logger = logging.getLogger("torchpipe_server")
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-_ROUTE = "route"  # a head's known route, parameters, and name among the counters
 
 
 def reply_bound(size: int) -> Bound:
@@ -128,33 +127,28 @@ class HttpService:
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
         """The method that the request calls, and the request. Raises what is wrong with it."""
-        found = request.known.get(_ROUTE)
-        if found is None:
-            try:
-                found = self._routes.find(request)
-            except RouteError as error:
-                if self._other is None or request.error is not None:
-                    raise request.error or error from None
-                return self._other, request
-            request.known[_ROUTE] = found = (*found, found[0].name)
-        route, request.parameters, _ = found
+        try:
+            route, request.parameters = self._routes.find(request)
+        except RouteError as error:
+            if self._other is None or request.error is not None:
+                raise request.error or error from None
+            return self._other, request
+        request.label = route.label
         if request.error is not None:
             raise request.error
         return route.method, request
 
     def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
         """The answer with an ``HttpAnswer`` or an exception; the method and the outcome to count."""
-        found = request.known.get(_ROUTE)
-        name = "http" if found is None else found[2]  # NOTE: a client's invented path must not become a counter
         try:
             if isinstance(result, BaseException):
                 raise result
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
-            return request.answer(result, self._headers), name, OK
+            return request.answer(result, self._headers), request.label, OK
         except BaseException as error:  # also for a header that cannot be sent
             answer = self._failure(request, error) if self._failure else error_answer(error)
-            return request.answer(answer, self._headers), name, code_of(error)
+            return request.answer(answer, self._headers), request.label, code_of(error)
 
 
 def code_of(error: BaseException) -> str:

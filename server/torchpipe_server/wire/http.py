@@ -6,11 +6,10 @@ httptools parses header fields. The ends of heads and bodies are found here, wit
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from torchpipe_py.wire.http import NAME_CHARACTERS, HttpRequest
+from torchpipe_py.wire.http import HttpRequest
 from torchpipe_server.wire.errors import ProtocolError
 
 MAX_HEAD_BYTES = 8192
@@ -20,16 +19,20 @@ CHUNK_BYTES = 1024
 """A body has at most ``SMALL_CHUNKS`` shorter chunks, because each chunk costs the same."""
 INVITATION = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+) ([!-~]+) HTTP/(\d)\.(\d)\r?\n")
+_METHOD, _VERSION = rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+)", rb"HTTP/(\d)\.(\d)\r?\n"
+_HOST = rb"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+;=%-]*)(?::\d*)?"
+_FIELD_HOST = re.compile(_HOST.decode(), re.ASCII)
+# Groups: the method, the host of an absolute target, the path, the query, both digits of the version.
+_REQUEST_LINE = re.compile(
+    rb"%b (?:(?i:https?)://(?![/?: ])(%b)(?=[/? ]))?(/[!\"$->@-~]*|\*)?(?:\?([!\"$-~]*))? %b"
+    % (_METHOD, _HOST, _VERSION)
+)
+_ANY_REQUEST_LINE = re.compile(rb"%b ([!-~]+) %b" % (_METHOD, _VERSION))
 _EMPTY_LINES = re.compile(rb"(?:\r?\n)+")
 _HEAD_END = re.compile(rb"\n\r?\n")
 _CHUNK_LINE = re.compile(rb"0*([0-9A-Fa-f]{1,16})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
 _NEXT_CHUNK_LINE = re.compile(rb"\r\n" + _CHUNK_LINE.pattern)  # after the end of the chunk before it
 _CHUNK_LINE_BYTES = 256
-_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+;=%-]*)(?::\d*)?"
-_FIELD_HOST = re.compile(_HOST, re.ASCII)
-# Groups: the host, the path, the query.
-_TARGET = re.compile(rf"(?:(?i:https?)://(?![/?:]|$)({_HOST})(?=[/?]|$))?(/[^?#]*|\*)?(?:\?([^#]*))?", re.ASCII)
 
 
 class HttpError(ProtocolError):
@@ -52,14 +55,13 @@ class HttpReader:
     def __init__(self, methods: frozenset[str], body_bytes: int) -> None:
         self._methods, self._body_bytes = methods, body_bytes
         self._data, self._at = b"", 0  # received bytes, and the index of the first unread one
-        self._head = b""  # of the last request
-        self._template: HttpRequest | None = None
-        self._head_size = 0  # of the unfinished request
         self._request: HttpRequest | None = None  # with its head read, its body not yet
+        self._method = ""  # of the request whose head is being checked
+        self._head_size = 0
         self._body: bytes | bytearray = b""
         self._left = 0  # unread bytes of the body or of its chunk
+        self._is_chunked = self._is_at_trailers = False
         self._chunks = 0  # begun so far
-        self._is_at_trailers = False
         self._broken: HttpError | None = None
         self.is_over = False  # after the last request: the rest is ignored
         self.awaits_invitation = False
@@ -69,7 +71,7 @@ class HttpReader:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes held here of requests that were not returned yet."""
+        """Bytes kept here of requests that were not returned yet."""
         if self._broken is not None:
             return 0
         return len(self._data) - self._at + len(self._body) + (self._head_size if self._request is not None else 0)
@@ -78,7 +80,7 @@ class HttpReader:
     def request(self) -> HttpRequest | None:
         """The unfinished request, to be answered with an error; its head may be unknown."""
         if self._request is None and (self.pending_bytes or self._broken):
-            self._request = HttpRequest(is_last=True)
+            self._request = HttpRequest(self._method, is_last=True)
         return self._request
 
     def feed(self, data: bytes) -> None:
@@ -90,22 +92,24 @@ class HttpReader:
         """The next request; ``None`` if it is incomplete. After a first ``HttpError``, raises it every time."""
         if self._broken is not None:
             raise HttpError(self._broken.status, self._broken.detail, self._broken.kind)
-        data, at, head = self._data, self._at, self._head
-        if self._request is None:
-            # Most clients send the same head again and again.
-            template = self._template
-            if template is not None and data.startswith(head, at) and (length := template.length) is not None:
-                at += len(head)
-                if at + length <= len(data):
-                    self._at = at + length
-                    return template.with_body(data[at : at + length])
-            if at == len(data):
-                return None
+        if self._request is None and self._at == len(self._data):
+            return None
         try:
-            return self._read()
+            request = self._request or self._read_head()
+            if request is None:
+                return None
+            if self._at < len(self._data):
+                self.awaits_invitation = False
+            if not (self._read_chunks() if self._is_chunked else self._read_bytes()):
+                return None
         except HttpError as error:
             self.abandon(error)
             raise
+        request.body = bytes(self._body)
+        self._request, self._method, self._body, self.awaits_invitation = None, "", b"", False
+        if request.is_last:
+            self.is_over, self._data, self._at = True, b"", 0
+        return request
 
     def abandon(self, error: ProtocolError) -> None:
         """Give up the unfinished request; further calls of ``next`` raise ``error``."""
@@ -113,24 +117,10 @@ class HttpReader:
         self._broken = HttpError(status, error.detail, error.kind)
         self._body, self._data, self._at = b"", b"", 0
 
-    def _read(self) -> HttpRequest | None:
-        request = self._request or self._read_head()
-        if request is None:
-            return None
-        if self._at < len(self._data):
-            self.awaits_invitation = False
-        if not (self._read_bytes() if request.length is not None else self._read_chunks()):
-            return None
-        self.awaits_invitation = False
-        body, self._request, self._body = bytes(self._body), None, b""
-        if request.is_last:
-            self.is_over, self._data, self._at = True, b"", 0
-        return request.with_body(body)
-
     def _read_head(self) -> HttpRequest | None:
         """Begin a request if its head is complete."""
         data, at = self._data, self._at
-        if at < len(data) and data[at] < 0x21:
+        if data[at] < 0x21:
             if (empty := _EMPTY_LINES.match(data, at)) is not None:
                 at = self._at = empty.end()
             if at < len(data) and data[at] < 0x21 and data[at:] != b"\r":
@@ -139,35 +129,48 @@ class HttpReader:
         if end is None:
             return None
         line = _REQUEST_LINE.match(data, at, end)
-        if line is None:
-            raise HttpError(400, "the first line is not a method, a target and a version")
-        self._request = request = HttpRequest(line[1].decode(), is_last=True)  # until all of the head is read
-        if line[3] != b"1":
-            raise HttpError(505, "this port speaks HTTP/1.1")
-        if request.method not in self._methods:
-            raise HttpError(501, f"{request.method[:20]} is not supported, only {', '.join(sorted(self._methods))}")
-        request.fields = fields = read_fields(data[line.end() : end])
-        is_old = line[4] == b"0"
-        if not is_old and "host" not in fields:
+        if line is None or line[5] != b"1" or (method := line[1].decode()) not in self._methods:
+            raise self._refuse_line(data, at, end)
+        self._method = method
+        host, path, query, is_old = line[2], line[3], line[4], line[6] == b"0"
+        fields = read_fields(data[line.end() : end])
+        self._is_chunked = "transfer-encoding" in fields
+        if "host" in fields:
+            if _FIELD_HOST.fullmatch(fields["host"]) is None:  # also for two hosts
+                raise HttpError(400, "the field Host is not the name of a host")
+        elif not is_old:
             raise HttpError(400, "the field Host is missing")
-        if fields.get("transfer-encoding", "chunked").lower() != "chunked":
+        if self._is_chunked and fields["transfer-encoding"].lower() != "chunked":
             raise HttpError(501, "the only supported Transfer-Encoding is chunked")
-        _read_target(request, line[2].decode())
-        options = fields.get("connection", "").lower()
-        request.is_last = is_old or ("close" in options and "close" in {each.strip() for each in options.split(",")})
-        self._at, self._head_size, self._is_at_trailers, self._chunks, self._left = end, end - at, False, 0, 0
-        if "transfer-encoding" in fields:
-            request.length = None
-        else:
-            # NOTE: Python refuses to convert thousands of zeros.
-            request.length = self._left = int(fields.get("content-length", "").lstrip("0") or 0)
+        if (path or host) is None or (path == b"*" and (method != "OPTIONS" or host is not None)):
+            raise HttpError(400, "the target is not a path")
+        if host is not None:
+            fields["host"] = host.decode()
+        is_last = is_old or ("connection" in fields and "close" in _options(fields["connection"]))
+        # NOTE: Python refuses to convert thousands of zeros.
+        self._left = int(fields["content-length"].lstrip("0") or 0) if "content-length" in fields else 0
+        request = HttpRequest(method, (path or b"/").decode(), (query or b"").decode(), fields, is_last)
+        self._request, self._at, self._head_size = request, end, end - at
         if self._left > self._body_bytes:
             request.is_last = True
             raise self._too_large()
-        self.awaits_invitation = not is_old and fields.get("expect", "").lower() == "100-continue"
-        if not request.is_last and not self.awaits_invitation:
-            self._head, self._template = data[at:end], request
+        if self._is_chunked:
+            self._is_at_trailers, self._chunks = False, 0
+        if "expect" in fields:
+            self.awaits_invitation = not is_old and fields["expect"].lower() == "100-continue"
         return request
+
+    def _refuse_line(self, data: bytes, at: int, end: int) -> HttpError:
+        """The error of a request line that is invalid, or asks for another method or version."""
+        line = _ANY_REQUEST_LINE.match(data, at, end)
+        if line is None:
+            return HttpError(400, "the first line is not a method, a target and a version")
+        self._method = method = line[1].decode()
+        if line[3] != b"1":
+            return HttpError(505, "this port speaks HTTP/1.1")
+        if method not in self._methods:
+            return HttpError(501, f"{method[:20]} is not supported, only {', '.join(sorted(self._methods))}")
+        return HttpError(400, "the target is not a path")
 
     def _find_end(self) -> int | None:
         """The end of the head or the trailers that begin here; ``None`` if it has not arrived."""
@@ -233,30 +236,20 @@ class HttpReader:
         return HttpError(413, "this port does not accept request bodies", "too_large")
 
 
-def _read_target(request: HttpRequest, text: str) -> None:
-    target = _TARGET.fullmatch(text)
-    if target is None or (target[1] is None and target[2] is None):
-        raise HttpError(400, "the target is not a path")
-    host, path, query = target.groups()
-    if path == "*" and (request.method != "OPTIONS" or host is not None):
-        raise HttpError(400, f"the target * is for OPTIONS, not {request.method}")
-    if _FIELD_HOST.fullmatch(request.host) is None:  # also for two hosts
-        raise HttpError(400, "the field Host is not the name of a host")
-    if host is not None:
-        request.fields = {**request.fields, "host": host}
-    request.path, request.query = path or "/", query or ""
-    request.name = f"{request.method} {request.path}"[:NAME_CHARACTERS]
+def _options(field: str) -> set[str]:
+    """The options of a Connection field."""
+    return {option.strip() for option in field.lower().split(",")}
 
 
 class _Fields(dict[str, str]):
     """Header fields as httptools reports them; equal names are joined."""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        key, text = name.lower().decode(), value.rstrip(b" \t").decode("latin-1")
+        key, text = name.decode().lower(), value.decode("latin-1").rstrip(" \t")
         self[key] = f"{self[key]}, {text}" if key in self else text
 
 
-def read_fields(lines: bytes) -> Mapping[str, str]:
+def read_fields(lines: bytes) -> dict[str, str]:
     """Header fields up to the empty line, with names in lower case. Raises ``HttpError``.
 
     It refuses a second Content-Length or one beside Transfer-Encoding, folded lines, and blanks before a colon.

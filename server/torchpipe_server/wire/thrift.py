@@ -41,7 +41,6 @@ class Message:
     __slots__ = ("args", "error", "is_oneway", "name", "protocol", "seqid", "size")
 
     is_last = False  # the connection goes on after each answer
-    head = None
 
     def __init__(self, name: str, is_oneway: bool, seqid: int, protocol: Framing) -> None:
         self.name, self.is_oneway, self.seqid, self.protocol = name, is_oneway, seqid, protocol

@@ -12,7 +12,7 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult, TensorSpec
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING
-from torchpipe_py.methods.oip.http import HEADER_LENGTH, answer, read_head, read_infer
+from torchpipe_py.methods.oip.http import HEADER_LENGTH, answer, read_infer
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, Wanted
 from torchpipe_py.methods.oip.results import kept, outputs_of
 from torchpipe_py.methods.oip.tensors import NUMBERS, Output
@@ -28,7 +28,7 @@ def read(asked: Any, binary: bytes = b"", length: str | None = "", **fields: str
     text = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
     if length is not None and (length or binary):
         fields[HEADER_LENGTH.lower()] = length or str(len(text))
-    return read_infer(text + binary, read_head(fields), LIMITS)
+    return read_infer(text + binary, fields, LIMITS)
 
 
 def value_of(given: dict[str, Any], binary: bytes = b"") -> Any:

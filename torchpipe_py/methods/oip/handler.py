@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
-from torchpipe_py.methods.oip.http import Templates, answer, read_head, read_index, read_infer, read_parameters
+from torchpipe_py.methods.oip.http import Templates, answer, read_index, read_infer, read_parameters
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
@@ -18,7 +18,6 @@ from torchpipe_py.wire.errors import RouteError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
 _MODEL = "/v2/models/{model}"
-_HEAD = "oip"  # what a head is known to say
 
 
 class OipHandler:
@@ -77,15 +76,10 @@ class OipHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         began = perf_counter()
-        known = request.known.get(_HEAD)
-        if known is None:
-            named = _named(request)
-            self._core.models.find(*named)
-            known = request.known[_HEAD] = named, read_head(request.fields)
-        named, head = known
-        model = self._core.models.find(*named)  # NOTE: each time, since a model may go
+        model = self._core.models.find(*_named(request))
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
-        return self._core.infer(model, read_infer(request.body, head, self._limits, admit), self, began, done)
+        asked = read_infer(request.take_body(), request.fields, self._limits, admit)
+        return self._core.infer(model, asked, self, began, done)
 
     def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:
         """See ``Codec``."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,8 +19,8 @@ from torchpipe_py.methods.oip.requests import (
     Options,
     OutputOptions,
     infer_request,
+    options_of,
     refuse,
-    wishes_of,
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT
 from torchpipe_py.methods.oip.tensors import BYTES, Output
@@ -34,6 +33,7 @@ from torchpipe_py.wire.values import is_label_and_score
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 """The header that says how many bytes of a body are JSON; the tensors' binary data follow."""
+_JSON_SIZE = HEADER_LENGTH.lower()
 
 _float32 = struct.Struct("f")
 _encode, _encode_text = json.JSONEncoder(ensure_ascii=False).encode, json.encoder.encode_basestring
@@ -44,14 +44,10 @@ class _InputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     binary_data_size: int | None = None
 
 
-class _Input(msgspec.Struct, gc=False):
+class _Input(Given):
     """A tensor of a request; ``data`` is absent if it is binary."""
 
-    name: str
-    datatype: str
-    shape: list[int]
     parameters: _InputOptions | None = None
-    data: Any = msgspec.UNSET
 
 
 class _Output(msgspec.Struct, gc=False):
@@ -68,7 +64,7 @@ class _Asked(msgspec.Struct, gc=False):
     outputs: list[_Output] | None = None
 
 
-class _Wishes(msgspec.Struct, gc=False):
+class _OptionsOnly(msgspec.Struct, gc=False):
     """The JSON of a request without its tensors."""
 
     parameters: Options | None = None
@@ -83,53 +79,45 @@ class _LoadAsked(msgspec.Struct, gc=False):
 
 
 _NO_OPTIONS = OutputOptions()
-_read_wishes = msgspec.json.Decoder(_Wishes).decode
+_decode_options = msgspec.json.Decoder(_OptionsOnly).decode
 _decode = msgspec.json.Decoder(_Asked).decode
 _OPTIONS = [name for struct in (Options, _InputOptions, OutputOptions) for name in struct.__struct_fields__]
 
 
-class Head(NamedTuple):
-    """What the header fields of a request say: where its JSON ends, as given and as a number, and a deadline."""
-
-    given: str | None
-    json_size: int
-    deadline_ms: float | None
-    priority: int = 0
-
-
-def read_head(fields: Mapping[str, str]) -> Head:
-    """What the header fields say, their names in lower case; raises what is wrong with them."""
-    check_encoding(fields)
-    deadline, priority = milliseconds(fields.get("x-deadline-ms")), priority_of(fields.get("x-priority", 0))
-    given, size = fields.get(HEADER_LENGTH.lower()), sys.maxsize
-    if given is not None and given.isascii() and given.isdigit() and len(given) <= 12:
-        size = int(given)
-    return Head(given, size, deadline, priority)
-
-
 def read_infer(
-    body: bytes, head: Head, limits: InferLimits, admit: Callable[[float | None, int, str | None], object] | None = None
-) -> InferRequest:
-    """The request; raises what is wrong with it.
+    body: bytes, fields: Mapping[str, str], limits: InferLimits,
+    admit: Callable[[float | None, int, str | None], object] | None = None,
+) -> InferRequest:  # fmt: skip
+    """Read a request; ``fields`` are its headers, their names in lower case. Raises ``InvalidRequest``.
 
-    ``admit``, if given, is called with what ``wishes_of`` returns before inputs are read, which takes long; it may
+    ``admit``, if given, is called with what ``options_of`` returns before inputs are read, which takes long; it may
     raise.
     """
-    size = len(body)
-    if head.given is not None:
-        if head.json_size > size:
-            raise InvalidRequest(f"{HEADER_LENGTH} {head.given[:40]!r}; the body has {size} bytes")
-        size = head.json_size
-    view = memoryview(body)
+    if "content-encoding" in fields:
+        check_encoding(fields)
+    deadline_ms = milliseconds(fields["x-deadline-ms"]) if "x-deadline-ms" in fields else None
+    priority = priority_of(fields["x-priority"]) if "x-priority" in fields else 0
+    view, size = memoryview(body), len(body)
+    if _JSON_SIZE in fields:
+        size = _json_size(fields[_JSON_SIZE], size)
+    text = view[:size]
     if admit is not None and size <= limits.text.bytes:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
-            admit(*wishes_of(_read_wishes(view[:size]).parameters, head.deadline_ms, head.priority))
-    asked = _read_json(view[:size], limits.text)
+            admit(*options_of(_decode_options(text).parameters, deadline_ms, priority))
+    asked = _read_json(text, limits.text)
     options = asked.parameters
     is_binary = options is not None and options.binary_data_output
     outputs = [(output.parameters or _NO_OPTIONS).wanted(output.name, is_binary) for output in asked.outputs or ()]
-    inputs = _inputs(asked.inputs, view[size:])
-    return infer_request(asked.id, options, inputs, outputs, limits.items, is_binary, head.deadline_ms, head.priority)
+    _add_binary(asked.inputs, view[size:])
+    return infer_request(asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority)
+
+
+def _json_size(given: str, size: int) -> int:
+    """Bytes of JSON in a body of ``size``, from the header."""
+    is_number = given.isascii() and given.isdigit() and len(given) <= 12
+    if not is_number or int(given) > size:
+        raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
+    return int(given)
 
 
 def read_index(body: bytes) -> bool:
@@ -148,25 +136,21 @@ def read_parameters(body: bytes, most: Bound) -> dict[str, Any]:
         raise InvalidRequest(f"the request: {error}") from None
 
 
-def _inputs(inputs: Sequence[_Input], binary: memoryview) -> list[Given]:
-    """The inputs with their data, those of ``binary_data_size`` from ``binary``, which has them one after the other."""
-    found: list[Given] = []
-    start = 0
+def _add_binary(inputs: Sequence[_Input], binary: memoryview) -> None:
+    """Give inputs with a ``binary_data_size`` their data from ``binary``, which has them one after the other."""
+    start, end = 0, len(binary)
     for given in inputs:
-        size, left = None if given.parameters is None else given.parameters.binary_data_size, len(binary) - start
-        data = given.data
+        size = None if given.parameters is None else given.parameters.binary_data_size
         if size is not None:
-            where = f"input {given.name[:40]!r}: "
-            if data is not msgspec.UNSET:
-                raise InvalidRequest(f"{where}both data and binary_data_size")
-            if not 0 <= size <= left:
-                raise InvalidRequest(f"{where}binary_data_size {size}; {left} bytes follow the JSON")
-            data = binary[start : start + size]
+            if given.data is not msgspec.UNSET:
+                raise InvalidRequest(f"input {given.name[:40]!r}: both data and binary_data_size")
+            if not 0 <= size <= end - start:
+                where = f"input {given.name[:40]!r}: binary_data_size {size}"
+                raise InvalidRequest(f"{where}; {end - start} bytes follow the JSON")
+            given.data = binary[start : start + size]
             start += size
-        found.append(Given(given.name, given.datatype, given.shape, data))
-    if start != len(binary):
-        raise InvalidRequest(f"{len(binary) - start} bytes behind the binary data of the inputs")
-    return found
+    if start != end:
+        raise InvalidRequest(f"{end - start} bytes behind the binary data of the inputs")
 
 
 def _read_json(text: memoryview, most: Bound) -> _Asked:

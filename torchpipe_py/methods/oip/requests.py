@@ -58,13 +58,13 @@ class InferLimits(NamedTuple):
     items: int
 
 
-class Given(NamedTuple):
+class Given(msgspec.Struct, gc=False):
     """An input of a request; ``data`` is what ``rows_of`` reads."""
 
     name: str
     datatype: str
-    shape: Sequence[int]
-    data: Any
+    shape: list[int]
+    data: Any = msgspec.UNSET
 
 
 class Wanted(NamedTuple):
@@ -116,7 +116,7 @@ def infer_request(
 
     ``deadline_ms`` and ``priority`` are those that the options may change.
     """
-    deadline_ms, priority, node_name = wishes_of(options, deadline_ms, priority)
+    deadline_ms, priority, node_name = options_of(options, deadline_ms, priority)
     if id is not None:
         check_name("id", id)
     if outputs:
@@ -124,7 +124,7 @@ def infer_request(
     return InferRequest(id, _rows(inputs, most), outputs, is_binary, node_name, deadline_ms, priority)
 
 
-def wishes_of(
+def options_of(
     options: Options | None, deadline_ms: float | None, priority: int
 ) -> tuple[float | None, int, str | None]:
     """Deadline, priority and ``node_name`` of a request, as the options change the first two."""
@@ -170,10 +170,12 @@ def _check_names(what: str, names: Sequence[str]) -> None:
 def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
-    name, datatype, shape, data = inputs[0]
-    is_usual = len(inputs) == 1 and shape in ([1], [1, 1]) and datatype == BYTES and 0 < len(name) <= NAME_CHARACTERS
-    if is_usual and (element := only_element(data)) is not None:
-        return [{name: element}]
+    first = inputs[0]
+    # NOTE: one image is one element of bytes, which needs none of what tensors need.
+    if len(inputs) == 1 and first.datatype == BYTES and first.shape in ([1], [1, 1]):
+        element = only_element(first.data)
+        if element is not None and 0 < len(first.name) <= NAME_CHARACTERS:
+            return [{first.name: element}]
     _check_names("inputs", [given.name for given in inputs])
     rows: list[Row] = []
     values = 0

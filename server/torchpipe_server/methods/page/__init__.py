@@ -58,7 +58,7 @@ class PageHandler:
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
-        asked = read_request(request.body, request.query, request.fields, self._text)
+        asked = read_request(request.take_body(), request.query, request.fields, self._text)
         seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(asked.data), asked.data.get("node_name"))
         if not self._tries.acquire(blocking=False):
             raise Overloaded(f"more than {MOST_TRIES} tries at once", retry_after_ms=1000)
