@@ -129,7 +129,7 @@ def test_a_deadline_is_answered_while_the_backend_blocks(house: House, block: An
 def test_the_requests_of_a_client_that_is_gone_are_not_computed(
     house: House, block: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    monkeypatch.setattr(connection, "ENDED_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "END_SECONDS", 0.05)
     monkeypatch.setattr(house, "seconds", 0.3)
     block(way)
     with pytest.raises(TimeoutError):

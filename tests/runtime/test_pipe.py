@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -173,6 +174,18 @@ def test_dispatch_calls_back(register: Register) -> None:
         assert data["result"] == 1
         assert not ticket.cancel()
     assert len(calls) == 1
+
+
+def test_ticket_is_queued_until_an_instance_has_its_request(register: Register) -> None:
+    gate, answered = Gate(), threading.Event()
+    with pipe({"backend": register(gate.backend)}) as run, gate:
+        first = run.dispatch({"data": 1}, lambda data, error: None)
+        gate.wait_entered()
+        second = run.dispatch({"data": 2}, lambda data, error: answered.set())
+        assert (first.is_queued, second.is_queued) == (False, True)
+        gate.open()
+        assert answered.wait(WAIT)
+        assert (first.is_queued, second.is_queued) == (False, False)
 
 
 def test_a_callback_that_raises_harms_nobody(register: Register, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,18 +35,18 @@ class Turns:
         stats = run.stats()
         self._room: int = stats["max_inflight"]
         self._free: int = ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values())
-        self._calls: deque[Call] = deque()
+        self._calls: deque[Batch] = deque()
         self._lock = threading.Lock()
         self._thread = threading.local()
 
     def gather(
         self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
-    ) -> Call:
+    ) -> Batch:
         """Let the images enter; ``done`` receives all outcomes, in order, on the thread of the last.
 
         Images that find no room end with ``Overloaded``.
         """
-        call = Call(self, items, timeout, outcome, done)
+        call = Batch(self, items, timeout, outcome, done)
         if not items:
             done([])
             return call
@@ -63,7 +63,7 @@ class Turns:
         self.advance(0)
         return call
 
-    def leave(self, call: Call) -> range:
+    def leave(self, call: Batch) -> range:
         """Stop the call's images from entering; returns those that waited."""
         with self._lock:
             waiting = range(call.entered, call.waiting)
@@ -88,7 +88,7 @@ class Turns:
         finally:
             self._thread.advances = False
 
-    def _next(self) -> tuple[Call, int] | None:
+    def _next(self) -> tuple[Batch, int] | None:
         with self._lock:
             if not self._free or not self._calls:
                 return None
@@ -102,11 +102,13 @@ class Turns:
             return call, index
 
 
-class Call:
-    """The images of one call and their outcomes, for ``Server``. ``deadline`` is in seconds of ``perf_counter``.
+class Batch(Cancellable):
+    """The images of one call and their outcomes. ``deadline`` is in seconds of ``perf_counter``.
 
     ``entered`` and ``waiting``: the images before the first are in the pipe or finished, those before the second wait.
     """
+
+    deadline: float | None = None
 
     def __init__(
         self, turns: Turns, items: Sequence[Data], timeout: float | None, outcome: Outcome,

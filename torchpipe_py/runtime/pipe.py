@@ -490,6 +490,12 @@ class Ticket:
         """Whether an instance has it; a momentary answer, for a request with one branch."""
         return any(self._request in instance.taken for instance in self._runtime.instances)
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits in the pipe, and no instance has it; a momentary answer."""
+        # NOTE: in this order, or a request that ends in between counts as queued.
+        return not (self.is_running or self.is_over)
+
     def cancel(self, error: BaseException | None = None) -> bool:
         """End the request with ``error``, or because its client left; drops it if it is queued.
 

@@ -1,4 +1,4 @@
-"""One client's connection: unread input, the current request, and unsent output."""
+"""One client's connection: unread input, the request in work, and unsent output."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import logging
 import socket
 from contextlib import suppress
 from enum import Enum, auto
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import DeadlineExceeded, Overloaded, counted
-from torchpipe_py.methods.routes import OK, Cancellable
-from torchpipe_server.front.journal import CLEAN, IDLE, REPLYING, TOUCHED, Entry
+from torchpipe_py.errors import Overloaded, counted
+from torchpipe_py.methods.routes import OK, StreamSource
+from torchpipe_server.front.call import Call
+from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import INVITATION
 
 logger = logging.getLogger("torchpipe_server")
 
-AHEAD_BYTES = 2**18  # read ahead while a request is in work
-PARTS_BYTES = 2**16  # of a streamed answer that the system buffers for a client: more would be stale when read
+READ_AHEAD_BYTES = 2**18  # while a request is in work
+STREAM_BUFFER_BYTES = 2**16  # kernel buffer of a streamed answer; larger delays it
 LINGER_SECONDS = 2.0
-STALLED_SECONDS = 60.0  # that a client may take no part of a streamed answer
-ENDED_SECONDS = 1.0  # to answer a client that has closed its side
-QUEUED_SECONDS = 0.01  # the least time of a request before it is dropped, unstarted, because its client closed its side
-REFUSED_SECONDS = 1.0  # for a client over the limit to send a request, which is refused
+STALLED_SECONDS = 60.0  # a client that takes no part of a streamed answer for so long is disconnected
+END_SECONDS = 1.0  # to answer a client that has closed its side
+QUEUE_SECONDS = 0.01  # a request whose client closed its side is dropped if no instance has it by then
+REFUSE_SECONDS = 1.0  # for a client over the limit to send a request, which is refused
 
 
 class State(Enum):
@@ -38,99 +39,53 @@ class State(Enum):
     CLOSED = auto()  # this process no longer has the socket
 
 
+class Turn(Enum):
+    """What the next step of a connection waits for."""
+
+    READING = auto()  # the rest of a message, or the first byte of one
+    ANSWERING = auto()  # the answer of the request in work
+    WRITING = auto()  # the client, to read the rest of a reply
+
+
 OPEN, LEAVING, CLOSING, LINGERING, CLOSED = State
-
-
-class Call:
-    """A request in work. ``done`` is for any thread, the rest for that of the loop."""
-
-    __slots__ = ("began", "connection", "message", "request_id", "service", "size", "ticket", "timer")
-
-    def __init__(self, connection: Connection, service: Service, message: Any, size: int, began: float) -> None:
-        self.connection, self.service, self.message, self.size, self.began = connection, service, message, size, began
-        self.request_id = ""
-        self.ticket: Cancellable | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-    def done(self, result: Any) -> None:
-        """Answer with the result, or with an exception."""
-        error = result if isinstance(result, BaseException) else None
-        self.connection.owner.answer(self, *self.service.reply(self.message, result), error)
-
-    @staticmethod
-    def of(done: Any) -> Call:
-        """The call to which ``done`` belongs, for a streamed answer."""
-        call: Call = done.__self__
-        return call
-
-    def begin(self, head: bytes) -> None:
-        """Write the head of a streamed answer. It ends with the connection: nothing more is read."""
-        self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PARTS_BYTES)
-        self.connection.close_when_answered()
-        self.write(head)
-
-    def write(self, data: bytes) -> bool:
-        """Write a part; returns whether there is room for more. On the loop's thread; ``write_more`` of the ticket is
-        called when there is room again."""
-        connection = self.connection
-        if data and connection.call is self and not connection.transport.is_closing():
-            connection.last_active = monotonic()
-            connection.transport.write(data)
-        return not connection.is_full
-
-    def end(self, method: str) -> None:
-        """The last part is written."""
-        self.connection.owner.answer(self, b"", method, OK)
-
-    def expire(self) -> None:
-        """Its deadline has passed."""
-        self.cancel(DeadlineExceeded("not finished by its deadline"))
-
-    def cancel(self, error: BaseException | None = None) -> None:
-        """End it if it is still in work."""
-        ticket = self.ticket
-        self.over()
-        if ticket is not None:
-            ticket.cancel(error)
-
-    def over(self) -> None:
-        """Release its timer and its ticket: it is answered or was given up."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.ticket = self.timer = None
+READING, ANSWERING, WRITING = Turn
 
 
 class Connection(asyncio.BufferedProtocol):
     """Answers the requests of a connection one at a time, in order. Everything runs on the loop's thread::
 
-        OPEN ── drain, release, shed ──► LEAVING ── idle ─────────────────────────────────────► CLOSED
-         └───────┬───────────────────────┘                                                        ▲
-                 └─ last request, broken stream, end, drain ──► CLOSING ── answered ──► LINGERING ┘
+        OPEN ── leave ──► LEAVING ── idle ────────────────────────────────────────────► CLOSED
+         └───────┬──────────┘                                                             ▲
+                 └─ last request, broken stream, end of input, drain ──► CLOSING          │
+                                                  CLOSING ── answered ──► LINGERING ──────┤
+        every state ── client gone, time over, defect ────────────────────────────────────┘
 
-    In OPEN, LEAVING and CLOSING a request is in work (``call``), or its reply is being written (``is_full``), or
-    neither; only then does the next one begin. ``owner`` is the `Server`. ``entry`` is the connection's slot in the
-    journal, for the process that takes over if this one dies. The transport asks for the buffer before bytes arrive,
-    and that is when the journal is updated.
+    In OPEN, LEAVING and CLOSING it takes turns, and only in READING does the next request begin::
+
+        READING ── message ──► ANSWERING ── answer ──► READING, or WRITING if a part is unsent
+        WRITING ── all sent ──► READING
+
+    `leave` comes from drain, release and shed. ``owner`` is the `Server`, ``call`` the request in work. ``reader``
+    splits the input; it is a `_NoReader` before the protocol is known and after the last message. ``entry`` is the
+    connection's slot in the journal, for the process that takes over if this one dies: the transport asks for a
+    buffer before bytes arrive, and that is when the entry is touched.
     """
 
     __slots__ = (
-        "_base", "_is_scheduled", "_marks", "call", "ended_at", "entry", "is_full", "is_reading", "is_refused",
-        "last_active", "message_since", "owner", "paced_until", "reader", "service", "slot", "sock", "state",
-        "transport",
+        "call", "ended_at", "entry", "is_reading", "is_refused", "last_active", "message_since", "owner",
+        "paced_until", "reader", "service", "slot", "sock", "state", "stream", "transport", "turn",
     )  # fmt: skip
 
     def __init__(self, owner: Any, sock: socket.socket, slot: int, entry: Entry, is_refused: bool) -> None:
         self.owner, self.sock, self.slot, self.entry = owner, sock, slot, entry
-        self._marks, self._base = entry.view, entry.base
         self.is_refused = is_refused  # over the limit: its first request is answered 'overloaded'
-        self.state = OPEN
+        self.state, self.turn = OPEN, READING
         self.transport: Any = None
         self.service: Service | None = None  # until the first bytes show the protocol
         self.reader: Any = _NoReader()
         self.call: Call | None = None
-        self.is_full = False  # part of a reply is unsent
-        self.is_reading = True
-        self._is_scheduled = False
+        self.stream: Stream | None = None  # of the request in work, if it is answered in parts
+        self.is_reading = True  # from the socket
         self.last_active = monotonic()  # when it was accepted, or a request began or was answered
         self.message_since = 0.0  # when an unfinished message began, 0 if there is no such message
         self.ended_at = 0.0  # when the client closed its side, else 0
@@ -145,12 +100,12 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is CLOSED:
             transport.abort()
         elif self.state is CLOSING:
-            self.go_on()
+            self.advance()
         elif self.owner.is_ending:
             self.leave()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        self._marks[self._base] = TOUCHED
+        self.entry.touch()
         return self.owner.received  # type: ignore[no-any-return]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -162,9 +117,9 @@ class Connection(asyncio.BufferedProtocol):
             self.reader.feed(bytes(owner.received[:nbytes]))
             if self.service is None:
                 self._choose_service()
-            if self.call is None and not self.is_full:
-                self.advance()
-            elif self.reader.pending_bytes > AHEAD_BYTES:
+            if self.turn is READING:
+                owner.schedule(self)
+            elif self.reader.pending_bytes > READ_AHEAD_BYTES:
                 self._read(False)
             # NOTE: now, not in the loop's next round: uvloop reads several times in one.
             if owner.held_bytes > owner.options.max_held_bytes:
@@ -180,31 +135,25 @@ class Connection(asyncio.BufferedProtocol):
         self.ended_at = monotonic()
         self.close_when_answered()
         if self.call is not None:
-            getattr(self.call.ticket, "client_left", bool)()  # NOTE: at once, since the answer may be due soon
-            left = max(0.0, self.call.began + QUEUED_SECONDS - self.ended_at)
-            self.owner.loop.call_later(left, self._end_queued, self.call)
+            self._drop_unless_started(self.call)
         return True
 
-    def _end_queued(self, call: Call) -> None:
-        """Drop a request that has not started: a client that closes its side has nearly always left."""
-        # NOTE: in this order, or one that ends in between is dropped with its answer on the way.
-        ticket = call.ticket
-        if self.call is call and not (getattr(ticket, "is_running", True) or getattr(ticket, "is_over", True)):
-            self.drop()
-
     def pause_writing(self) -> None:
-        self.is_full = True
         self.owner.held_bytes += self.transport.get_write_buffer_size()
+        if self.stream is not None:
+            self.stream.is_full = True
+        else:
+            self.turn = WRITING
 
     def resume_writing(self) -> None:
-        self.is_full = False
         self.last_active = monotonic()
-        if self.call is None:
-            self._marks[self._base + 1] = IDLE
-            # NOTE: later, since asyncio's transport ends twice if it is aborted in here.
-            self._go_on_soon()
+        if self.stream is not None:
+            self.stream.resume()
         else:
-            self.owner.loop.call_soon(getattr(self.call.ticket, "write_more", bool))
+            self.turn = READING
+            self.entry.rest()
+            # NOTE: later, since asyncio's transport ends twice if it is aborted in here.
+            self.owner.schedule(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.drop()
@@ -214,43 +163,41 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_busy(self) -> bool:
         """Whether a request is in work or waits, or something is not written yet."""
-        return self.call is not None or self.is_full or (self.reader.pending_bytes > 0 and not self.message_since)
+        return self.turn is not READING or (self.reader.pending_bytes > 0 and not self.message_since)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a part of an answer is unsent, because the client does not read."""
+        return self.turn is WRITING or (self.stream is not None and self.stream.is_full)
 
     @property
     def is_idle(self) -> bool:
         """Whether it is between two messages, judging by what was read."""
-        return self.call is None and not self.is_full and not self.reader.pending_bytes
+        return self.turn is READING and not self.reader.pending_bytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes that it keeps in memory: unanswered input and the unsent reply."""
-        unsent = self.transport.get_write_buffer_size() if self.is_full else 0
+        unsent = self.transport.get_write_buffer_size() if self.is_stalled else 0
         held: int = self.reader.pending_bytes + unsent
         return held + (0 if self.call is None else self.call.size)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def go_on(self) -> None:
-        """Like `advance`, but a defect closes this connection only."""
-        self._is_scheduled = False
+    def advance(self) -> None:
+        """Begin the next request if it is complete. Later ones wait until it is answered."""
         try:
-            self.advance()
+            self._advance()
         except Exception:
             self.fail()
-
-    def _go_on_soon(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self.owner.loop.call_soon(self.go_on)
 
     def fail(self) -> None:
         """Close the connection after a defect; for use in an ``except`` clause."""
         logger.exception("internal error; closing the connection")
         self.drop()
 
-    def advance(self) -> None:
-        """Begin the next request if it is complete. Later ones wait until it is answered."""
-        if self.state is CLOSED or self.state is LINGERING or self.call is not None or self.is_full:
+    def _advance(self) -> None:
+        if self.state is CLOSED or self.state is LINGERING or self.turn is not READING:
             return
         reader = self.reader
         try:
@@ -263,12 +210,12 @@ class Connection(asyncio.BufferedProtocol):
             self._begin(message)
             return
         if not reader.pending_bytes:
-            self._marks[self._base] = CLEAN
+            self.entry.clear()
             self.message_since = 0.0
         elif not self.message_since:
             self.message_since = monotonic()
         if reader.is_paused:
-            self._go_on_soon()
+            self.owner.schedule(self)
         elif self.state is CLOSING:
             self._linger()
         else:
@@ -280,15 +227,12 @@ class Connection(asyncio.BufferedProtocol):
                 self.leave()
 
     def _begin(self, message: Any) -> None:
-        reader, service, owner = self.reader, self.service, self.owner
+        service, owner = self.service, self.owner
         assert service is not None
-        # NOTE: the call keeps only what the answer needs, not the image.
-        self.call = call = Call(self, service, message, message.size, monotonic())
+        self.turn, self.call = ANSWERING, (call := Call(self, message, message.size))
         self.last_active = call.began
         owner.held_bytes += message.size  # a decoded message may take more memory than its bytes
-        self.entry.begin(message)
-        if not reader.pending_bytes:
-            self._marks[self._base] = CLEAN
+        self.entry.begin(message, self.reader.pending_bytes > 0)
         if message.is_last:
             self.close_when_answered()
         try:
@@ -298,41 +242,55 @@ class Connection(asyncio.BufferedProtocol):
                 self.close_when_answered()
                 most = counted(owner.options.max_connections, "connection")
                 raise Overloaded(f"more than {most}", retry_after_ms=1000)
-            if owner.counters.is_logging:
-                call.request_id = method.request_id(args)
-            ticket = method.start(args, call.done)
+            call.start(owner.loop, method, args, owner.counters.is_logging)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
             # NOTE: at once, since the other requests of this round of the loop would delay a refusal.
             owner.send(call, *service.reply(call.message, error), error)
             return
-        if ticket is not None:
-            call.ticket, deadline = ticket, ticket.deadline
-            if deadline is not None:
-                call.timer = owner.loop.call_later(max(0.0, deadline - perf_counter()), call.expire)
+        if method.is_streamed and call.ticket is not None:
+            self.stream = Stream(self, call)
+            self.stream.open()
+        if self.ended_at:
+            self._drop_unless_started(call)
+
+    def _drop_unless_started(self, call: Call) -> None:
+        """Drop a request that is still queued in a moment: a client that closes its side has nearly always left."""
+
+        def drop() -> None:
+            if self.call is call and call.ticket is not None and call.ticket.is_queued:
+                self.drop()
+
+        self.owner.loop.call_later(max(0.0, call.began + QUEUE_SECONDS - self.ended_at), drop)
+
+    def reply(self, call: Call, result: Any) -> None:
+        """Encode the answer and pass it to the loop; for any thread."""
+        assert self.service is not None
+        error = result if isinstance(result, BaseException) else None
+        self.owner.answer(call, *self.service.reply(call.message, result), error)
 
     def answered(self, call: Call, data: bytes, now: float) -> None:
         """Write the reply of the request in work."""
         if self.call is not call:  # the connection was closed meanwhile
             return
-        self.call = None
-        call.over()
+        self.turn, self.call = WRITING if self.is_stalled else READING, None
+        self.stream = None
+        call.settle()
         self.last_active = now
-        marks, work = self._marks, self._base + 1
-        marks[work] = REPLYING
+        self.entry.reply()
         if self.state is LEAVING:
             self._read(False)  # the client's next request is for the next process, if there is one
             self.state = CLOSING if self.owner.is_draining and not self.reader.pending_bytes else LEAVING
         if not self.transport.is_closing():
             self.transport.write(data)
-        if not self.is_full:
-            marks[work] = IDLE
+        if self.turn is READING:  # all is sent
+            self.entry.rest()
             if self.reader.pending_bytes or self.state is not OPEN or not self.is_reading:
-                self._go_on_soon()  # NOTE: a refusal is answered in `advance`
+                self.owner.schedule(self)  # NOTE: a refusal is answered in `advance`
 
     def refuse(self, error: ProtocolError) -> None:
         """Stop reading a broken stream: ``error`` becomes the last answer, if a request has begun."""
         self.reader.abandon(error)
-        if self.call is not None or self.is_full:
+        if self.turn is not READING:
             self.close_when_answered()  # and `next` raises it once the requests before it are answered
             return
         request, self.reader = self.reader.request, _NoReader()
@@ -387,11 +345,11 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is not CLOSED:
             call = self._let_go()
             if call is not None:
-                call.over()
+                call.abandon()
 
     def _let_go(self) -> Call | None:
         self.state = CLOSED
-        call, self.call = self.call, None
+        call, self.call, self.stream = self.call, None, None
         self.reader = _NoReader()
         if self.transport is not None:
             self.transport.abort()
@@ -402,25 +360,26 @@ class Connection(asyncio.BufferedProtocol):
     def check_time(self, now: float) -> None:
         """Enforce the time limits."""
         self.entry.remember(self.message_since or self.last_active)
-        seconds, silent, is_over = self.owner.options.message_seconds, now - self.last_active, False
+        seconds, silent, is_late = self.owner.options.message_seconds, now - self.last_active, False
         if self.state is LINGERING:
-            is_over = silent >= LINGER_SECONDS
-        elif self.is_full:
-            # The client does not read its reply. A streamed one loses parts for a while.
-            is_over = silent > (seconds if self.call is None else STALLED_SECONDS)
+            is_late = silent >= LINGER_SECONDS
+        elif self.turn is WRITING:
+            is_late = silent > seconds
+        elif self.stream is not None and self.stream.is_full:
+            is_late = silent > STALLED_SECONDS  # the answer loses parts for a while
         elif self.ended_at:
-            is_over = now - self.ended_at >= ENDED_SECONDS
-        elif self.call is not None:
+            is_late = now - self.ended_at >= END_SECONDS
+        elif self.turn is ANSWERING:
             pass
         elif self.message_since:
             if self.is_reading and now - self.message_since > seconds:
                 self.refuse(ProtocolError("too_slow", f"a message took longer than {seconds:g} s"))
         else:
-            is_over = 0 < self.owner.options.idle_seconds < silent or (self.is_refused and silent > REFUSED_SECONDS)
+            is_late = 0 < self.owner.options.idle_seconds < silent or (self.is_refused and silent > REFUSE_SECONDS)
             # NOTE: the transport may have asked for a buffer and then had no bytes for it.
-            if self._marks[self._base] == TOUCHED and self.state in (OPEN, LEAVING) and self.is_idle:
-                self._marks[self._base] = CLEAN
-        if is_over:
+            if self.state in (OPEN, LEAVING) and self.is_idle:
+                self.entry.clear()
+        if is_late:
             self.drop()
 
     # -- small parts --------------------------------------------------------------------------------------------
@@ -442,6 +401,46 @@ class Connection(asyncio.BufferedProtocol):
                     self.message_since = monotonic()
             else:
                 self.transport.pause_reading()
+
+
+class Stream:
+    """An answer in parts, for the request in work. It ends with the connection: nothing more is read."""
+
+    def __init__(self, connection: Connection, call: Call) -> None:
+        self._connection, self._call = connection, call
+        self.is_full = False  # parts are unsent
+
+    def open(self) -> None:
+        """Have the source begin the answer."""
+        self._source.attach(self)
+
+    def resume(self) -> None:
+        """Have the source go on: all parts are sent."""
+        self.is_full = False
+        self._connection.owner.loop.call_soon(self._source.write_more)
+
+    @property
+    def _source(self) -> StreamSource:
+        source: Any = self._call.ticket
+        return source  # type: ignore[no-any-return]
+
+    def begin(self, head: bytes) -> None:
+        """Write the head of the answer."""
+        self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BUFFER_BYTES)
+        self._connection.close_when_answered()
+        self.write(head)
+
+    def write(self, data: bytes) -> bool:
+        """Write a part; returns whether there is room for more."""
+        connection = self._connection
+        if data and connection.call is self._call and not connection.transport.is_closing():
+            connection.last_active = monotonic()
+            connection.transport.write(data)
+        return not self.is_full
+
+    def end(self, label: str) -> None:
+        """Count the request under ``label``, and close the connection once all is written."""
+        self._connection.owner.answer(self._call, b"", label, OK)
 
 
 class _NoReader:

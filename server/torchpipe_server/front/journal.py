@@ -147,21 +147,37 @@ class Entry:
     A step is recorded before it is taken, because the process may be killed in between.
     """
 
-    __slots__ = ("_name", "_protocol", "base", "view")
+    __slots__ = ("_base", "_name", "_protocol", "_view")
 
     def __init__(self, view: memoryview, base: int) -> None:
-        self.view, self.base = view, base
+        self._view, self._base = view, base
         self._name = ""
         self._protocol: Any = None  # of the last request
         view[base : base + 2] = bytes((CLEAN, IDLE))
 
+    def touch(self) -> None:
+        """Record that bytes are read."""
+        self._view[self._base] = TOUCHED
+
+    def clear(self) -> None:
+        """Record that no bytes are left of a request that has not begun."""
+        self._view[self._base] = CLEAN
+
+    def reply(self) -> None:
+        """Record that the reply is being written."""
+        self._view[self._base + 1] = REPLYING
+
+    def rest(self) -> None:
+        """Record that no request is in work."""
+        self._view[self._base + 1] = IDLE
+
     def remember(self, last_active: float) -> None:
         """Record when the client was last active, by ``monotonic``; called twice a second."""
-        _time.pack_into(self.view, self.base + _TIME_BYTES, last_active)
+        _time.pack_into(self._view, self._base + _TIME_BYTES, last_active)
 
-    def begin(self, message: Request) -> None:
-        """Record the request that begins."""
-        view, base = self.view, self.base
+    def begin(self, message: Request, is_more: bool) -> None:
+        """Record the request that begins, and whether further bytes were read."""
+        view, base = self._view, self._base
         if message.name == self._name and message.protocol == self._protocol and not message.is_oneway:
             _seqid.pack_into(view, base + _SEQID_AT, message.seqid)
         else:
@@ -170,3 +186,5 @@ class Entry:
             size = len(name) if len(name) <= _NAME_BYTES else 0
             _head.pack_into(view, base + 2, 2 * _CODES[message.protocol] + message.is_oneway, size, message.seqid, name)
         view[base + 1] = BUSY
+        if not is_more:  # NOTE: in this order, or the connection would seem idle
+            view[base] = CLEAN

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,9 +19,10 @@ import grpc
 import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
-from torchpipe_py.methods.routes import Cancellable, Rpc, RpcRequest
+from torchpipe_py.methods.routes import Rpc, RpcRequest
 from torchpipe_py.methods.rpcs import WireAnswer, parsed
 from torchpipe_py.wire.errors import Bound
+from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.services import reply_bound
@@ -30,80 +31,64 @@ from torchpipe_server.wire.http import MAX_HEAD_BYTES
 
 logger = logging.getLogger("torchpipe_server")
 
-MOST_AHEAD = 16  # requests of a stream in work or with unread answers
+STREAM_REQUESTS = 16  # the most of one stream in work or with unread answers
 TICK_SECONDS = 0.5
-MOST_WATCHED = 4096  # bytes of a watch's message, which is kept and parsed at each tick
-PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # of a connection whose client may have vanished
+WATCHED_BYTES = 4096  # the largest message of a watch, which is kept and parsed at each tick
+PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which may have vanished
 CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
 
 
-class _Call:
-    """A request in work. ``done`` is for any thread, the rest for that of the loop."""
+class RpcCall:
+    """The client's side of a call over gRPC: ``future`` is its answer. ``hold`` counts the bytes that it keeps."""
 
     def __init__(self, server: RpcServer, rpc: Rpc) -> None:
         self.server, self.rpc = server, rpc
+        self.call = Call(self)
         self.future: asyncio.Future[WireAnswer] = server.loop.create_future()
-        self.began = monotonic()
         self.reading: asyncio.Task[Any] | None = None  # the task that waits for its message
-        self.answered = 0.0  # since when an answer waits for the client
+        self.answered_at = 0.0  # since when an answer waits for the client
         self.peer: Callable[[], str] = str  # from its admission to its end
-        self.size = 0
-        self.request_id = ""
-        self.message = b""  # of a watch
-        self._ticket: Cancellable | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self.watched = b""  # the message of a watch
 
-    def begin(self, data: Any, context: Any) -> None:
-        """Start the method that the message calls."""
-        server, method = self.server, self.rpc.method
-        self.began = monotonic()
+    def start(self, data: Any, context: Any) -> None:
+        """Start the method that the message calls; an error is the answer."""
+        server, method, call = self.server, self.rpc.method, self.call
+        call.began = monotonic()
         try:
             if data is grpc.aio.EOF:
                 raise InvalidRequest("the call has no message")
             self.hold(len(data))
             if self.rpc.is_watch:
-                if len(data) > MOST_WATCHED:
-                    raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {MOST_WATCHED}")
-                self.message = data
+                if len(data) > WATCHED_BYTES:
+                    raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {WATCHED_BYTES}")
+                self.watched = data
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
-            kind: Any = method.args
-            message = parsed(kind, data, server.options.max_items, server.text)
+            message = parsed(method.args, data, server.options.max_items, server.text)
             request = RpcRequest(message, *_metadata_of(context), server.is_ending)
-            if server.counters.is_logging:
-                self.request_id = method.request_id(request)
-            ticket = method.start(request, self.done)
+            call.start(server.loop, method, request, server.counters.is_logging)
         except BaseException as error:  # others' requests are here
-            self.done(error)
-            return
-        if ticket is not None and not self.future.done():
-            self._ticket, deadline = ticket, ticket.deadline
-            if deadline is not None:
-                self._timer = server.loop.call_later(max(0.0, deadline - perf_counter()), self._expire)
+            call.done(error)
 
-    def done(self, result: Any) -> None:
-        """Answer with the result, or with an exception."""
+    def reply(self, call: Call, result: Any) -> None:
+        """Encode the answer and pass it to the loop; for any thread."""
         self.server.answer(self, WireAnswer.of(self.rpc.method, result, self.server.reply))
+
+    def settle(self, answer: WireAnswer) -> None:
+        """Take the answer; discarded if the client has left."""
+        if not self.future.done():
+            self.future.set_result(answer)
+            self.call.settle()
 
     def hold(self, size: int) -> None:
         """Count ``size`` more bytes that it keeps in memory; negative when they are freed."""
-        self.size += size
+        self.call.size += size
         self.server.held_bytes += size
 
-    def over(self) -> None:
-        """Release what it holds: it is answered, or its client is gone."""
-        self.hold(-self.size)
-        if self._timer is not None:
-            self._timer.cancel()
-        ticket, self._ticket, self._timer = self._ticket, None, None
-        # NOTE: grpc cancels the call of a client that leaves, and with it the future.
-        if ticket is not None and (self.future.cancelled() or not self.future.done()):
-            is_late = ticket.deadline is not None and perf_counter() >= ticket.deadline
-            ticket.cancel(DeadlineExceeded("not finished by its deadline") if is_late else None)
-
-    def _expire(self) -> None:
-        if self._ticket is not None:
-            self._ticket.cancel(DeadlineExceeded("not finished by its deadline"))
+    def release(self) -> None:
+        """Release what it holds: its answer was sent, or its client has left, and the request is cancelled."""
+        self.hold(-self.call.size)
+        self.call.cancel()
 
 
 class RpcServer:
@@ -118,9 +103,9 @@ class RpcServer:
         self.held_bytes = 0
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None
-        self._calls: set[_Call] = set()
-        self.answer = Inbox(loop, _settle).put
-        self._draining: asyncio.Future[None] = loop.create_future()
+        self._calls: set[RpcCall] = set()
+        self.answer = Inbox(loop, RpcCall.settle).put
+        self.draining: asyncio.Future[None] = loop.create_future()
         self._listening: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stop_ticks: Callable[[], None] = lambda: None
@@ -130,7 +115,7 @@ class RpcServer:
     def listen(self, done: Callable[[], object], failed: Callable[[str], object]) -> None:
         """Start to accept connections, beside the other workers; then call ``done``, or ``failed`` with the reason."""
         if self._listening is None and self._ending is None:
-            logging.getLogger("grpc._cython.cygrpc").addFilter(_is_defect)
+            logging.getLogger("grpc._cython.cygrpc").addFilter(keep_log_record)
             self._stop_ticks = every(self.loop, TICK_SECONDS, self._tick)
             self._listening = self.loop.create_task(self._listen(done, failed))
 
@@ -159,8 +144,8 @@ class RpcServer:
             self._ending = self.loop.create_task(self._end())
 
     async def _end(self) -> None:
-        if not self._draining.done():
-            self._draining.set_result(None)
+        if not self.draining.done():
+            self.draining.set_result(None)
         if self._server is None:
             return
         # NOTE: wait even if no call is known here: grpc may have accepted some that it has not passed on.
@@ -169,7 +154,7 @@ class RpcServer:
     @property
     def is_ending(self) -> bool:
         """Whether it takes no further calls."""
-        return self._draining.done()
+        return self.draining.done()
 
     @property
     def is_finished(self) -> bool:
@@ -190,16 +175,16 @@ class RpcServer:
         """End calls whose messages do not arrive; when room is scarce, also those whose answers are not read."""
         options, late = self.options, monotonic() - self.options.message_seconds
         for call in list(self._calls):
-            if call.reading is not None and call.began < late:
+            if call.reading is not None and call.call.began < late:
                 task, call.reading = call.reading, None
                 task.cancel()
         stalled: set[str] = set()
         # NOTE: grpc cannot end one such call: whatever it sends to the client waits for the same connection.
         if 2 * len(self._calls) >= options.max_connections or 2 * self.held_bytes > options.max_held_bytes:
-            stalled = {call.peer() for call in self._calls if 0 < call.answered < late}
+            stalled = {call.peer() for call in self._calls if 0 < call.answered_at < late}
         if self.is_ending:  # a watch whose client does not read would delay it
             recent = monotonic() - TICK_SECONDS
-            watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered < recent}
+            watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered_at < recent}
             stalled |= {call.peer() for call in watches} - {call.peer() for call in self._calls - watches}
         _disconnect(stalled, options.grpc_port)
 
@@ -207,7 +192,7 @@ class RpcServer:
 
     def _handler(self, rpc: Rpc) -> Any:
         async def serve_one(messages: Any, context: Any) -> bytes:
-            return await self._serve_one(_Call(self, rpc), context)
+            return await self._serve_one(RpcCall(self, rpc), context)
 
         # NOTE: a call of one message is read as a stream, so that its time can be bounded.
         if rpc.is_stream or rpc.is_watch:
@@ -215,7 +200,7 @@ class RpcServer:
             return grpc.stream_stream_rpc_method_handler(partial(serve, rpc))
         return grpc.stream_unary_rpc_method_handler(serve_one)
 
-    def _enter(self, call: _Call, context: Any) -> bool:
+    def _enter(self, call: RpcCall, context: Any) -> bool:
         """Admit the call if there is room, which it takes until its answer is sent; returns whether there was."""
         most = self.options.max_connections
         is_full = len(self._calls) >= most
@@ -224,7 +209,7 @@ class RpcServer:
             is_full |= 2 * sum(other.rpc.is_watch for other in self._calls) >= most
         if is_full:
             text = f"more than {counted(most, 'call')} at a time, or half of them watches (--max-connections)"
-            call.done(Overloaded(text, retry_after_ms=1000))
+            call.call.done(Overloaded(text, retry_after_ms=1000))
             return False
         self._calls.add(call)
         call.peer = context.peer
@@ -232,123 +217,148 @@ class RpcServer:
         def leave(_: Any) -> None:
             self._calls.discard(call)
             call.peer = str
-            call.over()
+            call.release()
 
         # NOTE: a callback of the context would make a reference cycle, which keeps it until garbage collection.
         task: Any = asyncio.current_task()
         task.add_done_callback(leave)
         return True
 
-    async def _serve_one(self, call: _Call, context: Any) -> bytes:
+    async def _serve_one(self, call: RpcCall, context: Any) -> bytes:
         if self._enter(call, context):
             call.reading = asyncio.current_task()
             try:
                 data = await context.read()
                 call.reading = None
-                call.begin(data, context)
+                call.start(data, context)
                 del data  # NOTE: grpc keeps this frame with an error until garbage collection
             except asyncio.CancelledError:
                 if call.reading is not None:
                     raise  # its client is gone
-                call.done(DeadlineExceeded(f"no whole message within {self.options.message_seconds:g} s"))
+                call.call.done(DeadlineExceeded(f"no whole message within {self.options.message_seconds:g} s"))
         answer = await call.future
         return await self._reply(call, answer, context)
 
-    async def _reply(self, call: _Call, answer: WireAnswer, context: Any) -> bytes:
-        self._count(call, answer)
-        call.answered = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has read it
+    async def _reply(self, call: RpcCall, answer: WireAnswer, context: Any) -> bytes:
+        self.count(call, answer)
+        call.answered_at = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has read it
         if answer.code is not None:
-            await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+            await _abort(context, answer)
         if call in self._calls:
             call.hold(len(answer.data))
         if answer.headers:
             context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
         return answer.data
 
-    def _count(self, call: _Call, answer: WireAnswer) -> None:
-        self.counters.add(call.rpc.label, answer.outcome, monotonic() - call.began, call.request_id)
+    def count(self, call: RpcCall, answer: WireAnswer) -> None:
+        """Count the call's request."""
+        self.counters.add(call.rpc.label, answer.outcome, monotonic() - call.call.began, call.call.request_id)
 
     async def _serve_stream(self, rpc: Rpc, messages: Any, context: Any) -> None:
         """Run the requests of a stream concurrently and answer them in order."""
-        place = _Call(self, rpc)
+        place = RpcCall(self, rpc)
         if not self._enter(place, context):
             await self._reply(place, await place.future, context)
-        calls: asyncio.Queue[_Call | None] = asyncio.Queue()
-        room = asyncio.Semaphore(MOST_AHEAD)
-        under_way: set[_Call] = set()
-        idle = self.options.idle_seconds or None
-
-        async def write() -> None:
-            while (call := await calls.get()) is not None:
-                answer = await call.future
-                self._count(call, answer)
-                call.over()
-                under_way.discard(call)
-                place.answered = monotonic()
-                if answer.code is not None:
-                    await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
-                place.hold(len(answer.data))
-                await context.write(answer.data)
-                place.hold(-len(answer.data))
-                place.answered = 0.0
-                room.release()
-
-        writing = self.loop.create_task(write())
-        writing.add_done_callback(lambda _: room.release())  # the reader may be waiting for it
-        reading: asyncio.Task[Any] | None = None
+        stream = _RequestStream(self, place, context)
         try:
-            is_over = False
-            while not is_over and not writing.done():
-                await room.acquire()
-                reading = self.loop.create_task(context.read())
-                waiting = {reading, writing, self._draining}
-                await asyncio.wait(waiting, timeout=idle, return_when=asyncio.FIRST_COMPLETED)
-                is_over = not reading.done() or reading.result() is grpc.aio.EOF
-                if not is_over:
-                    call = _Call(self, rpc)
-                    under_way.add(call)
-                    calls.put_nowait(call)
-                    call.begin(reading.result(), context)
-            calls.put_nowait(None)
-            await writing
-            if reading is not None and not reading.done():
-                why = "is ending: open the stream again" if self._draining.done() else f"was idle for {idle:g} s"
-                await context.abort(grpc.StatusCode.UNAVAILABLE, f"the stream {why}")
+            reason = await stream.run()
+            if reason:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"the stream {reason}")
         finally:
-            for task in (writing, reading):
-                if task is not None:
-                    task.cancel()
-                    with suppress(BaseException):
-                        await task  # NOTE: even if it has ended, or asyncio would log its error
-            for call in under_way:
-                call.over()
+            await stream.close()
 
     async def _serve_watch(self, rpc: Rpc, messages: Any, context: Any) -> None:
         """Repeat a call and send each answer that differs. Only the first is counted, and only it can be an error."""
-        watch, sent, was_ending = _Call(self, rpc), b"", self.is_ending
+        watch, sent, was_ending = RpcCall(self, rpc), b"", self.is_ending
         data = await self._serve_one(watch, context)
         while True:
             if data != sent:
-                watch.answered = monotonic()
+                watch.answered_at = monotonic()
                 await context.write(data)
-                sent, watch.answered = data, 0.0
+                sent, watch.answered_at = data, 0.0
             if was_ending:  # NOTE: after the answer that reports it
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is ending: watch again")
-            await asyncio.wait({self._draining}, timeout=TICK_SECONDS)
-            call, was_ending = _Call(self, rpc), self.is_ending
-            call.begin(watch.message, context)
+            await asyncio.wait({self.draining}, timeout=TICK_SECONDS)
+            call, was_ending = RpcCall(self, rpc), self.is_ending
+            call.start(watch.watched, context)
             answer = await call.future
-            call.over()
+            call.release()
             data = sent if answer.code else answer.data
 
 
-def _settle(call: _Call, answer: WireAnswer) -> None:
-    if not call.future.done():
-        call.future.set_result(answer)
+class _RequestStream:
+    """The requests of one call of ``server``. A reader starts them, and a writer answers them in order.
+
+    ``place`` is the call's room at the server; ``answered_at`` and the bytes of the answer that is written count there.
+    """
+
+    def __init__(self, server: RpcServer, place: RpcCall, context: Any) -> None:
+        self._server, self._place, self._context = server, place, context
+        self._calls: asyncio.Queue[RpcCall | None] = asyncio.Queue()  # in the order of their messages; None ends them
+        self._room = asyncio.Semaphore(STREAM_REQUESTS)
+        self._unanswered: set[RpcCall] = set()
+        self._reading: asyncio.Task[Any] | None = None
+        self._writing = server.loop.create_task(self._write())
+        self._writing.add_done_callback(lambda _: self._room.release())  # the reader may be waiting for it
+
+    async def run(self) -> str:
+        """Read and answer until the client ends the stream. Returns why the server ends it, empty if it does not."""
+        reason = await self._read()
+        self._calls.put_nowait(None)
+        await self._writing
+        return reason
+
+    async def close(self) -> None:
+        """End both sides, and cancel the requests in work."""
+        for task in (self._writing, self._reading):
+            if task is not None:
+                task.cancel()
+                with suppress(BaseException):
+                    await task  # NOTE: even if it has ended, or asyncio would log its error
+        for call in self._unanswered:
+            call.release()
+
+    async def _read(self) -> str:
+        server, idle_seconds = self._server, self._server.options.idle_seconds
+        while not self._writing.done():
+            await self._room.acquire()
+            self._reading = reading = server.loop.create_task(self._context.read())
+            waiting = {reading, self._writing, server.draining}
+            await asyncio.wait(waiting, timeout=idle_seconds or None, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                return "is ending: open the stream again" if server.is_ending else f"was idle for {idle_seconds:g} s"
+            if reading.result() is grpc.aio.EOF:
+                break
+            call = RpcCall(server, self._place.rpc)
+            self._unanswered.add(call)
+            self._calls.put_nowait(call)
+            call.start(reading.result(), self._context)
+        return ""
+
+    async def _write(self) -> None:
+        place = self._place
+        while (call := await self._calls.get()) is not None:
+            answer = await call.future
+            self._server.count(call, answer)
+            call.release()
+            self._unanswered.discard(call)
+            place.answered_at = monotonic()
+            if answer.code is not None:
+                await _abort(self._context, answer)
+            place.hold(len(answer.data))
+            await self._context.write(answer.data)
+            place.hold(-len(answer.data))
+            place.answered_at = 0.0
+            self._room.release()
 
 
-def _is_defect(record: logging.LogRecord) -> bool:
-    """Whether grpc's log record is worth keeping: not for a client that left before it read its answer."""
+async def _abort(context: Any, answer: WireAnswer) -> None:
+    """End the call with the answer's status; raises."""
+    await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+
+
+def keep_log_record(record: logging.LogRecord) -> bool:
+    """A logging filter that leaves out grpc's records of clients that left before they read their answers."""
     return not record.exc_info or not isinstance(record.exc_info[1], grpc.aio.InternalError)
 
 

@@ -11,7 +11,8 @@ from math import inf
 from time import monotonic, perf_counter
 
 from torchpipe_py.errors import Overloaded, counted
-from torchpipe_server.front.connection import CLOSED, Call, Connection
+from torchpipe_server.front.call import Call
+from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.loop import Inbox, Loop, every
@@ -48,6 +49,7 @@ class Server:
         self.held_bytes = 0  # an upper bound of what the connections hold
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
+        self._scheduled: dict[Connection, None] = {}  # in order
         self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
@@ -106,17 +108,19 @@ class Server:
 
     def send(self, call: Call, data: bytes, method: str, outcome: str, error: BaseException | None = None) -> None:
         """Like ``answer``, but at once; for the loop's thread. Only a repeated refusal may have to wait."""
-        now, wait = monotonic(), 0.0
+        now, wait, connection = monotonic(), 0.0, call.caller
+        assert isinstance(connection, Connection)
         self.counters.add(method, outcome, now - call.began, call.request_id)  # without the wait of a refusal
         # NOTE: results beside a refusal, as of infer_many, are not an error and do not wait.
         if isinstance(error, Overloaded):
-            wait = self._pace(call.connection, now, getattr(call.ticket, "deadline", error.deadline))
+            deadline = error.deadline if call.ticket is None else call.ticket.deadline
+            wait = self._pace(connection, now, deadline)
         if wait > 0.0:
-            call.over()
+            call.settle()
             call.size = 0  # its message is gone
-            call.timer = self.loop.call_later(wait, call.connection.answered, call, data, now + wait)
+            call.timer = self.loop.call_later(wait, connection.answered, call, data, now + wait)
         else:
-            call.connection.answered(call, data, now)
+            connection.answered(call, data, now)
 
     def _pace(self, connection: Connection, now: float, deadline: float | None = None) -> float:
         """Seconds until the connection's refusal is due, which is before the deadline of its request."""
@@ -128,6 +132,20 @@ class Server:
             at = min(at, now + IN_TIME * ((deadline or inf) - perf_counter()))
         connection.paced_until = max(at, now) + PACED_SECONDS
         return at - now
+
+    def schedule(self, connection: Connection) -> None:
+        """Have the connection advance once all connections with input have been read.
+
+        Requests of one round start together, so that instances wake up once for all of them.
+        """
+        if not self._scheduled:
+            self.loop.call_soon(self._advance)
+        self._scheduled[connection] = None
+
+    def _advance(self) -> None:
+        scheduled, self._scheduled = self._scheduled, {}
+        for connection in scheduled:
+            connection.advance()
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -206,7 +224,7 @@ class Server:
         for connection in largest:
             if self.held_bytes <= limit:
                 break
-            if connection.is_full:
+            if connection.is_stalled:
                 connection.drop()
             elif connection.reader.pending_bytes:
                 connection.refuse(ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages"))

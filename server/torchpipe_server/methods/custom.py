@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, import_code, pipe
 from torchpipe_py.errors import nearest
-from torchpipe_py.methods.routes import OK, Done, Method, Route, json_answer, route, trace_fields
+from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Route, json_answer, route, trace_fields
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import reason
 from torchpipe_py.wire.http import HttpAnswer
@@ -63,8 +63,10 @@ class Run:
         return data
 
 
-class RunningMethod:
+class RunningMethod(Cancellable):
     """A coroutine of the handler, run as a task of the worker's loop."""
+
+    deadline: float | None = None
 
     def __init__(self, coroutine: Any, finish: Callable[[Any, BaseException | None], None], seconds: float) -> None:
         self.deadline = perf_counter() + seconds if seconds > 0 else None

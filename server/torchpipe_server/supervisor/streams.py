@@ -10,9 +10,8 @@ from typing import Any
 
 from torchpipe_py import parse_toml
 from torchpipe_py.errors import TorchpipeError, counted, nearest
-from torchpipe_py.methods.routes import Done
+from torchpipe_py.methods.routes import AnswerStream, Done, StreamSource
 from torchpipe_py.streams.config import read_streams
-from torchpipe_server.front.connection import Call
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snapshot
@@ -43,17 +42,20 @@ class NoStreamError(TorchpipeError):
         self.code = code
 
 
-class Subscriber:
+class Subscriber(StreamSource):
     """A client that receives the results of a stream; if it is too slow, it loses the oldest."""
 
-    deadline = None
-
-    def __init__(self, stream: str, call: Call, head: bytes, on_left: Callable[[Subscriber], object]) -> None:
+    def __init__(self, stream: str, head: bytes, on_left: Callable[[Subscriber], object]) -> None:
         self.stream = stream
-        self._call, self._on_left = call, on_left
+        self._head, self._on_left = head, on_left
+        self._answer: AnswerStream | None = None
         self._waiting: deque[bytes] = deque(maxlen=EVENTS_WAITING)
         self._lost = 0
-        call.begin(head + b": results of frames\n\n")  # a comment, for clients that wait for the first bytes
+
+    def attach(self, stream: AnswerStream) -> None:
+        """Begin the answer."""
+        self._answer = stream
+        stream.begin(self._head + b": results of frames\n\n")  # a comment, for clients that wait for the first bytes
 
     def put(self, event: bytes, missed: int) -> None:
         """Add an event, after ``missed`` that the worker did not send."""
@@ -63,22 +65,24 @@ class Subscriber:
 
     def write_more(self) -> None:
         """Write waiting events while there is room."""
-        while self._waiting and self._call.write(b""):
+        answer = self._answer
+        while answer is not None and self._waiting and answer.write(b""):
             if self._lost:
                 lost, self._lost = self._lost, 0
-                self._call.write(b'event: lost\ndata: {"lost": %d}\n\n' % lost)
+                answer.write(b'event: lost\ndata: {"lost": %d}\n\n' % lost)
             else:
-                self._call.write(self._waiting.popleft())
+                answer.write(self._waiting.popleft())
 
     def beat(self) -> None:
         """Write a comment that keeps the connection alive."""
-        if self._call.write(b""):
-            self._call.write(b": heartbeat\n\n")
+        if self._answer is not None and self._answer.write(b""):
+            self._answer.write(b": heartbeat\n\n")
 
     def end(self) -> None:
         """End the answer: there are no more events."""
-        self._call.write(b"event: end\ndata: {}\n\n")
-        self._call.end("GET /streams/{name}/events")
+        if self._answer is not None:
+            self._answer.write(b"event: end\ndata: {}\n\n")
+            self._answer.end("GET /streams/{name}/events")
 
     def cancel(self, error: BaseException | None = None) -> None:
         """The client has left."""
@@ -159,12 +163,12 @@ class SharedStreams:
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    def subscribe(self, name: str, head: bytes, done: Done) -> Subscriber:
+    def subscribe(self, name: str, head: bytes) -> Subscriber:
         """Start to send the stream's results to a client; ``NoStreamError`` if it is unknown or too many follow."""
         self._check(name)
         if sum(map(len, self._subscribers.values())) >= MOST_SUBSCRIBERS:
             raise NoStreamError("unavailable", f"{counted(MOST_SUBSCRIBERS, 'client')} follow streams already")
-        subscriber = Subscriber(name, Call.of(done), head, self._left)
+        subscriber = Subscriber(name, head, self._left)
         self._subscribers.setdefault(name, set()).add(subscriber)
         self._watch(self._readers.get(name))
         return subscriber

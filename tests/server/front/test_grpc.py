@@ -318,7 +318,7 @@ def test_a_client_that_leaves_before_it_takes_its_answer_is_not_logged(
     with serving("Identity", grpc_port=0) as server:
         with connect(server.grpc_port) as sock:
             sock.sendall(without_room(path, data, 1))
-            eventually(lambda: any(call.answered for call in list(server.rpc._calls)), "no answer")
+            eventually(lambda: any(call.answered_at for call in list(server.rpc._calls)), "no answer")
         eventually(lambda: not server.rpc._calls, "the call of a client that is gone takes room")
     assert caplog.text == ""
 
@@ -327,7 +327,7 @@ def test_a_watch_whose_client_takes_no_answer_does_not_delay_the_end() -> None:
     with serving("Identity", grpc_port=0, drain_seconds=2 * WAIT) as server:
         with connect(server.grpc_port) as sock:
             sock.sendall(without_room(WATCH, b"", 1))
-            eventually(lambda: any(call.answered for call in list(server.rpc._calls)), "no answer")
+            eventually(lambda: any(call.answered_at for call in list(server.rpc._calls)), "no answer")
             server.call(server.rpc.drain)
             read_all(sock)
         eventually(lambda: server.rpc.is_finished, "the service does not end")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from torchpipe_server.front.connection import Call, Connection
-from torchpipe_server.front.journal import BUSY, CLEAN, IDLE, REPLYING, TOUCHED, Entry, Journal
+from torchpipe_server.front.call import Call
+from torchpipe_server.front.connection import ANSWERING, Connection
+from torchpipe_server.front.journal import Entry, Journal
 from torchpipe_server.wire.thrift import Framing, Message
 
 NOTHING = (None, False)
@@ -26,28 +27,21 @@ def journal() -> Iterator[Journal]:
     made.close()
 
 
-def mark(entry: Entry, stream: int | None = None, work: int | None = None) -> None:
-    if stream is not None:
-        entry.view[entry.base] = stream
-    if work is not None:
-        entry.view[entry.base + 1] = work
-
-
 FIRST, SECOND = (
     Message("first", False, 1, Framing(False, "binary")),
     Message("second", False, -2, Framing(True, "compact")),
 )
-STEPS = [  # a step, and what a death before the next one leaves
-    ("bytes are about to be taken", {"stream": TOUCHED}, None, True),
-    ("the message is whole, its work begins", FIRST, FIRST, True),
-    ("nothing else was taken", {"stream": CLEAN}, FIRST, False),
-    ("part of the next message is taken", {"stream": TOUCHED}, FIRST, True),
-    ("the reply is about to be written", {"work": REPLYING}, None, True),
-    ("all of it is written", {"work": IDLE}, None, True),  # the next message's first bytes were taken
-    ("the next one is whole", SECOND, SECOND, True),
-    ("and nothing more", {"stream": CLEAN}, SECOND, False),
-    ("its reply", {"work": REPLYING}, None, True),
-    ("is written", {"work": IDLE}, None, False),
+STEPS: list[tuple[str, Callable[[Entry], None], Message | None, bool]] = [
+    # a step, and what a death before the next one leaves
+    ("bytes are about to be taken", Entry.touch, None, True),
+    ("the message is complete, its work begins", lambda entry: entry.begin(FIRST, True), FIRST, True),
+    ("nothing else was taken", Entry.clear, FIRST, False),
+    ("part of the next message is taken", Entry.touch, FIRST, True),
+    ("the reply is about to be written", Entry.reply, None, True),
+    ("all of it is written", Entry.rest, None, True),  # the next message's first bytes were taken
+    ("the next one is complete, and nothing more", lambda entry: entry.begin(SECOND, False), SECOND, False),
+    ("its reply", Entry.reply, None, True),
+    ("is written", Entry.rest, None, False),
 ]
 
 
@@ -56,10 +50,7 @@ def test_a_death_after_each_step(journal: Journal, count: int) -> None:
     entry = journal.entry(1)
     assert journal.read(1) == NOTHING
     for _, step, _, _ in STEPS[:count]:
-        if isinstance(step, Message):
-            entry.begin(step)
-        else:
-            mark(entry, **step)
+        step(entry)
     _, _, request, is_lost = STEPS[count - 1]
     assert plain(*journal.read(1)) == plain(request, is_lost)
     assert [journal.read(index) for index in (0, 2)] == [NOTHING, NOTHING], "its neighbours"
@@ -78,12 +69,15 @@ def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None
 
     assert idle() == [[2, 1, 0], []]
     assert idle({0, 1}) == [[1, 0], []]
-    for stream, work in ((TOUCHED, IDLE), (CLEAN, BUSY), (CLEAN, REPLYING)):
-        mark(entries[2], stream, work)
+    entries[2].touch()
+    assert idle() == [[1, 0], []]
+    entries[2].clear()
+    for work in (Entry.reply, lambda entry: entry.begin(FIRST, False)):
+        work(entries[2])
         assert idle() == [[1, 0], []]
     for entry in entries[1:]:
-        entry.begin(FIRST)
-        mark(entry, work=IDLE)
+        entry.begin(FIRST, False)
+        entry.rest()
     entries[1].remember(5.0)
     assert idle() == [[0], [1, 2]]
     journal.entry(1)
@@ -102,11 +96,11 @@ def test_a_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -
     transport.is_closing.return_value = False
     connection = Connection(owner, Mock(), 1, journal.entry(1), False)
     connection.connection_made(transport)
-    connection.call = Call(connection, Mock(), FIRST, 1, 0.0)
+    connection.turn, connection.call = ANSWERING, Call(connection, FIRST, 1)
     connection.leave()
     assert not owner.let_leave.called
     connection.answered(connection.call, b"loaded", 0.0)
     steps = [name for name, *_ in transport.mock_calls if name in ("pause_reading", "write", "resume_reading")]
     assert steps == ["pause_reading", "write"]
-    connection.go_on()
+    connection.advance()
     owner.let_leave.assert_called_once_with(connection)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torchpipe_server.front.call
 import torchpipe_server.front.connection
 from kit.clients import (
     IDL,
@@ -35,13 +36,13 @@ from kit.monitored import cpu_seconds
 from kit.services import LocalServer, Process, SteeredProcess, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
-from torchpipe_server.front.connection import STALLED_SECONDS, Call
+from torchpipe_server.front.connection import STALLED_SECONDS
 from torchpipe_server.front.server import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, TICK_SECONDS, Server
 from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
 from torchpipe_py import Overloaded
-from torchpipe_py.methods.routes import Routes, Served, route
+from torchpipe_py.methods.routes import AnswerStream, Routes, Served, StreamSource, route
 from torchpipe_py.wire.http import HttpRequest
 
 LIMIT = 2**16
@@ -237,8 +238,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(torchpipe_server.front.server, "monotonic", made)
-    monkeypatch.setattr(torchpipe_server.front.connection, "monotonic", made)
+    for module in (torchpipe_server.front.server, torchpipe_server.front.connection, torchpipe_server.front.call):
+        monkeypatch.setattr(module, "monotonic", made)
     return made
 
 
@@ -259,19 +260,21 @@ def test_silent_connections_are_closed_after_idle_seconds(clock, client_type):
         busy.ping()
 
 
-class Endless:
+class Endless(StreamSource):
     """An answer in parts, without an end."""
 
-    deadline = None
     is_left = threading.Event()
 
     def __init__(self, request: HttpRequest, done: Any) -> None:
-        self.call = Call.of(done)
-        self.call.begin(request.head_of_parts("text/plain", {}))
+        self.head = request.head_of_parts("text/plain", {})
+
+    def attach(self, stream: AnswerStream) -> None:
+        self.stream = stream
+        stream.begin(self.head)
         self.write_more()
 
     def write_more(self) -> None:
-        while self.call.write(bytes(2**16)):
+        while self.stream.write(bytes(2**16)):
             pass
 
     def cancel(self, error: BaseException | None = None) -> None:
@@ -283,7 +286,7 @@ def test_a_client_that_takes_no_more_of_an_endless_answer_loses_its_connection(c
         clock.ahead += STALLED_SECONDS
         return Endless.is_left.wait(TICK_SECONDS)
 
-    served = Served({}, Routes([route("GET", "/endless", Endless)]))
+    served = Served({}, Routes([route("GET", "/endless", Endless, is_streamed=True)]))
     with (
         LocalServer(None, make_served=lambda loop: served, message_seconds=1) as server,
         narrow(server.port) as sock,

@@ -50,6 +50,7 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _PROBES = ("/live", "/ready")
+_EVENTS = "/streams/{name}/events"
 _INFERENCE = ("/infer", "/openapi.json", "/v2")
 
 
@@ -79,10 +80,13 @@ class StatusServer:
             "/stats": partial(self._answer_figures, "stats"),
             "/metrics": partial(self._answer_figures, "metrics"),
             "/streams": partial(self._answer_figures, "streams"),
-            "/streams/{name}/events": self._follow,
+            _EVENTS: self._follow,
             "/streams/{name}/snapshot.jpg": self._snapshot,
         }
-        routes = [route("GET", path, partial(self._answer, start)) for path, start in self._paths.items()]
+        routes = [
+            route("GET", path, partial(self._answer, start), is_streamed=path == _EVENTS)
+            for path, start in self._paths.items()
+        ]
         self._methods, body_bytes = METHODS, 0
         if service.repository is not None:
             self._methods, body_bytes = METHODS | {"POST"}, CONTROL_BYTES
@@ -125,7 +129,7 @@ class StatusServer:
         if request.method == "HEAD":
             done(HttpAnswer(200, EVENTS, b""))
             return None
-        return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, _HEADERS), done)
+        return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, _HEADERS))
 
     def _snapshot(self, request: HttpRequest, done: Done) -> None:
         def answer(made: Any) -> None:

@@ -1,0 +1,99 @@
+"""The states of a call, and what each transition does to its request."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from torchpipe_server.front.call import ANSWERED, DROPPED, RUNNING, WAITING, Call
+
+from torchpipe_py import DeadlineExceeded, InvalidRequest
+from torchpipe_py.methods.routes import Cancellable, Method
+
+
+class Ticket(Cancellable):
+    """Records how it was cancelled."""
+
+    deadline: float | None = None
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self.deadline = deadline
+        self.errors: list[BaseException | None] = []
+
+    def cancel(self, error: BaseException | None = None) -> None:
+        self.errors.append(error)
+
+
+def started(ticket: Ticket | None, loop: Any = None) -> Call:
+    call = Call(Mock())
+    call.start(loop or Mock(), Method(object, lambda args, done: ticket, request_id=str), "args", True)
+    return call
+
+
+def test_start_records_ticket_and_request_id() -> None:
+    ticket = Ticket()
+    call = started(ticket)
+    assert (call.state, call.ticket, call.timer, call.request_id) == (RUNNING, ticket, None, "args")
+
+
+def test_failed_start_leaves_it_waiting() -> None:
+    def refuse(args: Any, done: Any) -> None:
+        raise InvalidRequest("no")
+
+    call = Call(Mock())
+    with pytest.raises(InvalidRequest):
+        call.start(Mock(), Method(object, refuse), None, False)
+    assert (call.state, call.request_id) == (WAITING, "")
+    call.settle()
+    assert call.state is ANSWERED
+
+
+def test_done_passes_result_to_its_caller() -> None:
+    call = started(None)
+    call.done(7)
+    call.caller.reply.assert_called_once_with(call, 7)  # type: ignore[attr-defined]
+
+
+def test_settled_call_is_not_cancelled() -> None:
+    ticket, loop = Ticket(perf_counter() + 60), Mock()
+    call = started(ticket, loop)
+    call.settle()
+    loop.call_later.return_value.cancel.assert_called_once_with()
+    for end in (call.cancel, call.abandon, call.settle):
+        end()
+        assert (call.state, call.ticket, call.timer, ticket.errors) == (ANSWERED, None, None, [])
+
+
+def test_cancel_drops_request() -> None:
+    ticket = Ticket(perf_counter() + 60)
+    call = started(ticket)
+    call.cancel()
+    call.cancel()
+    assert (call.state, ticket.errors) == (DROPPED, [None])
+
+
+def test_cancel_after_deadline_reports_the_deadline() -> None:
+    ticket = Ticket(perf_counter() - 1)
+    started(ticket).cancel()
+    assert [type(error) for error in ticket.errors] == [DeadlineExceeded]
+
+
+def test_abandon_leaves_request_in_the_pipe() -> None:
+    ticket = Ticket()
+    call = started(ticket)
+    call.abandon()
+    assert (call.state, call.ticket, ticket.errors) == (DROPPED, None, [])
+
+
+def test_deadline_ends_request_and_its_answer_still_counts() -> None:
+    ticket, loop = Ticket(perf_counter() + 60), Mock()
+    call = started(ticket, loop)
+    seconds, expire = loop.call_later.call_args[0]
+    assert 0 < seconds <= 60
+    expire()
+    assert [type(error) for error in ticket.errors] == [DeadlineExceeded]
+    assert call.state is RUNNING
+    call.settle()
+    assert call.state is ANSWERED
