@@ -183,6 +183,11 @@ class RpcRequest(NamedTuple):
     deadline_ms: float | None = None
     is_ending: bool = False
 
+    @property
+    def query(self) -> str:
+        """Empty: only a request over HTTP has one."""
+        return ""
+
 
 class RpcAnswer(NamedTuple):
     """A message, or its bytes; ``headers`` are the trailing metadata, ``outcome`` is the label it is counted under."""

@@ -31,7 +31,9 @@ def timed(
 
         def start_timed(args: Any, done: Done) -> Cancellable | None:
             # NOTE: arguments of Thrift may have fields of these names, of any type.
-            is_asked = isinstance(args, (HttpRequest, RpcRequest)) and (is_always or _asks(args))
+            is_asked = isinstance(args, (HttpRequest, RpcRequest)) and (
+                is_always or WISH in args.fields or (args.query != "" and "timing=1" in args.query.split("&"))
+            )
             # NOTE: this is all that a request pays whose time nobody asks for.
             if not is_asked and slow_s is None:
                 return start(args, done)
@@ -57,13 +59,6 @@ def timed(
     changed = served.changed(change)
     # NOTE: an answer of Thrift has no room for times.
     return changed if slow_s is not None else changed._replace(methods=served.methods)
-
-
-def _asks(request: HttpRequest | RpcRequest) -> bool:
-    """Whether the client asks for times."""
-    if WISH in request.fields:
-        return True
-    return isinstance(request, HttpRequest) and request.query != "" and "timing=1" in request.query.split("&")
 
 
 def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -20,7 +20,7 @@ _FIELDS = "other values go in a form or in JSON"
 _OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct):
     """What a request wants: ``data`` for the pipe, the ``keys`` of it that come back, within ``deadline_ms``.
 
     ``hint`` is for the answer, should ``data`` hold no image.

@@ -221,6 +221,8 @@ def label_line(value: tuple[Any, Any]) -> bytes:
 
 def to_text(key: str, value: Any) -> str:
     """What a pipeline wrote under ``key`` as JSON; ``NoResult`` for what has no form in it."""
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return repr(value)
     try:
         return _encode(value)
     except (TypeError, ValueError) as error:

@@ -77,16 +77,15 @@ def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTY
 
 def size_of(value: Any) -> int:
     """About how many bytes it takes on a wire, as binary; 0 where that is not known before."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return int(value.numel() * (_FLOAT32_BYTES if value.dtype is torch.bfloat16 else value.element_size()))
-    if isinstance(value, np.ndarray):
-        return int(value.nbytes)
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
     if isinstance(value, (list, tuple)):
-        return sum(size_of(item) for item in value if isinstance(item, (torch.Tensor, np.ndarray)))
+        return sum(size_of(item) for item in value if is_array(item))
+    if is_array(value):
+        is_bfloat16 = str(value.dtype) == "torch.bfloat16"
+        return int(value.numel() * (_FLOAT32_BYTES if is_bfloat16 else value.element_size()))
     return 0
 
 

@@ -71,26 +71,26 @@ class Call:
 
     def settle(self) -> None:
         """Release the ticket and the timer: the client's side has the answer."""
-        self._end(ANSWERED)
+        if self.timer is not None:
+            self.timer.cancel()
+        self.ticket = self.timer = None
+        self.state = ANSWERED
 
     def cancel(self) -> None:
         """End the request in the pipe: the client has left. Does nothing after the answer."""
         ticket = self.ticket
-        self._end(DROPPED)
+        self.abandon()
         if ticket is not None:
             is_late = ticket.deadline is not None and perf_counter() >= ticket.deadline
             ticket.cancel(_late() if is_late else None)
 
     def abandon(self) -> None:
         """Discard the answer that the pipe is going to give: another process answers the client."""
-        self._end(DROPPED)
-
-    def _end(self, state: CallState) -> None:
         if self.timer is not None:
             self.timer.cancel()
         self.ticket = self.timer = None
         if self.state is not ANSWERED:
-            self.state = state
+            self.state = DROPPED
 
     def _expire(self) -> None:
         ticket, self.timer = self.ticket, None

@@ -100,7 +100,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is CLOSED:
             transport.abort()
         elif self.state is CLOSING:
-            self.advance()
+            self.owner.schedule(self)
         elif self.owner.is_ending:
             self.leave()
 
@@ -184,19 +184,13 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """Begin the next request if it is complete. Later ones wait until it is answered."""
-        try:
-            self._advance()
-        except Exception:
-            self.fail()
-
     def fail(self) -> None:
         """Close the connection after a defect; for use in an ``except`` clause."""
         logger.exception("internal error; closing the connection")
         self.drop()
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Begin the next request if it is complete. Later ones wait until it is answered."""
         if self.state is CLOSED or self.state is LINGERING or self.turn is not READING:
             return
         reader = self.reader
@@ -229,9 +223,10 @@ class Connection(asyncio.BufferedProtocol):
     def _begin(self, message: Any) -> None:
         service, owner = self.service, self.owner
         assert service is not None
-        self.turn, self.call = ANSWERING, (call := Call(self, message, message.size))
+        size = message.size
+        self.turn, self.call = ANSWERING, (call := Call(self, message, size))
         self.last_active = call.began
-        owner.held_bytes += message.size  # a decoded message may take more memory than its bytes
+        owner.held_bytes += size  # a decoded message may take more memory than its bytes
         self.entry.begin(message, self.reader.pending_bytes > 0)
         if message.is_last:
             self.close_when_answered()
@@ -272,8 +267,11 @@ class Connection(asyncio.BufferedProtocol):
         """Write the reply of the request in work."""
         if self.call is not call:  # the connection was closed meanwhile
             return
-        self.turn, self.call = WRITING if self.is_stalled else READING, None
-        self.stream = None
+        self.turn, self.call = READING, None
+        if self.stream is not None:
+            if self.stream.is_full:
+                self.turn = WRITING
+            self.stream = None
         call.settle()
         self.last_active = now
         self.entry.reply()

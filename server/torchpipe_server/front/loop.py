@@ -39,8 +39,10 @@ def _log(loop: Loop, context: dict[str, Any]) -> None:
 
 def call_from_any_thread(loop: Loop, function: Callable[..., object], *args: Any) -> None:
     """Call the function on the loop's thread; does nothing once the loop is closed."""
-    with suppress(RuntimeError):  # the loop is closed
+    try:
         loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:  # the loop is closed
+        pass
 
 
 class Inbox:

@@ -145,7 +145,10 @@ class Server:
     def _advance(self) -> None:
         scheduled, self._scheduled = self._scheduled, {}
         for connection in scheduled:
-            connection.advance()
+            try:
+                connection.advance()
+            except Exception:
+                connection.fail()
 
     # -- ending -------------------------------------------------------------------------------------------------
 

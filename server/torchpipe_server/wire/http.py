@@ -98,7 +98,7 @@ class HttpReader:
             request = self._request or self._read_head()
             if request is None:
                 return None
-            if self._at < len(self._data):
+            if self.awaits_invitation and self._at < len(self._data):
                 self.awaits_invitation = False
             if not (self._read_chunks() if self._is_chunked else self._read_bytes()):
                 return None
@@ -129,10 +129,12 @@ class HttpReader:
         if end is None:
             return None
         line = _REQUEST_LINE.match(data, at, end)
-        if line is None or line[5] != b"1" or (method := line[1].decode()) not in self._methods:
+        if line is None:
             raise self._refuse_line(data, at, end)
-        self._method = method
-        host, path, query, is_old = line[2], line[3], line[4], line[6] == b"0"
+        name, host, path, query, major, minor = line.groups()
+        self._method, is_old = (method := name.decode()), minor == b"0"
+        if major != b"1" or method not in self._methods:
+            raise self._refuse_line(data, at, end)
         fields = read_fields(data[line.end() : end])
         self._is_chunked = "transfer-encoding" in fields
         if "host" in fields:

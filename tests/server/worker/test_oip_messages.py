@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchpipe_py import InvalidRequest, NoResult, TensorSpec
+from torchpipe_py import InvalidRequest, NoResult, Signature, TensorSpec
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING
+from torchpipe_py.methods.oip.core import Root
 from torchpipe_py.methods.oip.http import HEADER_LENGTH, answer, read_infer
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, Wanted
 from torchpipe_py.methods.oip.results import kept, outputs_of
@@ -107,8 +108,10 @@ def test_what_else_is_asked():
             "outputs": [{"name": "o"}, {"name": "p", "parameters": {"binary_data": False}}],
         }
     )
-    assert request[:1] + request[2:] == ("a", [Wanted("o", True), Wanted("p", False)], True, "n", 20, 0)
-    assert read({"inputs": [TEXT]})[2:] == ([], False, None, None, 0)
+    wanted = [Wanted("o", True), Wanted("p", False)]
+    assert request == InferRequest("a", request.rows, wanted, True, "n", 20, 0)
+    request = read({"inputs": [TEXT]})
+    assert request == InferRequest(None, request.rows, (), False, None, None, 0)
     assert read({"inputs": [TEXT], "parameters": {"timeout": 5000}}).deadline_ms == 5, "Triton's, in microseconds"
     assert read({"inputs": [TEXT], "parameters": {"timeout": 0}}).deadline_ms is None
     assert read({"inputs": [TEXT], "parameters": None}, **{"x-deadline-ms": "7"}).deadline_ms == 7
@@ -135,7 +138,7 @@ A, B = TensorSpec("a", (None, 2), "float32"), TensorSpec("b", (None, 2), "float3
 def test_inputs_of_the_root_are_its_data(inputs: list[TensorSpec], names: list[str], expected: dict[str, Any]):
     one = {"datatype": "INT8", "shape": [1, 1], "data": [1]}
     request = read({"inputs": [{**one, "name": name} for name in names], "parameters": {"node_name": "n"}})
-    assert request.items(inputs) == [{**expected, "node_name": "n"}]
+    assert request.items(Root(Signature(inputs, ())).names) == [{**expected, "node_name": "n"}]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_inputs_of_the_root_are_its_data(inputs: list[TensorSpec], names: list[s
 )
 def test_an_input_that_there_is_not(inputs: list[TensorSpec], said: str):
     with pytest.raises(InvalidRequest) as raised:
-        read({"inputs": [{**TEXT, "name": "dat"}]}).items(inputs)
+        read({"inputs": [{**TEXT, "name": "dat"}]}).items(Root(Signature(inputs, ())).names)
     assert said in str(raised.value)
 
 
@@ -316,7 +319,9 @@ def test_an_answer_as_json_and_as_binary():
         (Output("b", "BYTES", [1], [b"x"]), False),
     ]
     text = Bound(100, "--max-text-bytes")
-    given = answer("demo", "1", asking()._replace(id="7"), outputs, text)
+    asked = asking()
+    asked.id = "7"
+    given = answer("demo", "1", asked, outputs, text)
     head = {"model_name": "demo", "model_version": "1", "id": "7"}
     size = int(given.headers["Inference-Header-Content-Length"])
     assert json.loads(given.body[:size]) == {

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import Overloaded, TorchpipeError, UnknownNode, nearest
+from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.methods.many import Turns
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import NO_SHARED_MEMORY, InferRequest
@@ -45,10 +46,11 @@ Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
 
 
 class Root:
-    """Where requests enter a model's pipe, and what they bring and take."""
+    """Where requests enter a model's pipe: the names of inputs other than ``data``, and the outputs."""
 
     def __init__(self, signature: Signature) -> None:
-        self.inputs, self.outputs = signature.inputs, signature.outputs
+        self.names = [spec.name for spec in signature.inputs if spec.name != TASK_DATA_KEY]
+        self.outputs = signature.outputs
 
 
 class Model:
@@ -226,11 +228,10 @@ class OpenInference:
         ``began``: when the request was there, in seconds of ``perf_counter``.
         """
         if model.node_name is not None:
-            asked = asked._replace(node_name=model.entered(asked.node_name))
+            asked.node_name = model.entered(asked.node_name)
         root = model.root(asked.node_name)
-        items = asked.items(root.inputs)
+        items = asked.items(root.names)
         count = len(items)
-        asked.rows.clear()  # NOTE: inputs are kept no longer than the pipe keeps them
 
         def finish(outcomes: list[Any]) -> None:
             try:

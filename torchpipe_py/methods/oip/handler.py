@@ -76,7 +76,8 @@ class OipHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         began = perf_counter()
-        model = self._core.models.find(*_named(request))
+        parameters = request.parameters
+        model = self._core.models.find(unquote(parameters["model"]), unquote(parameters.get("version", "")))
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
         asked = read_infer(request.take_body(), request.fields, self._limits, admit)
         return self._core.infer(model, asked, self, began, done)

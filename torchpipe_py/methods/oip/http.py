@@ -18,6 +18,7 @@ from torchpipe_py.methods.oip.requests import (
     InferRequest,
     Options,
     OutputOptions,
+    Wanted,
     infer_request,
     options_of,
     refuse,
@@ -36,7 +37,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 _JSON_SIZE = HEADER_LENGTH.lower()
 
 _float32 = struct.Struct("f")
-_encode, _encode_text = json.JSONEncoder(ensure_ascii=False).encode, json.encoder.encode_basestring
+_encode_text = json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
 
@@ -107,7 +108,9 @@ def read_infer(
     asked = _read_json(text, limits.text)
     options = asked.parameters
     is_binary = options is not None and options.binary_data_output
-    outputs = [(output.parameters or _NO_OPTIONS).wanted(output.name, is_binary) for output in asked.outputs or ()]
+    outputs: Sequence[Wanted] = ()
+    if asked.outputs:
+        outputs = [(output.parameters or _NO_OPTIONS).wanted(output.name, is_binary) for output in asked.outputs]
     _add_binary(asked.inputs, view[size:])
     return infer_request(asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority)
 
@@ -178,7 +181,7 @@ class Templates:
 
     def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
         head = json.dumps({"model_name": model, "model_version": version}, ensure_ascii=False)[:-1]
-        name = _encode(names[0] if len(names) == 1 else RESULT)
+        name = _encode_text(names[0] if len(names) == 1 else RESULT)
         self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
         self._starts: dict[type, str] = {
             kind: f'{head}, "outputs": [{{"name": {own}, "datatype": "{datatype}", "shape": [1], "data": ['
@@ -199,10 +202,14 @@ class Templates:
                 return None
             (score,) = _float32.unpack(_float32.pack(value[1]))
             text = f"{start}{_encode_text(str(value[0]))}{self._score}{score!r}]}}]}}"
+        elif kind is str:
+            text = f"{start}{_encode_text(value)}]}}]}}"
+        elif kind is bool:
+            text = f"{start}{'true' if value else 'false'}]}}]}}"
         else:
             if (kind is float and not math.isfinite(value)) or (kind is int and not -(2**63) <= value < 2**63):
                 return None
-            text = f"{start}{_encode(value)}]}}]}}"
+            text = f"{start}{value!r}]}}]}}"
         return HttpAnswer(200, _JSON, text.encode("utf-8", "replace"))
 
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 
-from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
 from torchpipe_py.wire.errors import Bound
@@ -75,7 +74,7 @@ class Wanted(NamedTuple):
     classes: int = 0
 
 
-class InferRequest(NamedTuple):
+class InferRequest(msgspec.Struct):
     """``outputs`` is empty if all are wanted; then ``is_binary`` says in which form."""
 
     id: str | None
@@ -95,16 +94,19 @@ class InferRequest(NamedTuple):
             for wanted in self.outputs
         )
 
-    def items(self, inputs: Sequence[TensorSpec]) -> list[Row]:
-        """Of each item a dict for the pipe: the ``inputs`` of the root are its ``data``, others are keys."""
-        names = [spec.name for spec in inputs if spec.name != _DATA]
-        items = [_item(row, names) for row in self.rows]
-        if self.node_name is not None:
+    def items(self, names: Sequence[str]) -> list[Row]:
+        """A dict for the pipe per item: the inputs with the ``names`` of the root's are its ``data``, others are keys.
+
+        Releases the rows, which are kept no longer than the pipe keeps them.
+        """
+        items = [row if _DATA in row else _item(row, names) for row in self.rows]
+        self.rows.clear()
+        if self.node_name is not None or self.priority:
             for item in items:
-                item["node_name"] = self.node_name
-        if self.priority:
-            for item in items:
-                item["priority"] = self.priority
+                if self.node_name is not None:
+                    item["node_name"] = self.node_name
+                if self.priority:
+                    item["priority"] = self.priority
         return items
 
 
@@ -116,7 +118,9 @@ def infer_request(
 
     ``deadline_ms`` and ``priority`` are those that the options may change.
     """
-    deadline_ms, priority, node_name = options_of(options, deadline_ms, priority)
+    node_name = None
+    if options is not None:
+        deadline_ms, priority, node_name = options_of(options, deadline_ms, priority)
     if id is not None:
         check_name("id", id)
     if outputs:
@@ -196,8 +200,6 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
 
 
 def _item(row: Row, names: Sequence[str]) -> Row:
-    if _DATA in row:
-        return row
     held = {name: row[name] for name in names if name in row}
     if not held:
         other = next(iter(row))[:40]

@@ -203,9 +203,9 @@ class OipRpcs:
             asked.id or None, options, tensors, wanted, self._limits.items, True, deadline_ms,
             0 if priority is None else priority_of(priority),
         )  # fmt: skip
-        if options is None or deadline_ms is None or read.deadline_ms is None:
-            return read
-        return read._replace(deadline_ms=min(read.deadline_ms, deadline_ms))
+        if options is not None and deadline_ms is not None and read.deadline_ms is not None:
+            read.deadline_ms = min(read.deadline_ms, deadline_ms)
+        return read
 
     def _inputs(self, inputs: Sequence[Any], raw: Sequence[bytes], model: str) -> list[Given]:
         for given in inputs if raw else ():
