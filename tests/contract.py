@@ -292,7 +292,7 @@ def _replica(house: House, path: str, body: bytes, **fields: str) -> Outcome:
 
 def as_rpc(asked: Asked, model_name: str = "test") -> Any:
     """The message that asks so; a deadline that gRPC cannot say is a parameter."""
-    from torchpipe_py.methods.oip.messages import message
+    from torchpipe_py.methods.rpc.messages import message
 
     given = {name: value for name, value in _options(asked).items() if name != "outputs"}
     if asked.deadline_ms is not None and asked.deadline_ms > 0:
@@ -311,7 +311,7 @@ def as_rpc(asked: Asked, model_name: str = "test") -> Any:
 def rpc(house: House, asked: Asked) -> Outcome:
     import grpc
 
-    from torchpipe_py.methods.oip.messages import message
+    from torchpipe_py.methods.rpc.messages import message
 
     with grpc.insecure_channel(f"127.0.0.1:{house.server.grpc_port}") as channel:
         infer = channel.unary_unary(
@@ -342,7 +342,7 @@ def _of_rpc(found: Any) -> Outcome:
 
 
 def replica_rpc(house: House, asked: Asked) -> Outcome:
-    from torchpipe_py.methods.oip.messages import message
+    from torchpipe_py.methods.rpc.messages import message
 
     given = as_rpc(asked, "demo")
     if asked.deadline_ms is not None:

@@ -50,7 +50,7 @@ SERVER_MAY_IMPORT = {
     *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
     *("runtime.admission", "runtime.record.statistics", "tools.draw.render", "proc.engine", "plan.build"),
     *("plan.folder", "plan.sharing", "registry", "runtime.record.pictures", "runtime.record.visits"),
-    *("methods.inference", "methods.many", "methods.oip.core", "methods.routes", "methods.rpcs"),
+    *("methods.inference", "methods.many", "methods.oip.core", "methods.routes", "methods.rpc.wire"),
     *("methods.timing", "methods.tracing", "wire.http"),
 }
 """Of ``torchpipe_py``, whose public names are those of ""."""

@@ -30,6 +30,6 @@ class Inference:
 
     def rpcs(self) -> Sequence[Rpc]:
         """The protocol over gRPC; imports its libraries."""
-        from torchpipe_py.methods.oip.rpc import OipRpcs
+        from torchpipe_py.methods.rpc.oip import OipRpcs
 
         return OipRpcs(self._core, self._limits).rpcs

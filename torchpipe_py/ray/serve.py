@@ -13,7 +13,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from starlette.requests import Request
 from starlette.responses import Response
 
-from torchpipe_py.methods.oip.messages import OIP, methods
+from torchpipe_py.methods.rpc.messages import OIP, methods
 from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms

@@ -153,7 +153,7 @@ class PipeReplica:
 
     async def rpc(self, path: str, data: bytes, fields: Mapping[str, str]) -> Any:
         """The ``WireAnswer`` to a message over gRPC with this metadata; every error is an answer."""
-        from torchpipe_py.methods.rpcs import WireAnswer, parsed
+        from torchpipe_py.methods.rpc.wire import WireAnswer, parsed
 
         served = self._served
         method = served.rpcs[path]

@@ -20,7 +20,7 @@ import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
 from torchpipe_py.methods.routes import Rpc, RpcRequest
-from torchpipe_py.methods.rpcs import WireAnswer, parsed
+from torchpipe_py.methods.rpc.wire import WireAnswer, parsed
 from torchpipe_py.wire.errors import Bound
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters

@@ -27,7 +27,7 @@ from torchpipe_py import pipe
 from torchpipe_py.methods.oip import core
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-messages = pytest.importorskip("torchpipe_py.methods.oip.messages")
+messages = pytest.importorskip("torchpipe_py.methods.rpc.messages")
 
 SERVICE = "/inference.GRPCInferenceService"
 Request, Answer = (messages.message(f"inference.ModelInfer{what}") for what in ("Request", "Response"))

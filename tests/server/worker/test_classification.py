@@ -107,7 +107,7 @@ def test_over_http(server: LocalServer) -> None:
 def test_over_grpc(server: LocalServer, classes: Any) -> None:
     import grpc
 
-    from torchpipe_py.methods.oip.messages import message
+    from torchpipe_py.methods.rpc.messages import message
 
     service, kind = "/inference.GRPCInferenceService", "string_param" if classes == "x" else "int64_param"
     asked = message("inference.ModelInferRequest")(
