@@ -1,1 +1,1 @@
-"""What answers requests with a pipe: for ``torchpipe-serve`` and for Ray Serve."""
+"""Handlers that answer requests with a pipe, for ``torchpipe-serve`` and for Ray Serve."""

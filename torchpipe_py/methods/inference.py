@@ -1,11 +1,11 @@
-"""``POST /infer`` and the Open Inference Protocol on a pipe: what every server of this package answers."""
+"""``POST /infer`` and the Open Inference Protocol on a pipe, for every server of this package."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torchpipe_py.methods.http import HttpHandler
-from torchpipe_py.methods.many import Turns
+from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip.core import Control, OpenInference, models_of
 from torchpipe_py.methods.oip.handler import OipHandler
 from torchpipe_py.methods.oip.requests import InferLimits
@@ -16,14 +16,17 @@ from torchpipe_py.wire.errors import Bound
 
 
 class Inference:
-    """``stem`` is the name of the file, ``items`` bounds the batch of a request, ``text`` JSON, ``reply`` an answer."""
+    """Routes and gRPC methods of a pipe.
+
+    ``stem`` is the name of the file, ``items`` bounds the batch of a request, ``text`` JSON, ``reply`` an answer.
+    """
 
     def __init__(
         self, run: pipe, stem: str, deadline_ms: float, items: int, text: Bound, reply: Bound,
         control: Control | None = None, may_load: bool = False,
     ) -> None:  # fmt: skip
-        self.deadlines, self.turns = Deadlines(run, deadline_ms), Turns(run)
-        self.models = models_of(run, stem, self.deadlines, self.turns)
+        self.deadlines, self.admission = Deadlines(run, deadline_ms), FairAdmission(run)
+        self.models = models_of(run, stem, self.deadlines, self.admission)
         self._core, self._limits = OpenInference(self.models, items, reply, control, may_load), InferLimits(text, items)
         http = HttpHandler(run, self.deadlines, text, reply)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]

@@ -16,14 +16,14 @@ from torchpipe_py.methods.routes import Cancellable
 from torchpipe_py.runtime.pipe import pipe
 
 ROUNDS = 2
-"""How often the images in the pipe could fill every instance: single requests beside them wait no longer than that."""
+"""Batches per instance that the images in the pipe could fill: single requests beside them wait no longer."""
 
 Data = dict[str, Any]
 Outcome = Callable[[Data, BaseException | None], Any]
-"""Makes of an image's dict and its error what its caller keeps; called once for each, from any thread."""
+"""Builds the caller's result from an image's dict and error; called once for each, from any thread."""
 
 
-class Turns:
+class FairAdmission:
     """Lets one image of each call enter the pipe, then the next of each, so that few are in it at a time.
 
     The others wait here. A request beside them waits for those in the pipe alone, and calls wait for each other's
@@ -111,10 +111,10 @@ class Batch(Cancellable):
     deadline: float | None = None
 
     def __init__(
-        self, turns: Turns, items: Sequence[Data], timeout: float | None, outcome: Outcome,
+        self, admission: FairAdmission, items: Sequence[Data], timeout: float | None, outcome: Outcome,
         done: Callable[[Any], object],
     ) -> None:  # fmt: skip
-        self._turns, self.items, self._outcome, self._done = turns, list(items), outcome, done
+        self._admission, self.items, self._outcome, self._done = admission, list(items), outcome, done
         self.deadline = None if timeout is None else perf_counter() + timeout
         self.entered = self.waiting = 0
         self._tickets: list[Cancellable] = []
@@ -132,13 +132,13 @@ class Batch(Cancellable):
             try:
                 self.finish(index, data, error)
             finally:
-                self._turns.advance(1)
+                self._admission.advance(1)
 
         # NOTE: images of a call without a deadline are many by intent: they wait for each other, and are not shed.
         timeout = math.inf if self.deadline is None else self.deadline - perf_counter()
         try:
             # NOTE: a context is entered by one thread at a time, and images of the call enter on several.
-            ticket = self._context.copy().run(self._turns.pipe.dispatch, data, finish, timeout)
+            ticket = self._context.copy().run(self._admission.pipe.dispatch, data, finish, timeout)
         except Exception as error:
             finish(data, error)
             return
@@ -149,7 +149,7 @@ class Batch(Cancellable):
     def cancel(self, error: BaseException | None = None) -> None:
         """End it with ``error``: what is in the pipe, and what waits."""
         self._ended = error = self._ended or error or CancelledError()
-        waiting = self._turns.leave(self)
+        waiting = self._admission.leave(self)
         for ticket in self._tickets:
             ticket.cancel(error)
         for index in waiting:

@@ -64,7 +64,7 @@ class StreamSource(Cancellable, Protocol):
 
 
 TraceFields = tuple["str | None", "str | None"]
-"""``traceparent`` and ``tracestate``, as a client sent them."""
+"""The values of ``traceparent`` and ``tracestate`` that a client sent."""
 
 
 def _raise(error: BaseException) -> Any:
@@ -75,9 +75,9 @@ class Method(NamedTuple):
     """One method of the service.
 
     ``start`` calls ``done`` once, or raises. ``fail`` makes a result of an error, or raises it where the method
-    declares none for it. ``outcome`` is what a result is counted as, ``request_id`` the client's name of a request.
-    ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe. ``is_streamed``:
-    ``start`` returns a ``StreamSource``, or calls ``done``.
+    declares none for it. ``outcome`` gives the label of a result among the counters, ``request_id`` the client's name
+    of a request. ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe.
+    ``is_streamed``: ``start`` returns a ``StreamSource``, or calls ``done``.
     """
 
     args: type
@@ -90,12 +90,12 @@ class Method(NamedTuple):
 
 
 def trace_fields(args: Any) -> TraceFields:
-    """Of arguments, or a struct among them, that have fields of these names."""
+    """Read the trace from arguments, or a struct among them, with fields of these names."""
     return getattr(args, "traceparent", None), getattr(args, "tracestate", None)
 
 
 def trace_headers(request: Any) -> TraceFields:
-    """Of a request over HTTP or gRPC."""
+    """Read the trace of a request over HTTP or gRPC."""
     return request.fields.get("traceparent"), request.fields.get("tracestate")
 
 
@@ -117,7 +117,7 @@ class Route:
 
 
 class Routes:
-    """Which route a request takes; ``elsewhere`` has hints for paths, perhaps with ``*``, of another port."""
+    """Routes by path; ``elsewhere`` has hints for paths, perhaps with ``*``, of another port."""
 
     def __init__(self, routes: Sequence[Route], elsewhere: Mapping[str, str] | None = None) -> None:
         self._routes, self._elsewhere = routes, elsewhere or {}
@@ -130,7 +130,7 @@ class Routes:
         self._paths = sorted({route.path for route in routes})
 
     def changed(self, change: Callable[[Route], Route]) -> Routes:
-        """What ``change`` makes of each route."""
+        """The routes with ``change`` applied to each."""
         return Routes(list(map(change, self._routes)), self._elsewhere)
 
     def methods(self) -> list[tuple[str, Method]]:
@@ -162,7 +162,7 @@ class Routes:
         return RouteError(f"{path} takes {', '.join(verbs)}, not {request.method}", verbs)
 
     def _near(self, path: str) -> set[str]:
-        """Where the way of the path, as far as there is one, may go on: few names, since each costs a comparison."""
+        """Known continuations of the part of the path that exists: few names, since each costs a comparison."""
         parts = path.split("/")
         ways = [known.split("/") for known in self._paths]
         depth = 1
@@ -216,20 +216,20 @@ class Rpc(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a port answers: Thrift's methods, HTTP's routes; and what gRPC's port does."""
+    """The methods of Thrift, the routes of HTTP and the methods of gRPC that a service has."""
 
     methods: Mapping[str, Method]
     routes: Routes
     rpcs: Sequence[Rpc] = ()
 
     def changed(self, change: Callable[[str, Method], Method]) -> Served:
-        """What ``change`` makes of each method, of which it is given the name."""
+        """The same with ``change(name, method)`` in place of each method."""
         methods = {name: change(name, method) for name, method in self.methods.items()}
         routes = self.routes.changed(lambda route: replace(route, method=change(route.label, route.method)))
         return Served(methods, routes, [rpc._replace(method=change(rpc.label, rpc.method)) for rpc in self.rpcs])
 
     def names_with_pipe(self) -> frozenset[str]:
-        """What calls that run the pipe are counted as."""
+        """The labels of calls that run the pipe."""
         named = [*self.methods.items(), *self.routes.methods(), *((rpc.label, rpc.method) for rpc in self.rpcs)]
         return frozenset(name for name, method in named if method.trace_fields is not None)
 
@@ -249,5 +249,5 @@ def route(
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:
-    """``value`` as a line of JSON. ``ValueError`` for NaN and infinity, which JSON cannot represent."""
+    """Answer with a line of JSON. Raises ``ValueError`` for NaN and infinity, which JSON cannot represent."""
     return HttpAnswer(status, JSON, answers.to_line(value), headers or {})

@@ -1,4 +1,4 @@
-"""Where the time of a request went: a header of its answer, and a line in the log."""
+"""The times of a request at each node, as a header of its answer and as a line in the log."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import code_of
 from torchpipe_py.wire.http import HttpRequest
 
-HEADER, WISH = "Server-Timing", "x-timing"
-"""The header, or metadata, of an answer; and that of a request that wants it. ``?timing=1`` wants it, too."""
+HEADER, ASKING_HEADER = "Server-Timing", "x-timing"
+"""The header, or metadata, of an answer, and of a request that asks for it, as ``?timing=1`` does."""
 
 _NO_TOKEN = re.compile(r"[^A-Za-z0-9!#$%&'*+.^_`|~-]")
 
@@ -22,7 +22,7 @@ def timed(
     served: Served, run: pipe, is_always: bool = False, slow_s: float | None = None,
     log: Callable[..., object] = lambda *figures: None,
 ) -> Served:  # fmt: skip
-    """The same, with times in answers to requests that want them; ``log`` is called for slow requests."""
+    """Add times to answers of requests that ask for them; ``log`` is called for slow requests."""
 
     def change(name: str, method: Method) -> Method:
         start = method.start
@@ -32,7 +32,7 @@ def timed(
         def start_timed(args: Any, done: Done) -> Cancellable | None:
             # NOTE: arguments of Thrift may have fields of these names, of any type.
             is_asked = isinstance(args, (HttpRequest, RpcRequest)) and (
-                is_always or WISH in args.fields or (args.query != "" and "timing=1" in args.query.split("&"))
+                is_always or ASKING_HEADER in args.fields or (args.query != "" and "timing=1" in args.query.split("&"))
             )
             # NOTE: this is all that a request pays whose time nobody asks for.
             if not is_asked and slow_s is None:
@@ -82,7 +82,7 @@ def node_times(visits: Iterable[Any]) -> dict[str, dict[str, float]]:
 
 
 def header_of(times: Mapping[str, Mapping[str, float]], seconds: float) -> str:
-    """As browsers read it (W3C Server Timing); ``total`` is from the request to its answer.
+    """The header as browsers read it (W3C Server Timing); ``total`` is from the request to its answer.
 
     Characters that a header's names may not have become ``_``, as the ``/`` in names of a folder's nodes.
     """

@@ -30,7 +30,7 @@ def keep_fields_out_of_the_log() -> None:
 
 
 def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_name: str) -> Served:
-    """The same with a span around each method that runs the pipe.
+    """Add a span around each method that runs the pipe.
 
     A request with a parent is traced if the parent is sampled; of the others a share of ``ratio``.
     """

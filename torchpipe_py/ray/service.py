@@ -153,13 +153,13 @@ class PipeReplica:
 
     async def rpc(self, path: str, data: bytes, fields: Mapping[str, str]) -> Any:
         """The ``WireAnswer`` to a message over gRPC with this metadata; every error is an answer."""
-        from torchpipe_py.methods.rpc.wire import WireAnswer, parsed
+        from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
 
         served = self._served
         method = served.rpcs[path]
         try:
             check_size(len(data), self._message)
-            message = parsed(method.args, data, MOST_FIELDS, self._text)
+            message = parse_message(method.args, data, MOST_FIELDS, self._text)
             result = await served.finished(method.start, RpcRequest(message, fields))
         except Exception as error:
             result = error

@@ -1,1 +1,1 @@
-"""What `POST /infer` takes and answers, without a connection: for the service and for Ray Serve."""
+"""Requests and answers of `POST /infer`, without a connection, for the service and for Ray Serve."""

@@ -29,7 +29,7 @@ STATUSES = {
     "config": 500,
     "internal": 500,
 }
-"""By an error's code; other codes, of faulty requests, are 400."""
+"""Statuses by an error's code; other codes, of faulty requests, are 400."""
 
 
 class Failure(NamedTuple):
@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 
 
 def failure(error: BaseException) -> Failure:
-    """What an error that ended a request is answered with; a defect is logged."""
+    """The answer to a request that ended with an error; a defect is logged."""
     code, text = report(error)
     if isinstance(error, RouteError):  # its text has the path of a URL, not of a folder
         failed = failure_of(STATUSES[code], code, str(error))
@@ -55,7 +55,7 @@ def failure(error: BaseException) -> Failure:
 
 
 def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = None) -> Failure:
-    """The same of its parts."""
+    """Build a Failure from status, code and text."""
     body: dict[str, Any] = {"error": text, "code": code}
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = 1000

@@ -19,7 +19,7 @@ _DEFECTS = frozenset({"backend_error", "internal"})
 
 
 class Bound(NamedTuple):
-    """So many bytes at most; ``name`` is what the operator calls the setting."""
+    """A limit in bytes; ``name`` is the setting's name for the operator."""
 
     bytes: int
     name: str
@@ -59,14 +59,14 @@ class ReplyTooLargeError(NoResult):
 
 
 def code_of(error: BaseException) -> str:
-    """What the error is called, for programs. NOTE: a code of another library's exception means something else."""
+    """The error's code, for programs. NOTE: a code of another library's exception means something else."""
     if isinstance(error, CancelledError):
         return "cancelled"
     return error.code if isinstance(error, TorchpipeError) else "internal"
 
 
 def reason(data: Mapping[str, Any], key: str) -> BaseException:
-    """Why a finished request has no value under ``key``; backends write what they like under ``error``."""
+    """The reason why a finished request has no value under ``key``; backends write anything under ``error``."""
     error = data.get("error")
     if isinstance(error, BaseException):
         return error
@@ -77,7 +77,7 @@ def reason(data: Mapping[str, Any], key: str) -> BaseException:
 
 
 def report(error: BaseException) -> tuple[str, str]:
-    """Code and text for the client, of an error that ended a request. A defect is logged, and the error let go of.
+    """Code and text for the client of an error that ended a request. Logs a defect, and drops the error's frames.
 
     NOTE: called once for each failure, or the log has it twice.
     """

@@ -12,13 +12,13 @@ from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.json_values import inputs_from
 
 MOST_PARTS = 16
-TEXT_BYTES = 4096  # of a part that is not a file
+TEXT_BYTES = 4096  # limit of a part that is not a file
 _FILE_KEY = "data"
-_FIRST = frozenset("0123456789[tf")  # of a JSON number, list or boolean
+_JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 
 
 def read_form(content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The one file of the form under ``data``, and of its other fields those that are no ``parameters``.
+    """The one file of the form under ``data``, and the other fields except ``parameters``.
 
     These go to ``options``, as texts. Raises ``InvalidRequest`` for an invalid form, another number of files,
     or a duplicate field.
@@ -63,8 +63,8 @@ def read_form(content_type: str, body: bytes, parameters: Collection[str], optio
 
 
 def _value(name: str, text: str) -> Any:
-    """What a field's text is as JSON, if that is a number, a boolean or a list; else the text."""
-    if text.lstrip(" \t\r\n-")[:1] not in _FIRST:
+    """A field's text read as JSON if it is a number, a boolean or a list, else the text."""
+    if text.lstrip(" \t\r\n-")[:1] not in _JSON_STARTS:
         return text
     try:
         return json.loads(text)

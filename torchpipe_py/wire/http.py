@@ -16,7 +16,7 @@ _WITHOUT_BODY = frozenset({204, 304})
 
 
 class HttpAnswer(NamedTuple):
-    """``kind`` is the body's type, ``headers`` are sent beside it and the length."""
+    """An answer: ``kind`` is the body's type, ``headers`` are sent beside it and the length."""
 
     status: int
     kind: str
@@ -83,7 +83,7 @@ class HttpRequest:
 
     @property
     def size(self) -> int:
-        """Bytes of the body."""
+        """The number of bytes of the body."""
         return len(self.body)
 
     def answer(self, answer: HttpAnswer, more: Mapping[str, str] | None = None) -> bytes:

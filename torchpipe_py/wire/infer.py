@@ -1,4 +1,4 @@
-"""``POST /infer``: an image or a dict over HTTP, what the pipe made of it as JSON."""
+"""``POST /infer``: an image or a dict over HTTP, and the result as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
 
 
 class Asked(msgspec.Struct):
-    """What a request wants: ``data`` for the pipe, the ``keys`` of it that come back, within ``deadline_ms``.
+    """A request: ``data`` for the pipe, the ``keys`` that are answered, and ``deadline_ms``.
 
     ``hint`` is for the answer, should ``data`` hold no image.
     """
@@ -32,7 +32,7 @@ class Asked(msgspec.Struct):
     hint: str = ""
 
 
-class _Wishes(msgspec.Struct, gc=False, omit_defaults=True):
+class _Options(msgspec.Struct, gc=False, omit_defaults=True):
     """The members of a JSON request that decide whether it is admitted."""
 
     node_name: str | None = None
@@ -40,13 +40,13 @@ class _Wishes(msgspec.Struct, gc=False, omit_defaults=True):
     priority: int | str | None = None
 
 
-_read_wishes = msgspec.json.Decoder(_Wishes).decode
+_decode_options = msgspec.json.Decoder(_Options).decode
 
 
 def read_request(
     body: bytes, query: str, fields: Mapping[str, str], text: Bound, admit: Callable[[Asked], object] | None = None
 ) -> Asked:
-    """The request; raises ``InvalidRequest``. ``text`` bounds JSON.
+    """Read a request. Raises ``InvalidRequest``. ``text`` bounds JSON.
 
     ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
     read, which takes long, with a request that lacks them; it may raise.
@@ -60,9 +60,9 @@ def read_request(
     if kind == "application/json":
         if admit is not None and len(body) <= text.bytes:
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
-                wishes = msgspec.to_builtins(_read_wishes(body))
+                early = msgspec.to_builtins(_decode_options(body))
                 # NOTE: outputs in JSON, which are not read here, replace those of the query.
-                known = {"priority": priority, "deadline_ms": deadline, **options, **wishes, "outputs": None}
+                known = {"priority": priority, "deadline_ms": deadline, **options, **early, "outputs": None}
                 admit(_asked({}, known, ""))
         data = _read_json(body, options, text)
     elif kind == "multipart/form-data":
@@ -85,11 +85,11 @@ def _is_stripped(body: bytes) -> bool:
 
 def _parameters(query: str) -> dict[str, Any]:
     try:
-        found = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
+        parameters = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16))
     except ValueError:
         raise InvalidRequest("the query has more than 16 parameters") from None
-    found.pop("timing", None)  # the service's
-    return found
+    parameters.pop("timing", None)  # the service's
+    return parameters
 
 
 def check_encoding(fields: Mapping[str, str]) -> None:
@@ -102,7 +102,7 @@ def check_encoding(fields: Mapping[str, str]) -> None:
 
 
 def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
-    """What is under the keys, as a line of JSON; raises what is under ``error`` where a key is not there."""
+    """The values under the keys as a line of JSON. Raises the dict's ``error`` if a key is missing."""
     try:
         values = {key: output_of(data, key) for key in asked.keys}
     except DecodeError as error:
@@ -159,7 +159,7 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked
 
 
 def priority_in(data: Mapping[str, Any]) -> int:
-    """That of a request's dict: 0 (normal) or 1 (low); 0 for what the pipe is going to refuse."""
+    """The priority of a request's dict: 0 (normal) or 1 (low); 0 if it is invalid, which the pipe refuses."""
     given = data.get("priority")
     return 1 if type(given) is int and given == 1 else 0
 

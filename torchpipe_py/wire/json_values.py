@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NUMBER_BYTES = 4
 """An array's bytes become about so many times as many."""
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
-"""Of NumPy's kinds of types: what JSON may hold for each."""
+"""The types that JSON may hold for each of NumPy's kinds."""
 _SHOWN = {
     bool: "true or false", float: "fractions", int: "numbers", list: "lists of several depths", str: "texts",
     type(None): "null",
@@ -41,7 +41,7 @@ _SHOWN = {
 MOST_CONTAINERS = 2**16
 """Lists and objects of one body: what is made of them costs more than their bytes."""
 MOST_ELEMENTS = 2**12
-"""In the plain lists of one request, all together. Each takes up to 100 bytes, for as long as the request lives."""
+"""Limit of the elements of one request's plain lists. Each takes up to 100 bytes, as long as the request lives."""
 
 
 def parse_json(body: bytes, most: Bound) -> Any:
@@ -82,7 +82,7 @@ def inputs_from(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(where: str, items: list[Any], depth: int, elements: int) -> int:
-    """``elements`` and those of a plain list; ``InvalidRequest`` for too many, and for what such a list cannot hold."""
+    """Add a plain list's elements to ``elements``. Raises ``InvalidRequest`` for too many, or other types."""
     if depth > MOST_DIMENSIONS:
         raise InvalidRequest(f"{where}a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
     elements += len(items)
@@ -176,9 +176,9 @@ def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
 
 
 def to_json(key: str, value: Any) -> dict[str, str]:
-    """What a pipeline wrote under ``key``, as members of an object for ``json_line``; ``(label, score)`` becomes two.
+    """A pipeline's value under ``key`` as members of an object for ``json_line``; ``(label, score)`` becomes two.
 
-    Their values are JSON. Raises ``NoResult`` for what has no form in it.
+    Their values are JSON. Raises ``NoResult`` for types that JSON lacks.
     """
     if is_label_and_score(value):
         return {"label": to_text("label", str(value[0])), "score": to_text("score", float(value[1]))}
@@ -208,7 +208,7 @@ def json_line(members: Mapping[str, str]) -> bytes:
 
 
 def label_line(value: tuple[Any, Any]) -> bytes:
-    """``json_line`` of a label and its score, whose form is known."""
+    """A label and its score as a line of JSON."""
     label = str(value[0])
     try:
         score = float(value[1])
@@ -220,7 +220,7 @@ def label_line(value: tuple[Any, Any]) -> bytes:
 
 
 def to_text(key: str, value: Any) -> str:
-    """What a pipeline wrote under ``key`` as JSON; ``NoResult`` for what has no form in it."""
+    """A pipeline's value under ``key`` as JSON. Raises ``NoResult`` for a type that JSON lacks."""
     if type(value) is int or (type(value) is float and math.isfinite(value)):
         return repr(value)
     try:
@@ -230,7 +230,7 @@ def to_text(key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know itself."""
+    """A form in JSON for types that it lacks."""
     return {"b64": base64.b64encode(value).decode()} if isinstance(value, (bytes, bytearray)) else plain(value)
 
 

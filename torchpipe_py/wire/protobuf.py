@@ -1,4 +1,4 @@
-"""What is looked at in a message of Protocol Buffers before it is parsed."""
+"""Checks of a message of Protocol Buffers before it is parsed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 
 _VARINT, _BYTES = 0, 2  # wire types: a number, and a text, bytes or a message after its size
-_SIZES = {1: 8, 5: 4}  # of the wire types that have always the same size
+_SIZES = {1: 8, 5: 4}  # bytes by wire type, of types with a fixed size
 _MOST_VARINT = 10
 _TEXTS = 9, 12  # the types of fields that are a text or bytes
 

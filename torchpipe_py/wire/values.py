@@ -16,11 +16,11 @@ from torchpipe_py.wire.errors import reason
 DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
 
 _FLOAT32_BYTES = 4
-NAME_CHARACTERS = 1024  # of a uuid, a key or a node's name
+NAME_CHARACTERS = 1024  # limit of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
 MOST_TENSORS = 256  # in one value
 MOST_DIMENSIONS = 32
-_MOST_SIZE = 2**63 - 1  # of a dimension: NumPy refuses it with an error of its own, larger ones with another
+_MOST_SIZE = 2**63 - 1  # largest dimension; NumPy has other errors for this one and for larger ones
 
 
 def check_names(what: str, names: Collection[str]) -> None:

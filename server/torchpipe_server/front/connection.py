@@ -40,7 +40,7 @@ class State(Enum):
 
 
 class Turn(Enum):
-    """What the next step of a connection waits for."""
+    """The next step of a connection."""
 
     READING = auto()  # the rest of a message, or the first byte of one
     ANSWERING = auto()  # the answer of the request in work
@@ -84,7 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         self.service: Service | None = None  # until the first bytes show the protocol
         self.reader: Any = _NoReader()
         self.call: Call | None = None
-        self.stream: Stream | None = None  # of the request in work, if it is answered in parts
+        self.stream: Stream | None = None  # the answer of the request in work, if it is in parts
         self.is_reading = True  # from the socket
         self.last_active = monotonic()  # when it was accepted, or a request began or was answered
         self.message_since = 0.0  # when an unfinished message began, 0 if there is no such message
@@ -179,8 +179,8 @@ class Connection(asyncio.BufferedProtocol):
     def held_bytes(self) -> int:
         """Bytes that it keeps in memory: unanswered input and the unsent reply."""
         unsent = self.transport.get_write_buffer_size() if self.is_stalled else 0
-        held: int = self.reader.pending_bytes + unsent
-        return held + (0 if self.call is None else self.call.size)
+        size: int = self.reader.pending_bytes + unsent
+        return size + (0 if self.call is None else self.call.size)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is OPEN:
             self.state = LEAVING
         if self.state is LEAVING and self.transport is not None and self.is_idle:
-            self.owner.let_leave(self)
+            self.owner.close_or_hand_over(self)
 
     def _linger(self) -> None:
         """Everything is written: give the client time to read it before the reset."""

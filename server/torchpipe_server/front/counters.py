@@ -15,11 +15,11 @@ from torchpipe_server.logs.handler import REQUESTS
 
 logger = logging.getLogger(REQUESTS)
 
-NAME_CHARACTERS = 200  # of a request's id in a log line
+REQUEST_ID_CHARACTERS = 200  # in a log line
 
 
 class RequestCounters:
-    """For one thread. ``logged`` is ``--log-requests``; slow requests are logged elsewhere, with their times.
+    """Counters of requests, for one thread. ``logged`` is ``--log-requests``; slow requests are logged elsewhere.
 
     ``is_logging``: whether the ids of requests are used. ``timed`` names the methods whose times enter the histogram:
     probes would distort it.
@@ -57,7 +57,7 @@ def log_request(
     method: str, outcome: str, seconds: float, request_id: str, times: Mapping[str, Mapping[str, float]] | None = None
 ) -> None:
     """Write the line of a request, from any thread; ``times`` are milliseconds by node and phase."""
-    name, ms = request_id[:NAME_CHARACTERS], 1000 * seconds
+    name, ms = request_id[:REQUEST_ID_CHARACTERS], 1000 * seconds
     fields: dict[str, Any] = {"request": name, "method": method, "outcome": outcome, "ms": round(ms, 3)}
     parts = []
     if times is not None:

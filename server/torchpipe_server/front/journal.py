@@ -41,7 +41,7 @@ _CODES = {protocol: index for index, protocol in enumerate(_PROTOCOLS)}
 
 
 class SharedMemory:
-    """``size`` bytes, zero at first, in an anonymous file; a child process that is started with them shares them.
+    """An anonymous file of ``size`` zero bytes, shared with child processes that are started with it.
 
     The file is sealed, because shortening it would kill every process that reads it.
     """
@@ -68,7 +68,7 @@ def _attach(name: str, size: int, fd: Any) -> SharedMemory:
 
 
 class Journal:
-    """``count`` slots in shared memory; a child process that is started with the journal shares it."""
+    """A record of ``count`` slots in shared memory, shared with child processes that are started with it."""
 
     def __init__(self, count: int, memory: SharedMemory | None = None) -> None:
         self.count = count
@@ -119,9 +119,9 @@ class Journal:
         return self._view[base] == CLEAN and self._view[base + 1] == IDLE
 
     def read(self, index: int) -> tuple[Request | None, bool]:
-        """How a dead worker left a connection: the request to be answered, without its body.
+        """The request that a dead worker left unanswered, without its body, and whether the stream is lost.
 
-        And whether it is unknown what the client has received or still has to send.
+        It is lost if the worker had read or written a part of a message.
         """
         base = index * SLOT_BYTES
         stream, work = self._view[base], self._view[base + 1]
@@ -142,7 +142,7 @@ class Journal:
 
 
 class Entry:
-    """One connection's slot, written by the process that serves it: its stream at ``view[base]``, then its work.
+    """One connection's slot, written by the process that serves it: the state of its stream, then of its work.
 
     A step is recorded before it is taken, because the process may be killed in between.
     """
@@ -152,7 +152,7 @@ class Entry:
     def __init__(self, view: memoryview, base: int) -> None:
         self._view, self._base = view, base
         self._name = ""
-        self._protocol: Any = None  # of the last request
+        self._protocol: Any = None  # as the name, that of the last request
         view[base : base + 2] = bytes((CLEAN, IDLE))
 
     def touch(self) -> None:

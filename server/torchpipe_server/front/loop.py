@@ -56,20 +56,20 @@ class Inbox:
         self._loop, self._take = loop, take
         self._items: deque[tuple[Any, ...]] = deque(maxlen=most)
         self._is_awake = False
-        self._thread = 0  # of the loop, once known
+        self._loop_thread = 0  # once known
 
     def put(self, *item: Any) -> None:
         """Have the loop call ``take(*item)`` in its next round."""
         self._items.append(item)
         if not self._is_awake:
             self._is_awake = True
-            if get_ident() == self._thread:
+            if get_ident() == self._loop_thread:
                 self._loop.call_soon(self._take_all)
             else:
                 call_from_any_thread(self._loop, self._take_all)
 
     def _take_all(self) -> None:
-        self._is_awake, self._thread = False, get_ident()
+        self._is_awake, self._loop_thread = False, get_ident()
         for _ in range(len(self._items)):  # NOTE: what is put meanwhile is taken in the next round
             item = self._items.popleft()
             try:

@@ -20,7 +20,7 @@ import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
 from torchpipe_py.methods.routes import Rpc, RpcRequest
-from torchpipe_py.methods.rpc.wire import WireAnswer, parsed
+from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
 from torchpipe_py.wire.errors import Bound
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
@@ -64,7 +64,7 @@ class RpcCall:
                 self.watched = data
             if server.held_bytes > server.options.max_held_bytes:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
-            message = parsed(method.args, data, server.options.max_items, server.text)
+            message = parse_message(method.args, data, server.options.max_items, server.text)
             request = RpcRequest(message, *_metadata_of(context), server.is_ending)
             call.start(server.loop, method, request, server.counters.is_logging)
         except BaseException as error:  # others' requests are here

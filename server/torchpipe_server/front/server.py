@@ -25,10 +25,10 @@ logger = logging.getLogger("torchpipe_server")
 # Below malloc's threshold for mapping memory. It also bounds what one round of the loop reads of a connection.
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
-# Clients that retry refusals at once would leave no time for the requests in work. Theirs are answered at this pace.
+# Refused clients that retry at once are answered at this rate, or they starve admitted requests.
 REFUSAL_SECONDS, REFUSALS_AT_ONCE = 0.002, 500
-IN_TIME = 0.8  # share of the time to its deadline that a refusal waits at most: it must still reach the client
-PACED_SECONDS = 1.0  # the most that a refusal waits, and how soon after the last one a client has to come back
+DEADLINE_SHARE = 0.8  # a refusal waits for this share of the time to its deadline at most, to reach the client in time
+PACED_SECONDS = 1.0  # longest wait of a refusal; a client that comes back later is not paced
 
 
 class Server:
@@ -54,7 +54,7 @@ class Server:
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
         self.is_draining = False
-        self._refusal_at = 0.0  # of the last client that had come back
+        self._refusal_at = 0.0  # when the last paced refusal is due
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -86,12 +86,12 @@ class Server:
             self._connections.discard(connection)
             self._on_gone(connection.slot, is_closed)
 
-    def let_leave(self, connection: Connection) -> None:
-        """Let an idle connection go: close it, or give it up to another process."""
+    def close_or_hand_over(self, connection: Connection) -> None:
+        """Close an idle connection in a drain; otherwise give it up to another process."""
         if not self.is_draining:
             connection.abandon()
             self.forget(connection, False)
-        elif not has_unread(connection.sock):  # NOTE: what the client has already sent is read in a moment and answered
+        elif not has_unread(connection.sock):  # NOTE: unread input is read in a moment and answered
             connection.drop()
 
     def close_slowest(self) -> bool:
@@ -129,7 +129,7 @@ class Server:
             earliest = max(self._refusal_at, now - REFUSALS_AT_ONCE * REFUSAL_SECONDS)
             latest = now + min(PACED_SECONDS, self.options.drain_seconds / 2)  # before a drain that begins now ends
             at = self._refusal_at = min(earliest + REFUSAL_SECONDS, latest)
-            at = min(at, now + IN_TIME * ((deadline or inf) - perf_counter()))
+            at = min(at, now + DEADLINE_SHARE * ((deadline or inf) - perf_counter()))
         connection.paced_until = max(at, now) + PACED_SECONDS
         return at - now
 
@@ -221,9 +221,9 @@ class Server:
         limit = self.options.max_held_bytes
         if self.held_bytes <= limit:
             return
-        held = {connection: connection.held_bytes for connection in self._connections}
-        self.held_bytes = sum(held.values())
-        largest = sorted(held, key=held.__getitem__, reverse=True) if self.held_bytes > limit else []
+        sizes = {connection: connection.held_bytes for connection in self._connections}
+        self.held_bytes = sum(sizes.values())
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True) if self.held_bytes > limit else []
         for connection in largest:
             if self.held_bytes <= limit:
                 break
@@ -231,7 +231,7 @@ class Server:
                 connection.drop()
             elif connection.reader.pending_bytes:
                 connection.refuse(ProtocolError(Overloaded.code, f"more than {limit} bytes of unanswered messages"))
-            self.held_bytes -= held[connection] - (0 if connection.state is CLOSED else connection.held_bytes)
+            self.held_bytes -= sizes[connection] - (0 if connection.state is CLOSED else connection.held_bytes)
 
 
 def has_unread(sock: socket.socket) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
-from torchpipe_py.methods.many import Turns
+from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, TraceFields, trace_fields
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.wire.errors import ReplyTooLargeError, report
@@ -24,11 +24,11 @@ class InferenceHandler:
 
     def __init__(
         self, run: pipe, idl: Any, deadlines: Deadlines | None = None, max_batch: int = 256,
-        max_reply_bytes: int = 64 * 2**20, turns: Turns | None = None,
+        max_reply_bytes: int = 64 * 2**20, admission: FairAdmission | None = None,
     ) -> None:  # fmt: skip
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
-        self._turns = turns or Turns(run)
+        self._admission = admission or FairAdmission(run)
         self._service = idl.InferenceService
         self.methods: Mapping[str, Method] = {
             "ping": Method(self._service.ping_args, self._ping),
@@ -79,7 +79,7 @@ class InferenceHandler:
         more = {"priority": priority} if priority else {}
         items = [{"data": item.data, **more} for item in params]
         seconds = self._deadlines.seconds(args.deadline_ms, priority)
-        return self._turns.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
+        return self._admission.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
 
     def _infer(self, args: Any, done: Done) -> Cancellable:
         request = _given(args, "request")

@@ -56,7 +56,7 @@ class HttpReader:
         self._methods, self._body_bytes = methods, body_bytes
         self._data, self._at = b"", 0  # received bytes, and the index of the first unread one
         self._request: HttpRequest | None = None  # with its head read, its body not yet
-        self._method = ""  # of the request whose head is being checked
+        self._method = ""  # known before all of the head is checked
         self._head_size = 0
         self._body: bytes | bytearray = b""
         self._left = 0  # unread bytes of the body or of its chunk
@@ -176,15 +176,15 @@ class HttpReader:
 
     def _find_end(self) -> int | None:
         """The end of the head or the trailers that begin here; ``None`` if it has not arrived."""
-        found = _HEAD_END.search(self._data, self._at, self._at + MAX_HEAD_BYTES)
-        size = (found.end() if found else len(self._data)) - self._at
+        match = _HEAD_END.search(self._data, self._at, self._at + MAX_HEAD_BYTES)
+        size = (match.end() if match else len(self._data)) - self._at
         if size > MAX_HEAD_BYTES:
             if self._data.find(b"\n", self._at, self._at + MAX_HEAD_BYTES) < 0:
                 raise HttpError(414, f"a target of more than {MAX_HEAD_BYTES} bytes")
             raise HttpError(431, f"a head of more than {MAX_HEAD_BYTES} bytes")
         if self._data.count(b"\n", self._at, self._at + size) > MAX_FIELDS + 2:
             raise HttpError(431, f"a request has {MAX_FIELDS} header fields at most")
-        return found.end() if found else None
+        return match.end() if match else None
 
     def _read_bytes(self) -> bool:
         """Read available bytes of the body or its chunk; returns whether it is complete."""

@@ -18,9 +18,9 @@ from torchpipe_py.wire import answers
 from torchpipe_server.wire.errors import ProtocolError
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4
-NAME_BYTES = 255  # of a method's name
+NAME_BYTES = 255  # limit of a method's name
 
-_length = Struct(">I")  # of a frame
+_frame_length = Struct(">I")
 
 
 class Framing(NamedTuple):
@@ -79,7 +79,7 @@ def detect(buffer: bytes | bytearray) -> Framing | None:
         raise ProtocolError("not_thrift", "a stream that begins with a zero length")
     if len(start) < 5:
         return None
-    length, fifth = _length.unpack_from(start)[0], start[4]
+    length, fifth = _frame_length.unpack_from(start)[0], start[4]
     framed = {0x80: "binary", 0x82: "compact", 0x00: "binary_old"}  # binary_old begins with the length of a name
     if fifth in framed:
         return Framing(True, framed[fifth])
@@ -119,4 +119,4 @@ def _encode(message: Message, payload: Any) -> bytes:
     protocol.write_message_begin(message.name, kind, seqid)
     protocol.write_struct(payload)
     body: bytes = transport.getvalue()
-    return _length.pack(len(body)) + body if framed else body
+    return _frame_length.pack(len(body)) + body if framed else body

@@ -77,7 +77,9 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     usual = Inference(
         run, stem, options.deadline_ms, options.max_batch, text, reply, control, options.repository_control
     )
-    thrift = InferenceHandler(run, load_idl(), usual.deadlines, options.max_batch, options.max_reply_bytes, usual.turns)
+    thrift = InferenceHandler(
+        run, load_idl(), usual.deadlines, options.max_batch, options.max_reply_bytes, usual.admission
+    )
     page = [] if options.no_page else PageHandler(run, usual.models.all(), usual.deadlines, options).routes
     routes = Routes([*usual.routes, *page], options.elsewhere)
     return Served(thrift.methods, routes, () if options.grpc_port < 0 else usual.rpcs())

@@ -98,9 +98,9 @@ def test_a_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -
     connection.connection_made(transport)
     connection.turn, connection.call = ANSWERING, Call(connection, FIRST, 1)
     connection.leave()
-    assert not owner.let_leave.called
+    assert not owner.close_or_hand_over.called
     connection.answered(connection.call, b"loaded", 0.0)
     steps = [name for name, *_ in transport.mock_calls if name in ("pause_reading", "write", "resume_reading")]
     assert steps == ["pause_reading", "write"]
     connection.advance()
-    owner.let_leave.assert_called_once_with(connection)
+    owner.close_or_hand_over.assert_called_once_with(connection)

@@ -108,7 +108,7 @@ def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None
         supervisor.loop.close()
 
 
-class SlowCall:
+class SlowStream:
     """A client that takes what it ``has_room`` for."""
 
     def __init__(self) -> None:
@@ -126,32 +126,31 @@ class SlowCall:
         self.written += b"(ended)"
 
 
-def test_a_slow_client_loses_the_oldest_events_and_is_told_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_client_loses_oldest_events_and_gets_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVENTS_WAITING", 2)
-    loop, reader, call = new_loop(is_fast=False), Reader(), SlowCall()
+    loop, reader, stream = new_loop(is_fast=False), Reader(), SlowStream()
     shared: Any = SharedStreams(loop, "cameras.toml", {"a": {}})
     shared.share_out("first", {reader: 0})
-    follow = SimpleNamespace(call=call)
-    monkeypatch.setattr(module, "Call", SimpleNamespace(of=lambda done: done.call))
-    subscriber: Subscriber = shared.subscribe("a", b"head\n", follow)
+    subscriber: Subscriber = shared.subscribe("a", b"head\n")
+    subscriber.attach(stream)
     assert reader.watched == ["a"]
     shared.receive(reader, Event("a", "0", 0))
     shared.receive(Reader(), Event("a", "of who does not read it", 0))
-    call.has_room = False
+    stream.has_room = False
     for number in range(1, 6):
         shared.receive(reader, Event("a", str(number), int(number == 4)))
-    assert call.written == b"head\n: results of frames\n\ndata: 0\n\n"
-    call.has_room, call.written = True, b""
+    assert stream.written == b"head\n: results of frames\n\ndata: 0\n\n"
+    stream.has_room, stream.written = True, b""
     subscriber.write_more()
-    assert call.written == b'event: lost\ndata: {"lost": 4}\n\ndata: 4\n\ndata: 5\n\n'
+    assert stream.written == b'event: lost\ndata: {"lost": 4}\n\ndata: 4\n\ndata: 5\n\n'
     monkeypatch.setattr(module, "MOST_SUBSCRIBERS", 1)
     with pytest.raises(module.NoStreamError, match="1 client follow"):
-        shared.subscribe("a", b"", follow)
+        shared.subscribe("a", b"")
     subscriber.cancel()
     assert reader.watched == []
-    shared.subscribe("a", b"", follow)
+    shared.subscribe("a", b"").attach(stream)
     shared.close()
-    assert call.written.endswith(b"event: end\ndata: {}\n\n(ended)")
+    assert stream.written.endswith(b"event: end\ndata: {}\n\n(ended)")
     turn(loop)
     loop.close()
 

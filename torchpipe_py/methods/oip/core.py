@@ -1,4 +1,4 @@
-"""What the protocol's methods do, whatever carries them: HTTP and gRPC only read requests and write answers."""
+"""The protocol's methods, for any transport: HTTP and gRPC only read requests and write answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import Overloaded, TorchpipeError, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY
-from torchpipe_py.methods.many import Turns
+from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import NO_SHARED_MEMORY, InferRequest
 from torchpipe_py.methods.oip.results import RESULT, kept, outputs_of
@@ -19,7 +19,7 @@ from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, log_defect
 
-VERSION = "1"  # of a file's model: it is there once
+VERSION = "1"  # a model of a file has only this version
 UNKNOWN_MODEL = "Request for unknown model"  # Triton's words, which its clients look for
 
 
@@ -39,7 +39,7 @@ def shared_memory(region: object) -> None:
 
 
 Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
-"""Does ``load`` or ``unload`` to the model of a name, and gives what came of it as an HTTP status and its JSON.
+"""Runs ``load`` or ``unload`` for a model by its name, and passes on an HTTP status and its JSON.
 
 ``index`` gives ``{"models": […]}``: all of the folder that the models come from.
 """
@@ -54,15 +54,21 @@ class Root:
 
 
 class Model:
-    """What clients call a model: a root of the pipe under a name and a version, and the figures of its requests.
+    """A root of the pipe under a name and a version, and the figures of its requests.
 
     ``node_name`` is what the pipe calls the root; without it requests may name one.
     """
 
     def __init__(
-        self, name: str, version: str, run: pipe, deadlines: Deadlines, turns: Turns, node_name: str | None = None
+        self,
+        name: str,
+        version: str,
+        run: pipe,
+        deadlines: Deadlines,
+        admission: FairAdmission,
+        node_name: str | None = None,
     ) -> None:
-        self.name, self.version, self.pipe, self.deadlines, self.turns = name, version, run, deadlines, turns
+        self.name, self.version, self.pipe, self.deadlines, self.admission = name, version, run, deadlines, admission
         self.node_name, self.figures = node_name, metadata.Figures()
         self._roots: dict[str | None, Root] = {}
 
@@ -71,7 +77,7 @@ class Model:
         return all(node["alive"] for node in self.stats(stats)["nodes"].values())
 
     def stats(self, stats: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of the pipe's, those that are the model's."""
+        """The part of the pipe's statistics that is about the model's nodes."""
         if self.node_name is None:
             return stats
         own = self.pipe.nodes_of(self.node_name)
@@ -80,20 +86,20 @@ class Model:
         return {**stats, "nodes": nodes, "admitted": nodes[own[0]]["requests"]}
 
     def entered(self, node_name: str | None) -> str | None:
-        """The root that a request enters which names this one. ``UnknownNode`` where that is not the model's."""
+        """The root that a request enters that names ``node_name``. Raises ``UnknownNode`` if it is not the model's."""
         if self.node_name is None or node_name in (None, self.node_name):
             return self.node_name or node_name
         raise UnknownNode(f"model {self.name!r} is the root {self.node_name!r}, not {node_name[:80]!r}")
 
     def root(self, node_name: str | None) -> Root:
-        """The one that a request names; ``UnknownNode`` if there is no such root, or several and none is named."""
+        """The root that a request names. Raises ``UnknownNode`` for an unknown one, or several and none is named."""
         root = self._roots.get(node_name)
         if root is None:
             root = self._roots[node_name] = Root(self.pipe.signature(node_name))
         return root
 
     def signature(self, node_name: str | None) -> Signature | None:
-        """Of the root of this name; ``None`` without a name, if there are several roots."""
+        """The signature of the root of this name; ``None`` without a name, if there are several roots."""
         name = self.entered(node_name)
         try:
             return self.pipe.signature(name)
@@ -115,15 +121,15 @@ class Models:
         self._latest = {model.name: model for model in (*others, *models)}
 
     def all(self) -> Sequence[Model]:
-        """Each version of each model."""
+        """All models, each version."""
         return self._listed
 
     def versions(self, name: str) -> list[str]:
-        """Of a model, in ascending order."""
+        """The versions of a model, in ascending order."""
         return [version for model, version in self._models if model == name]
 
     def find(self, name: str, version: str = "") -> Model:
-        """An empty version is the latest. ``RouteError`` for a model, or a version of it, that does not exist."""
+        """The model; an empty version is the latest. Raises ``RouteError`` for an unknown model or version."""
         model = self._models.get((name, version)) if version else self._latest.get(name)
         if model is not None:
             return model
@@ -134,19 +140,19 @@ class Models:
         raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} version {version[:40]!r} is not found; {valid}")
 
 
-def models_of(run: pipe, stem: str, deadlines: Deadlines, turns: Turns) -> Models:
-    """Each root that requests may enter; that of a file with one root goes by the file's name, ``stem``, too."""
-    roots = [Model(each.name, each.version, run, deadlines, turns, each.node_name) for each in run.models]
+def models_of(run: pipe, stem: str, deadlines: Deadlines, admission: FairAdmission) -> Models:
+    """The models of a pipe: its roots. The only root of a file also goes by the file's name, ``stem``."""
+    roots = [Model(each.name, each.version, run, deadlines, admission, each.node_name) for each in run.models]
     if any(each.root != each.name for each in run.models):
         return Models(roots)
-    file = [Model(stem, VERSION, run, deadlines, turns)]
+    file = [Model(stem, VERSION, run, deadlines, admission)]
     return Models(roots, file) if len(roots) > 1 else Models(file, roots)
 
 
 class Codec(Protocol):
-    """What writes answers of inference in the form that its clients read; called on any thread.
+    """Writes answers of inference in the form that its clients read; called on any thread.
 
-    ``is_binary`` is how outputs come that nobody wants otherwise.
+    ``is_binary`` is the default form of outputs.
     """
 
     @property
@@ -185,19 +191,19 @@ class OpenInference:
         return metadata.model(model.name, self.models.versions(name), model.signature(node_name))
 
     def config(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
-        """The same in Triton's form of a configuration."""
+        """The model's configuration in Triton's form."""
         model = self.models.find(name, version)
         return metadata.config(model.name, model.signature(node_name), self.items)
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
-        """Of the model, or without a name of all."""
+        """The statistics of the model, or without a name of all models."""
         models = self._named(name, version)
         stats = models[0].pipe.stats()
         summaries = [model.figures.summary(model.name, model.version, model.stats(stats)) for model in models]
         return {"model_stats": summaries}
 
     def index(self, is_ready: bool, done: Callable[[list[dict[str, Any]]], object]) -> None:
-        """Give ``done`` the models that are served and, unless ``is_ready``, those that the folder has besides."""
+        """Report served models to ``done``; with ``is_ready`` false also unloaded ones."""
         if is_ready or self._folder is None:
             done(self._served())
             return
@@ -254,7 +260,7 @@ class OpenInference:
         try:
             if count == 1:
                 return model.pipe.dispatch(items[0], finish_one, seconds)
-            return model.turns.gather(items, seconds, partial(_outcome, asked), finish)
+            return model.admission.gather(items, seconds, partial(_outcome, asked), finish)
         except BaseException:  # it was not let in
             model.figures.add(count, began, False)
             raise
@@ -283,7 +289,7 @@ class OpenInference:
 
 
 def _outcome(asked: InferRequest, data: dict[str, Any], error: BaseException | None) -> Any:
-    """What of an item is kept until the others are finished: its outputs, or its error."""
+    """The outputs of an item, or its error, which are kept until the other items are finished."""
     if error is not None:
         return error
     try:
@@ -293,7 +299,7 @@ def _outcome(asked: InferRequest, data: dict[str, Any], error: BaseException | N
 
 
 def _of_item(error: BaseException, index: int, count: int) -> BaseException:
-    """The error, and of several items which one it is."""
+    """The error of an item; among several items it names its index."""
     if count == 1 or not isinstance(error, TorchpipeError):
         return error
     failure = TorchpipeError(f"item [{index}] of {count}: {describe_error(error)}")

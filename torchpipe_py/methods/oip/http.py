@@ -116,7 +116,7 @@ def read_infer(
 
 
 def _json_size(given: str, size: int) -> int:
-    """Bytes of JSON in a body of ``size``, from the header."""
+    """The number of bytes of JSON in a body of ``size``, from the header."""
     is_number = given.isascii() and given.isdigit() and len(given) <= 12
     if not is_number or int(given) > size:
         raise InvalidRequest(f"{HEADER_LENGTH} {given[:40]!r}; the body has {size} bytes")
@@ -132,7 +132,7 @@ def read_index(body: bytes) -> bool:
 
 
 def read_parameters(body: bytes, most: Bound) -> dict[str, Any]:
-    """Those of a request to load a model; raises what is wrong with it."""
+    """The parameters of a request to load a model. Raises ``InvalidRequest``."""
     try:
         return msgspec.convert(parse_json(body, most), _LoadAsked).parameters
     except msgspec.ValidationError as error:
@@ -192,7 +192,7 @@ class Templates:
         }  # fmt: skip
 
     def answer(self, value: Any) -> HttpAnswer | None:
-        """``None`` for another result."""
+        """The answer; ``None`` for another result."""
         kind = type(value)
         start = self._starts.get(kind)
         if start is None:

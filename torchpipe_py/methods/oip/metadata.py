@@ -21,16 +21,16 @@ SERVER = {
         *("binary_tensor_data", "classification", "model_configuration", "model_repository", "parameters", "statistics")
     ],
 }
-"""``GET /v2``."""
+"""The answer of ``GET /v2``."""
 
 
 def model(name: str, versions: Sequence[str], signature: Signature | None) -> dict[str, Any]:
-    """``GET /v2/models/{model}``. Inputs and outputs are empty where the request has to name a root."""
+    """The answer of ``GET /v2/models/{model}``, without inputs and outputs if the request has to name a root."""
     return {"name": name, "versions": list(versions), "platform": PLATFORM, **_declared(signature)}
 
 
 def config(name: str, signature: Signature | None, most: int) -> dict[str, Any]:
-    """``GET /v2/models/{model}/config``: the part of Triton's that means something here; shapes without the batch."""
+    """The answer of ``GET /v2/models/{model}/config``: Triton's members that apply; shapes without the batch."""
     declared = _declared(signature)
     return {
         "name": name,
@@ -54,7 +54,7 @@ def _declared(signature: Signature | None) -> dict[str, list[dict[str, Any]]]:
 
 
 def _undeclared(name: str, shape: list[int]) -> list[dict[str, Any]]:
-    """Where the backends do not say: bytes, and JSON for what is neither numbers nor a text."""
+    """The tensor of backends that declare none: bytes, and JSON for values that are neither numbers nor text."""
     parameters = {"declared": False, "content_type": "application/json"}
     return [{"name": name, "datatype": BYTES, "shape": shape, "parameters": parameters}]
 
@@ -78,7 +78,7 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layout(tensor: Mapping[str, Any]) -> str:
-    """Where an image of 1, 3 or 4 channels has them."""
+    """The place of the channels of an image of 1, 3 or 4 channels."""
     shape = tensor["shape"]
     if len(shape) != 4 or not {shape[1], shape[3]} & {1, 3, 4}:
         return "FORMAT_NONE"
@@ -86,7 +86,7 @@ def _layout(tensor: Mapping[str, Any]) -> str:
 
 
 class Figures:
-    """How many requests succeeded and failed, and how long they took; any thread may add to it."""
+    """Counts and times of requests that succeeded or failed; any thread may add to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class Figures:
         self._last = 0.0
 
     def add(self, items: int, began: float, is_success: bool) -> None:
-        """A request of so many items, which began at this time of ``perf_counter``, is over."""
+        """Add a finished request of so many items, which began at this time of ``perf_counter``."""
         requests, ns = self._requests["success" if is_success else "fail"], int(1e9 * (perf_counter() - began))
         with self._lock:
             requests["count"] += 1

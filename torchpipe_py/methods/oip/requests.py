@@ -1,4 +1,4 @@
-"""What an inference request asks for, whatever carries it."""
+"""Inference requests, over any transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
 _DATA, _RESULT = "data", "result"
 MOST_ITEM_VALUES = 2**12
-"""Of one request: items of each input, and of ``BYTES`` elements. Each costs the same, however small."""
+"""Limit of one request's items of all inputs, and elements of ``BYTES``. Each costs the same, however small."""
 NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
 
 Row = dict[str, Any]
@@ -51,7 +51,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)")
 
 
 class InferLimits(NamedTuple):
-    """``text`` bounds JSON, ``items`` the batch of one request."""
+    """Limits of a request: ``text`` bounds JSON, ``items`` the batch."""
 
     text: Bound
     items: int
@@ -75,7 +75,7 @@ class Wanted(NamedTuple):
 
 
 class InferRequest(msgspec.Struct):
-    """``outputs`` is empty if all are wanted; then ``is_binary`` says in which form."""
+    """A checked request. ``outputs`` is empty if all are wanted; then ``is_binary`` is their form."""
 
     id: str | None
     rows: list[Row]
@@ -114,7 +114,7 @@ def infer_request(
     id: str | None, options: Options | None, inputs: Sequence[Given], outputs: Sequence[Wanted], most: int,
     is_binary: bool, deadline_ms: float | None = None, priority: int = 0,
 ) -> InferRequest:  # fmt: skip
-    """The request; raises what is wrong with it. ``most`` bounds the batch.
+    """Check a request. Raises ``InvalidRequest``. ``most`` bounds the batch.
 
     ``deadline_ms`` and ``priority`` are those that the options may change.
     """
@@ -144,7 +144,7 @@ def options_of(
 
 
 def refuse(error: msgspec.ValidationError, known: Sequence[str], where: str = "the request") -> NoReturn:
-    """``InvalidRequest`` for what msgspec found wrong; ``known`` are the parameters that there are."""
+    """Raise ``InvalidRequest`` for an error of msgspec; ``known`` are the valid parameters."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
     if unknown is not None:
@@ -158,7 +158,7 @@ def refuse(error: msgspec.ValidationError, known: Sequence[str], where: str = "t
 
 
 def check_load(name: str, parameters: Mapping[str, Any] | None) -> None:
-    """``InvalidRequest`` for Triton's parameters of a load, which change the model: it is what its file says."""
+    """Refuse Triton's load parameters: they would override the file."""
     for parameter in parameters or ():
         raise InvalidRequest(f"failed to load {name[:80]!r}: no parameter {parameter[:40]!r}; change its TOML file")
 
@@ -200,10 +200,10 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
 
 
 def _item(row: Row, names: Sequence[str]) -> Row:
-    held = {name: row[name] for name in names if name in row}
-    if not held:
+    inputs = {name: row[name] for name in names if name in row}
+    if not inputs:
         other = next(iter(row))[:40]
         raise InvalidRequest(f"unknown input {other!r}; {nearest(other, names or [_DATA])}")
-    item = {name: value for name, value in row.items() if name not in held}
-    item[_DATA] = held if len(names) > 1 else held[names[0]]
+    item = {name: value for name, value in row.items() if name not in inputs}
+    item[_DATA] = inputs if len(names) > 1 else inputs[names[0]]
     return item

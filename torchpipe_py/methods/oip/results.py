@@ -1,4 +1,4 @@
-"""What a pipe made of the items of a request, as tensors of its answer."""
+"""A pipe's results of the items of a request, as tensors of its answer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MOST_FLOAT32 = 3.4e38
 
 
 def kept(data: Mapping[str, Any], request: InferRequest) -> dict[str, Any]:
-    """What of an item's dict the answer is made of; raises what is under ``error`` where that is not there."""
-    found = {output.name: data[output.name] for output in request.outputs if output.name in data}
-    if len(found) < len(request.outputs) or not found:
-        found[RESULT] = output_of(data, RESULT)
-    return found
+    """The values of an item's dict that the answer needs. Raises the dict's ``error`` if one is missing."""
+    values = {output.name: data[output.name] for output in request.outputs if output.name in data}
+    if len(values) < len(request.outputs) or not values:
+        values[RESULT] = output_of(data, RESULT)
+    return values
 
 
 def outputs_of(
@@ -37,7 +37,7 @@ def outputs_of(
         made = {output.name: output for output in _of_results([item[RESULT] for item in items], names)}
     if not request.outputs:
         return [(output, request.is_binary) for output in made.values()]
-    found = []
+    outputs = []
     for name, is_binary, classes in request.outputs:
         output = made.get(name)
         if output is None and any(name not in item for item in items):
@@ -46,8 +46,8 @@ def outputs_of(
         if classes:
             labels = next((spec.labels for spec in specs if spec.name == name), ())
             output = _best_classes(output, len(items), classes, labels, made.keys() == {"label", "score"})
-        found.append((output, is_binary))
-    return found
+        outputs.append((output, is_binary))
+    return outputs
 
 
 def _best_classes(output: Output, items: int, most: int, labels: Sequence[str], is_labelled: bool) -> Output:
@@ -65,14 +65,14 @@ def _best_classes(output: Output, items: int, most: int, labels: Sequence[str], 
         )
     if (count := items * min(most, size)) > MOST_ITEM_VALUES:
         raise InvalidRequest(f"output {name[:40]!r}: classification: {count} texts; the limit is {MOST_ITEM_VALUES}")
-    found = []
+    labelled = []
     for row in output.numbers().reshape(items, size):
         best = _largest(row, count // items)
         for number, index in zip(row[best].tolist(), best.tolist(), strict=True):
             text = f"{number:f}:{index}" if isinstance(number, float) else f"{number:d}:{index}"
             label = labels[index] if index < len(labels) else ""
-            found.append(answers.utf8_text(f"{text}:{label}" if label else text))
-    return texts(name, found, [items, count // items])
+            labelled.append(answers.utf8_text(f"{text}:{label}" if label else text))
+    return texts(name, labelled, [items, count // items])
 
 
 def _largest(row: np.ndarray, count: int) -> np.ndarray:
@@ -142,7 +142,7 @@ _SCALARS: Sequence[tuple[str, Any, Any]] = (
 
 
 def _joined(name: str, values: Sequence[Any]) -> Output:
-    """Of one item the array as it is; of several, arrays 1×… of one shape, as N×…."""
+    """One item's array as it is, or arrays 1×… of one shape as N×…."""
     (datatype, first), *others = [numbers(name, value) for value in values]
     if not first.ndim:
         first, others = first[None], [(other, array[None]) for other, array in others]

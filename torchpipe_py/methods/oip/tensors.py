@@ -37,12 +37,12 @@ class Form(NamedTuple):
 
     @property
     def values(self) -> int:
-        """How many objects it becomes: each element of ``BYTES`` is one, and so is an item of numbers."""
+        """The number of objects that it becomes: each element of ``BYTES`` is one, and so is an item of numbers."""
         return math.prod(self.shape) if self.datatype == BYTES else self.shape[0]
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Its place, for messages."""
         return f"input {self.name[:40]!r}: "
 
 
@@ -137,7 +137,7 @@ class Output(NamedTuple):
         return int(self.data.nbytes) if is_binary else NUMBER_BYTES * self.data.size
 
     def to_binary(self) -> bytes:
-        """As ``rows_of`` reads it."""
+        """Its binary form, which ``rows_of`` reads."""
         if isinstance(self.data, list):
             return b"".join([part for element in self.data for part in (_LENGTH.pack(len(element)), element)])
         return np.ascontiguousarray(self.data, self.data.dtype.newbyteorder("<")).tobytes()
@@ -148,7 +148,7 @@ class Output(NamedTuple):
         return (self.data.astype(np.uint32) << 16).view(np.float32) if self.datatype == BF16 else self.data
 
     def to_list(self) -> list[Any]:
-        """As JSON has it, flat; ``NoResult`` for what JSON cannot represent."""
+        """Its elements for JSON, flat. Raises ``NoResult`` for values that JSON cannot represent."""
         array = self.data
         if isinstance(array, list):
             try:
@@ -157,8 +157,8 @@ class Output(NamedTuple):
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         array = self.numbers()
         check_finite(self.name, array, "; ask for it with binary_data")
-        found: list[Any] = array.ravel().tolist()
-        return found
+        elements: list[Any] = array.ravel().tolist()
+        return elements
 
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
@@ -175,5 +175,5 @@ def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:
 
 def texts(name: str, elements: Iterable[bytes], shape: Sequence[int] | None = None) -> Output:
     """A tensor of ``BYTES``, flat unless it has a ``shape``."""
-    held = list(elements)
-    return Output(name, BYTES, [len(held)] if shape is None else shape, held)
+    data = list(elements)
+    return Output(name, BYTES, [len(data)] if shape is None else shape, data)

@@ -38,7 +38,7 @@ def _file_of(symbol: str) -> Any:
 
 
 def reflected(asked: Any) -> dict[str, Any]:
-    """What a ``ServerReflectionRequest`` is answered with."""
+    """The fields of the answer to a ``ServerReflectionRequest``."""
     kind = asked.WhichOneof("message_request")
     if kind == "list_services":
         return {"list_services_response": {"service": [{"name": name} for name in SERVICES]}}

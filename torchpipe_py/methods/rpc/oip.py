@@ -108,13 +108,13 @@ class OipRpcs:
         made: Any = message(method.output_type.full_name)
 
         def start_known(request: RpcRequest, done: Done) -> None:
-            found = answer(request.message) or {}
-            done(RpcAnswer(ParseDict(found, made(), ignore_unknown_fields=True)))
+            fields = answer(request.message) or {}
+            done(RpcAnswer(ParseDict(fields, made(), ignore_unknown_fields=True)))
 
         return Rpc(path, Method(args, start_known, request_id=_request_id))
 
     def _model_ready(self, asked: Any) -> dict[str, Any]:
-        """A model that is not served is not ready, as Triton's clients expect; it is no error."""
+        """A model that is not served is not ready, as Triton's clients expect; it is not an error."""
         try:
             return {"ready": self._core.is_ready(asked.name, asked.version)}
         except RouteError:
@@ -156,8 +156,8 @@ class OipRpcs:
         return {"status": "SERVING" if is_ready else "NOT_SERVING"}
 
     def _watch(self, request: RpcRequest, done: Done) -> None:
-        found = {"status": "NOT_SERVING"} if request.is_ending else self._check(request.message, is_watch=True)
-        done(RpcAnswer(_HealthResponse(**found)))
+        status = {"status": "NOT_SERVING"} if request.is_ending else self._check(request.message, is_watch=True)
+        done(RpcAnswer(_HealthResponse(**status)))
 
     # -- inference ----------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class OipRpcs:
         return self._core.infer(model, self._read(request), self, began, done)
 
     def _infer_in_stream(self, request: RpcRequest, done: Done) -> Cancellable | None:
-        """The same, and an error is an answer as well, after which the stream goes on."""
+        """Infer in a stream: an error is an answer too, after which the stream goes on."""
         asked = request.message
         is_final = bool(asked.parameters.pop(_FINAL).bool_param) if _FINAL in asked.parameters else False
 
@@ -214,7 +214,7 @@ class OipRpcs:
                 raise InvalidRequest(f"{text} for {given.name[:40]!r} for model {model[:80]!r}")
         if raw and len(raw) != len(inputs):
             raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(inputs)} inputs")
-        found: list[Given] = []
+        tensors: list[Given] = []
         for index, given in enumerate(inputs):
             name, shape, parameters, wrong = given.name, given.shape, given.parameters, ""
             if parameters:
@@ -225,8 +225,8 @@ class OipRpcs:
             if wrong:
                 raise InvalidRequest(f"input {name[:40]!r}: {wrong}")
             data = memoryview(raw[index]) if raw else self._contents(given)
-            found.append(Given(name, given.datatype, list(shape), data))
-        return found
+            tensors.append(Given(name, given.datatype, list(shape), data))
+        return tensors
 
     def _contents(self, given: Any) -> list[Any]:
         where, field = f"input {given.name[:40]!r}: ", _CONTENTS.get(given.datatype)
@@ -252,10 +252,10 @@ class OipRpcs:
         if templates is None:
             names = [spec.name for spec in root.outputs]
             templates = self._templates[root] = _Templates(model.name, model.version, names)
-        found = templates.answer(value, asked.outputs)
-        if found is not None and asked.id:
-            found += b"\x1a" + _delimited(asked.id.encode())
-        return None if found is None else RpcAnswer(found)
+        data = templates.answer(value, asked.outputs)
+        if data is not None and asked.id:
+            data += b"\x1a" + _delimited(asked.id.encode())
+        return None if data is None else RpcAnswer(data)
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> RpcAnswer:
         """See ``Codec``."""
@@ -293,7 +293,7 @@ class _Templates:
         }
 
     def answer(self, value: Any, wanted: Sequence[Wanted]) -> bytes | None:
-        """``None`` for another result, or if other outputs are wanted."""
+        """The answer's bytes; ``None`` for another result, or if other outputs are wanted."""
         kind = type(value)
         start = self._starts.get(kind)
         if start is None or (kind is int and not -(2**63) <= value < 2**63):

@@ -1,4 +1,4 @@
-"""Messages of gRPC: read within their bounds, and what an answer or an error is sent as."""
+"""Messages of gRPC, read within their bounds, and the forms of answers and errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     500: grpc.StatusCode.INTERNAL,
 }
-"""By the status that an error has over HTTP."""
+"""Status codes by the status of the error over HTTP."""
 _OWN_CODES = {"not_served": grpc.StatusCode.UNIMPLEMENTED, "cancelled": grpc.StatusCode.CANCELLED}
 PUSHBACK, ERROR_CODE = "grpc-retry-pushback-ms", "error-code"
 """Trailing metadata of an error: when to retry, as gRPC's clients read it, and its code over HTTP."""
 
 
 class WireAnswer(NamedTuple):
-    """``code`` is None for a message, else the error's status, and ``text`` its message."""
+    """An answer as it is sent: ``code`` is None for a message, else the error's status, and ``text`` its message."""
 
     data: bytes
     headers: Mapping[str, str]
@@ -40,7 +40,7 @@ class WireAnswer(NamedTuple):
 
     @classmethod
     def of(cls, method: Method, result: Any, most: Bound) -> WireAnswer:
-        """Of a method's result, or of the exception instead of it."""
+        """Encode a method's result, or the exception in its place."""
         try:
             if isinstance(result, BaseException):
                 result = method.fail(result)
@@ -60,7 +60,7 @@ def _refusal(error: BaseException) -> WireAnswer:
     return WireAnswer(b"", headers, code_of(error), status, answers.utf8_text(failed.body["error"]).decode())
 
 
-def parsed(kind: Any, data: bytes, most: int, text: Bound) -> Any:
+def parse_message(kind: Any, data: bytes, most: int, text: Bound) -> Any:
     """The message of this class; ``InvalidRequest`` if the bytes are not one. See ``check_fields``."""
     if len(data) > text.bytes:
         check_fields(data, kind.DESCRIPTOR, most, text)
