@@ -132,7 +132,7 @@ def test_parts_of_tensors_are_sent_without_the_rest() -> None:
     [(torch.empty(2, device="meta"), "a tensor on device meta"), (torch.eye(2).to_sparse(), "layout")],
 )
 def test_a_tensor_elsewhere_is_refused(tensor: torch.Tensor, message: str) -> None:
-    with pytest.raises(TypeError, match=f"^X: 'data' cannot go to another process: .*{message}"):
+    with pytest.raises(TypeError, match=f"^X: 'data' cannot be pickled: .*{message}"):
         pack_sent([{"data": tensor}], "X")
 
 
@@ -140,9 +140,9 @@ def test_what_cannot_be_pickled_stays_where_it_is() -> None:
     lock = threading.Lock()
     [sent], packed = pack_sent([{"data": 1, "lock": lock, "trans": lambda x: x}], "X")
     assert sent == through(packed)[0] == {"data": 1}
-    with pytest.raises(TypeError, match=r"^X: 'data' cannot go to another process: .*lock"):
+    with pytest.raises(TypeError, match=r"^X: 'data' cannot be pickled: .*lock"):
         pack_sent([{"data": lock}], "X")
-    with pytest.raises(TypeError, match=r"'answer' cannot come back from another process: .*lock"):
+    with pytest.raises(TypeError, match=r"'answer' cannot be pickled: .*lock"):
         pack_outcomes([ItemOutcome({"result": 1, "answer": lock}, {})])
 
 
@@ -232,9 +232,9 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "raised": ({"data": "raise_value_error"}, r".*ValueError: no such value"),
     "stubborn": ({"data": "raise_stubborn"}, r".*StubbornError: two parts"),
     "long": ({"data": "raise_long"}, r".*ValueError: xxx"),
-    "no way back": ({"data": "give_lambda"}, "'answer' cannot come back from another process"),
+    "no way back": ({"data": "give_lambda"}, "'answer' cannot be pickled"),
     "no way there": (
-        {"data": threading.Lock()}, "'data' cannot go to another process: cannot pickle '_thread.lock'",
+        {"data": threading.Lock()}, "'data' cannot be pickled: cannot pickle '_thread.lock'",
     ),
     "a request": ({"data": np.zeros(2**30, np.uint8)}, r"a request of 1073\d+ bytes is too large"),
     "an answer": ({"data": "zeros", "size": 2**30}, r"an answer of 1073\d+ bytes is too large"),

@@ -55,13 +55,13 @@ def backend_of(p: pipe) -> Any:
 
 def ask_in_haste(p: pipe, data: str) -> Data:
     """The same of the decoder that is there, which has no longer than the limit."""
-    keeper = backend_of(p)._keeper
-    assert keeper.max_seconds == WAIT  # as the node says
-    keeper.max_seconds = LIMIT
+    restarter = backend_of(p)._restarter
+    assert restarter.max_seconds == WAIT  # as the node says
+    restarter.max_seconds = LIMIT
     try:
         return ask(p, data)
     finally:
-        keeper.max_seconds = WAIT
+        restarter.max_seconds = WAIT
 
 
 def said(p: pipe, data: str) -> str:
@@ -159,7 +159,7 @@ ENDS = {
     "abort": "killed by signal 6",
     "leave": "exit status 3",
     "say 00": "gave an answer of kind 0, 1 bytes and was ended",
-    "say other number": "gave an answer that nobody has asked for and was ended",
+    "say other number": "gave an answer without a request and was ended",
 }
 
 

@@ -208,7 +208,7 @@ def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_
     with workers_of(shared(register(gate.backend))) as (worker,), gate:
         held = gate.hold(worker.pipe, {"data": "held"})
         if not has_slot:
-            worker.engine._ahead = 0
+            worker.engine.most = 0
         ended: list[Any] = []
         given_up = worker.pipe.dispatch({"data": "given up"}, lambda data, error: ended.append(error))
         eventually(lambda: queued(worker.server) == has_slot)
@@ -377,7 +377,7 @@ def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
         def meets() -> bool:
             ours, theirs = socket.socketpair()
             server.attach(ours)
-            return engine.meet(theirs)
+            return engine.attach_and_wait(theirs)
 
         with monkeypatch.context() as patch:
             patch.setattr(module, call, fail)

@@ -37,7 +37,7 @@ from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.control.basic import Identity, Sequential
 from torchpipe_py.errors import WorkerTraceback
 from torchpipe_py.plan.binding import FilterPlan
-from torchpipe_py.proc import backends, child
+from torchpipe_py.proc import backends, child, restarter
 from torchpipe_py.proc.backends import Process
 
 Data = dict[str, Any]
@@ -254,7 +254,7 @@ def test_close_closes_the_backend_and_ends_the_worker(tmp_path: Path) -> None:
 
 
 def test_close_of_a_worker_that_hangs_or_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(restarter, "CLOSE_SECONDS", 0.1)
     for file, number in (("hang", 0), ("stopped", signal.SIGSTOP), ("gone", signal.SIGKILL)):
         closing = backend(process_backends.Closing, file=str(tmp_path / file))
         closing.setup()
@@ -373,13 +373,13 @@ def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type, mon
     monkeypatch.setattr(backends, "loaded_torch", lambda: None)  # importing it takes each process two seconds
     with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
         backend = p._runtime.nodes["node"].instances[0].backend
-        assert backend._keeper.max_seconds == WAIT
+        assert backend._restarter.max_seconds == WAIT
         pid = p({"data": "pid"})["result"][0]
         os.kill(pid, signal.SIGSTOP)
-        backend._keeper.max_seconds = 0.2
+        backend._restarter.max_seconds = 0.2
         with pytest.raises(WorkerDied, match=r"took longer than 0\.2 s and was ended"):
             p({"data": "pid"})
-        backend._keeper.max_seconds = WAIT
+        backend._restarter.max_seconds = WAIT
         assert p({"data": "pid"})["result"][0] != pid
 
 

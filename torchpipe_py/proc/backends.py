@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
@@ -16,13 +15,13 @@ from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
 from torchpipe_py.backends.image.mat import encoded_bytes
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
-from torchpipe_py.errors import BackendError, BackendUnavailable, ConfigError, WorkerDied, log_failure
+from torchpipe_py.errors import BackendError, ConfigError, WorkerDied, log_failure
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.proc import raw
-from torchpipe_py.proc.child import Child, Keeper, launch
 from torchpipe_py.proc.codec import loaded_torch, pack_sent, take_outcome
-from torchpipe_py.proc.link import Room
+from torchpipe_py.proc.link import Room, require_machine
 from torchpipe_py.proc.pool import Call, Pool
+from torchpipe_py.proc.restarter import LinkedChild, Restarter, launch
 from torchpipe_py.proc.setup import Setup, is_loading_main, main_source, pickle_plan
 from torchpipe_py.proc.zygote import Limits, Zygote
 from torchpipe_py.values import to_float, to_int
@@ -38,7 +37,7 @@ START_SECONDS = 60.0
 READY_SECONDS = 30.0
 """Time limit for setting up a forked decoder."""
 
-ROOM = Room(slots=16, slot_bytes=2**30, kept_bytes=2**22)
+ROOM = Room(slots=1, slot_bytes=2**30, kept_bytes=2**22)
 
 
 class Process(HandOverBackend):
@@ -66,28 +65,27 @@ class Process(HandOverBackend):
         super().__init__(config)
         self._colors: tuple[str | None, ...] = ()
         self._range, self._signature = (1, 1), Signature()
-        self._pool: Pool = config.shared.get(Pool, lambda: Pool(in_place=not config.reaches_caller))
+        self._pool: Pool = config.shared.get(Pool, Pool)
         start = partial(self._start, START_SECONDS)
-        self._keeper = Keeper(config.label, Pool(), start, self.max_seconds)
+        self._restarter = Restarter(config.label, Pool(), start, self.max_seconds)
 
     def prefer_color(self, color: str | None) -> str | None:
         self._colors = (color,)
         return self.config.children[0].prefer_color(color)
 
     def setup(self) -> None:
-        if not hasattr(os, "eventfd"):
-            raise BackendUnavailable(f"{self.config.label} needs Linux")
+        require_machine(self.config.label)
         if is_loading_main():
             raise ConfigError(
                 f"{self.config.label}: a worker process imports the main script for a class that stands in it, and "
                 'the script starts a pipe when imported: put that under `if __name__ == "__main__":`'
             )
         self._setup = describe(self.config, self._colors, self.max_memory)
-        self._keeper.enter(self._start(None))
+        self._restarter.enter(self._start(None))
 
     def forward(self, items: list[Data]) -> None:
         sent, packed = pack_sent(items, self.config.label)
-        outcomes = self._keeper.call(packed, len(items))
+        outcomes = self._restarter.call(packed, len(items))
         for item, of_it, outcome in zip(items, sent, [outcomes] if len(items) == 1 else outcomes, strict=True):
             error = take_outcome(item, of_it, outcome)
             if error is not None:
@@ -109,21 +107,21 @@ class Process(HandOverBackend):
         self._pool.ask(call)
 
     def keep(self) -> None:
-        self._keeper.move(self._pool)
-        while not self._keeper.is_idle():
+        self._restarter.move(self._pool)
+        while not self._restarter.is_idle():
             try:
-                self._keeper.serve(self._keeper.is_idle)
+                self._restarter.serve(self._restarter.is_idle)
             except Exception as error:
-                log_failure("what comes from a worker process cannot be taken", error)
+                log_failure("cannot read a message from a worker process", error)
 
     def stop(self) -> None:
         self._pool.close()
 
     def running_since(self) -> float:
-        return self._keeper.running_since() if self._keeper.pool is self._pool else 0.0
+        return self._restarter.running_since() if self._restarter.pool is self._pool else 0.0
 
     def close(self) -> None:
-        child = self._keeper.leave()
+        child = self._restarter.leave()
         if child is not None:
             child.close()
 
@@ -145,11 +143,11 @@ class Process(HandOverBackend):
     def is_large(self, item: Data) -> bool:
         return self.config.children[0].is_large(item)
 
-    def _start(self, seconds: float | None) -> Child:
+    def _start(self, seconds: float | None) -> LinkedChild:
         # NOTE: checked each time, since PyTorch may be imported after the first process was started.
         takes_tensors = bool(self.max_seconds or self.max_memory) and loaded_torch() is not None
         setup = replace(self._setup, takes_tensors=takes_tensors)
-        child = Child(self.config.label, self.config.instance, launch, ROOM)
+        child = LinkedChild(self.config.label, self.config.instance, launch, ROOM)
         self._range, self._signature = child.set_up(setup, seconds)
         return child
 
@@ -179,19 +177,18 @@ class Isolated(ItemBackend):
         super().__init__(config)
         self._colors: tuple[str | None, ...] = ()
         self._zygote: Zygote | None = None
-        self._keeper = Keeper(config.label, Pool(read=raw.read), self._start, self.max_seconds)
+        self._restarter = Restarter(config.label, Pool(read=raw.read), self._start, self.max_seconds)
 
     def prefer_color(self, color: str | None) -> str | None:
         self._colors = (color,)
         return self.config.children[0].prefer_color(color)
 
     def setup(self) -> None:
-        if sys.platform != "linux":
-            raise BackendUnavailable(f"{self.config.label}: processes for decoders need Linux")
+        require_machine(self.config.label)
         setup = describe(replace(self.config, instance=0), self._colors, argv=(), main={})
         self._zygote = self.config.shared.get((Zygote, setup.pickled), lambda: Zygote(self.config.label, setup))
         self._zygote.enter()
-        self._keeper.enter(self._start())
+        self._restarter.enter(self._start())
 
     def signature(self) -> Signature:
         return ENCODED_IMAGE
@@ -205,7 +202,7 @@ class Isolated(ItemBackend):
             answer = raw.Refusal("DecodeError", f"{encoded.size} bytes are more than max_memory has room for")
         else:
             try:
-                answer = self._keeper.call(raw.pack_encoded(encoded), 1)
+                answer = self._restarter.call(raw.pack_encoded(encoded), 1)
             except WorkerDied as error:
                 logger.warning("%s", error)
                 item[TASK_ERROR_KEY] = error
@@ -220,20 +217,22 @@ class Isolated(ItemBackend):
             item[TASK_ERROR_KEY] = problem
 
     def close(self) -> None:
-        self._keeper.leave()  # the child ends with the process that it was forked from
+        child = self._restarter.leave()
+        if child is not None:
+            child.release()
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.leave()
 
-    def _start(self) -> Child:
+    def _start(self) -> LinkedChild:
         assert self._zygote is not None
         config, limits = self.config, Limits(self.max_seconds, self.max_memory)
         fork = partial(self._zygote.fork, config.instance, limits)
-        child = Child(config.label, config.instance, fork, raw.room_for(self.max_memory * 2**20))
-        told = child.set_up(None, READY_SECONDS, raw.read)
-        if told.raised:
-            raise child.ended(f"does not start: {told.name}: {told.message}")
-        if config.instance == 0 and told.message != raw.FILTERED:
+        child = LinkedChild(config.label, config.instance, fork, raw.room_for(self.max_memory * 2**20))
+        ready = child.set_up(None, READY_SECONDS, raw.read)
+        if ready.raised:
+            raise child.kill_and_describe(f"does not start: {ready.name}: {ready.message}")
+        if config.instance == 0 and ready.message != raw.FILTERED:
             logger.warning("%s: this system filters no system calls; only limits confine a decoder", config.label)
         return child
 

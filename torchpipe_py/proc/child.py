@@ -1,4 +1,4 @@
-"""The parent's side of a child process: how it is started, the link to it, and how it ends."""
+"""Child processes, seen from their parent: how they are started, how they talk, how their end is noticed."""
 
 from __future__ import annotations
 
@@ -10,34 +10,15 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from math import inf
-from multiprocessing import spawn
-from time import perf_counter
+from contextlib import suppress
+from errno import EMFILE, ENFILE, ENOMEM
+from multiprocessing import connection, get_context, spawn
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from time import perf_counter, sleep
 from typing import Any, Protocol
 
-from torchpipe_py.backends.image.memory import waiting
-from torchpipe_py.errors import WorkerDied, first_line
-from torchpipe_py.proc.codec import Packed
-from torchpipe_py.proc.link import (
-    CLOSE,
-    FAILED,
-    SET_UP,
-    SLEEP_SECONDS,
-    Bell,
-    GarbledError,
-    Header,
-    Link,
-    Room,
-    create_memory,
-    new_bell,
-)
-from torchpipe_py.proc.pool import LOSSES, Call, Pool
-
-CLOSE_SECONDS = 5.0
-"""Time limit for closing a child's backend."""
-
-_RETRY_SECONDS = 1.0  # delay before retrying to start a child, while others run
+from torchpipe_py.errors import WorkerDied
 
 # First set the path, so that nothing is imported from the working directory; then handle Ctrl-C, which it gets too.
 _PROGRAM = r"""
@@ -49,30 +30,196 @@ from importlib import import_module
 import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))
 """
 
+_CLOSED_SECONDS = 1.0  # from the end of its channel to its own end
+_LOOK_SECONDS = 0.01  # between two looks, on a system that cannot report the end of a process
+_EXHAUSTED = (EMFILE, ENFILE, ENOMEM)
+
 
 class Running(Protocol):
-    """A started process: a ``Popen``, or one forked by a ``Zygote``."""
+    """The handle of a started process: a ``Popen``, ``Joined``, or one forked by a ``Zygote``."""
 
     @property
     def pid(self) -> int: ...
 
-    def kill(self) -> None:
+    def kill(self) -> object:
         """Kill the process."""
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it ends; returns its exit status (negative for a signal), or ``None`` if unknown."""
+        """The exit status (negative for a signal) of a process that has ended or was killed; ``None`` if unknown."""
 
 
-Read = Callable[[Link, int, Header], Any]
-"""Reads an answer that is not pickled."""
+class Joined:
+    """The handle of a process that ``multiprocessing`` has started."""
 
-Launch = Callable[[list[int]], Running]
-"""Starts a process with the descriptors of a link: its memory, the asker's bell, and the answerer's bell."""
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self.pid, self._process = process.pid, process
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
 
 
-def launch(fds: list[int]) -> subprocess.Popen[bytes]:
-    """Start a process that runs ``worker.main``; it ends with the thread that starts it."""
-    return start_interpreter("torchpipe_py.proc.worker", fds, os.getpid(), stdin=subprocess.DEVNULL)
+class SessionLeader:
+    """The handle of a process that ends with all processes that it has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid, self._process = process.pid, process
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.kill()  # NOTE: before it is reaped: from then on its id may be that of another process
+        return self._process.wait(timeout)
+
+
+class ChildProcess:
+    """A started process, from its start to its end; its owner calls ``end`` or ``release``.
+
+    ``name`` is its name in messages, ``channel`` its parent's end of a connection for messages, if it has one. Its end
+    is noticed at once, even while a program that it has started holds the channel open.
+    """
+
+    def __init__(self, name: str, handle: Running, channel: Connection | None = None) -> None:
+        """Own the process; if no descriptor is left for that, it is killed and ``OSError`` raised."""
+        self.name, self.pid, self.channel = name, handle.pid, channel
+        self._handle = handle
+        self._status: int | None = None
+        self.is_released = False
+        self._pidfd = -1
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _EXHAUSTED:
+                self.end()
+                raise
+            # The system does not support it.
+
+    @classmethod
+    def fork(cls, name: str, main: Callable[..., object], *args: Any) -> ChildProcess:
+        """Fork this process, which must have no other thread; the child calls ``main(channel, *args)``.
+
+        ``OSError`` if the system lacks descriptors, memory or processes.
+        """
+        context = get_context("fork")
+        ours, theirs = context.Pipe()
+        keep_from_forks(ours)
+        with theirs:  # NOTE: closed before the next fork, which would keep the channel open
+            try:
+                process = context.Process(target=main, args=(theirs, *args), name=name, daemon=True)
+                process.start()
+            except BaseException:
+                ours.close()
+                raise
+        return cls(name, Joined(process), ours)
+
+    @classmethod
+    def spawn(cls, name: str, module: str, leads_session: bool = False) -> ChildProcess:
+        """Start an interpreter that calls ``main(descriptor of its channel, id of this process)`` of the module.
+
+        ``leads_session``: processes that it starts end with it. ``OSError`` as for ``fork``.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                fds = [theirs.fileno()]
+                process = start_interpreter(module, fds, os.getpid(), start_new_session=leads_session)
+            except BaseException:
+                ours.close()
+                raise
+        channel = Connection(ours.detach())
+        keep_from_forks(channel)
+        return cls(name, SessionLeader(process) if leads_session else process, channel)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once the process has ended; -1 if the system does not support it."""
+        return self._pidfd
+
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the process has ended, for at most ``seconds``; returns whether it has."""
+        if self.is_released:
+            return True
+        if self._pidfd >= 0:
+            poller = select.poll()
+            poller.register(self._pidfd, select.POLLIN)
+            return bool(poller.poll(1000 * seconds))
+        until = perf_counter() + seconds
+        while not _is_zombie(self.pid):
+            if perf_counter() >= until:
+                return False
+            sleep(_LOOK_SECONDS)
+        return True
+
+    def send(self, message: Any) -> None:
+        """Send a message; ``WorkerDied`` if the process no longer reads."""
+        assert self.channel is not None
+        try:
+            self.channel.send(message)
+        except OSError:
+            raise self.kill_and_describe(grace=_CLOSED_SECONDS) from None
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """The next message; ``WorkerDied`` if the process ends first, ``TimeoutError`` if that takes longer."""
+        assert self.channel is not None
+        if not connection.wait([self.channel, *([self._pidfd] if self._pidfd >= 0 else [])], seconds):
+            raise TimeoutError(f"{self.name} {self.pid} has not answered for {seconds:g} s")
+        try:
+            if self.channel.poll():
+                return self.channel.recv()
+        except (EOFError, OSError):
+            pass
+        raise self.kill_and_describe(grace=_CLOSED_SECONDS)
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        if self._pidfd < 0:
+            if not self.is_released:
+                self._handle.kill()
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def exit_status(self, seconds: float | None = None) -> int | None:
+        """The exit status (negative for a signal) of a process that has ended; ``None`` if it is not known yet."""
+        if self._status is None:
+            self._status = self._handle.wait(seconds)
+        return self._status
+
+    def release(self) -> None:
+        """Close the descriptors of a process that has ended or was killed."""
+        self.is_released = True
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+        if self.channel is not None:
+            self.channel.close()
+
+    def end(self, grace: float = 0.0) -> int | None:
+        """Wait until the process has ended, kill it after ``grace`` seconds, and release it. May be called again.
+
+        Returns its exit status.
+        """
+        if not self.is_released:
+            if not self.wait(grace):
+                self.kill()
+            self.exit_status()
+            self.release()
+        return self._status
+
+    def kill_and_describe(self, reason: str = "", grace: float = 0.0) -> WorkerDied:
+        """End the process; the error gives the reason or, without one, how it has ended by itself."""
+        status = self.end(grace)
+        what = f"{reason} and was ended" if reason else f"died: {describe_ending(status)}"
+        return WorkerDied(f"{self.name} {self.pid} {what}")
 
 
 def start_interpreter(module: str, fds: list[int], *more: int, **options: Any) -> subprocess.Popen[bytes]:
@@ -83,16 +230,16 @@ def start_interpreter(module: str, fds: list[int], *more: int, **options: Any) -
 
 
 # Process-wide, because a fork affects the whole process.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_kept: weakref.WeakSet[socket.socket | Connection] = weakref.WeakSet()
 
 
-def keep_from_forks(sock: socket.socket) -> None:
+def keep_from_forks(sock: socket.socket | Connection) -> None:
     """Close the socket in forked processes, so that the other end notices when this process ends."""
-    _sockets.add(sock)
+    _kept.add(sock)
 
 
 def _after_fork() -> None:
-    for sock in list(_sockets):
+    for sock in list(_kept):
         sock.close()
 
 
@@ -123,197 +270,8 @@ def describe_ending(status: int | None) -> str:
     return f"killed by signal {-status} ({names.get(-status, 'unknown')})"
 
 
-class Child:
-    """A child process and the ``link`` through which it answers; used from one thread."""
-
-    def __init__(self, label: str, instance: int, launch: Launch, room: Room) -> None:
-        self._label = label
-        memory = create_memory(room)
-        link = self.link = Link(memory, room, [memory])
-        link.instance = instance
-        for _ in range(2):
-            link.fds.append(new_bell())
-        link.bell = Bell(link.fds[1], link.asker_asleep)
-        link.other = Bell(link.fds[2], link.answerer_asleep)
-        self._process = launch(link.fds)
-        self.is_open = True
-        self.pid = self._process.pid
-        self._poller = select.poll()
-        self._poller.register(link.bell.fd, select.POLLIN)
-        self._has_pidfd = False
-        with suppress(AttributeError, OSError):  # not supported by the system
-            pidfd = os.pidfd_open(self.pid)
-            link.fds.append(pidfd)
-            self._poller.register(pidfd, select.POLLIN)
-            self._has_pidfd = True
-
-    def sleep(self, seconds: float) -> bool:
-        """Sleep until there is an answer, or for ``seconds``; returns whether the process has ended."""
-        link = self.link
-        ready = link.bell.sleep(self._poller, link.has_answers, max(0.0, min(seconds, SLEEP_SECONDS)))
-        return bool(ready) or (not self._has_pidfd and _has_ended(self.pid))
-
-    def set_up(self, setup: Any, seconds: float | None, read: Read | None = None) -> Any:
-        """Set the child up and return its answer; kill it if this fails."""
-        try:
-            return self.exchange(SET_UP, setup, seconds, read)
-        except BaseException:
-            self.kill()
-            raise
-
-    def exchange(self, kind: int, message: Any, seconds: float | None, read: Read | None = None) -> Any:
-        """Send a call while no ``Pool`` uses the child, and wait for the answer; raises the child's failure.
-
-        Raises ``WorkerDied`` if the process ends first, or if it takes longer than ``seconds`` and is killed.
-        """
-        link = self.link
-        slot, number = link.take_slot(None)
-        link.ask(slot, number, Packed.of(message), kind, perf_counter(), inf)
-        link.other.ring()
-        end = inf if seconds is None else perf_counter() + seconds
-        while slot not in link.take_answered():
-            if perf_counter() >= end:
-                raise self.overdue(seconds)
-            if self.sleep(end - perf_counter()) and not link.has_answers():
-                raise self.died()
-        header = link.reply(slot)
-        answer = link.read(slot, header, copies=True) if read is None else read(link, slot, header)
-        link.free_slot(slot)
-        if header.kind == FAILED and read is None:
-            raise answer.error()
-        return answer
-
-    def died(self) -> WorkerDied:
-        """The error that describes how it ended."""
-        return WorkerDied(f"{self._label}: its worker process {self.pid} died: {describe_ending(self.kill())}")
-
-    def overdue(self, seconds: Any) -> WorkerDied:
-        """Kill it; the error reports that it took too long."""
-        return self.ended(f"took longer than {seconds:g} s")
-
-    def ended(self, reason: str) -> WorkerDied:
-        """Kill it; the error gives the reason."""
-        self.kill()
-        return WorkerDied(f"{self._label}: its worker process {self.pid} {reason} and was ended")
-
-    def close(self) -> None:
-        """Let it close its backend and end; an error is raised after everything is released."""
-        if self.is_open:
-            try:
-                self.exchange(CLOSE, None, CLOSE_SECONDS)
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(CLOSE_SECONDS)
-            except WorkerDied:
-                pass
-            finally:
-                self.kill()
-
-    def kill(self) -> int | None:
-        """Kill the process if it still runs; returns its exit status. May be called twice."""
-        self.is_open = False
-        self._process.kill()
-        return self._process.wait()
-
-
-class Keeper:
-    """Keeps a child process running for a pool and replaces it if it dies; used on one thread, which starts them.
-
-    ``start`` starts one that is ready for calls. ``max_seconds``: a child whose call takes longer is killed; 0 means no
-    limit.
-    """
-
-    def __init__(self, label: str, pool: Pool, start: Callable[[], Child], max_seconds: float) -> None:
-        self._label, self.pool, self._start, self.max_seconds = label, pool, start, max_seconds
-        self.child: Child | None = None
-
-    def enter(self, child: Child) -> None:
-        """Let this child take the pool's calls from now on."""
-        self.child = child
-        self.pool.add(child.link)
-
-    def move(self, pool: Pool) -> None:
-        """Let the child, which must be idle, take the calls of another pool from now on."""
-        child, self.pool = self.leave(), pool
-        if child is not None:
-            self.enter(child)
-
-    def call(self, packed: Packed, kind: int) -> Any:
-        """Run a call in the pool, which no other thread may use, and wait for its outcome; raises its error."""
-        told: list[Any] = []
-        call = Call(packed, kind, lambda *outcome: told.append(outcome))
-        self.pool.ask(call)
-        self.serve(lambda: call.is_over, waiting)
-        if told[0][0] is not None:
-            raise told.pop()[0]  # NOTE: a variable would form a cycle with this frame, and keep the link alive
-        return told[0][1]
-
-    def serve(
-        self, is_over: Callable[[], bool], starting: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        """Take the child's answers until ``is_over()``; if it dies, start another one inside ``starting()``."""
-        pool = self.pool
-        while not is_over():
-            child = self.child
-            if child is None:
-                with starting():
-                    self._restart(is_over)
-                continue
-            try:
-                if child.link.has_answers():
-                    pool.take(child.link)
-                    continue
-                left, since = SLEEP_SECONDS, child.link.since
-                if self.max_seconds and since:
-                    left = since + self.max_seconds - perf_counter()
-                if left <= 0:
-                    self._lose(child.overdue(self.max_seconds), is_at_fault=True)
-                elif child.sleep(left) and not child.link.has_answers():
-                    self._lose(child.died())
-            except GarbledError as error:
-                self._lose(child.ended(f"gave {error}"), is_at_fault=True)
-
-    def is_idle(self) -> bool:
-        """Whether the pool is closed and the child has finished its calls."""
-        return self.pool.is_closed and (self.child is None or not self.child.link.under_way)
-
-    def running_since(self) -> float:
-        """When the child began its current call; 0.0 if it has none."""
-        child = self.child
-        return 0.0 if child is None else child.link.since
-
-    def leave(self) -> Child | None:
-        """Stop giving calls to the child, which must be idle, and return it."""
-        child, self.child = self.child, None
-        if child is not None:
-            self.pool.remove(child.link)
-        return child
-
-    def _lose(self, error: WorkerDied, is_at_fault: bool = False) -> None:
-        child, self.child = self.child, None
-        if child is not None:
-            self.pool.lose(child.link, error, is_at_fault)
-
-    def _restart(self, is_over: Callable[[], bool]) -> None:
-        """Start a child to replace a dead one; if no child is left for any call, waiting calls fail."""
-        pool, reason = self.pool, None
-        for _ in range(LOSSES):
-            try:
-                self.enter(self._start())
-                return
-            except Exception as error:
-                reason = error
-        assert reason is not None
-        died = WorkerDied(f"{self._label}: its worker process cannot be started again: {first_line(reason)}")
-        died.__cause__ = reason
-        if not pool.links:
-            pool.fail_waiting(died)
-        with pool.changed:
-            seconds = _RETRY_SECONDS if pool.links else None
-            pool.changed.wait_for(lambda: is_over() or (pool.is_waiting() and not pool.links), seconds)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process that was not yet waited for has ended, for systems without process descriptors."""
+def _is_zombie(pid: int) -> bool:
+    """Whether a process that was not yet waited for has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")

@@ -30,6 +30,7 @@ from torchpipe_py.proc.link import (
     Room,
     create_memory,
     new_bell,
+    require_machine,
 )
 from torchpipe_py.proc.pool import Call, Pool
 
@@ -80,18 +81,19 @@ class EngineClient(Pool):
         self._watch, self._set_linked = watch, set_linked
         self._sock: socket.socket | None = None
         self._next: socket.socket | None = None
-        self._is_meeting = False
-        self._missing = _DIED  # why there is no link
+        self._is_attaching = False
+        self._unlinked_because = _DIED
         self._thread: threading.Thread | None = None
         self._rung = new_bell()
         self.sections: dict[str, tuple[int, Signature]] = {}
         self.figures = HandOverTimes()
+        require_machine("a shared node")
 
     def attach(self, sock: socket.socket) -> None:
         """Use the engine process at the other end from now on, or as soon as the previous one has ended."""
         with self.changed:
             before, self._next = self._next, sock
-            self._is_meeting = True
+            self._is_attaching = True
             self._set_linked(True)
             if before is not None:
                 before.close()
@@ -101,18 +103,18 @@ class EngineClient(Pool):
                 self._thread.start()
             self.changed.notify_all()
 
-    def meet(self, sock: socket.socket) -> bool:
+    def attach_and_wait(self, sock: socket.socket) -> bool:
         """Attach, and wait until the engine process has reported its sections; ``False`` if no link can be created."""
         self.attach(sock)
         with self.changed:
-            self.changed.wait_for(lambda: self.sections or not self._is_meeting)
+            self.changed.wait_for(lambda: self.sections or not self._is_attaching)
             return bool(self.sections)
 
     def section(self, head: str) -> tuple[int, Signature]:
         """The number of a section and its signature; waits until the engine process has reported them."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.sections, START_SECONDS):
-                raise EngineUnavailable(f"no engine process has told what it runs within {START_SECONDS:g} s")
+                raise EngineUnavailable(f"the engine process did not report its nodes within {START_SECONDS:g} s")
             return self.sections[head]
 
     def expected_wait(self) -> float:
@@ -153,7 +155,7 @@ class EngineClient(Pool):
                 else:
                     self._take_turn()
             except Exception as error:
-                log_failure("what comes from the engine process cannot be taken", error)
+                log_failure("cannot read a message from the engine process", error)
 
     def _connect(self) -> None:
         """Wait for an engine process, and meanwhile fail calls that have waited too long."""
@@ -166,20 +168,20 @@ class EngineClient(Pool):
                     self.changed.wait(None if first == inf else max(0.0, first - perf_counter()))
                 return
         try:
-            link, told = self._link(sock)
+            link, sections = self._link(sock)
         except Exception as error:
             sock.close()
             if not isinstance(error, ENDED):
-                self._missing = f"there is no link to the engine process: {describe(error)}"
-                logger.error("%s", self._missing)
+                self._unlinked_because = f"there is no link to the engine process: {describe(error)}"
+                logger.error("%s", self._unlinked_because)
             with self.changed:
-                self._is_meeting = self._next is not None
-                self._set_linked(self._is_meeting)
+                self._is_attaching = self._next is not None
+                self._set_linked(self._is_attaching)
                 self.changed.notify_all()
             return
         self.add(link)
         with self.changed:
-            self._sock, self._missing, self.sections = sock, _DIED, told
+            self._sock, self._unlinked_because, self.sections = sock, _DIED, sections
             self._set_linked(True)
             self.changed.notify_all()
 
@@ -204,12 +206,12 @@ class EngineClient(Pool):
         (bell,) = receive_fds(sock, 1, link.fds)
         link.other = Bell(bell, link.answerer_asleep)
         link.take_answered()
-        told = link.read(slot, link.reply(slot), copies=True)
+        sections = link.read(slot, link.reply(slot), copies=True)
         link.free_slot(slot)
-        return link, told
+        return link, sections
 
     def _fail_late(self) -> None:
-        self.fail_waiting(EngineUnavailable(self._missing), perf_counter())
+        self.fail_waiting(EngineUnavailable(self._unlinked_because), perf_counter())
 
     def _lose(self) -> None:
         """Handle the death of the engine process: fail its calls, and let the others wait for the next one."""
@@ -228,7 +230,7 @@ class EngineClient(Pool):
             os.eventfd_read(self._rung)
             self._take_turn()
         except Exception as error:
-            log_failure("what comes from the engine process cannot be taken", error)
+            log_failure("cannot read a message from the engine process", error)
 
     def _take_turn(self) -> None:
         """Deliver available answers for ``_TURN_SECONDS``; the thread of ``watch`` calls again for the rest."""

@@ -162,7 +162,7 @@ def pack_sent(items: list[Data], label: str) -> tuple[list[Data], Packed]:
     try:
         return items, _packed(items)
     except Exception:
-        sent = [_visible(item, label) for item in items]
+        sent = [_picklable_items(item, label) for item in items]
         return sent, _packed(sent)
 
 
@@ -179,9 +179,9 @@ def pack_outcomes(outcomes: list[ItemOutcome]) -> Packed:
         failure = error
     for key, changed in (item for outcome in outcomes for item in outcome.changed.items()):
         try:
-            check_travels((key, changed))
+            check_picklable((key, changed))
         except Exception as reason:
-            failure = TypeError(f"{key!r} cannot come back from another process: {first_line(reason)}")
+            failure = TypeError(f"{key!r} cannot be pickled: {first_line(reason)}")
             break
     raise failure
 
@@ -190,20 +190,20 @@ def _packed(items: list[Data]) -> Packed:
     return pack(items[0]) if len(items) == 1 else Packed.of(items)
 
 
-def _visible(item: Data, label: str) -> Data:
-    found = {}
+def _picklable_items(item: Data, label: str) -> Data:
+    items = {}
     for key, value in item.items():
         try:
-            check_travels((key, value))
+            check_picklable((key, value))
         except Exception as error:
             if key == TASK_DATA_KEY:
-                raise TypeError(f"{label}: {key!r} cannot go to another process: {first_line(error)}") from error
+                raise TypeError(f"{label}: {key!r} cannot be pickled: {first_line(error)}") from error
         else:
-            found[key] = value
-    return found
+            items[key] = value
+    return items
 
 
-def check_travels(value: Any) -> None:
+def check_picklable(value: Any) -> None:
     """Raise the error that prevents ``value`` from being sent, if any."""
     Pickler(io.BytesIO()).dump(value)
 

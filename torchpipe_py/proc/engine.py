@@ -23,7 +23,17 @@ from torchpipe_py.proc.backends import Remote
 from torchpipe_py.proc.child import keep_from_forks
 from torchpipe_py.proc.client import ENDED, EngineClient, receive_fds, watch_on
 from torchpipe_py.proc.codec import ItemOutcome, Packed, loaded_torch, pack_outcomes
-from torchpipe_py.proc.link import DONE, MOST_SLOTS, SLEEP_SECONDS, Bell, Header, Link, barrier, new_bell
+from torchpipe_py.proc.link import (
+    DONE,
+    MOST_SLOTS,
+    SLEEP_SECONDS,
+    Bell,
+    Header,
+    Link,
+    barrier,
+    new_bell,
+    require_machine,
+)
 from torchpipe_py.runtime.pipe import pipe
 
 __all__ = ["EngineClient", "EngineServer", "pipe_of_worker", "watch_on"]
@@ -49,10 +59,11 @@ class EngineServer:
     def __init__(self, pipeline: Pipeline) -> None:
         self._heads = [section.head for section in sections(pipeline)]
         self._bell = Bell(new_bell())  # before code that may raise, since ``__del__`` closes it
+        require_machine("an engine process")
         self.pipe = pipe(engine_part(pipeline))
         # NOTE: a custom backend may keep an array after ``forward`` and gets a copy: the next request reuses the slot.
         self._copies = self.pipe.has_own_code
-        self._told = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
+        self._section_table = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
         self._links: dict[int, WorkerLink] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
@@ -120,7 +131,7 @@ class EngineServer:
             try:
                 self._round()
             except Exception as error:
-                log_failure("what comes from a worker cannot be taken", error)
+                log_failure("cannot read a message from a worker", error)
 
     def _round(self) -> None:
         while self._new:
@@ -134,7 +145,7 @@ class EngineServer:
         for fd in self._bell.wait(self._poller, SLEEP_SECONDS):
             link = self._links[fd]
             with self._taking:
-                if not link.meet(self._told, self._bell):
+                if not link.handshake(self._section_table, self._bell):
                     self._poller.unregister(link)
                     del self._links[fd]
                     link.end()
@@ -150,7 +161,7 @@ class EngineServer:
                     self._take_from(link)
                     link.answer_given_up()
                 except Exception as error:
-                    log_failure("what comes from a worker cannot be taken", error)
+                    log_failure("cannot read a message from a worker", error)
 
     def _take_from(self, link: WorkerLink) -> None:
         if not link.has_work():
@@ -235,7 +246,7 @@ class WorkerLink:
         """A descriptor that is readable when the worker has sent something or has ended."""
         return self._sock.fileno()
 
-    def meet(self, told: Any, bell: Bell) -> bool:
+    def handshake(self, section_table: Any, bell: Bell) -> bool:
         """Map the worker's memory, and send it the sections and the bell to ring; ``False`` if it has ended or cannot
         be linked.
         """
@@ -247,7 +258,7 @@ class WorkerLink:
             slots = Link(memory_fd, fds=fds)
             slots.other = Bell(bell_fd, slots.asker_asleep)
             [(_, slot, number)], _ = slots.take()
-            slots.answer(slot, number, Packed.of(told), DONE, perf_counter())
+            slots.answer(slot, number, Packed.of(section_table), DONE, perf_counter())
             bell.add(slots.answerer_asleep)
             self.slots, self._bell = slots, bell
             socket.send_fds(self._sock, [b"bell"], [bell.fd])

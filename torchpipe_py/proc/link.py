@@ -12,8 +12,8 @@ import os
 import platform
 import select
 import struct
+import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchpipe_py.errors import Failure, InvalidRequest
+from torchpipe_py.errors import BackendUnavailable, Failure, InvalidRequest
 from torchpipe_py.proc import codec
 from torchpipe_py.proc.codec import Packed, padded
 
@@ -41,7 +41,6 @@ SLEEP_SECONDS = 0.1
 
 MOST_SLOTS = 128
 
-_MACHINE = platform.machine()
 _HEADER = struct.Struct("<IIIIQQdd")
 _ROOM = struct.Struct("<QQQ")
 _SMALL = 2**20
@@ -93,23 +92,20 @@ class GarbledError(ValueError):
     """The other side has written invalid data."""
 
 
+def require_machine(label: str) -> None:
+    """Raise ``BackendUnavailable`` where links do not work: they rely on Linux and the memory order of x86-64.
+
+    That order keeps everything but a read after a write; only there a ``barrier`` is needed.
+    """
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        raise BackendUnavailable(f"{label} needs Linux on x86-64, not {sys.platform} on {machine}")
+
+
 def barrier() -> None:
-    """Full memory barrier: this thread's earlier writes become visible before its later reads."""
-    # NOTE: on x86-64 taking a lock is a full fence. On ARMv8 accesses before a locked section and accesses after it may
-    # both move into it, and so pass each other. Neither can pass a release followed by the acquisition of another lock.
-    lock = threading.Lock()
-    with lock:
+    """Full memory barrier on x86-64: this thread's earlier writes become visible before its later reads."""
+    with threading.Lock():  # taking a lock is an atomic exchange
         pass
-    if _MACHINE != "x86_64":
-        with lock:
-            pass
-
-
-def fence() -> None:
-    """Keep this thread's writes before it ahead of its writes after it; the same for reads."""
-    # NOTE: x86-64 keeps all of these in order except a read after a write, which needs ``barrier``.
-    if _MACHINE != "x86_64":
-        barrier()
 
 
 class Bell:
@@ -221,14 +217,11 @@ class Link:
         self.under_way = 0
         self.since = 0.0
         self.instance = 0
-        self.has_large = False
         self.taking = threading.Lock()
         self.answered: deque[int] = deque()  # slots whose answers were seen but not read yet
         self.reading: set[int] = set()  # slots whose answers another thread reads
         self._numbers = [0] * self.room.slots
         self._free = deque(range(self.room.slots))
-        self._read_in_place: dict[int, weakref.ref[np.ndarray]] = {}
-        self._dropped: deque[int] = deque()  # slots whose answers are no longer in use
 
     def __del__(self) -> None:
         for fd in self.fds:
@@ -238,26 +231,20 @@ class Link:
 
     def take_slot(self, call: Any) -> tuple[int, int]:
         """Give a call a free slot, and a number different from the slot's last one."""
-        while self._dropped:
-            slot = self._dropped.popleft()
-            del self._read_in_place[slot]
-            self._clear(slot)
         slot = self._free.pop()  # NOTE: the last freed slot, which is still cached
         number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
         self.calls[slot] = call
         self.under_way += 1
+        if self.under_way == 1:
+            self.since = perf_counter()
         return slot, number
 
     def free_slot(self, slot: int) -> None:
-        """End the call in a slot; the slot becomes free once its answer is no longer read in place."""
+        """Free the slot of an ended call, and release the memory of a large call and its answer."""
         self.calls[slot] = None
         self.reading.discard(slot)
         self.under_way -= 1
-        if slot not in self._read_in_place:
-            self._clear(slot)
-
-    def _clear(self, slot: int) -> None:
-        """Free the slot, and release the memory of a large call and its answer."""
+        self.since = perf_counter() if self.under_way else 0.0
         kept, size = self.room.kept_bytes, min(self.reply(slot).end, self.room.slot_bytes)
         if size > kept:
             with suppress(OSError):  # gVisor does not support it: the memory stays allocated
@@ -268,12 +255,7 @@ class Link:
     def ask(self, slot: int, number: int, packed: Packed, kind: int, sent: float, deadline: float) -> None:
         """Write a call; ``TooLargeError`` if it does not fit."""
         self._write(_REQUESTS, slot, packed, kind, 0, sent, deadline)
-        fence()
         self._asked[slot] = number
-
-    def is_asked(self, slot: int, number: int) -> bool:
-        """Whether the call is written."""
-        return self._asked[slot] == number
 
     def give_up(self, slot: int, number: int) -> None:
         """Mark the call as abandoned; it is answered nevertheless."""
@@ -297,7 +279,7 @@ class Link:
         is_known = slot < len(self.calls) and self._answered[slot] == self._numbers[slot]
         call = self.calls[slot] if is_known else None
         if call is None:
-            raise GarbledError("an answer that nobody has asked for")
+            raise GarbledError("an answer without a request")
         return call
 
     def reply(self, slot: int) -> Header:
@@ -339,7 +321,6 @@ class Link:
     def answer(self, slot: int, number: int, packed: Packed, kind: int, begun: float) -> None:
         """Write an answer after its call in the slot; ``TooLargeError`` if it does not fit."""
         self._write(_ANSWERS, slot, packed, kind, self.request(slot).end, begun, perf_counter())
-        fence()
         self._answered[slot] = number
 
     def fail(self, slot: int, number: int, failure: Failure, begun: float) -> None:
@@ -354,22 +335,11 @@ class Link:
 
     def read(self, slot: int, header: Header, copies: bool) -> Any:
         """Read a message; raises any exception of unpickling. Its arrays refer to the slot unless it copies them."""
-        return self._read(slot, header, self._map, self._start_of(slot) + header.start, copies)
-
-    def read_in_place(self, slot: int, header: Header, most: int) -> tuple[Any, np.ndarray | None]:
-        """Read an answer without copying its arrays; the slot stays in use while any of them lives, for up to ``most``.
-
-        NOTE: the slot may be reused once the second object is freed, so it must live until ``free_slot``.
-        """
-        if len(self._read_in_place) >= most:
-            return self.read(slot, header, copies=True), None
-        # NOTE: a separate array, since it is the ``base`` of all its views.
         start = self._start_of(slot) + header.start
-        content = np.frombuffer(self._map, np.uint8, header.end - header.start, start)
-        answer = self._read(slot, header, content, 0, copies=False)
-        dropped = self._dropped
-        self._read_in_place[slot] = weakref.ref(content, lambda _: dropped.append(slot))
-        return answer, content
+        middle = start + header.head
+        head, pickled = self._map[start:middle], self._map[middle : middle + header.pickled]
+        start += padded(header.head + header.pickled)
+        return codec.unpack(head, pickled, header.arrays, self._map, start, copies, self.before_main)
 
     def content(self, slot: int, start: int, size: int) -> np.ndarray:
         """A view of bytes in a slot; ``GarbledError`` if they are outside it."""
@@ -378,23 +348,12 @@ class Link:
         at = self._start_of(slot) + start
         return self._bytes[at : at + size]
 
-    def _read(self, slot: int, header: Header, buffer: Any, offset: int, copies: bool) -> Any:
-        start = self._start_of(slot) + header.start
-        middle = start + header.head
-        head, pickled = self._map[start:middle], self._map[middle : middle + header.pickled]
-        offset += padded(header.head + header.pickled)
-        return codec.unpack(head, pickled, header.arrays, buffer, offset, copies, self.before_main)
-
     def _from_asker(self) -> bytes:
         """The words ``asked``, then ``given_up``, one for each slot."""
-        words = self._map[: 2 * _WORDS]
-        fence()
-        return words
+        return self._map[: 2 * _WORDS]
 
     def _from_answerer(self) -> bytes:
-        words = self._map[2 * _WORDS : 3 * _WORDS]
-        fence()
-        return words
+        return self._map[2 * _WORDS : 3 * _WORDS]
 
     def _start_of(self, slot: int) -> int:
         return _CONTENT + slot * self.room.slot_bytes

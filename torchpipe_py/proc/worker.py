@@ -19,12 +19,12 @@ from torchpipe_py.errors import ConfigError, Failure
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.proc.codec import ItemOutcome, Packed, Unpickler, pack_outcomes
 from torchpipe_py.proc.confine import end_with_parent, limit_memory
-from torchpipe_py.proc.link import CLOSE, DONE, NOT_RUN, SET_UP, Bell, Header, Link, barrier
+from torchpipe_py.proc.link import CLOSE, DONE, NOT_RUN, SET_UP, Bell, Header, Link
 from torchpipe_py.proc.setup import Setup, load_main
 
 
 def main(memory: int, rings: int, sleeps: int, parent: int) -> None:
-    """Run a backend until the parent, whose process id is ``parent``, sends ``CLOSE``; see ``Launch``."""
+    """Run a backend until the parent, whose process id is ``parent``, sends ``CLOSE``; see ``restarter.Launch``."""
     prepare(memory, rings, sleeps)
     end_with_parent(parent)
     _Worker(memory, rings, sleeps).run()
@@ -70,8 +70,6 @@ class Answerer:
     def _run(self, header: Header, slot: int, number: int) -> None:
         link = self.link
         link.begin(slot, number)
-        # Either the other side sees that it has begun, or this side sees that it was abandoned.
-        barrier()
         begun = perf_counter()
         if link.is_given_up(slot, number) or begun >= header.second:
             link.answer(slot, number, Packed.of(None), NOT_RUN, begun)
@@ -109,7 +107,7 @@ class _Worker(Answerer):
         backend = make_backend(setup, self.link.before_main)
         try:
             backend.setup()
-            told = (backend.min(), backend.max()), backend.signature()
+            ready = (backend.min(), backend.max()), backend.signature()
             if setup.max_memory:
                 limit_memory(setup.max_memory)
         except BaseException:
@@ -117,7 +115,7 @@ class _Worker(Answerer):
                 backend.close()
             raise
         self._backend = backend
-        return told
+        return ready
 
 
 def make_backend(setup: Setup, before_main: Any = None) -> Backend:

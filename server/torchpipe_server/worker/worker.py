@@ -184,7 +184,7 @@ class Worker:
             from torchpipe_py.proc.engine import EngineClient, pipe_of_worker, watch_on
 
             self._engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
-            meet(self._engine, start)
+            wait_for_engine(self._engine, start)
             self._run = pipe_of_worker(self._plan, self._engine)
         else:
             self._run = pipe(self._plan)
@@ -345,7 +345,7 @@ def set_up_process(options: Options) -> None:
     keep_freed_memory()
 
 
-def meet(engine: EngineClient, start: Start) -> None:
+def wait_for_engine(engine: EngineClient, start: Start) -> None:
     """Wait for links from the supervisor until an engine process reports what it runs."""
     while True:
         # NOTE: a starting worker gets no other messages than links.
@@ -357,7 +357,7 @@ def meet(engine: EngineClient, start: Start) -> None:
             start.heartbeat.set_linked(False)
             continue
         os.set_inheritable(descriptors[0], False)
-        if engine.meet(socket.socket(fileno=descriptors[0])):
+        if engine.attach_and_wait(socket.socket(fileno=descriptors[0])):
             return
 
 

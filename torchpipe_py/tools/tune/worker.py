@@ -372,7 +372,7 @@ class _State:
             running.callback(loop.call_soon_threadsafe, loop.stop)
             client = EngineClient(partial(watch_on, loop))
             running.callback(client.close)
-            if not client.meet(link):
+            if not client.attach_and_wait(link):
                 raise ToolError(f"{self.source}: the engine process cannot be linked")
             self._pipes[slot] = pipe_of_worker(plan, client)
         running.callback(self._pipes[slot].close, _WAIT_S)
