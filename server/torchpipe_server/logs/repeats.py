@@ -24,15 +24,15 @@ _MOST_CAUSES = 8
 
 @dataclass
 class _Place:
-    """A place in the code that logs. ``held`` lines were not written; ``summary`` is made from the first."""
+    """A place in the code that logs: lines left out since the last summary, which is made from the first of them."""
 
-    credit: float
-    at: float
-    held: int = 0
+    credit: float  # lines
+    at: float  # when the credit was computed
+    left_out: int = 0
     summary: logging.LogRecord | None = None
 
 
-class Repeats(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Limits the lines from each place in the code, except at level DEBUG and from the logger ``unbounded``.
 
     A place is identified by code line and types of the exception and its causes, not by the message, which clients may
@@ -63,7 +63,7 @@ class Repeats(logging.Filter):
             if place.credit >= cost:
                 place.credit -= cost
                 return True
-            place.held += 1
+            place.left_out += 1
             if place.summary is None:
                 place.summary = copy(record)
                 # Without arguments and frames, which it would keep alive.
@@ -77,9 +77,9 @@ class Repeats(logging.Filter):
         with self._lock:
             for place in self._places.values():
                 if place.summary is not None:
-                    place.summary.msg += f" (repeated {counted(place.held, 'time')})"
+                    place.summary.msg += f" (repeated {counted(place.left_out, 'time')})"
                     records.append(place.summary)
-                    place.held, place.summary = 0, None
+                    place.left_out, place.summary = 0, None
             if len(self._places) >= MAX_PLACES:
                 self._places.clear()
         return records

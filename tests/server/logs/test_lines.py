@@ -1,4 +1,4 @@
-"""Log lines: what no text can forge, no reader hold up, no flood fill; and what others write on stderr."""
+"""Log lines: no text forges one, no reader blocks them, no flood fills them; lines of others on stderr."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kit.waits import WAIT, run
 from torchpipe_server.logs import handler as module
 from torchpipe_server.logs import repeats
 from torchpipe_server.logs.formats import LINE_BYTES, JsonFormatter, LineFormatter, TextFormatter
-from torchpipe_server.logs.handler import REQUESTS, QueuedHandler
-from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TRACEBACK_LINES, Repeats
+from torchpipe_server.logs.handler import REQUESTS, LogWriter
+from torchpipe_server.logs.repeats import BURST, LINES_PER_SECOND, TRACEBACK_LINES, RepeatFilter
 from torchpipe_server.logs.stderr import KEPT_LINES, StderrLines
 
 from torchpipe_py import BackendError
 
-# -- what a line may hold -------------------------------------------------------------------------------------------
+# -- the content of a line -------------------------------------------------------------------------------------------
 
 FORGED = "2026-11-22 07:00:00,000 CRITICAL torchpipe_server[1]: forged"
 EVIL = [
@@ -75,7 +75,7 @@ def check(formatter: LineFormatter, made: logging.LogRecord) -> str:
 
 @both
 @pytest.mark.parametrize("evil", EVIL, ids=ascii)
-def test_no_text_begins_a_line_of_its_own(formatter: LineFormatter, evil: str) -> None:
+def test_no_text_begins_another_record(formatter: LineFormatter, evil: str) -> None:
     check(formatter, record("%s", evil))
     check(formatter, record("x", name=evil))
     check(formatter, record("x %s", {"key": evil}, error=OSError(2, evil, evil)))
@@ -84,7 +84,7 @@ def test_no_text_begins_a_line_of_its_own(formatter: LineFormatter, evil: str) -
 
 
 @both
-def test_what_cannot_be_put_into_words_is_still_a_line(formatter: LineFormatter) -> None:
+def test_message_that_cannot_be_formatted_is_still_a_line(formatter: LineFormatter) -> None:
     for made in (record("two %s %s", 1), record("%s", Unspeakable()), record(Unspeakable())):
         check(formatter, made)
     line = check(formatter, record("here: %d", "x"))
@@ -94,7 +94,7 @@ def test_what_cannot_be_put_into_words_is_still_a_line(formatter: LineFormatter)
 
 @both
 @pytest.mark.parametrize("letter", ["x", "é", "\n", "\u202e", "\U0001f600", "\\"], ids=ascii)
-def test_a_long_line_keeps_its_beginning_and_its_end(formatter: LineFormatter, letter: str) -> None:
+def test_long_line_keeps_its_beginning_and_end(formatter: LineFormatter, letter: str) -> None:
     for size in (3000, LINE_BYTES, 10**5):
         text = check(formatter, record("begin %s end", letter * size))
         assert "begin" in text
@@ -103,7 +103,7 @@ def test_a_long_line_keeps_its_beginning_and_its_end(formatter: LineFormatter, l
     assert "characters ..." in text
 
 
-# -- who reads them -------------------------------------------------------------------------------------------------
+# -- the reader -------------------------------------------------------------------------------------------------
 
 
 def info(text: str, *args: Any, name: str = REQUESTS, **extra: Any) -> logging.LogRecord:
@@ -135,10 +135,10 @@ def pipe() -> Iterator[Pipe]:
             thread.join(WAIT)
 
 
-def test_a_reader_that_has_stopped_stops_nobody(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "QUEUE_BYTES", 100_000)
+def test_stopped_reader_blocks_no_logging_thread(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_LINES", 500)
     monkeypatch.setattr(module, "FLUSH_SECONDS", 0.01)
-    log = QueuedHandler(pipe.writer, TextFormatter())
+    log = LogWriter(pipe.writer, TextFormatter())
     for index in range(10_000):
         log.handle(info("%d", index))
     log.flush()  # does not wait for the reader
@@ -162,8 +162,8 @@ def descriptor(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["full disk", "read only", "nobody reads"])
-def test_a_descriptor_that_takes_nothing_is_no_error(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    log = QueuedHandler(descriptor(kind), TextFormatter())
+def test_counts_lines_that_the_descriptor_does_not_take(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    log = LogWriter(descriptor(kind), TextFormatter())
     for count in (100, 1):
         for index in range(count):
             log.handle(info("line %d", index))
@@ -173,17 +173,17 @@ def test_a_descriptor_that_takes_nothing_is_no_error(kind: str, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_descriptor_that_does_not_block_is_waited_for(pipe: Pipe) -> None:
+def test_waits_for_a_full_non_blocking_descriptor(pipe: Pipe) -> None:
     os.set_blocking(pipe.writer, False)
-    log = QueuedHandler(pipe.writer, TextFormatter())
+    log = LogWriter(pipe.writer, TextFormatter())
     for index in range(200):
         log.handle(info("%d", index))
     log.close()
     assert (pipe.read(), log.dropped) == (list(map(str, range(200))), 0)
 
 
-def test_a_record_that_cannot_be_written_is_counted(pipe: Pipe, capfd: pytest.CaptureFixture[str]) -> None:
-    log = QueuedHandler(pipe.writer, JsonFormatter())
+def test_counts_records_that_cannot_be_formatted(pipe: Pipe, capfd: pytest.CaptureFixture[str]) -> None:
+    log = LogWriter(pipe.writer, JsonFormatter())
     log.handle(info("x", fields={"odd": object()}))
     assert log.dropped == 1
     log.close()
@@ -191,8 +191,8 @@ def test_a_record_that_cannot_be_written_is_counted(pipe: Pipe, capfd: pytest.Ca
     assert capfd.readouterr().err == ""
 
 
-def test_what_was_held_back_is_told(pipe: Pipe) -> None:
-    log = QueuedHandler(pipe.writer, TextFormatter())
+def test_reports_left_out_lines_at_the_end(pipe: Pipe) -> None:
+    log = LogWriter(pipe.writer, TextFormatter())
     for _ in range(1000):
         log.handle(info("again", name="x"))
     log.handle(info("once", name="y"))
@@ -201,6 +201,31 @@ def test_what_was_held_back_is_told(pipe: Pipe) -> None:
     assert texts.count("again") == len(texts) - 2
     assert f"again (repeated {1000 - texts.count('again')} times)" in texts
     assert ("once" in texts, log.dropped) == (True, 0)
+
+
+FORK = """
+import logging, os
+from torchpipe_server.logs import handler
+from torchpipe_server.logs.formats import TextFormatter
+handler.FLUSH_SECONDS = 60.0
+log = handler.LogWriter(os.dup(2), TextFormatter())
+logger = logging.getLogger("x")
+logger.addHandler(log)
+logger.error("parent")
+log.flush()
+pid = os.fork()
+if not pid:
+    logger.error("child")
+    log.flush()
+    os._exit(0)
+os.waitpid(pid, 0)
+logger.error("parent again")
+"""
+
+
+def test_forked_process_writes_its_lines() -> None:
+    lines = run(sys.executable, "-W", "ignore", "-c", FORK, cwd=ROOT).stderr.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines] == ["parent", "child", "parent again"]
 
 
 CLOSED = """
@@ -214,7 +239,7 @@ os._exit(0 if all(found) and os.dup(0) > 2 else 1)
 """
 
 
-def test_a_socket_never_becomes_stderr_and_a_wrong_command_line_still_ends() -> None:
+def test_opens_closed_standard_streams_and_refuses_a_wrong_command_line() -> None:
     assert run(sys.executable, "-c", CLOSED, cwd=ROOT).returncode == 0
     code = "from torchpipe_server.cli import main; main(['--nonsense'])"
     command = f'exec {sys.executable} -c "{code}" 2>&- >&-'
@@ -225,11 +250,11 @@ def test_a_socket_never_becomes_stderr_and_a_wrong_command_line_still_ends() -> 
 
 
 class Log:
-    """`Repeats` with a clock that stands still."""
+    """A `RepeatFilter` with a clock that stands still."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.repeats = Repeats("asked for", lambda: self.now)
+        self.repeats = RepeatFilter("asked for", lambda: self.now)
 
     def admits(self, text: str = "closed: %s", *args: object, line: int = 1, level: int = logging.INFO) -> bool:
         return self.repeats.filter(logging.LogRecord("x", level, "here.py", line, text, args, None))
@@ -244,7 +269,7 @@ class Log:
         return [record.getMessage() for record in self.repeats.summaries()]
 
 
-def test_a_burst_is_written_and_the_rest_counted() -> None:
+def test_writes_a_burst_and_counts_the_rest() -> None:
     """Lines are the same if they come from the same place in the code, whatever text a client puts into them."""
     log = Log()
     assert sum(log.admits("%s", f"client {index}") for index in range(10 * BURST)) == BURST
@@ -254,7 +279,7 @@ def test_a_burst_is_written_and_the_rest_counted() -> None:
     assert [log.admits() for _ in range(3)] == [True, True, False], "so many a second"
 
 
-def test_a_traceback_counts_as_several_lines_and_hides_no_other_one() -> None:
+def test_traceback_counts_as_several_lines_and_hides_no_other_exception() -> None:
     log = Log()
     assert sum(log.admits_defect(KeyError(index)) for index in range(32)) == BURST / TRACEBACK_LINES
     log.now += TRACEBACK_LINES / LINES_PER_SECOND
@@ -262,7 +287,7 @@ def test_a_traceback_counts_as_several_lines_and_hides_no_other_one() -> None:
     assert log.admits_defect(MemoryError())
 
 
-def test_places_without_end_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_places_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeats, "MAX_PLACES", 20)
     log = Log()
     written = sum(log.admits(line=line) for line in range(100) for _ in range(BURST + 1))
@@ -271,7 +296,7 @@ def test_places_without_end_take_bounded_memory(monkeypatch: pytest.MonkeyPatch)
     assert sum(log.admits(line=-1) for _ in range(BURST)) == BURST, "there is room again"
 
 
-# -- what others write on stderr ------------------------------------------------------------------------------------
+# -- lines of others on stderr ------------------------------------------------------------------------------------
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -281,7 +306,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message.removeprefix("| ") for message in found]
 
 
-def test_each_line_is_a_record_and_the_last_ones_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_line_on_stderr_becomes_a_record_and_the_last_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     lines = StderrLines(process=7)
     for piece in (b"one\ntw", b"o\r\n\n", b"50 %\r100 %\r", b"\xff\xc3\xa9 %s\nhal", b"f\n"):
         lines.feed(piece)
