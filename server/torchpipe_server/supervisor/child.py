@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from math import inf
 from time import monotonic
 from typing import Any, Literal
@@ -41,10 +39,10 @@ _PROBLEMS: dict[Reason, str] = {
 
 
 class Child:
-    """A forked worker or engine process; ``name`` is its name in the log.
+    """A worker or engine process and its state; ``name`` is its name in the log.
 
-    ``on_message(child, message)`` is called for its messages and ``on_exit(child)`` for its end. Only the pidfd reports
-    the end, because a process that it has started may hold the channel open. If the channel ends, it is killed.
+    ``on_message(child, message)`` is called for its messages, ``on_exit(child)`` for its end. If its channel ends, it is
+    killed.
 
     ``connections`` are the journal slots of the connections that it serves. ``failure`` is the reported reason why it
     could not start. ``reason`` is why it ended or is to be ended.
@@ -73,17 +71,16 @@ class Child:
         self.started_at = monotonic()
         self.ready_at = 0.0
         self.process = forked.process
-        self.pid: int = self.process.pid
+        self.pid = self.process.pid
         self._loop, self._on_message, self._on_exit = loop, on_message, on_exit
         self._heartbeat = forked.heartbeat
         self._signs = forked.heartbeat.read()
         self._silent_s = 0.0  # without a heartbeat
         # Consecutive checks at which it had no link to its engine process, and at which a batch was overdue.
         self.unlinked_looks = self._overdue_looks = 0
-        self._pidfd = forked.pidfd
         self._channel = Channel(loop, forked.sock, self._receive, self.kill, is_trusted=False)
         self.stderr = StderrPipe(loop, forked.stderr, self.pid)
-        loop.add_reader(self._pidfd, self._ended)
+        loop.add_reader(self.process.fileno(), self._ended)
 
     @property
     def is_ready(self) -> bool:
@@ -206,24 +203,17 @@ class Child:
         """Kill it."""
         if self.reason == "died":
             self.reason = reason
-        if self.state != "gone":
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self.process.kill()
 
     def close(self) -> None:
         """Kill it and release its resources."""
         if self.state != "gone":
             self.kill()
             self.state = "gone"
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
+            self._loop.remove_reader(self.process.fileno())
+            self.process.release()
             self._channel.close()
             self.stderr.close()
-
-    def forget(self) -> None:
-        """Close the descriptors that report its exit code."""
-        with suppress(ValueError):  # no exit code yet: they stay until this object is collected
-            self.process.close()
 
     def _finish(self, how: str) -> None:
         if self.state != "gone":

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py.errors import Overloaded, TorchpipeError
+from torchpipe_py.proc.child import describe_ending
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
@@ -25,16 +26,16 @@ FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # seconds between attempts
 EXHAUSTED_DELAY = 1.0  # after a lack of descriptors, memory or threads
 SETTLED_SECONDS = 1.0  # a worker that was ready this long works
 RECOVER_SECONDS = 1.0  # within which the successor of a dead worker is expected
-FORGET_SECONDS = 1.0  # after the end of a process, for its exit code to arrive
-EXIT_CODE_SECONDS = 0.2  # for the fork server to report an exit code
+REAP_SECONDS = 1.0  # after the end of a process, for the fork server to report its exit status
+EXIT_STATUS_SECONDS = 0.2  # for that while the service ends
 
 
 class Fleet:
     """``options.workers`` workers. ``tables`` is the configuration; ``load`` reads it again or raises ``ConfigError``.
 
-    Each slot of a generation is filled by one process after another. A reload builds the ``_next`` generation beside
-    the serving one, ``now``, and swaps them once all its workers are ready. Processes of neither are ``_leaving``.
-    ``on_failure(problem)`` is called if no worker can be started.
+    Each slot of a generation is filled by one process after another. A reload builds the next generation beside the
+    serving one and swaps them once all its workers are ready. Processes of neither are leaving. ``on_failure(problem)``
+    is called if no worker can be started. ``clock`` is that of ``Child``, in seconds.
     """
 
     def __init__(
@@ -45,16 +46,17 @@ class Fleet:
         tables: Any,
         load: Callable[[], Any],
         on_failure: Callable[[str], object],
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.now = Generation(tables, options)
-        self._next: Generation | None = None  # during a reload
-        self.past = figures.NOTHING  # statistics of workers that have ended
+        self.generation = Generation(tables, options)
+        self._next_generation: Generation | None = None  # during a reload
+        self.ended_stats = figures.NOTHING  # statistics of workers that have ended
         self.restarts: Counter[str] = Counter()  # by ``Reason``, or "failed_start"
         self.has_begun = False  # every worker was ready or given up
         self.has_lost = False  # an accepted request, since the stop began
         self._loop, self._options, self._connections = loop, options, connections
         self.on_message: Callable[[Child, Any], object] = lambda *_: None  # for messages that are not about processes
-        self._load, self._on_failure = load, on_failure
+        self._load, self._on_failure, self._clock = load, on_failure, clock
         self._forker = Forker(loop, options, connections.journal, self._wants, self._forked)
         self._leaving: set[Child] = set()
         self._is_ending = self._wants_reload = False
@@ -65,25 +67,27 @@ class Fleet:
     @property
     def _slots(self) -> list[WorkerSlot]:
         """The slots of the serving and of the next generation."""
-        next_ = self._next  # read once: a reload may end meanwhile
-        return [*dict.fromkeys([*self.now.slots, *(next_.slots if next_ else ())])]
+        following = self._next_generation  # read once: a reload may end meanwhile
+        return [*dict.fromkeys([*self.generation.slots, *(following.slots if following else ())])]
 
     @property
     def ready(self) -> list[Child]:
         """Workers that take connections; if some respond, only those."""
-        ready = [worker.child for worker in self.now.workers if worker.child is not None and worker.child.is_ready]
+        children = [worker.child for worker in self.generation.workers if worker.child is not None]
+        ready = [child for child in children if child.is_ready]
         return [child for child in ready if child.responds] or ready
 
     @property
     def is_recovering(self) -> bool:
         """Whether a worker with connections died recently and its successor is not ready."""
-        since = monotonic() - RECOVER_SECONDS
-        return any(worker.died_at > since for worker in self.now.workers)
+        since = self._clock() - RECOVER_SECONDS
+        return any(worker.died_at > since for worker in self.generation.workers)
 
     @property
     def is_responding(self) -> bool:
         """Whether some worker would answer requests now, with all engine processes ready."""
-        return all(engine.is_ready for engine in self.now.engines) and any(child.responds for child in self.ready)
+        has_engines = all(engine.is_ready for engine in self.generation.engines)
+        return has_engines and any(child.responds for child in self.ready)
 
     @property
     def children(self) -> list[Child]:
@@ -95,7 +99,7 @@ class Fleet:
     def start(self, on_begun: Callable[[], object]) -> None:
         """Start all processes; ``on_begun`` is called once every worker is ready or given up."""
         self._on_begun = on_begun
-        self._begin(self.now)
+        self._begin(self.generation)
 
     def drain(self) -> None:
         """Have every process answer accepted requests and end."""
@@ -142,7 +146,7 @@ class Fleet:
 
     def _not_forked(self, slot: WorkerSlot, error: Exception) -> None:
         logger.error("cannot start %s: %s", slot.name, error or type(error).__name__)
-        if self._is_successor(slot):
+        if self._is_of_next_generation(slot):
             self._give_up_reload(f"{slot.name} cannot be started")
         elif self._wants(slot):
             if isinstance(error, OSError) and error.errno in EXHAUSTED:
@@ -175,9 +179,10 @@ class Fleet:
     def _slot_of(self, child: Child) -> WorkerSlot | None:
         return next((slot for slot in self._slots if slot.child is child), None)
 
-    def _is_successor(self, slot: WorkerSlot) -> bool:
+    def _is_of_next_generation(self, slot: WorkerSlot) -> bool:
         """Whether the slot belongs to the next generation only."""
-        return self._next is not None and slot in self._next.slots and slot not in self.now.slots
+        following = self._next_generation
+        return following is not None and slot in following.slots and slot not in self.generation.slots
 
     def _became_ready(self, child: Child) -> None:
         slot = self._slot_of(child)
@@ -187,7 +192,7 @@ class Fleet:
             slot.died_at = 0.0
             if slot.role == "engine process":
                 self._engine_became_ready(slot)
-            elif self._is_successor(slot) or not self.has_begun:
+            elif self._is_of_next_generation(slot) or not self.has_begun:
                 self._serve_if_complete()
             else:
                 logger.info("%s is back (pid %d)", child.name, child.pid)
@@ -202,7 +207,7 @@ class Fleet:
                 child.send("listen")
 
     def _engine_became_ready(self, engine: WorkerSlot) -> None:
-        for generation in filter(None, (self.now, self._next)):
+        for generation in filter(None, (self.generation, self._next_generation)):
             if generation.has_started_workers:
                 for worker in generation.workers:
                     if generation.engine_of(worker) is engine:
@@ -214,7 +219,9 @@ class Fleet:
 
     def _link(self, worker: WorkerSlot) -> None:
         """Link a worker to its engine process if both run."""
-        generation = self._next if self._next is not None and self._is_successor(worker) else self.now
+        generation = self.generation
+        if self._next_generation is not None and self._is_of_next_generation(worker):
+            generation = self._next_generation
         engine = generation.engine_of(worker) if worker.role == "worker" else None
         if engine is not None and engine.child is not None and engine.is_ready and worker.child is not None:
             worker.child.link(engine.child)
@@ -224,26 +231,26 @@ class Fleet:
 
         The first one also serves without workers that were given up.
         """
-        generation = self._next or self.now
+        generation = self._next_generation or self.generation
         ready = [worker.child for worker in generation.workers if worker.child is not None and worker.is_ready]
         is_complete = ready and all(worker.is_ready or worker.is_given_up for worker in generation.workers)
-        if self._is_ending or not is_complete or (self._next is None and self.has_begun):
+        if self._is_ending or not is_complete or (self._next_generation is None and self.has_begun):
             return
         self._have_listen(ready)
         if not all(child.listens or not child.must_listen for child in ready):
             return
-        if self._next is not None:
+        if self._next_generation is not None:
             self._swap(ready[-1])
             return
         self.has_begun = True
-        self.now.log_engines(self._options)
+        self.generation.log_engines(self._options)
         self._on_begun()
         if self._wants_reload:
             self._loop.call_soon(self.reload)
 
     def _ended(self, child: Child) -> None:
         if child.stats:
-            self.past = figures.add_past(self.past, child.stats)
+            self.ended_stats = figures.add_past(self.ended_stats, child.stats)
         self._leaving.discard(child)
         for engine in self.children:
             if child in engine.clients:
@@ -252,9 +259,9 @@ class Fleet:
                     engine.drain()
         slot = self._slot_of(child)
         if slot is not None:
-            slot.child, slot.died_at = None, monotonic() if child.has_served else 0.0
+            slot.child, slot.died_at = None, self._clock() if child.has_served else 0.0
         self._log_death(child, self._connections.died(child))
-        self._loop.call_later(FORGET_SECONDS, child.forget)
+        self._loop.call_later(REAP_SECONDS, child.process.exit_status, 0.0)
         if self._is_ending:
             self._drain_rest()
         elif slot is not None:
@@ -264,22 +271,22 @@ class Fleet:
         if child.answered or not child.ready_at or child.reason == "dismissed":
             return
         if self._is_ending:
-            child.process.join(EXIT_CODE_SECONDS)
             self.has_lost = self.has_lost or lost > 0 or bool(child.clients) or child.answered is False
-        how = f", exit code {child.process.exitcode}" if child.process.exitcode is not None else ""
+        status = child.process.exit_status(EXIT_STATUS_SECONDS if self._is_ending else 0.0)
+        how = f": {describe_ending(status)}" if status is not None else ""
         words = f"; its last lines: {' / '.join(last)}" if (last := child.stderr.lines.recent()) else ""
         what = "its workers answer its requests" if child.clients else f"requests lost: {lost}"
         # A process that exits so has already logged, as an error, which backend does not return.
-        is_logged = self._is_ending and child.process.exitcode == HUNG
+        is_logged = self._is_ending and status == HUNG
         level = logging.WARNING if is_logged else logging.ERROR
         logger.log(level, "%s (pid %d) died%s; %s%s", child.name, child.pid, how, what, words)
 
     def _replace(self, slot: WorkerSlot, child: Child) -> None:
         # NOTE: engine processes are linked to workers before any request, so until then that proves nothing.
-        is_settled = child.ready_at and monotonic() - child.ready_at >= SETTLED_SECONDS
+        is_settled = child.ready_at and self._clock() - child.ready_at >= SETTLED_SECONDS
         if child.ready_at:
             slot.failures = 0
-        if self._is_successor(slot):
+        if self._is_of_next_generation(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
         elif child.failure and child.ready_at and self.has_begun:
             logger.error("%s ended: %s", slot.name, child.failure)
@@ -319,14 +326,14 @@ class Fleet:
             return
         slot.is_given_up = True
         logger.critical("%s is given up after %d attempts to start it", slot.name, slot.failures)
-        if self._next is not None and slot in self._next.engines:
+        if self._next_generation is not None and slot in self._next_generation.engines:
             self._give_up_reload(f"{slot.name} cannot be started")  # its workers would wait for it forever
         else:
             self._end_if_hopeless()
         self._serve_if_complete()
 
     def _end_if_hopeless(self) -> None:
-        problem = "" if self._next is not None else self.now.hopeless()
+        problem = "" if self._next_generation is not None else self.generation.hopeless()
         if problem:
             self._on_failure(problem)
 
@@ -337,7 +344,7 @@ class Fleet:
         self._wants_reload = not self.has_begun
         if self._wants_reload or self._is_ending:
             return
-        if self._next is not None:
+        if self._next_generation is not None:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
             self._reload_ended("interrupted by a reload")
@@ -354,7 +361,7 @@ class Fleet:
         self._begin_change()
 
     def _begin_change(self) -> None:
-        change = self._changes.next() if self._next is None and not self._is_ending else None
+        change = self._changes.next() if self._next_generation is None and not self._is_ending else None
         if change is not None:
             self._begin_reload(*change)
 
@@ -370,14 +377,14 @@ class Fleet:
         except TorchpipeError as error:
             self._give_up_reload(str(error))
             return
-        self._next = Generation(tables, self._options, self.now)
-        self._begin(self._next)
+        self._next_generation = Generation(tables, self._options, self.generation)
+        self._begin(self._next_generation)
 
     def _swap(self, last: Child) -> None:
         """Let the next generation serve; the one before passes on its connections and ends."""
-        assert self._next is not None
-        before, self.now, self._next = self.now, self._next, None
-        for old, new in zip(before.workers, self.now.workers, strict=True):
+        assert self._next_generation is not None
+        before, self.generation, self._next_generation = self.generation, self._next_generation, None
+        for old, new in zip(before.workers, self.generation.workers, strict=True):
             new.restarts = old.restarts
         for child in self._leave(before.slots):
             if not child.is_ready:
@@ -385,7 +392,7 @@ class Fleet:
             elif not child.clients:
                 child.release()
         logger.info("reloaded %s", self._options.config)
-        self.now.log_engines(self._options, before)
+        self.generation.log_engines(self._options, before)
         self._connections.became_ready(last)
         self._reload_ended("")
 
@@ -396,12 +403,12 @@ class Fleet:
         self._end_if_hopeless()
 
     def _dismiss_successors(self) -> None:
-        slots, self._next = self._next.slots if self._next else [], None
-        for child in self._leave(slots):
+        dismissed, self._next_generation = self._next_generation, None
+        for child in self._leave(dismissed.slots if dismissed else []):
             child.kill("dismissed")
 
     def _leave(self, slots: list[WorkerSlot]) -> list[Child]:
         """Mark the processes of a generation that no longer serves as leaving, except engines that stay."""
-        children = [slot.child for slot in slots if slot.child is not None and slot not in self.now.engines]
+        children = [slot.child for slot in slots if slot.child is not None and slot not in self.generation.engines]
         self._leaving.update(children)
         return children

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
+from torchpipe_py.proc.child import ChildProcess, Joined
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options
@@ -29,8 +29,7 @@ class Forked(NamedTuple):
     ``sock`` is the supervisor's end of the channel, ``heartbeat`` shared memory, ``stderr`` the read end of a pipe.
     """
 
-    process: Any
-    pidfd: int
+    process: ChildProcess
     sock: socket.socket
     heartbeat: Heartbeat
     stderr: Connection
@@ -38,9 +37,9 @@ class Forked(NamedTuple):
     def abandon(self) -> None:
         """Kill a process that is no longer wanted."""
         self.process.kill()
+        self.process.release()
         self.sock.close()
         self.stderr.close()
-        os.close(self.pidfd)
 
 
 IsWanted = Callable[[Any], bool]
@@ -105,10 +104,8 @@ class Forker:
         process = context.Process(target=run_process, args=(start, _MAKERS[role]), name=name)
         try:
             process.start()
-            pidfd = os.pidfd_open(process.pid)
+            child = ChildProcess(name, Joined(process))
         except BaseException:
-            if process.pid is not None:
-                process.kill()
             ours.close()
             read_end.close()
             raise
@@ -116,4 +113,4 @@ class Forker:
             theirs.close()
             write_end.close()
             heartbeat.close()
-        return Forked(process, pidfd, ours, heartbeat, read_end)
+        return Forked(child, ours, heartbeat, read_end)

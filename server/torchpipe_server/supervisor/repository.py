@@ -29,7 +29,7 @@ class Repository:
 
     def index(self) -> list[dict[str, str]]:
         """Each version that is served or in the folder, with ``state`` and ``reason``."""
-        served: Folder = self._fleet.now.tables
+        served: Folder = self._fleet.generation.tables
         files = self._files()
         keys = dict.fromkeys([*served, *(f"{name}/{version}" for name, each in files.items() for version in each)])
         found = []
@@ -44,7 +44,7 @@ class Repository:
         began = monotonic()
 
         def finish(problem: str) -> None:
-            served: Folder = self._fleet.now.tables
+            served: Folder = self._fleet.generation.tables
             if problem:
                 if action == "load" and name in self._files() and not served.versions(name):
                     self._problems[name] = describe_error(ConfigError(problem))  # without folders: clients read it
@@ -64,13 +64,13 @@ class Repository:
     def _files(self) -> dict[str, dict[str, str]]:
         """The files of the folder, by model and version."""
         try:
-            return find_models(self._fleet.now.tables.source)
+            return find_models(self._fleet.generation.tables.source)
         except ConfigError as error:
             logger.error("cannot list the models of the folder: %s", error)
             return {}
 
     def _changed(self, action: str, name: str) -> Folder:
-        served: Folder = self._fleet.now.tables
+        served: Folder = self._fleet.generation.tables
         if action == "load":
             return served.having(name)
         if not served.versions(name):

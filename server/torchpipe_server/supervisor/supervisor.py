@@ -125,9 +125,9 @@ class Supervisor:
     def _step(self) -> None:
         if self._stopping_until is None:
             if self._fleet.has_begun:  # NOTE: later ones would restart files that the first worker plays
-                workers = self._fleet.now.workers
+                workers = self._fleet.generation.workers
                 ready = {worker.child: worker.index for worker in workers if worker.child and worker.child.is_ready}
-                self.streams.share_out(self._fleet.now, ready)
+                self.streams.share_out(self._fleet.generation, ready)
             return
         children, is_late = self._fleet.children, monotonic() >= self._stopping_until
         self._has_lost = self._has_lost or is_late
@@ -165,7 +165,7 @@ class Supervisor:
     @property
     def graph(self) -> str:
         """The pipeline as SVG; empty until a worker is ready."""
-        graphs = [worker.child.graph for worker in self._fleet.now.workers if worker.child]
+        graphs = [worker.child.graph for worker in self._fleet.generation.workers if worker.child]
         return next(filter(None, graphs), "")
 
     def ask(self, answer: Callable[[Figures], object]) -> None:
@@ -189,7 +189,7 @@ class Supervisor:
 
     def _figures(self, silent: set[Child]) -> Figures:
         fleet = self._fleet
-        service = service_figures([child.stats for child in fleet.children if child.stats], fleet.past)
+        service = service_figures([child.stats for child in fleet.children if child.stats], fleet.ended_stats)
         connections, answered = self._connections.figures()
         service["log_lines_dropped"] += dropped_lines()
         service["requests"] = add(service["requests"], answered)
@@ -205,10 +205,10 @@ class Supervisor:
             "time": time(),
             "graph_id": sha256(self.graph.encode()).hexdigest()[:16],
             "connections": connections,
-            "restarts": sum(slot.restarts for slot in [*fleet.now.workers, *fleet.now.engines]),
+            "restarts": sum(slot.restarts for slot in [*fleet.generation.workers, *fleet.generation.engines]),
             "restarts_by_reason": dict(fleet.restarts),
-            "workers": [_slot_figures(worker, silent) for worker in fleet.now.workers],
-            "engines": [_slot_figures(engine, silent) for engine in fleet.now.engines],
+            "workers": [_slot_figures(worker, silent) for worker in fleet.generation.workers],
+            "engines": [_slot_figures(engine, silent) for engine in fleet.generation.engines],
             "bounds_ms": BOUNDS_MS,
             **service,
         }

@@ -1,4 +1,4 @@
-"""What the supervisor makes of a worker's signs of life and of what it says; their channel; who gets connections."""
+"""A worker's heartbeat and messages, seen from the supervisor; their channel; the placement of connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,11 +27,13 @@ from torchpipe_server.supervisor.forker import Forked
 from torchpipe_server.worker.channel import LINE_BYTES, Channel
 from torchpipe_server.worker.heartbeat import Heartbeat
 
+from torchpipe_py.proc.child import ChildProcess
+
 MEBIBYTE = 2**20
 
 
 class Subject:
-    """A `Child` whose process is a `sleep`; what a worker would say and show comes from the test."""
+    """A `Child` whose process is a `sleep`; the test sends its messages and heartbeats."""
 
     def __init__(self) -> None:
         self.loop = new_loop(is_fast=False)
@@ -40,9 +41,9 @@ class Subject:
         ours, self.sock = socket.socketpair()
         self.heartbeat = Heartbeat()
         self.ended: list[Child] = []
-        process = SimpleNamespace(pid=self.process.pid)
+        process = ChildProcess("worker 0", self.process)
         read_end, self.stderr = multiprocessing.Pipe(duplex=False)
-        forked = Forked(process, os.pidfd_open(process.pid), ours, self.heartbeat, read_end)
+        forked = Forked(process, ours, self.heartbeat, read_end)
         self.child = Child(self.loop, "worker 0", forked, lambda child, message: None, self.ended.append)
 
     def say(self, *messages: Any) -> None:

@@ -1,12 +1,11 @@
-"""Who is started, replaced and given up when, which engine process a worker uses, and how processes are forked."""
+"""Starting, replacing and giving up workers, their engine processes, and forking."""
 
 from __future__ import annotations
 
 import errno
 import multiprocessing
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from kit.services import turn
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
-from torchpipe_server.supervisor.fleet import FIRST_DELAY, START_ATTEMPTS, Fleet
+from torchpipe_server.supervisor.fleet import FIRST_DELAY, LONGEST_DELAY, SETTLED_SECONDS, START_ATTEMPTS, Fleet
 from torchpipe_server.supervisor.forker import Forker
 from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
 from torchpipe_server.worker import worker
@@ -28,18 +27,47 @@ from torchpipe_py import Overloaded
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
 
 
-class Fleets:
-    """A `Fleet` that starts nothing: `started` has the workers that it wanted to start, `failed` its last words."""
+class VirtualLoop:
+    """A loop whose time passes only in ``advance``."""
 
     def __init__(self) -> None:
-        self.loop, self.journal = new_loop(is_fast=False), Journal(1)
-        self.started: list[int] = []
+        self.time = 1000.0
+        self._timers: list[tuple[float, Callable[..., object], tuple[Any, ...]]] = []
+
+    def call_later(self, seconds: float, function: Callable[..., object], *args: Any) -> mock.Mock:
+        self._timers.append((self.time + seconds, function, args))
+        return mock.Mock()
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> mock.Mock:
+        return self.call_later(0.0, function, *args)
+
+    def advance(self, seconds: float) -> None:
+        until = self.time + seconds
+        while (timer := min(self._timers, key=lambda timer: timer[0])) and timer[0] <= until:
+            self._timers.remove(timer)
+            self.time = timer[0]
+            timer[1](*timer[2])
+        self.time = until
+
+
+class Fleets:
+    """Makes a `Fleet` that forks nothing: ``started`` has index and time of each start, ``failed`` its problems."""
+
+    def __init__(self) -> None:
+        self.loop, self.journal = VirtualLoop(), Journal(1)
+        self.starts: list[tuple[int, float]] = []
         self.failed: list[str] = []
+
+    @property
+    def started(self) -> list[int]:
+        return [index for index, _ in self.starts]
 
     def make(self, tables: Any = SHARED, **options: Any) -> Fleet:
         connections = mock.Mock(journal=self.journal, died=lambda child: 0)
-        fleet = Fleet(self.loop, Options("test", **options), connections, tables, lambda: tables, self.failed.append)
-        fleet._forker.fork = lambda slot: self.started.append(slot.index)  # type: ignore[method-assign]
+        loop: Any = self.loop
+        options_, load = Options("test", **options), lambda: tables
+        fleet = Fleet(loop, options_, connections, tables, load, self.failed.append, lambda: self.loop.time)
+        fleet._forker.fork = lambda slot: self.starts.append((slot.index, self.loop.time))  # type: ignore[method-assign]
         return fleet
 
     def die(self, fleet: Fleet, slot: WorkerSlot, **changes: Any) -> None:
@@ -52,60 +80,70 @@ class Fleets:
 def fleets() -> Iterator[Fleets]:
     made = Fleets()
     yield made
-    made.loop.close()
     made.journal.close()
 
 
-def test_a_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: Fleets) -> None:
+def test_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: Fleets) -> None:
     """A client that keeps sending what kills a worker must not keep the others waiting."""
     fleet = fleets.make(workers=2)
     fleet.has_begun = True
     for _ in range(50):
-        fleets.die(fleet, fleet.now.workers[0], has_served=True, ready_at=time.monotonic())
+        fleets.die(fleet, fleet.generation.workers[0], has_served=True, ready_at=fleets.loop.time)
     assert fleets.started == [0] * 50
     assert fleet.is_recovering
-    assert (fleet.now.workers[0].restarts, fleet.restarts) == (50, {"died": 50})
+    assert (fleet.generation.workers[0].restarts, fleet.restarts) == (50, {"died": 50})
 
 
-def test_a_worker_that_dies_without_a_connection_is_replaced_later(fleets: Fleets) -> None:
+def test_worker_that_dies_before_it_serves_is_replaced_after_a_delay_that_doubles(fleets: Fleets) -> None:
     fleet = fleets.make(workers=2)
     fleet.has_begun = True
-    fleets.die(fleet, fleet.now.workers[0], ready_at=time.monotonic())
-    assert (fleets.started, fleet.is_recovering) == ([], False)
-    turn(fleets.loop, 2 * FIRST_DELAY)
-    assert fleets.started == [0]
+    worker = fleet.generation.workers[0]
+    delays = []
+    for _ in range(9):
+        died, count = fleets.loop.time, len(fleets.starts)
+        fleets.die(fleet, worker, ready_at=died)
+        assert (len(fleets.starts), fleet.is_recovering) == (count, False)
+        fleets.loop.advance(LONGEST_DELAY)
+        delays.append(fleets.starts[-1][1] - died)
+    assert delays == [FIRST_DELAY * 2**doublings for doublings in range(7)] + 2 * [LONGEST_DELAY]
+    fleets.die(fleet, worker, ready_at=fleets.loop.time - SETTLED_SECONDS)
+    assert fleets.starts[-1] == (0, fleets.loop.time)
+    fleets.die(fleet, worker, ready_at=fleets.loop.time)
+    died = fleets.loop.time
+    fleets.loop.advance(LONGEST_DELAY)
+    assert fleets.starts[-1] == (0, died + FIRST_DELAY), "it worked for a while, so the delay is the first again"
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
-def test_a_start_for_which_the_system_has_nothing_left_is_no_failed_one(fleets: Fleets, number: int) -> None:
-    """However often: a worker is given up for what is wrong with it."""
+def test_start_without_system_resources_does_not_count_as_failed(fleets: Fleets, number: int) -> None:
+    """A worker is given up only for its own failures."""
     fleet = fleets.make(workers=1)
     for _ in range(2 * START_ATTEMPTS):
-        fleet._forked(fleet.now.workers[0], OSError(number, os.strerror(number)))
-    assert (fleet.now.workers[0].failures, fleets.failed) == (0, [])
-    fleet._forked(fleet.now.workers[0], OSError(errno.ESRCH, "it is gone"))
-    assert fleet.now.workers[0].failures == 1
+        fleet._forked(fleet.generation.workers[0], OSError(number, os.strerror(number)))
+    assert (fleet.generation.workers[0].failures, fleets.failed) == (0, [])
+    fleet._forked(fleet.generation.workers[0], OSError(errno.ESRCH, "it is gone"))
+    assert fleet.generation.workers[0].failures == 1
 
 
-def test_who_changes_the_configuration_is_told_once_what_came_of_it(fleets: Fleets) -> None:
-    fleet, told = fleets.make({}, workers=1), []
+def test_change_of_the_configuration_is_answered_once(fleets: Fleets) -> None:
+    fleet, answers = fleets.make({}, workers=1), list[str]()
     with pytest.raises(Overloaded, match="starting or stopping"):
-        fleet.change(dict, told.append)
+        fleet.change(dict, answers.append)
     fleet.has_begun = True
     for _ in range(1 + MOST_CHANGES):
-        fleet.change(lambda: {"global": {}}, told.append)
+        fleet.change(lambda: {"global": {}}, answers.append)
     with pytest.raises(Overloaded, match=f"more than {MOST_CHANGES} changes wait"):
-        fleet.change(dict, told.append)
+        fleet.change(dict, answers.append)
     fleet.drain()
-    fleet._not_forked(fleet._next.workers[0], OSError(errno.EPERM, "not any more"))
-    turn(fleets.loop, 0.01)
-    assert told == ["the service is stopping"] * (1 + MOST_CHANGES)
+    fleet._not_forked(fleet._next_generation.workers[0], OSError(errno.EPERM, "not any more"))
+    fleets.loop.advance(0.01)
+    assert answers == ["the service is stopping"] * (1 + MOST_CHANGES)
 
 
-def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(fleets: Fleets) -> None:
-    """One of two is killed whenever it starts; workers are started when both are ready."""
+def test_service_ends_if_an_engine_process_cannot_be_started(fleets: Fleets) -> None:
+    """Workers wait for both engine processes, one of which dies whenever it starts."""
     fleet = fleets.make(workers=2, engines=2)
-    ready, dying = fleet.now.engines
+    ready, dying = fleet.generation.engines
     ready.child = mock.Mock(is_ready=True, clients=set())
     for _ in range(START_ATTEMPTS):
         assert fleets.failed == []
@@ -113,19 +151,19 @@ def test_a_service_whose_workers_would_wait_for_ever_for_an_engine_process_ends(
     assert fleets.failed == [f"engine process 1 cannot be started, after {START_ATTEMPTS} attempts"]
 
 
-def test_a_reload_ends_when_the_engine_process_that_goes_on_is_given_up(fleets: Fleets) -> None:
-    """Its workers would wait for that one for ever, and the service would not end while they do."""
+def test_reload_ends_if_the_engine_process_that_it_keeps_is_given_up(fleets: Fleets) -> None:
+    """Its workers would wait for that one forever, and the service would not end while they do."""
     fleet = fleets.make(workers=2)
     for slot in fleet._slots:
         slot.child = mock.Mock(is_ready=True, clients=set())
     fleet.has_begun = True
     fleet.reload()
-    assert fleet._next is not None
-    assert fleet._next.engines == fleet.now.engines
+    assert fleet._next_generation is not None
+    assert fleet._next_generation.engines == fleet.generation.engines
     for _ in range(START_ATTEMPTS):
-        assert (fleets.failed, fleet._next is None) == ([], False)
-        fleets.die(fleet, fleet.now.engines[0])
-    assert fleet._next is None
+        assert (fleets.failed, fleet._next_generation is None) == ([], False)
+        fleets.die(fleet, fleet.generation.engines[0])
+    assert fleet._next_generation is None
     assert fleets.failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
 
 
@@ -147,7 +185,7 @@ FEWER = "--engines 4: 2 engine processes instead of 4, one for each worker (--wo
         ("--workers=1 --engines=2", [], "--engines 2 does nothing: it takes --workers of 2 or more"),
     ],
 )
-def test_workers_share_the_engine_processes_of_their_device(
+def test_workers_use_the_engine_processes_of_their_device(
     args: str, engines: list[int], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = parse_options(["x.toml", *args.split()])
@@ -161,39 +199,38 @@ def none_is_left(pid: int) -> int:
     raise OSError(errno.EMFILE, "none is left")
 
 
-def test_a_process_for_which_no_descriptor_is_left_is_ended(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise nobody would know of it, and nobody start another one."""
-    process, failed = mock.Mock(pid=1), list[Any]()
+def test_process_is_killed_if_no_descriptor_is_left_for_it(fleets: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its end would go unnoticed, and it would not be replaced."""
+    loop, process, failed = new_loop(is_fast=False), mock.Mock(pid=1), list[Any]()
     context = mock.Mock(Process=mock.Mock(return_value=process))
     monkeypatch.setattr(multiprocessing, "get_context", lambda name: context)
     monkeypatch.setattr(os, "pidfd_open", none_is_left)
     before = psutil.Process().num_fds()
-    subject = Forker(
-        fleets.loop, Options("test"), fleets.journal, lambda slot: True, lambda slot, error: failed.append(error)
-    )
+    subject = Forker(loop, Options("test"), fleets.journal, lambda slot: True, lambda slot, error: failed.append(error))
     subject._fork(WorkerSlot(0, {}))
-    turn(fleets.loop)
+    turn(loop)
     assert [error.errno for error in failed] == [errno.EMFILE]
     process.kill.assert_called_once()
     failed.clear()
     context.reset_mock()
     assert psutil.Process().num_fds() <= before
     subject.close()
+    loop.close()
 
 
-# -- what a worker and an engine process make of the configuration ----------------------------------------------------
+# -- the plans of workers and engine processes ----------------------------------------------------
 
 
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done to the process."""
+    """Names of the process-wide settings that were changed."""
     names: list[str] = []
     monkeypatch.setattr(worker, "limit_threads", lambda: names.append("threads"))
     monkeypatch.setattr(torchpipe_py.malloc, "keep_freed_memory", lambda: names.append("malloc"))
     return names
 
 
-def test_a_plan_is_made_without_a_change_of_the_process(done: list[str]) -> None:
+def test_making_a_plan_changes_no_process_wide_setting(done: list[str]) -> None:
     options = parse_options(["x.toml", "--max-inflight", "7", "--import", "no_such_module"])
     tables: Any = {"global": {}, "a": {"backend": "Identity"}}
     assert list(make_plan(options, tables, 1).plans) == ["a"]
@@ -205,7 +242,7 @@ def test_a_plan_is_made_without_a_change_of_the_process(done: list[str]) -> None
     ("flags", "shared", "workers", "engines"),
     [("--workers=1", False, 1, 1), ("--workers=4", False, 4, 1), ("--workers=4 --engines=2", True, 4, 2)],
 )
-def test_the_cores_are_divided_among_the_processes_that_run_a_node(
+def test_cores_are_divided_among_the_processes_that_run_a_node(
     flags: str, shared: bool, workers: int, engines: int
 ) -> None:
     options = parse_options(["x.toml", *flags.split()])
@@ -224,6 +261,6 @@ def test_the_cores_are_divided_among_the_processes_that_run_a_node(
         ("--workers=8 --engines=1", "DecodeTensor", 1),
     ],
 )
-def test_engine_processes_by_default(flags: str, backend: str, expected: int) -> None:
+def test_default_number_of_engine_processes(flags: str, backend: str, expected: int) -> None:
     options = parse_options(["x.toml", *flags.split()])
     assert engine_processes(options, {"a": {"backend": backend, "shared": True}}) == expected

@@ -100,7 +100,7 @@ def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None
         supervisor = Supervisor(listener, options, tables, lambda: tables, None)
         reader: Any = Reader()
         reader.is_ready = True
-        supervisor._fleet.now.workers[0].child = reader
+        supervisor._fleet.generation.workers[0].child = reader
         for has_begun, given in ((False, None), (True, ["a"])):
             supervisor._fleet.has_begun = has_begun
             supervisor._step()
