@@ -49,7 +49,7 @@ SERVER_MAY_IMPORT = {
     *("", "arguments", "cores", "errors", "idl", "malloc", "streams", "streams.boxes", "streams.config"),
     *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
     *("runtime.admission", "runtime.record.statistics", "tools.draw.render", "proc.child", "proc.engine", "plan.build"),
-    *("plan.folder", "plan.sharing", "registry", "runtime.record.pictures", "runtime.record.visits"),
+    *("plan.config", "plan.folder", "plan.sharing", "registry", "runtime.record.pictures", "runtime.record.visits"),
     *("methods.inference", "methods.many", "methods.oip.core", "methods.routes", "methods.rpc.wire"),
     *("methods.timing", "methods.tracing", "wire.http"),
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
-import multiprocessing.util
 import os
 import resource
 import signal
@@ -16,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from ipaddress import ip_address
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +56,8 @@ def _serve(options: Options) -> int:
     import torchpipe_py
     from torchpipe_py import parse_folder, parse_toml
     from torchpipe_py.idl import load_idl
+    from torchpipe_py.plan.config import backend_names
+    from torchpipe_server.supervisor.forker import prepare_fork_server
     from torchpipe_server.supervisor.supervisor import Supervisor
 
     # Allow as many open files as the system does: each connection is one.
@@ -68,6 +67,7 @@ def _serve(options: Options) -> int:
         files = sys.maxsize
     read = parse_folder if os.path.isdir(options.config) else parse_toml
     tables = read(options.config)
+    libraries = ["tensorrt"] if "TensorrtTensor" in backend_names(tables) else []
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     if options.http_port > 0 and options.http_port == options.port:
         raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring needs its own port")
@@ -87,7 +87,7 @@ def _serve(options: Options) -> int:
 
             images_port, most = listener.getsockname()[1], http_connections(files)
             supervisor.monitoring = StatusServer(supervisor.loop, http, supervisor, images_port, options, most)
-        _prepare(tables)
+        prepare_fork_server(libraries)
         _on_signals(lambda *_: supervisor.stop(), signal.SIGTERM, signal.SIGINT)
         _on_signals(lambda *_: supervisor.reload(), signal.SIGHUP)
         lines = _start_lines(options, listener, http)
@@ -207,25 +207,6 @@ def _usual_workers(options: Options, tables: Any, files: int) -> int:
     while workers > 1 and most_connections(files, workers) < options.max_connections:
         workers -= 1  # keep the connections instead
     return workers
-
-
-def _prepare(tables: Any) -> None:
-    """Set up the fork server, which imports what workers need and is forked for each of them."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool is unused, and would exist before the fork
-    modules = ["torchpipe_server.worker.preload"]
-    if "Tensorrt" in str(tables):
-        modules.append("tensorrt")
-    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()  # see worker.preload, which removes it
-    # Python starts it by `python -c`, which prefers modules of the working directory.
-    if sys.version_info >= (3, 11):
-        # NOTE: for that process only, which removes it: see worker.preload.
-        os.environ.setdefault("PYTHONSAFEPATH", "torchpipe-serve")
-    else:
-        here = os.getcwd()
-        os.chdir(os.path.dirname(os.__file__))
-        forkserver.ensure_running()
-        os.chdir(here)
 
 
 def _on_signals(handler: Callable[..., object] | signal.Handlers, *numbers: int) -> None:

@@ -41,8 +41,8 @@ _PROBLEMS: dict[Reason, str] = {
 class Child:
     """A worker or engine process and its state; ``name`` is its name in the log.
 
-    ``on_message(child, message)`` is called for its messages, ``on_exit(child)`` for its end. If its channel ends, it is
-    killed.
+    ``on_message(child, message)`` is called for its messages, ``on_exit(child)`` for its end. It is killed if its
+    channel ends.
 
     ``connections`` are the journal slots of the connections that it serves. ``failure`` is the reported reason why it
     could not start. ``reason`` is why it ended or is to be ended.

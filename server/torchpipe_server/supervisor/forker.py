@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import multiprocessing.util
+import os
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +25,25 @@ from torchpipe_server.worker.worker import EngineProcess, Start, Worker, run_pro
 Role = Literal["worker", "engine process"]
 
 _MAKERS: dict[Role, Callable[[Start], Worker | EngineProcess]] = {"worker": Worker, "engine process": EngineProcess}
+
+
+def prepare_fork_server(libraries: Sequence[str]) -> None:
+    """Set what the fork server imports besides ``worker.preload``, and what it inherits; before the first fork.
+
+    It inherits the environment, from which ``worker.preload`` removes what is meant for it alone.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchpipe_server.worker.preload", *libraries])
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its pool is unused, and would exist before the fork
+    os.environ["TORCHPIPE_FORK_FOLDER"] = multiprocessing.util.get_temp_dir()
+    # Python starts it by `python -c`, which prefers modules of the working directory.
+    if sys.version_info >= (3, 11):
+        os.environ.setdefault("PYTHONSAFEPATH", "torchpipe-serve")
+    else:
+        here = os.getcwd()
+        os.chdir(os.path.dirname(os.__file__))
+        forkserver.ensure_running()
+        os.chdir(here)
 
 
 class Forked(NamedTuple):
