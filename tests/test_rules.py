@@ -627,7 +627,7 @@ GRAPH_REFUSED = [
         "several predecessors (b, c) need a map",
     ),
     (diamond("[result]"), "j: map", "expected key:newkey, found 'result' in '[result]'"),
-    ({"a": mark("a", "b,c"), "b": {}, "c": {"map": "b[result:data]"}}, "c: map", "'b' is no node before it; valid: a"),
+    ({"a": mark("a", "b,c"), "b": {}, "c": {"map": "b[result:data]"}}, "c: map", "'b' is not an ancestor; valid: a"),
     ({"a": {"next": "b", "map": "b[result:data]"}, "b": {}}, "a: map", "the node is a root"),
     ({"a": {"next": "b"}, "b": {"map": "a[result:x]"}}, "b: map", "gives no 'data'; expected source[key:data]"),
     ({"a": {"next": "c"}, "b": {"next": "c"}, "c": {"map": "a[result:data]"}}, "c", "waits for 'a', which a request t"),
@@ -684,7 +684,7 @@ JUMPS = [
 JUMPS_REFUSED = [
     (jump("Jump") | {"a": {"backend": "Jump", "jump": "rr"}}, "a: jump", "no node 'rr'; did you mean 'r'?"),
     ({"a": {"backend": "Jump"}, "r": {}}, "a: jump", "Jump needs it"),
-    ({"a": {"backend": "Jump", "jump": "s"}, "r": {"next": "s"}, "s": {}}, "a: jump", "'s' is no root, a jump enters"),
+    ({"a": {"backend": "Jump", "jump": "s"}, "r": {"next": "s"}, "s": {}}, "a: jump", "'s' is not a root, where"),
     ({"a": {"next": "b"}, "b": {"backend": "S[Mark,Jump]", "jump": "a"}}, "b: jump", "'a' is the root of the graph of"),
     (
         {"a": {"backend": "Jump", "jump": "b"}, "b": {"backend": "S[Jump]", "jump": "a"}},

@@ -131,7 +131,7 @@ def test_a_module_that_is_named_is_found_here_last(tmp_path: Path, monkeypatch: 
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.delitem(sys.modules, "json")
     import_code("json")
-    assert "not that of the working directory, which needs another name, or to be named as a file" in caplog.text
+    assert "not the one in the working directory: rename that, or give it as a file" in caplog.text
     assert str(tmp_path) not in sys.path
     caplog.clear()
     (tmp_path / "named_by_the_operator.py").write_text("")

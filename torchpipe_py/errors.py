@@ -24,7 +24,7 @@ class TorchpipeError(Exception):
     retry_after_ms: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: ``code`` and ``message``, and ``retry_after_ms`` where that is known."""
+        """For JSON: ``code`` and ``message``, and ``retry_after_ms`` if known."""
         wait = {} if self.retry_after_ms is None else {"retry_after_ms": self.retry_after_ms}
         return {"code": self.code, "message": message_of(self), **wait}
 
@@ -36,36 +36,36 @@ class ConfigError(TorchpipeError, ValueError, RuntimeError):
 
 
 class Problems:
-    """What is wrong with a configuration, gathered so that all of it is told at once."""
+    """Collects configuration errors and reports them together."""
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
-        self._doubts: set[str] = set()
+        self._warned: set[str] = set()
         self.count = 0
-        """How often one was added, known or not: unchanged where all in between was right."""
+        """Number of ``add`` calls, duplicates included."""
 
     def add(self, error: ConfigError) -> None:
-        """One more, told only once: a default may be wrong for every node."""
+        """Add an error unless recorded: a bad default occurs in every node."""
         self.count += 1
         if str(error) not in map(str, self._errors):
             self._errors.append(error)
 
-    def doubt(self, text: str) -> None:
-        """What is probably wrong, or means nothing: a line in the log, once."""
-        if text not in self._doubts:
-            self._doubts.add(text)
+    def warn_once(self, text: str) -> None:
+        """Log a warning, once."""
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning("%s", text)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A ``ConfigError`` inside is added, and what follows goes on."""
+        """Add a ``ConfigError`` that is raised inside, and continue."""
         try:
             yield
         except ConfigError as error:
             self.add(error)
 
     def raise_all(self) -> None:
-        """Raise the one there is, or one that has a line for each; nothing if there is none."""
+        """Raise the collected errors as one ``ConfigError``."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
@@ -75,20 +75,20 @@ class Problems:
 class BackendUnavailable(TorchpipeError, ValueError, RuntimeError):
     """A backend that cannot be set up on this machine: a missing library or device.
 
-    ``FirstAvailable`` goes on to its next choice when it meets this one; any other error of a ``setup`` is a defect.
+    ``FirstAvailable`` then tries its next choice; any other error in a ``setup`` is a defect.
     """
 
     code = "backend_unavailable"
 
 
 class InvalidRequest(TorchpipeError, ValueError):
-    """A request that is no dict, has no ``data``, or holds what the pipeline cannot take: by type, shape or size."""
+    """A request that is not a dict, lacks ``data``, or has a value of a wrong type, shape or size."""
 
     code = "invalid_request"
 
 
 class UnknownNode(TorchpipeError, IndexError):
-    """``node_name`` names no root, or is missing where there are several."""
+    """``node_name`` is not a root, or is missing although there are several."""
 
     code = "unknown_node"
 
@@ -104,20 +104,20 @@ class SetupError(BackendError, ValueError):
 
 
 class NoResult(TorchpipeError):
-    """Why a request has no ``result``; found under ``"error"`` in its dict, never raised by a pipe."""
+    """The reason for a missing ``result``: ``"error"`` in the request's dict; never raised by a pipe."""
 
     code = "no_result"
 
 
 class DecodeError(NoResult, ValueError):
-    """Bytes that are no readable image."""
+    """Bytes that are not a readable image."""
 
     code = "decode_error"
 
 
 class Overloaded(TorchpipeError, RuntimeError):
     """Refused at the entry: ``max_inflight`` requests are in flight, or the queue rules the deadline out. Nothing was
-    started; ``retry_after_ms`` says when it may be, if known. ``deadline`` is the request's, by ``perf_counter``.
+    started; ``retry_after_ms`` is the estimated wait, if known. ``deadline`` is the request's, by ``perf_counter``.
     """
 
     code = "overloaded"
@@ -134,8 +134,8 @@ class DeadlineExceeded(TorchpipeError, TimeoutError):
 
 
 class WorkerDied(TorchpipeError, RuntimeError):
-    """The process that had the request ended: that of a ``Process``, of an isolated decoder, of a shared node, or the
-    service's worker. Or it cannot be started again.
+    """The process that had the request ended, or cannot be started again: the process of a ``Process``, an isolated
+    decoder, a shared node, or the service's worker.
     """
 
     code = "worker_died"
@@ -149,14 +149,14 @@ class EngineUnavailable(TorchpipeError, RuntimeError):
 
 
 class PipeClosed(TorchpipeError, RuntimeError):
-    """The pipe was closed before the request was finished, or before it came."""
+    """The pipe was closed before the request was finished or received."""
 
     code = "closed"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker; ``pickled`` is empty where the exception itself would not arrive as it is."""
+    """An exception of a worker; ``pickled`` is empty if unpickling would not restore the exception."""
 
     kind: str
     name: str
@@ -181,9 +181,9 @@ class Failure:
         return cls(kind, _type_name(error), message, trace, pickled)
 
     def error(self, otherwise: type[TorchpipeError] = BackendError) -> BaseException:
-        """The exception again, or one of its kind; its ``__cause__`` tells where in the worker it was raised.
+        """The exception, or another of its kind; its ``__cause__`` is the worker's traceback.
 
-        ``otherwise``: what it becomes where it did not arrive and is of no kind that is known here.
+        ``otherwise``: the class to raise if the exception could not be pickled and its kind is unknown.
         """
         error: Any = None
         if self.pickled:
@@ -207,16 +207,16 @@ class WorkerTraceback(Exception):
 
 
 MESSAGE_LIMIT = 4000
-"""Characters of a message that are kept: a client may have sent what a backend puts into its exceptions."""
+"""Maximum characters of a message, since a backend's exception may quote a client's data."""
 
 
 def message_of(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
-    """An exception's message, which can be encoded and is cut at ``limit`` characters; its type where it has none.
+    """An exception's message as valid UTF-8, cut at ``limit`` characters; its type if the message is empty.
 
-    Raises nothing, whatever the exception's own methods do.
+    Never raises, even if the exception's own methods do.
     """
     try:
-        # NOTE: `str` may give an object of a subclass, whose methods are somebody else's too.
+        # NOTE: `str` may return an object of a subclass, whose methods may raise too.
         text = str.__getitem__(str(error), slice(limit + 1))
         if len(text) > limit:
             text = f"{text[:limit]} …"
@@ -226,102 +226,100 @@ def message_of(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
 
 
 def describe(error: BaseException, limit: int = MESSAGE_LIMIT) -> str:
-    """An exception's type and ``message_of`` it, where it has one."""
+    """An exception's type, and its ``message_of`` unless empty."""
     name, message = _type_name(error), message_of(error, limit)
     return name if message == name else f"{name}: {message}"
 
 
 def prefixed(prefix: str, error: BaseException) -> BaseException:
-    """An exception of the same class and ``code`` that says ``prefix`` before its message; ``error`` is its cause.
+    """An exception of the same class and ``code`` with ``prefix`` before its message; ``error`` is its cause.
 
-    ``error`` itself where its class makes something else of a message.
+    ``error`` itself if its class does not keep a message as it is.
     """
     kind, text = type(error), f"{prefix}{message_of(error)}"
     try:
-        made: BaseException = kind.__new__(kind, text)  # NOTE: its ``__init__`` may take anything
-        vars(made).update(vars(error))
-        made.__cause__ = error
-        return made if str(made) == text else error
+        copy: BaseException = kind.__new__(kind, text)  # NOTE: its ``__init__`` may take any arguments
+        vars(copy).update(vars(error))
+        copy.__cause__ = error
+        return copy if str(copy) == text else error
     except Exception:
         return error
 
 
 def log_failure(what: str, error: BaseException) -> None:
-    """Log an exception that goes no further, with its traceback; raises nothing."""
+    """Log an exception that is handled here, with its traceback. Never raises."""
     try:
-        # Whoever calls this is the place of the line: of each place a service writes only so many.
+        # Attribute the line to the caller: a service limits the lines of each place.
         logger.error("%s", what, exc_info=error, stacklevel=2)
     except BaseException:
         logger.error("%s: %s", what, describe(error), stacklevel=2)
 
 
 def _type_name(error: BaseException) -> str:
-    name = type.__dict__["__name__"].__get__(type(error))  # past what a metaclass says
+    name = type.__dict__["__name__"].__get__(type(error))  # not what a metaclass may return
     return str(name)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
+    """The first line of an exception's message, or its type if the message is empty."""
     return message_of(error).strip().split("\n", 1)[0] or _type_name(error)
 
 
-_SHOWN = 64
-_ELEMENTS = 8
+_MOST_SHOWN = 64
+_MOST_ELEMENTS = 8
 
 
 def shown(value: object, depth: int = 2) -> str:
-    """What somebody sent, for a message: a number, a text in quotes, cut where it is long, else its type.
+    """A client's value for a message: a number, a text in quotes, shortened; otherwise its type.
 
-    Of a short list its elements, where it is no deeper than ``depth``.
+    A short list is shown with its elements, ``depth`` levels deep.
     """
-    if isinstance(value, (list, tuple)) and len(value) <= _ELEMENTS and depth:
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ELEMENTS and depth:
         return f"[{', '.join([shown(element, depth - 1) for element in value])}]"
-    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _SHOWN):
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MOST_SHOWN):
         return repr(value)
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
-    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}…"
+    return repr(value) if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]!r}…"
 
 
-_QUOTED = 200
+_MOST_QUOTED = 200
 
 
 def quoted(value: object) -> str:
-    """What stands in a configuration, for a message: its ``repr``, without its middle where that is long."""
+    """A configuration's value for a message: its ``repr``, without the middle if long."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4300 digits
+    except ValueError:  # Python refuses to format an integer of more than 4300 digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else shown(value)
-    return text if len(text) <= _QUOTED else f"{text[: _QUOTED // 2]}…{text[-_QUOTED // 2 :]}"
+    return text if len(text) <= _MOST_QUOTED else f"{text[: _MOST_QUOTED // 2]}…{text[-_MOST_QUOTED // 2 :]}"
 
 
 def counted(count: int, noun: str) -> str:
-    """How many of something, for a message: ``1 class``, ``2 classes``."""
+    """A number with its noun, for a message: ``1 class``, ``2 classes``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-_LISTED = 16
-"""The most names that a message lists."""
-
-_NEAR = 0.5  # of the letters of two names, in common
+_MOST_NAMES = 16
+"""Maximum names that a message lists."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A clause for an error message: the valid name that ``name`` may stand for, or all; of many, three near ones."""
+    """A clause for an error message: the valid name closest to ``name``, or all; of many, the three closest."""
     names = sorted(set(valid))
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
-    # Cut: the time grows with the product of the lengths, and the name may be a client's.
-    word = name[:_SHOWN].lower()
-    # Of a few letters half may be wrong; of more, chance alone has half in common.
-    cutoff = 0.7 if len(names) > _LISTED else 0.6 if len(word) > 4 else 0.5
+    # Shortened: the time grows with the product of the lengths, and a client may have sent the name.
+    word = name[:_MOST_SHOWN].lower()
+    # Half of a short word may be wrong; longer unrelated words have half of their letters in common.
+    cutoff = 0.7 if len(names) > _MOST_NAMES else 0.6 if len(word) > 4 else 0.5
     close = difflib.get_close_matches(word, lowered, n=1, cutoff=cutoff)
     if close:
         return f"did you mean {lowered[close[0]]!r}?"
     if not names:
         return "none is valid here"
-    if len(names) <= _LISTED:
+    if len(names) <= _MOST_NAMES:
         return "valid: " + ", ".join(names)
-    bare = {each.lstrip("-"): valid for each, valid in lowered.items()}  # or all flags would have that in common
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=3, cutoff=_NEAR)
+    bare = {each.lstrip("-"): valid for each, valid in lowered.items()}  # all flags would match by their dashes
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=3, cutoff=0.5)
     listed = ", ".join(bare[each] for each in near)
     return f"the nearest of {len(names)}: {listed}" if near else f"none of the {len(names)} valid names is near"

@@ -1,4 +1,4 @@
-"""Files that are written whole, and what a file of a model is that cannot be read."""
+"""Atomic writes, and the kinds of model files, for error messages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from contextlib import contextmanager
 from typing import BinaryIO, Literal
 
 ENCRYPTED = b"\x89TPENC\r\n"
-"""How an encrypted model begins."""
+"""First bytes of an encrypted model."""
 
 ENGINE = b"ftrt"
-"""How TensorRT's engines begin, those of 8.6 and of 11 alike; trtexec looks for it too."""
+"""First bytes of TensorRT engines, from 8.6 to 11; trtexec checks them too."""
 
 ONNX = b"\x08"
-"""How ONNX files begin: with the first field of a ModelProto, its version."""
+"""First byte of ONNX files: the first field of a ModelProto, its version."""
 
 ZIP = b"PK\x03\x04"
-"""How PyTorch's files begin."""
+"""First bytes of PyTorch's files."""
 
 
 MOST_READ = 2**28
-"""Bytes of a file that is read whole, unless it is a model."""
+"""Maximum bytes of a file that is read whole, except a model."""
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """What a file holds, a pipe too; ``OSError`` beyond ``MOST_READ``, since some have no end, as ``/dev/zero``."""
+    """The content of a file or FIFO; ``OSError`` beyond ``MOST_READ``, since ``/dev/zero``, for example, has no end."""
     with open(path, "rb") as file:
         content = file.read(MOST_READ + 1)
     if len(content) > MOST_READ:
@@ -37,37 +37,37 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def output_problem(path: str | os.PathLike[str], replaces: bool = False) -> str:
-    """Why no file can be written there, before the work that would be lost; an empty string where that is open.
+    """The reason why ``path`` cannot be written, to be checked before long work; empty if none is known.
 
-    ``replaces``: as ``replace_file`` does it, which writes to the folder, not to a file that is there.
+    ``replaces``: for ``replace_file``, which writes to the folder, not to an existing file.
     """
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path):
         return "is a directory"
     if not os.path.isdir(folder):
         return f"no such folder: {folder}"
-    # NOTE: os.path says no where pathlib raises, in a folder that may not be searched for one.
+    # NOTE: os.path returns False where pathlib raises, for example in a folder without search permission.
     place = folder if replaces or not os.path.exists(path) else path
     return "" if os.access(place, os.W_OK) else "Permission denied"
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | memoryview, mode: int = 0o666) -> None:
-    """Make ``path`` a file with ``content``, of ``mode`` less the umask, as ``replacing`` does."""
+    """Write ``content`` to ``path`` atomically, as ``replacing`` does; ``mode`` is reduced by the umask."""
     with replacing(path, mode) as file:
         file.write(content)
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of ``path`` at the end; whoever reads that sees all of it or what was.
+    """Write ``path`` atomically: readers see the old or the new file.
 
-    It is written under a name that nobody can know beforehand and renamed: a link at ``path`` is replaced, never
-    followed. Raises ``OSError``, and leaves nothing then, nor where what stands inside raises.
+    It is written under a random name and renamed: a link at ``path`` is replaced, never followed. Raises ``OSError``;
+    after that, or an exception inside, no new file remains.
     """
     folder, name = os.path.split(path)
     unfinished = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.tmp")
     try:
-        # "x" is O_EXCL: a name that is there, were it a link, is an error.
+        # "x" is O_EXCL: an existing name, even a link, is an error.
         with open(unfinished, "xb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
             yield file
         os.replace(unfinished, path)
@@ -78,13 +78,13 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
 
 
 def file_kind(path: str | os.PathLike[str]) -> str:
-    """What a file is where a model is expected, by how it begins, and what to do with it; empty where that is open."""
+    """The kind of a file that should be a model, by its first bytes, and what to do with it; empty if unknown."""
     with open(path, "rb") as file:
         return content_kind(file, f"torchpipe export MODEL --weights {os.fspath(path)} makes an ONNX file of it")
 
 
 def content_kind(file: BinaryIO, checkpoint: str) -> str:
-    """The same of a file that is open at its start; ``checkpoint`` says what to do with one."""
+    """``file_kind`` of a file opened at its start; ``checkpoint`` says what to do with a checkpoint."""
     start = file.read(512)
     if start.startswith(ENCRYPTED):
         return "it is an encrypted model, which key_file or key_env of its node opens"
@@ -106,9 +106,9 @@ def content_kind(file: BinaryIO, checkpoint: str) -> str:
 
 
 def archive_kind(file: str | BinaryIO) -> Literal["checkpoint", "aotinductor", "torchscript", "export", ""]:
-    """Which of PyTorch's files a zip archive is; a checkpoint is whatever else ``torch.save`` writes.
+    """The kind of PyTorch file that a zip archive is, by the names in it; nothing is unpacked.
 
-    By the names in it: nothing is unpacked. Raises ``zipfile.BadZipFile``, and ``OSError``.
+    A checkpoint is any other file of ``torch.save``. Raises ``zipfile.BadZipFile`` and ``OSError``.
     """
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()

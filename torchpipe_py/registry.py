@@ -1,4 +1,4 @@
-"""Names to classes: built-in backends as import strings, registered ones, and those of installed packages."""
+"""Classes by name: built-in backends as import strings, registered ones, and backends of installed packages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLAIN_FILTER = "torchpipe_py.backends.control.python:PythonFilter"
 
 
 def _in(module: str, names: str) -> dict[str, str]:
-    """The import string of each of the classes ``names`` of a module."""
+    """Import strings of the classes ``names`` in a module."""
     return {name: f"torchpipe_py.{module}:{name}" for name in names.split()}
 
 
@@ -69,8 +69,8 @@ BUILT_IN_POSTPROCESSORS = {
 class Registry:
     """Names to backends, filters and postprocessors: built-in ones, registered ones, backends of installed packages.
 
-    ``entry_points(group=…)`` gives the latter. Any thread may register. A name never changes its meaning, unless the
-    cell of a notebook that defines it is run again: what is built later has the new one.
+    ``entry_points(group=…)`` finds the latter. Any thread may register. A name never changes its meaning, unless the
+    notebook cell that defines it runs again: pipes that are built later use the new class.
     """
 
     def __init__(self, entry_points: Callable[..., Iterable[Any]] = entry_points) -> None:
@@ -82,7 +82,7 @@ class Registry:
 
     @contextmanager
     def restored(self) -> Iterator[Registry]:
-        """What is registered inside is forgotten at the end."""
+        """Remove at the end what is registered inside."""
         tables: tuple[dict[str, Any], ...] = (self._backends, self._filters, self._postprocessors)
         before = [dict(table) for table in tables]
         try:
@@ -98,7 +98,7 @@ class Registry:
 
         ``cls`` is a ``Backend``, or any class with ``init(config)`` and ``forward(list_of_dicts)``, and ``max()`` and
         ``min()`` besides if it takes batches. A name that is taken raises ``ConfigError``, and so does a ``Backend``
-        whose ``max`` or ``min`` is no method.
+        whose ``max`` or ``min`` is not a method.
         """
         if isinstance(cls, type):
             _check_methods(cls)
@@ -133,14 +133,14 @@ class Registry:
     def _add(self, table: dict[str, Any], value: Any, name: str, is_built_in: bool) -> None:
         with self._lock:
             known = table.get(name, value)
-            if is_built_in or (known is not value and not _is_run_again(known, value)):
+            if is_built_in or (known is not value and not _is_redefined(known, value)):
                 raise ConfigError(f"{name!r} is registered already")
             table[name] = value
 
     def find_backend(self, name: str) -> type[Backend] | None:
-        """The class called ``name``, or ``None``; one that is no ``Backend`` is wrapped in a ``PythonClass``.
+        """The class called ``name``, or ``None``; a class that is not a ``Backend`` is wrapped in a ``PythonClass``.
 
-        An import error of a known backend is raised as it is; ``ConfigError`` for a class that makes no backend.
+        An import error of a known backend is raised as it is; ``ConfigError`` for a class that cannot be a backend.
         """
         name = canonical(name)
         if name in BUILT_IN_BACKENDS:
@@ -161,7 +161,7 @@ class Registry:
     def find_filter(self, name: str) -> Any:
         """The filter called ``name``, or ``None``; a class is wrapped in a ``PythonFilter``. Built-in ones in any case.
 
-        ``ConfigError`` for a class that makes no filter.
+        ``ConfigError`` for a class that cannot be a filter.
         """
         lower = filters.ALIASES.get(name.lower(), name.lower())
         if lower in filters.BUILT_IN:
@@ -182,14 +182,14 @@ class Registry:
         return sorted({*BUILT_IN_BACKENDS, *ALIASES, *self._backends, *(point.name for point in self._installed)})
 
     def backends_with(self, key: str) -> list[str]:
-        """Those of this package that have a parameter of this name, at most three."""
-        found = (name for name in sorted(BUILT_IN_BACKENDS, key=len) if key in self._keys_of(name))
-        return list(islice(found, 3))
+        """Built-in backends that have a parameter of this name, at most three."""
+        names = (name for name in sorted(BUILT_IN_BACKENDS, key=len) if key in self._keys_of(name))
+        return list(islice(names, 3))
 
     def _keys_of(self, name: str) -> set[str]:
         try:
             cls = self.find_backend(name)
-        except ImportError:  # of a library that it needs
+        except ImportError:  # a library that it needs is missing
             return set()
         return {param.key for param in cls.parameters().values()} if cls is not None else set()
 
@@ -206,13 +206,13 @@ class Registry:
         return self._entry_points(group=ENTRY_POINT_GROUP)
 
 
-def own_name(what: str) -> str:
-    """What may be missing where no backend, filter or postprocessor has a name."""
-    return f"(register your own first: register_{what}, import_code, --import)"
+def register_hint(kind: str) -> str:
+    """The hint for an unknown name of a ``kind``: backend, filter or postprocessor."""
+    return f"(register your own first: register_{kind}, import_code, --import)"
 
 
 default = Registry()
-"""What a pipe uses that is given no other, and what code registers in as it is imported."""
+"""The registry of pipes without another, and of code that is imported."""
 
 register_backend = default.register_backend
 register_filter = default.register_filter
@@ -222,9 +222,9 @@ register_postprocessor = default.register_postprocessor
 def import_code(name: str) -> ModuleType:
     """Import a module by name, or a file that ends in ``.py`` by path, for the backends and filters it registers.
 
-    The file becomes the module of its name, and its folder the last one that modules are looked for in: those beside
-    it can be imported, also by worker processes. The same holds for the working directory where it has the module and
-    no other folder does. ``ConfigError`` where that fails.
+    The file becomes the module of its name, and its folder the last one in ``sys.path``: modules beside it can be
+    imported, also by worker processes. So does the working directory if only it contains the module. ``ConfigError``
+    for a failed import.
     """
     try:
         return _import_file(name) if name.endswith(".py") else _import_module(name)
@@ -235,7 +235,7 @@ def import_code(name: str) -> ModuleType:
 
 
 def import_all(names: str) -> None:
-    """``import_code`` of each of the names, which are separated by commas."""
+    """``import_code`` for each of the names, separated by commas."""
     for name in filter(None, map(str.strip, names.split(","))):
         import_code(name)
 
@@ -244,14 +244,14 @@ def _import_module(name: str) -> ModuleType:
     top, here = name.partition(".")[0], os.getcwd()
     spec = importlib.util.find_spec(top)
     if any(os.path.exists(file) for file in (f"{top}.py", top)):
-        # NOTE: last, and only for a module that is named and missing, or any library could be taken from there.
+        # NOTE: last, and only for a named module that is missing; otherwise it could replace any library.
         if spec is None:
             sys.path.append(here)
             importlib.invalidate_caches()
         elif not Path(spec.origin or here).is_relative_to(here):
             logger.warning(
-                "%s: the module that is installed is imported (%s), not that of the working directory, which needs "
-                "another name, or to be named as a file, ./%s.py",
+                "%s: the installed module is imported (%s), not the one in the working directory: rename that, or "
+                "give it as a file, ./%s.py",
                 *(name, spec.origin, top),
             )
     return importlib.import_module(name)
@@ -270,7 +270,7 @@ def _import_file(path: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None  # for a name that ends in .py there is one
+    assert spec is not None  # every name that ends in .py has one
     assert spec.loader is not None
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
@@ -282,26 +282,26 @@ def _import_file(path: str) -> ModuleType:
 
 
 def canonical(name: str) -> str:
-    """The name a backend's parameters may be scoped with: ``S`` is ``Sequential``."""
+    """The full name of a backend: ``Sequential`` for ``S``."""
     return ALIASES.get(name, name)
 
 
-def _is_run_again(known: Any, value: Any) -> bool:
-    """Whether a definition of a notebook's, or of the script's, is another version of what it was."""
+def _is_redefined(known: Any, value: Any) -> bool:
+    """Whether a notebook or script redefined the class."""
     name = getattr(value, "__qualname__", "<")
     places = {(getattr(each, "__module__", ""), getattr(each, "__qualname__", "")) for each in (known, value)}
-    return places == {("__main__", name)} and "<" not in name  # what a function made may be something else each time
+    return places == {("__main__", name)} and "<" not in name  # each call of a function may make another class
 
 
 def _check_methods(cls: type) -> None:
-    """``ConfigError`` where a number stands for a method of ``Backend``; a line for a method that nobody calls."""
+    """Refuse attributes that hide ``Backend`` methods; warn about unknown methods."""
     if issubclass(cls, Backend):
         for name in ("max", "min"):
             if not callable(getattr(cls, name)):
                 raise ConfigError(f"{cls.__name__}: {name} of a Backend is a method: def {name}(self): return …")
     elif hasattr(cls, "setup") and not hasattr(cls, "init"):
         logger.warning(
-            "%s: nobody calls its setup(), which is a Backend's: derive from Backend, or call it init(self, config)",
+            "%s: setup() is never called: this is not a Backend. Derive from Backend, or call it init(self, config)",
             cls.__name__,
         )
 

@@ -293,11 +293,11 @@ def test_a_cell_of_a_notebook_is_run_again() -> None:
 
 
 @pytest.mark.usefixtures("register")
-def test_a_setup_that_nobody_calls_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_setup_in_plain_class(caplog: pytest.LogCaptureFixture) -> None:
     for content in ({"init": None}, {}):
         register_backend(type("Plain", (), {"setup": None, "forward": print, **content}), f"Plain{len(content)}")
     assert caplog.messages == [
-        "Plain: nobody calls its setup(), which is a Backend's: derive from Backend, or call it init(self, config)"
+        "Plain: setup() is never called: this is not a Backend. Derive from Backend, or call it init(self, config)"
     ]
 
 

@@ -23,7 +23,7 @@ from torchpipe_py.training import BadSample, TrainingError, wrap_dataloader_torc
 ROOT = Path(__file__).resolve().parents[2]
 BAD = (b"no image", b"", None, encode(picture(40, 40))[:200])
 REASONS = [
-    "corrupt: 8 bytes are no image of formats jpeg, png, webp, bmp",
+    "corrupt: 8 bytes: not a JPEG, PNG, WebP or BMP image",
     "empty: the dataset gave no bytes",
     "empty: the dataset gave no bytes",
     "corrupt: 200 bytes: JPEG: cut off in its header, after 200 bytes",
@@ -115,7 +115,7 @@ def test_a_bad_row_of_each_policy(mapper: Make, toml: str) -> None:
     assert skipped["number"].tolist() == [0, 5]
     assert skipped["path"].tolist() == ["0.jpg", "5.jpg"]
     assert np.array_equal(skipped["result"], masked["result"][[0, 5]])
-    message = r'row 1 of a batch \(1\.jpg\): corrupt: 8 bytes .* \(bad_samples="skip" or "mask" goes on without it\)'
+    message = r'row 1 of a batch \(1\.jpg\): corrupt: 8 bytes: .* \(bad_samples="skip" or "mask" goes on without it\)'
     with pytest.raises(BadSample, match=message):
         mapper(toml, bad_samples="raise")(given)
 

@@ -165,7 +165,7 @@ def test_gives_a_handle_the_result_the_dict_or_the_error() -> None:
         return await replica.infer(b"1"), await replica.infer({"data": b"2", "id": 7})
 
     assert served(use) == (b"1", {"data": b"2", "id": 7, "result": b"2"})
-    with pytest.raises(DecodeError, match=r"^8 bytes are no image"):
+    with pytest.raises(DecodeError, match=r"^8 bytes: not a JPEG"):
         served(lambda replica: replica.infer(b"no image"), {"backend": "DecodeMat"})
     with pytest.raises(InvalidRequest, match="a request needs the key 'data'"):
         served(lambda replica: replica.infer({"dat": 1}))

@@ -320,7 +320,7 @@ def test_a_signal_while_the_next_request_enters_does_not_hold_its_key() -> None:
 @pytest.mark.parametrize(
     ("keys", "processes", "message"),
     [
-        ({"ordered_by": "camera"}, 2, "key 'ordered_by': each of 2 processes would have states of its own: shared = "),
+        ({"ordered_by": "camera"}, 2, "key 'ordered_by': works in one process only, not in 2: set shared = "),
         ({"state_seconds": 3}, 1, "key 'state_seconds': needs ordered_by"),
         ({"ordered_by": "camera", "state_seconds": -1}, 1, "key 'state_seconds': expected at least 0"),
         ({"ordered_by": "camera", "decode_isolation": "process"}, 1, "runs in a process of its own"),
@@ -334,7 +334,7 @@ def test_what_cannot_be_ordered_is_refused_when_it_is_built(keys: dict[str, Any]
 
 def test_several_engine_processes_are_refused() -> None:
     plan = plan_pipeline({"track": {"ordered_by": "camera", "shared": True}}, processes=2)
-    with pytest.raises(ConfigError, match="each of 2 engine processes"):
+    with pytest.raises(ConfigError, match="works with one engine process only"):
         EngineServer(plan)
 
 

@@ -213,7 +213,7 @@ def test_images_that_cannot_be_compared_are_listed(
     assert (run.status, run.json["counts"]["found"]) == (0, 8)
     assert [image["name"] for image in run.json["images"]] == ["0.jpg", "2.jpg", "3.jpg", "more/4.JPEG"]
     refused = {image["name"]: (image["a"], image["b"]) for image in run.json["refused"]}
-    reason = "DecodeError: 15 bytes are no image of formats jpeg, png, webp, bmp"
+    reason = "DecodeError: 15 bytes: not a JPEG, PNG, WebP or BMP image"
     assert refused["broken.jpg"] == (reason, reason)
     assert "cannot be read" in refused["gone.jpg"][0]
     assert refused["1.jpg"][0] is None

@@ -141,7 +141,7 @@ def test_without_labels_classes_must_stay(folder: Path, write: Write, refused: R
     config = write(DEMO)
     assert main(["quantize", config, "--img_dir", "photos", "--max-drop", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "left out          A.jpg: DecodeError: 8 bytes are no image" in printed
+    assert "left out          A.jpg: DecodeError: 8 bytes: not a JPEG" in printed
     assert "images            13 found, 12 compared, 1 refused" in printed
     assert "no accuracy: the images are not labelled; 'IMG' of IMG_01.jpg is not a class" in printed
     assert "bar               --min-agreement 0.99: 1.0000 over 12 images, ok" in printed

@@ -84,7 +84,7 @@ def test_raise_names_the_bad_sample(tmp_path: Path, toml: str, options: dict[str
     with wrapped(dataset, toml, transforms_cpu=OnTheCpu(), **options) as loader:
         assert len(next(loader).images) == 4
         for _ in range(2):
-            with pytest.raises(BadSample, match=r"sample 5 \(.*image_005\.jpg\): corrupt: 8 bytes are no") as told:
+            with pytest.raises(BadSample, match=r"sample 5 \(.*image_005\.jpg\): corrupt: 8 bytes: not a") as told:
                 next(loader)
             assert (told.value.index, told.value.kind) == (5, "corrupt")
         loader.reset()

@@ -73,9 +73,9 @@ class Param:
 
 @dataclass(frozen=True)
 class Remark:
-    """A problem of the parameter ``key``: certain, or only probable if ``is_doubt``."""
+    """A problem of the parameter ``key``: certain, or only probable if ``is_warning``."""
 
     key: str
     text: str
-    is_doubt: bool = False
+    is_warning: bool = False
     is_unused: bool = False  # reported only if no other backend of the node takes the key

@@ -16,7 +16,7 @@ from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import backend_instead_of, elsewhere, instead_of, is_service_flag
-from torchpipe_py.registry import ALIASES, Registry, canonical, own_name
+from torchpipe_py.registry import ALIASES, Registry, canonical, register_hint
 from torchpipe_py.values import Value, to_str
 
 
@@ -164,7 +164,7 @@ class Binder:
             raise self.node.at(key).error(f"filter {quoted(name)}: {error}") from error
         if source is None:
             near = nearest(name, self.registry.filter_names())
-            raise self.node.at(key).error(f"no filter {quoted(name)}; {near} {own_name('filter')}")
+            raise self.node.at(key).error(f"no filter {quoted(name)}; {near} {register_hint('filter')}")
         if not hasattr(source, "create"):
             return FilterPlan(source)
         scope = name.removeprefix("Python[").removesuffix("]").strip()
@@ -186,7 +186,7 @@ class Binder:
             raise self.node.at("backend").error(error) from None
         if cls is None:
             meant = backend_instead_of(call.name, self.registry.backend_names())
-            raise self.node.at("backend").error(f"no backend {quoted(call.name)}; {meant} {own_name('backend')}")
+            raise self.node.at("backend").error(f"no backend {quoted(call.name)}; {meant} {register_hint('backend')}")
         return cls
 
     def _check_children(self, call: Call, cls: type[Backend]) -> None:
@@ -251,8 +251,8 @@ class Binder:
             if remark.is_unused and takers[key] > 1:
                 continue  # another backend of the node takes it
             place = self.node.at(key) if key in self.node.params else replace(self.node.place, key=key)
-            if remark.is_doubt:
-                self.problems.doubt(f"{place}: {remark.text}")
+            if remark.is_warning:
+                self.problems.warn_once(f"{place}: {remark.text}")
             else:
                 self.problems.add(place.error(remark.text))
 
@@ -287,7 +287,7 @@ class Binder:
             return beside
         if beside != path and os.path.isfile(path) and os.path.isfile(beside) and not os.path.samefile(path, beside):
             both = f"{path} is in the working directory and beside the TOML file; the former is taken"
-            self.problems.doubt(f"{self.node.place.source}: {both}")
+            self.problems.warn_once(f"{self.node.place.source}: {both}")
         if param.file and not os.path.isfile(path):
             folders = f"working directory: {os.getcwd()}"
             if beside != path:
@@ -330,7 +330,7 @@ class Binder:
         unknown = []
         for key in unused:
             if key in ignored:
-                self.problems.doubt(f"{self.node.at(key)}: {ignored[key]}")
+                self.problems.warn_once(f"{self.node.at(key)}: {ignored[key]}")
             else:
                 unknown.append(key)
         for key in unknown if self.node.has_backend else self._without_backend(unknown):

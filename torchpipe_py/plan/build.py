@@ -196,7 +196,7 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
         binders[-1].check_keys(unused, ignored)
         if node.device_id and "device_id" in node.own and not any(backend.uses_device() for backend in backends):
             reason = "no backend here works on a CUDA device (a Backend of your own says uses_device = True)"
-            problems.doubt(f"{node.at('device_id')}: nothing uses it: {reason}")
+            problems.warn_once(f"{node.at('device_id')}: nothing uses it: {reason}")
     else:
         binders[-1].check_keys([], {})
         mine = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
@@ -266,8 +266,8 @@ def _check_ordered(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: 
             hint = "decode in a node before it"
             problems.add(place.error(f"its backend runs in a process of its own, by decode_isolation: {hint}"))
         if plan.processes > 1 and not node.shared:
-            hint = f"shared = true in [{name}] has one for all; or serve with --workers 1"
-            problems.add(place.error(f"each of {plan.processes} processes would have states of its own: {hint}"))
+            hint = f"set shared = true in [{name}], or use --workers 1"
+            problems.add(place.error(f"works in one process only, not in {plan.processes}: {hint}"))
 
 
 def _check_defaults(spec: PipelineSpec, binders: Sequence[Binder], problems: Problems) -> None:
@@ -279,7 +279,7 @@ def _check_defaults(spec: PipelineSpec, binders: Sequence[Binder], problems: Pro
     for key in spec.defaults:
         place = replace(spec.place, node=GLOBAL, key=key)
         if key in ignored and key not in used:
-            problems.doubt(f"{place}: {ignored[key]}")
+            problems.warn_once(f"{place}: {ignored[key]}")
         elif key not in used:
             names = bare | known if "::" in key else bare
             problems.add(place.error(f"no node takes it; {instead_of(key, names)}"))

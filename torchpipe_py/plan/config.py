@@ -307,7 +307,7 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str],
     if "backend" in node.own and node.calls != owner.calls:
         named, runs = ("&".join(map(str, spec.calls)) for spec in (node, owner))
         place = node.at("backend")
-        problems.doubt(f"{place}: ignored: the node runs on the instances of {owner.name!r}, {runs}, not {named}")
+        problems.warn_once(f"{place}: ignored: the node runs on the instances of {owner.name!r}, {runs}, not {named}")
 
 
 def _node(

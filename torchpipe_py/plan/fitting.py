@@ -58,7 +58,7 @@ def refuse_misfits(
         for error in walk.errors:
             problems.add(error)
         for place in walk.unsaid:
-            problems.doubt(f"{place}: {_UNSAID}")
+            problems.warn_once(f"{place}: {_UNSAID}")
         # NOTE: a node that is skipped, by its own filter or one upstream, passes its input on unchanged.
         is_certain = all(spec.nodes[each].always_runs for each in (name, *graph.upstream[name]))
         results[name] = known if is_certain else UNKNOWN
@@ -69,7 +69,7 @@ def refuse_misfits(
             is_of_file = node.place.source == spec.nodes[end].place.source
             if is_of_file and root not in graph.reached_from[end] and (first.is_model or first.takes == kind):
                 after, last = (quoted(each.place.node) for each in (node, spec.nodes[end]))
-                problems.doubt(
+                problems.warn_once(
                     f"{node.place}: nothing comes before it, and {last} ends with {kind}; "
                     f"if one should follow the other, {last} needs next = {after}"
                 )

@@ -174,7 +174,7 @@ def _check_map(
     if not node.map:
         return {}
     if not before:
-        raise node.at("map").error("the node is a root: there is no node before it to map from")
+        raise node.at("map").error("the node is a root, so it has no node to map from")
     if not any(new == "data" for source in node.map for _, new in source.pairs):
         raise node.at("map").error("gives no 'data'; expected source[key:data]")
     sources: dict[str, None] = {}
@@ -183,7 +183,7 @@ def _check_map(
             sources.update(dict.fromkeys(before))
             continue
         if source.node not in ancestors:
-            raise node.at("map").error(f"{quoted(source.node)} is no node before it; {nearest(source.node, ancestors)}")
+            raise node.at("map").error(f"{quoted(source.node)} is not an ancestor; {nearest(source.node, ancestors)}")
         for root in reached_from[node.name] - reached_from[source.node]:
             raise node.at("map").error(f"{source.node!r} is not reached by a request that enters at {root!r}")
         sources[source.node] = None
@@ -236,7 +236,7 @@ def _check_jump(graph: Graph, node: NodeSpec, target: str, place: Place) -> None
     if target not in graph.successors:
         raise place.error(f"no node {quoted(target)}; {nearest(target, graph.roots)}")
     if target not in graph.roots:
-        raise place.error(f"{target!r} is no root, a jump enters a graph at its root; {nearest(target, graph.roots)}")
+        raise place.error(f"{target!r} is not a root, where a jump must enter a graph; {nearest(target, graph.roots)}")
     if target in graph.reached_from[node.name]:
         raise place.error(f"{target!r} is the root of the graph of {node.name!r} itself")
 

@@ -105,9 +105,7 @@ def engine_part(pipeline: Pipeline) -> Pipeline:
         for name, after in zip(section.nodes, [*section.nodes[1:], None], strict=True):
             plan = pipeline.plans[name]
             if plan.spec.ordered_by and plan.processes > 1:
-                raise plan.spec.at("ordered_by").error(
-                    f"each of {plan.processes} engine processes would have states of its own: serve with --engines 1"
-                )
+                raise plan.spec.at("ordered_by").error("works with one engine process only: use --engines 1")
             spec = replace(plan.spec, next=() if after is None else (after,), map=(), filter=None)
             is_head = name == section.head
             plans[name] = replace(

@@ -35,7 +35,7 @@ class Column:
     places: int = 0
 
     def value(self, written: Any) -> Any:
-        """What goes into the column; ``ValueError`` where that is of another type than what the pipe was tried on."""
+        """The column's value; ``ValueError`` if its type differs from the trial's."""
         if self.place is None:
             return self.read(written)
         if not isinstance(written, (list, tuple)) or len(written) != self.places:

@@ -35,7 +35,7 @@ def draw_boxes(image: Any, result: Any) -> np.ndarray:
 
 
 def _boxes(result: Any) -> Iterator[tuple[tuple[int, int, int, int] | None, str]]:
-    """Corners and the text of each box; ``None`` for corners where the text is of the whole image."""
+    """Corners and text of each box; corners are ``None`` for a label of the whole image."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str):
         yield None, _text(*result)
         return

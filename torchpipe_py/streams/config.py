@@ -88,7 +88,7 @@ class StreamOptions:
 
 
 def _secrets(source: str, where: Place) -> list[str]:
-    """What of a URL nobody may see; ``ConfigError`` for one that cannot be read."""
+    """The secret parts of a URL; ``ConfigError`` if it cannot be parsed."""
     if "://" not in source:
         return []
     try:

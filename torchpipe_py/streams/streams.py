@@ -22,7 +22,7 @@ from torchpipe_py.streams.stream import Stream, Waiting
 from torchpipe_py.wire.json_values import json_line, to_json
 
 STREAM_KEY = "stream"
-"""Of a request: the name of the stream that its frame is of."""
+"""Key of a request: its stream's name."""
 
 CLOSE_SECONDS = 2.0
 """How long ``close`` and ``remove`` wait for a read to return; a thread that is in one then ends by itself later."""

@@ -130,14 +130,14 @@ IMAGE = webp_chunks(LOSSY)
 TAGS = [(256, 4, 1, 32), (257, 4, 1, 24)]
 
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "0 bytes are no image of formats jpeg"),
-    "one byte": (b"\xff", "no image of formats"),
-    "base64": (b"/9j/4AAQSkZJRg==", 'they look like base64: decode it first, or send it as JSON, {"inputs": '),
-    "URL": (b"data:image/png;base64,iVBORw0KGgo=", "they look like base64"),
-    "JSON": (b'{"inputs": {}}', "they look like JSON, which over HTTP has the header Content-Type: application/json"),
-    "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "no image of formats"),
-    "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "no image of formats"),
-    "heic": (b"\0\0\0\x18ftypheic" + bytes(99), "they look like HEIC, AVIF or a video, which are not read"),
+    "nothing": (b"", "0 bytes: not a JPEG"),
+    "one byte": (b"\xff", "not a JPEG"),
+    "base64": (b"/9j/4AAQSkZJRg==", 'it looks like base64: decode it first, or send it as JSON, {"inputs": '),
+    "URL": (b"data:image/png;base64,iVBORw0KGgo=", "it looks like base64"),
+    "JSON": (b'{"inputs": {}}', "it looks like JSON, which over HTTP needs the header Content-Type: application/json"),
+    "radiance": (b"#?RADIANCE\nFORMAT=32-bit_rle_rgbe\n\n-Y 4 +X 4\n" + bytes(99), "not a JPEG"),
+    "sun raster": (struct.pack(">8I", 0x59A66A95, 9, 9, 8, 0, 2, 0, 0), "not a JPEG"),
+    "heic": (b"\0\0\0\x18ftypheic" + bytes(99), "it looks like HEIC, AVIF or a video, which cannot be read"),
     # JPEG
     "jpeg, large": (frame(JPEG, size=(32767, 32767)), "a JPEG of 32767x32767 pixels, more than max_pixels = 67108864"),
     "jpeg, progressive, large": (frame(PROGRESSIVE, 0xC2, (65535, 65535)), "a JPEG of 65535x65535 pixels"),
@@ -367,7 +367,7 @@ def test_formats_names_what_is_read() -> None:
     ppm = saved("PPM")
     refused = decode(ppm)
     assert refused.keys() == {"data", "error"}
-    message = "no image of formats jpeg, png, webp, bmp; they look like PNM, which DecodeMat reads where its 'formats'"
+    message = "not a JPEG, PNG, WebP or BMP image; it looks like PNM, which DecodeMat reads if its 'formats'"
     assert message in str(refused["error"])
     assert decode(ppm, formats="jpeg, PNM")["result"].shape == (24, 32, 3)
     assert isinstance(decode(saved("PNG"), formats=["jpeg"])["error"], DecodeError)

@@ -50,6 +50,11 @@ def _shown(name: str) -> str:
     return "WebP" if name == "webp" else name.upper()
 
 
+def _one_of(names: Sequence[str]) -> str:
+    *others, last = map(_shown, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def to_formats(value: Value) -> tuple[str, ...]:
     """Names of formats, from a list or from ``"jpeg, png"``; ``ValueError`` for one that is not known, or for none."""
     names = tuple(name.lower() for name in to_strings(value))
@@ -71,7 +76,7 @@ class HeaderCheck:
         """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound."""
         name = _BY_START.get(bytes(data[:2]))
         if name is None or name not in self._formats:
-            raise DecodeError(f"{len(data)} bytes are no image of formats {', '.join(self._formats)}{_hint(data)}")
+            raise DecodeError(f"{len(data)} bytes: not a {_one_of(self._formats)} image{_hint(data)}")
         try:
             header = _FORMATS[name][0](data)
             if header.width <= 0 or header.height <= 0 or header.width * header.height > self.max_pixels:
@@ -104,13 +109,13 @@ def _hint(data: Bytes) -> str:
     """The probable kind of unsupported bytes, and what to do with them."""
     known = _BY_START.get(bytes(data[:2]))
     if known:
-        return f"; they look like {_shown(known)}, which DecodeMat reads where its 'formats' name it"
+        return f"; it looks like {_shown(known)}, which DecodeMat reads if its 'formats' include it"
     if bytes(data[4:8]) == b"ftyp":
-        return "; they look like HEIC, AVIF or a video, which are not read; save the image as JPEG"
+        return "; it looks like HEIC, AVIF or a video, which cannot be read; save the image as JPEG"
     if bytes(data[:5]).startswith((b"/9j/", b"iVBOR", b"UklGR", b"data:")):  # JPEG, PNG, WebP, and URLs with them
-        return '; they look like base64: decode it first, or send it as JSON, {"inputs": {"data": {"b64": "…"}}}'
+        return '; it looks like base64: decode it first, or send it as JSON, {"inputs": {"data": {"b64": "…"}}}'
     if bytes(data[:1]) == b"{":
-        return "; they look like JSON, which over HTTP has the header Content-Type: application/json"
+        return "; it looks like JSON, which over HTTP needs the header Content-Type: application/json"
     return ""
 
 

@@ -198,9 +198,9 @@ FREE_CHUNKS = 4096
 """However small: milliseconds' work. Beyond them a chunk has 512 bytes in the mean; encoders write 8 KiB and more."""
 
 UNCHECKED = 2**20
-"""Compressed bytes of image data, of which nobody looks at what they grow to: two seconds' work for libpng at the most.
+"""Compressed bytes that are inflated without a check; at most two seconds in libpng.
 
-NOTE: it inflates all of them, also those after the last row.
+NOTE: libpng inflates all of them, also those after the last row.
 """
 
 _DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}

@@ -32,7 +32,7 @@ _FRAMES = {
     **dict.fromkeys((0xC9, 0xCA), "arithmetic coding"),
     0xCB: "lossless, arithmetic coding",
 }
-"""Frame headers, and what of them no decoder here is given."""
+"""Frame types; a text says why a type is refused."""
 
 _TABLES = {0xC4, 0xCC, 0xDB, 0xDC, 0xDD}  # DHT, DAC, DQT, DNL, DRI
 _SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}

@@ -20,7 +20,7 @@ LONG = 1.0
 
 
 class Waiter(Protocol):
-    """The decoding instance: until when (``time.perf_counter``) it may wait, and what it is notified of meanwhile."""
+    """The instance that decodes: its deadline (``time.perf_counter``), and its wake-up."""
 
     deadline: float | None
 

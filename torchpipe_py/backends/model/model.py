@@ -76,7 +76,7 @@ class ModelBackend(Backend):
             yield from _pixel_remarks(key, params[key])
         if not (params["mean"] or params["std"]) and (noted := noted_normalisation(params["model"])):
             text = f"{params['model']} was exported for {noted}; without them its scores are wrong, unless a node"
-            yield Remark("mean", f"{text} before it normalises: then write mean = 0", is_doubt=True)
+            yield Remark("mean", f"{text} before it normalises: then write mean = 0", is_warning=True)
         yield from _declared_remarks(params)
         for key in sorted({"labels", "k", "threshold"}.intersection(own)):
             if params[key] != getattr(cls, key).default and not postprocess.uses(params["postprocessor"], key):
@@ -255,7 +255,7 @@ def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> It
     elif not file.has_key and (problem := problem_of(file)):
         yield Remark("model", problem)
     if file.key_file and (problem := readers_problem(file.key_file)):
-        yield Remark("key_file", problem, is_doubt=True)
+        yield Remark("key_file", problem, is_warning=True)
 
 
 def _check_labels(made: Any, outputs: Sequence[TensorSpec]) -> None:
@@ -323,11 +323,11 @@ def _wanted(name: str, number: int | None) -> str:
 
 
 def _pixel_remarks(key: str, values: Sequence[float]) -> Iterator[Remark]:
-    """A doubt where numbers look like those of pixels 0..1, which models are trained on in PyTorch."""
+    """A warning if the numbers look like those for pixels of 0..1, as PyTorch models are trained on."""
     if values and 0 < max(map(abs, values)) < (2 if key == "mean" else 1):
         written, meant = (", ".join(f"{scale * value:.6g}" for value in values) for scale in (1, 255))
         text = (
             f"{written} looks like the {key} of pixels 0..1, but pixels here are 0..255: probably {meant} is meant, "
             "255 times as much; it is right only where something before divides by 255"
         )
-        yield Remark(key, text, is_doubt=True)
+        yield Remark(key, text, is_warning=True)

@@ -14,7 +14,7 @@ from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.backends.params import Param, Postprocessors
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, counted, nearest
-from torchpipe_py.registry import own_name
+from torchpipe_py.registry import register_hint
 
 
 class Postprocessor:
@@ -56,7 +56,7 @@ class PostprocessorParam(Param):
         cls = registry.find_postprocessor(str(value))
         if cls is None:
             near = nearest(str(value), registry.postprocessor_names())
-            raise ValueError(f"no postprocessor {value!r}; {near} {own_name('postprocessor')}")
+            raise ValueError(f"no postprocessor {value!r}; {near} {register_hint('postprocessor')}")
         declared(cls)  # what it annotates is refused here, where the place is known
         return cls
 
@@ -65,10 +65,10 @@ class PostprocessorParam(Param):
 
 
 def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Postprocessor:
-    """An initialised ``cls``; ``params`` are the values of what it annotates."""
+    """Create ``cls`` with the values of its annotated parameters, ``params``."""
     own = params or {}
-    made: Postprocessor = configured(cls, own, {**config, **own})
-    return made
+    postprocessor: Postprocessor = configured(cls, own, {**config, **own})
+    return postprocessor
 
 
 # -- arithmetic of float32, over the classes --------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_what_cannot_be_written_or_is_something_else_is_refused(tmp_path: Path, 
     for path, problem in (
         (victim / "m.trt", "model::cache: cannot write"),
         (tmp_path / "link", "model::cache: cannot write beside"),
-        (tmp_path / "fifo", "no regular file"),
+        (tmp_path / "fifo", "not a regular file"),
     ):
         with pytest.raises(ConfigError, match=problem):
             cached_engine(TRT, SPEC, str(path), GPU)

@@ -134,7 +134,7 @@ def _open_lock(path: Path) -> int:
     try:
         file = os.fstat(lock)
         if not stat.S_ISREG(file.st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         _check(path, path.parent.stat(), file)  # before an engine is built here that would be refused later
     except BaseException:
         os.close(lock)
