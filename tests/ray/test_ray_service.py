@@ -241,7 +241,7 @@ def test_keeps_the_pipe_where_another_cannot_be_built(caplog: pytest.LogCaptureF
         return await replica.infer(b"1")
 
     assert served(use) == b"1"
-    assert "the configuration cannot be exchanged; the one before stays" in caplog.text
+    assert "the configuration cannot be exchanged; the previous one stays" in caplog.text
     assert "no backend 'Identiti'" in caplog.text
 
 

@@ -212,7 +212,7 @@ def test_a_thread_that_cannot_be_started_costs_only_its_stream(video, monkeypatc
         with pytest.raises(RuntimeError):
             streams.add("b", source=str(video))
         assert list(streams.stats()) == ["a"]
-        stream.look_after(time.monotonic())
+        stream.replace_blocked_thread(time.monotonic())
         assert stream.state == "blocked"
 
 
@@ -259,7 +259,7 @@ def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
         yield from read(options, stop)
 
     monkeypatch.setattr(stream_module, "read_pictures", read_or_hang)
-    monkeypatch.setattr(stream_module, "_GRACE", 0.1)
+    monkeypatch.setattr(stream_module, "_GRACE_SECONDS", 0.1)
     good = {"source": str(video), "keep": "all", "repeat": True}
     tables = {"stuck": {"source": "rtsp://h/", "timeout": 0.1}, "good": good}
     with bright() as run, Streams(run, tables) as streams:

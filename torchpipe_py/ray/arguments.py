@@ -24,7 +24,7 @@ def _argument(default: Any, doc: str, low: float | None = None, choices: Sequenc
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of ``app``. ``overrides`` are those with a dot; ``None``: the plan has the value."""
+    """The arguments of ``app``. ``overrides`` are those with a dot; ``None``: derived from the plan."""
 
     config: str = _argument("", "the TOML file")
     import_code: str = _argument("", "modules or .py files with backends of your own, by commas", key="import")
@@ -88,7 +88,7 @@ def read_arguments(given: Mapping[str, Any]) -> Arguments:
 
 
 def read_user_config(given: object, before: Arguments) -> tuple[str, Overrides]:
-    """The file and the overrides that ``user_config`` asks for: what it does not name stays as ``before`` has it.
+    """The file and overrides that ``user_config`` sets; others stay as in ``before``.
 
     With another file, the overrides of ``before`` do not apply. Raises ``ConfigError``.
     """
@@ -128,7 +128,7 @@ def found_folder(path: str, folder: str) -> str:
 
 
 def _split(given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[tuple[str, str], Any]]:
-    """Arguments by name, and those with a dot, ``node.key``."""
+    """Arguments by name, and overrides by node and key, whose names have a dot: ``node.key``."""
     named: dict[str, Any] = {}
     overrides: dict[tuple[str, str], Any] = {}
     for name, value in given.items():

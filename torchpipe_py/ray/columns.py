@@ -1,4 +1,4 @@
-"""What a pipe writes for each row, as columns of one type: what Arrow takes, the same for every batch."""
+"""A pipe's outputs as columns of types that Arrow takes, the same for every batch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchpipe_py.wire import answers
 from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, plain
 
 Read = Callable[[Any], Any]
-"""From what a pipe wrote to a value of a column; ``ValueError`` where it is of another type."""
+"""Converts a pipe's output to a column's value; ``ValueError`` if it is of another type."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of what the pipe writes under ``key``: the value itself, or what is at ``place`` of ``places`` in it.
+    """A column for the pipe's output ``key``: the value itself, or element ``place`` of its ``places`` elements.
 
     ``read`` gives a row's value, of ``dtype`` and ``shape``; ``blank`` is the value of a row without a result.
     """
@@ -48,7 +48,7 @@ class Column:
         if self.dtype is str:
             return np.array(filled, np.str_)
         if self.dtype is bytes and not filled:
-            # NOTE: of no bytes Arrow makes a column of bytes for this type alone; which cuts off zeros at an end.
+            # NOTE: Arrow needs this type for a bytes column without rows; otherwise it would cut off final zeros.
             return np.array([], np.bytes_)
         column = np.empty((len(filled), *self.shape), object if self.dtype is bytes else self.dtype)
         for row, value in enumerate(filled):
@@ -57,10 +57,10 @@ class Column:
 
 
 def columns_of(key: str, written: Sequence[Any], prefix: str = "") -> list[Column]:
-    """The columns for what a pipe wrote under ``key``, as the values of a few requests show it.
+    """The columns for a pipe's output ``key``, derived from the values of a few requests.
 
     ``(label, score)``: a text ``label`` and a float32 ``score``. A Tensor or array, without the leading 1 that stands
-    for the item: one array, or, where shapes differ, an object array of arrays, those without a result of no element.
+    for the item: one array, or, if shapes differ, an object array of arrays; one without a result has no elements.
     Several of them: ``key_0``, ``key_1``, … A text, bytes, a number, a boolean: the same. Anything else, such as boxes:
     JSON text, as the service has it. Rows without a result are zeros, or empty.
     """

@@ -1,4 +1,4 @@
-"""Ray Data: a pipe in each actor, which takes whole batches of rows. Ray itself is not needed to call it."""
+"""A pipe in each actor of Ray Data, called with whole batches of rows. It can be called without Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchpipe_py.training.options import check_bad_samples
 from torchpipe_py.training.samples import EMPTY, NO_BYTES, WRONG, Sample
 
 ERROR = "error"
-PATH = "path"  # of read_binary_files and read_images with include_paths
+PATH = "path"  # column of read_binary_files and read_images with include_paths
 SIZES = ((64, 64), (48, 80))
 LEAST_ROWS, TIMES_BUSY = 64, 8
 
@@ -29,22 +29,22 @@ Batch = dict[str, np.ndarray]
 
 
 class PipeMapper:
-    """For ``Dataset.map_batches``: the rows of a batch go through a pipe together, and what it writes becomes columns.
+    """For ``Dataset.map_batches``: the rows of a batch go through a pipe together, and its outputs become columns.
 
     ``dataset.map_batches(PipeMapper, fn_constructor_args=("preprocess.toml",), compute=ActorPoolStrategy(size=2))``:
-    each actor builds the pipe once. ``config`` is what ``pipe`` takes, and raises what that raises.
+    each actor builds the pipe once. ``config`` and its errors are those of ``pipe``.
 
     ``column`` holds encoded images, as ``ray.data.read_binary_files`` gives them, or decoded ones, H×W×C, as
-    ``read_images`` does: then set ``color`` ("rgb"). It is left out of what comes back; the other columns stay, and
-    so does the order. ``node_name`` is the root where the pipe has several.
+    ``read_images`` does: then set ``color`` ("rgb"). The output lacks this column; the other columns and the order
+    stay. ``node_name`` is the root to enter if the pipe has several.
 
-    ``outputs`` are keys of a request's dict; their columns are ``columns_of``, with ``prefix`` before their names. The
-    types are those that the pipe gives for two small images, or for ``examples``, values as in ``column``; so they are
-    the same for every batch. ``imports`` are modules or files that register backends, as for ``torchpipe --import``.
+    ``outputs`` are keys of a request's dict; their columns are ``columns_of``, with ``prefix`` before their names.
+    Their types, the same for every batch, are those of the pipe's results for two small images, or for ``examples``,
+    values as in ``column``. ``imports`` are modules or files that register backends, as for ``torchpipe --import``.
 
-    ``bad_samples`` decides what becomes of an image that cannot be decoded, as in ``wrap_dataloader_torchpipe``:
+    ``bad_samples`` is the policy for images that cannot be decoded, as in ``wrap_dataloader_torchpipe``:
     "mask" keeps the row, with zeros or empty texts, and with the reason in a text column ``error``, which is empty for
-    the others; "skip" drops the row; "raise" raises ``BadSample``. Whatever else the pipe raises, or what is of another
+    the others; "skip" drops the row; "raise" raises ``BadSample``. Any other error of the pipe, and a value of another
     type than its column, is a ``TrainingError`` that names the row. Several threads may call.
     """
 
@@ -72,7 +72,7 @@ class PipeMapper:
         self._pipe = pipe(unlimited(plan_replica(config)))
         try:
             make = small_jpeg if color is None else small_mat
-            tried = self._tried(examples or [make(*size) for size in SIZES])
+            tried = self._run_examples(examples or [make(*size) for size in SIZES])
             self._columns: list[Column] = []
             for key in outputs:
                 self._columns += columns_of(key, [_written(request, key) for request in tried], prefix)
@@ -82,31 +82,30 @@ class PipeMapper:
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with the pipe's columns; ``InvalidRequest`` if it is not a dict, or lacks the column."""
-        images, others = self._taken_apart(batch)
+        images, others = self._split(batch)
         rows = self._rows(images)
         for row in rows:
             if row.kind and (row.kind == WRONG or self._bad_samples == "raise"):
                 raise row.error(_name_of(row.index, others))
         if self._bad_samples == "skip" and any(row.kind for row in rows):
             rows = [row for row in rows if not row.kind]
-            kept = [row.index for row in rows]
-            others = {name: np.asarray(column)[kept] for name, column in others.items()}
-        made = {
+            indices = [row.index for row in rows]
+            others = {name: np.asarray(column)[indices] for name, column in others.items()}
+        outputs = {
             column.name: column.array([None if row.kind else row.image[place] for row in rows])
             for place, column in enumerate(self._columns)
         }
         if self._bad_samples == "mask":
             reasons = [f"{row.kind}: {row.reason}" if row.kind else "" for row in rows]
-            made[self._error] = np.array(reasons, np.str_)
-        return {**others, **made}
+            outputs[self._error] = np.array(reasons, np.str_)
+        return {**others, **outputs}
 
     @staticmethod
     def options(config: str | os.PathLike[str] | Mapping[str, Any], imports: Sequence[str] = ()) -> dict[str, Any]:
-        """Arguments of ``map_batches`` that the plan of ``config`` gives; no pipe is built for it.
+        """Arguments of ``map_batches``, computed from the plan of ``config`` without building a pipe.
 
-        ``num_cpus``, or ``num_gpus`` where nodes need CUDA, of an actor; beside all actors one CPU must be left, or Ray
-        Data waits forever to read. ``batch_size``: rows that fill the pipe's batches so often that its start and its
-        end do not count.
+        ``num_cpus`` of an actor, or ``num_gpus`` if nodes need CUDA; the actors must leave one CPU free, or Ray Data
+        waits forever to read. ``batch_size``: enough rows that the pipe's start and end of a batch do not matter.
         """
         for name in imports:
             import_code(name)
@@ -127,8 +126,8 @@ class PipeMapper:
         requests: list[Data] = [{TASK_DATA_KEY: image, **self._keys} for image in images]
         return requests, self._pipe.submit(requests).exception()
 
-    def _tried(self, examples: Sequence[Any]) -> list[Data]:
-        """Requests with what the pipe gives for the examples."""
+    def _run_examples(self, examples: Sequence[Any]) -> list[Data]:
+        """Finished requests for the examples."""
         requests, problem = self._run(examples)
         for number, request in enumerate(requests):
             sample = outcome(Sample(number), request, problem)
@@ -142,14 +141,14 @@ class PipeMapper:
         return requests
 
     def _rows(self, images: Any) -> list[Sample]:
-        """A sample for each row; in the place of its image it has its values, one for each column."""
+        """A sample for each row; its ``image`` is replaced by its values, one for each column."""
         rows = [Sample(row, image) for row, image in enumerate(images)]
         for row in rows:
             if row.image is None or (isinstance(row.image, (bytes, bytearray, memoryview)) and not row.image):
                 row.fail(EMPTY, NO_BYTES)
-        there = [row for row in rows if not row.kind]
-        requests, problem = self._run([row.image for row in there])
-        for row, request in zip(there, requests, strict=True):
+        with_image = [row for row in rows if not row.kind]
+        requests, problem = self._run([row.image for row in with_image])
+        for row, request in zip(with_image, requests, strict=True):
             row.image = None
             if outcome(row, request, problem).kind:
                 continue
@@ -162,29 +161,29 @@ class PipeMapper:
                     break
         return rows
 
-    def _taken_apart(self, batch: Any) -> tuple[np.ndarray, Batch]:
+    def _split(self, batch: Any) -> tuple[np.ndarray, Batch]:
         """The images of a batch, and its other columns."""
         if not isinstance(batch, dict):
             raise InvalidRequest(f'expected a dict of arrays, got {type(batch).__name__}: use batch_format="numpy"')
         if self._column not in batch:
             raise InvalidRequest(f"the dataset has no column {self._column!r}; {nearest(self._column, batch)}")
         others = {name: column for name, column in batch.items() if name != self._column}
-        made = [column.name for column in self._columns]
+        outputs = [column.name for column in self._columns]
         if self._bad_samples == "mask":
-            made.append(self._error)
-        names = ", ".join(repr(name) for name in made if name in others)
+            outputs.append(self._error)
+        names = ", ".join(repr(name) for name in outputs if name in others)
         if names:
             raise InvalidRequest(f'the dataset has a column {names} already; prefix="pipe_" names the pipe\'s apart')
         return batch[self._column], others
 
 
 def _written(request: Data, key: str) -> Any:
-    """What the pipe wrote under ``key``; ``InvalidRequest`` if the key is missing."""
+    """The pipe's output ``key``; ``InvalidRequest`` if it is missing."""
     if key not in request:
         raise InvalidRequest(f"the pipe wrote no {key!r}; {nearest(key, map(str, request))}")
     return request[key]
 
 
 def _name_of(row: int, others: Batch) -> str:
-    """What an error message calls the row: the path too, where there is a column of them."""
+    """The row's name in an error message, with its path if there is a column of paths."""
     return f"row {row} of a batch ({others[PATH][row]})" if PATH in others else f"row {row} of a batch"

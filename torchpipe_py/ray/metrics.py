@@ -1,4 +1,4 @@
-"""A pipe's figures as metrics of Ray Serve, under the names of ``torchpipe-serve``, and what to scale on."""
+"""A pipe's statistics as metrics of Ray Serve, named as in ``torchpipe-serve``, and an autoscaling policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metrics:
         self._before: dict[str, Any] = {}
 
     def update(self, run: Any) -> None:
-        """Add what the pipe did since the last time; another pipe than before starts from nothing."""
+        """Add what the pipe counted since the last call; a new pipe starts at zero."""
         before = self._before if run is self._pipe else {}
         self._pipe, self._before = run, run.stats()["nodes"]
         for node, figures in self._before.items():
@@ -54,10 +54,10 @@ def request_ms(stats: dict[str, Any]) -> float:
 
 
 class QueueTime:
-    """An autoscaling policy: as many replicas as keep the queue time at ``target_ms``.
+    """An autoscaling policy: enough replicas to keep the queue time at ``target_ms``.
 
-    Serve calls it in its controller, which has no pipe. A request waits for those before it, in Serve and in the pipe:
-    as many as there are for each replica, times ``request_ms``.
+    Serve calls it in its controller, which has no pipe. The queue time is estimated as the number of requests for
+    each replica, in Serve and in the pipe, times ``request_ms``.
     """
 
     def __init__(self, target_ms: float) -> None:

@@ -1,4 +1,4 @@
-"""What a replica needs of a node, and how many requests it takes, read off the plan: no pipe is built for it."""
+"""A replica's resources and request limits, computed from the plan without building a pipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchpipe_py.cores import usable_cores
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 
 UNKNOWN_BATCH = 32
-"""Assumed for the largest batch of a custom backend, which is known only after its ``setup``."""
+"""Largest batch assumed for a custom backend, whose ``max`` is known only after its ``setup``."""
 ROUNDS = 2
 """While one batch is computed the next one waits, complete: for it there must be as many requests again."""
 SPARE = 10_000
@@ -34,12 +34,12 @@ def plan_replica(config: Any) -> Pipeline:
 
 
 def resources_of(pipeline: Pipeline) -> Resources:
-    """What one replica needs.
+    """The resources and limits of one replica.
 
-    ``num_cpus``: the threads of the node that has most of them, without those that need CUDA. ``num_gpus``: as many as
-    ``device_id`` of the nodes that need CUDA asks for. ``max_ongoing_requests``: more than ``max_inflight``, beyond
-    which the pipe refuses requests. ``max_queued_requests``: those that may wait in Serve while no replica runs.
-    ``busy_requests``: those that fill batches for all instances, twice.
+    ``num_cpus``: the most threads of a node that does not need CUDA. ``num_gpus``: the devices that ``device_id`` names
+    in nodes that need CUDA. ``max_ongoing_requests``: more than ``max_inflight``, beyond which the pipe refuses
+    requests. ``max_queued_requests``: requests that may wait in Serve while no replica runs. ``busy_requests``:
+    requests that fill two batches for every instance.
     """
     cpus, gpus, requests, most = 1, 0, 0, pipeline.spec.max_inflight
     for name, plan in pipeline.plans.items():

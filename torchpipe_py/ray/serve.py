@@ -24,12 +24,12 @@ from torchpipe_py.wire.http import HttpRequest
 
 RETRY_AFTER_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
-"""From one health check to the next. Serve replaces a replica that fails three in a row."""
+"""Seconds between health checks. Serve replaces a replica that fails three in a row."""
 TARGET_QUEUE_MS = 50.0
 
 
 class PipeDeployment(PipeReplica):
-    """What Serve calls of a replica.
+    """The methods of a replica that Serve calls.
 
     Over HTTP it answers ``POST /infer`` and the Open Inference Protocol; a handle calls ``remote`` with the bytes of an
     image, or whatever else ``data`` may be, for its result, or with a dict for the dict.
@@ -40,7 +40,7 @@ class PipeDeployment(PipeReplica):
         self._metrics = Metrics(metrics)
 
     async def __call__(self, given: Any, deadline_ms: float | None = None) -> Any:
-        """An HTTP request from Serve's proxy, or what a handle was given."""
+        """Answer an HTTP request from Serve's proxy, or a call of a handle."""
         if not isinstance(given, Request):
             return await self.infer(given, deadline_ms)
         prefix = given.scope.get("root_path", "").rstrip("/")
@@ -71,7 +71,7 @@ class Message(bytes):
 
 
 def _rpc(path: str) -> Any:
-    """What Serve calls of a replica for a message over gRPC."""
+    """The method that Serve calls for a gRPC message."""
 
     async def answer(self: PipeDeployment, message: bytes, grpc_context: Any) -> Message:
         answer = await self.rpc(path, message, dict(grpc_context.invocation_metadata()))

@@ -1,4 +1,4 @@
-"""A pipe that answers requests and can be exchanged meanwhile: a replica, without the parts specific to Ray."""
+"""A pipe that answers requests and can be exchanged at run time: a replica, without the parts specific to Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchpipe_py.wire.infer import priority_in
 from torchpipe_py.wire.values import output_of
 
 MOST_FIELDS = 2**12
-"""Of a message over gRPC, as of ``torchpipe-serve`` by default."""
+"""Maximum fields of a gRPC message, the default of ``torchpipe-serve``."""
 
 
 class UnhealthyError(TorchpipeError, RuntimeError):
@@ -38,7 +38,7 @@ class UnhealthyError(TorchpipeError, RuntimeError):
 
 
 class ServedPipe:
-    """A pipe, what leads to it, and its running requests. For one event loop."""
+    """A pipe, its routes, and its running requests. For one event loop."""
 
     def __init__(self, run: pipe, usual: Inference) -> None:
         self.pipe, self.deadlines = run, usual.deadlines
@@ -50,12 +50,12 @@ class ServedPipe:
         self._idle.set()
 
     async def finished(self, start: Callable[[Any, Done], Cancellable | None], args: Any) -> Any:
-        """What a method's ``done`` is given, or raised in its place. Late or cancelled, the request is dropped."""
+        """Wait for the outcome of a method, and raise it if it is an error. A late or cancelled request is dropped."""
         result: Future[Any] = Future()
 
-        def done(given: Any) -> None:
-            if result.set_running_or_notify_cancel():  # it is still waited for
-                result.set_result(given)
+        def done(outcome: Any) -> None:
+            if result.set_running_or_notify_cancel():  # unless cancelled
+                result.set_result(outcome)
 
         self._requests += 1
         self._idle.clear()
@@ -64,17 +64,17 @@ class ServedPipe:
             ticket, waiting = start(args, done), asyncio.wrap_future(result)
             if ticket is not None and ticket.deadline is not None:
                 await asyncio.wait([waiting], timeout=max(0.0, ticket.deadline - perf_counter()))
-                ticket.cancel(DeadlineExceeded("not finished by its deadline"))  # if it is not finished
-            found = await waiting
+                ticket.cancel(DeadlineExceeded("not finished by its deadline"))  # no effect if it is finished
+            outcome = await waiting
         finally:
             if ticket is not None:
-                ticket.cancel()  # if it is not waited for any more
+                ticket.cancel()  # if this call was cancelled
             self._requests -= 1
             if not self._requests:
                 self._idle.set()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     async def end(self, seconds: float) -> None:
         """Let its requests finish, then close the pipe."""
@@ -86,7 +86,7 @@ class ServedPipe:
 
 
 def _traced(served: Served, run: pipe) -> Served:
-    """The same with spans, where the process exports any: Ray does if its tracing is on."""
+    """``served`` with spans, if the process exports any, as Ray does if its tracing is on."""
     trace: Any = sys.modules.get("opentelemetry.trace")
     provider = trace and trace.get_tracer_provider()
     if trace is None or isinstance(provider, trace.ProxyTracerProvider):
@@ -101,7 +101,7 @@ def _traced(served: Served, run: pipe) -> Served:
 class PipeReplica:
     """A replica: one pipe, which forms the batches. ``serve.batch`` would form them twice.
 
-    ``tables`` are what ``app`` read in ``folder``.
+    ``tables`` are the configuration that ``app`` read in ``folder``.
     """
 
     def __init__(self, arguments: Arguments, tables: Tables, folder: str) -> None:
@@ -111,7 +111,7 @@ class PipeReplica:
         os.chdir(found_folder(arguments.config, folder))
         import_all(arguments.import_code)
         self._served = self._serve(arguments.config, tables)
-        self._is_at_work = False  # from the first check on, which Serve makes before it sends requests
+        self._is_at_work = False  # set by the first check, which Serve makes before it sends requests
 
     def _serve(self, config: str, tables: Tables) -> ServedPipe:
         run, given = pipe(plan_replica(tables)), self._arguments
@@ -120,7 +120,7 @@ class PipeReplica:
         return ServedPipe(run, usual)
 
     async def infer(self, given: Any, deadline_ms: float | None = None) -> Any:
-        """The result of one request: bytes, a Mat, a tensor. A dict with ``data`` comes back, with what was added.
+        """The result of one request: bytes, a Mat or a tensor. For a dict with ``data``, that dict with its outputs.
 
         Raises the error that prevented the result.
         """
@@ -141,12 +141,12 @@ class PipeReplica:
             async for piece in body:
                 read += piece
                 check_size(len(read), self._message)
-            request.body, served = bytes(read), self._served  # NOTE: that of now: it may have been exchanged meanwhile
+            request.body, served = bytes(read), self._served  # NOTE: read it now: it may have been exchanged
             route, request.parameters = served.routes.find(request)
-            found: HttpAnswer = await served.finished(route.method.start, request)
-            if len(found.body) > self._reply.bytes:
-                raise ReplyTooLargeError(len(found.body), self._reply)
-            return found
+            answer: HttpAnswer = await served.finished(route.method.start, request)
+            if len(answer.body) > self._reply.bytes:
+                raise ReplyTooLargeError(len(answer.body), self._reply)
+            return answer
         except Exception as error:
             failed = failure(error)
             return json_answer(failed.body, failed.status, failed.headers)
@@ -170,7 +170,7 @@ class PipeReplica:
         return self._served.pipe.stats()
 
     def check(self) -> None:
-        """Raises ``UnhealthyError`` that names a node with a dead instance, or with a batch that does not end."""
+        """Raise ``UnhealthyError``, which names the node, for a dead instance or a batch that does not end."""
         self._is_at_work = True
         most = self._arguments.hang_seconds
         for name, node in self._served.pipe.stats()["nodes"].items():
@@ -183,15 +183,15 @@ class PipeReplica:
     async def reconfigure(self, user_config: Any) -> None:
         """Exchange the pipe for that of another file, or of other values; no request is lost.
 
-        A pipe that cannot be built is an error at the start of a replica. Later it is a line in the log, and the pipe
-        before stays: on an error Serve would end the replica and could start no other.
+        A pipe that cannot be built is an error at the start of a replica. Later it is only logged, and the previous
+        pipe stays: on an error Serve would end the replica and could start no other.
         """
         try:
-            served = await asyncio.get_running_loop().run_in_executor(None, self._another, user_config)
+            served = await asyncio.get_running_loop().run_in_executor(None, self._rebuilt, user_config)
         except Exception as error:
             if not self._is_at_work:
                 raise
-            log_failure("the configuration cannot be exchanged; the one before stays", error)
+            log_failure("the configuration cannot be exchanged; the previous one stays", error)
             return
         if served is not None:
             before, self._served = self._served, served
@@ -201,8 +201,8 @@ class PipeReplica:
         """Finish what was accepted, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
 
-    def _another(self, user_config: Any) -> ServedPipe | None:
-        """That of another configuration; ``None`` where it is the same."""
+    def _rebuilt(self, user_config: Any) -> ServedPipe | None:
+        """A pipe for the changed configuration; ``None`` if nothing changed."""
         config, overrides = read_user_config(user_config, self._arguments)
         before = os.getcwd()
         try:
@@ -210,13 +210,13 @@ class PipeReplica:
             tables = overridden(parse_toml(config), overrides)
             served = None if tables == self._tables else self._serve(config, tables)
         except BaseException:
-            os.chdir(before)  # the pipe before stays
+            os.chdir(before)  # the previous pipe stays
             raise
         self._tables = tables
         return served
 
 
 def check_size(size: int, most: Bound) -> None:
-    """Raises ``RequestTooLargeError`` for a body, or a message over gRPC, that has more bytes."""
+    """Raise ``RequestTooLargeError`` if a body or gRPC message has more bytes."""
     if size > most.bytes:
         raise RequestTooLargeError(f"a body of more than {most.bytes} bytes ({most.name})")

@@ -1,4 +1,4 @@
-"""Boxes of a result, drawn on the image they were found in."""
+"""Drawing of a result's boxes on its image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOR = (80, 220, 60)
 
 
 def draw_boxes(image: Any, result: Any) -> np.ndarray:
-    """A copy of ``image`` with the boxes in ``result``, and the label of what has none; H×W×3 ``uint8`` BGR.
+    """A copy of ``image`` with the boxes and labels of ``result``; H×W×3 ``uint8`` BGR.
 
     ``image`` is the image of a ``Frame``: H×W×3 ``uint8`` BGR, or a Tensor 1×3×H×W ``uint8`` RGB.
     A box is ``{"box": [left, top, right, bottom], "label": …, "score": …}`` in pixels of the image, or a list that
@@ -54,6 +54,6 @@ def _boxes(result: Any) -> Iterator[tuple[tuple[int, int, int, int] | None, str]
 
 
 def _text(label: Any, score: Any) -> str:
-    """What is written beside a box."""
+    """The text beside a box."""
     is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
     return f"{label} {score:.2f}" if is_number else str(label)

@@ -1,4 +1,4 @@
-"""The table of a stream: where its frames come from and which of them are wanted."""
+"""A stream's table: the source of its frames, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LATEST, ALL = "latest", "all"
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 _SECRET = re.compile(r"(?<=://)[^\s'\"]*@|\?[^\s'\"]*")
-"""What a URL may hide: all before the last @, as a password may have any character, and the query, perhaps a token."""
+"""The secret parts of a URL: everything before the last @, since a password may have any character, and the query."""
 
 
 def to_keep(value: Value) -> str | int:
-    """``latest``, ``all``, or how many of the newest frames may wait."""
+    """``latest``, ``all``, or a number of the newest frames."""
     if value in (LATEST, ALL):
         return str(value)
     try:
@@ -69,7 +69,7 @@ class StreamOptions:
     node_name = Param(to_str, "", doc="the root that its frames enter, where the configuration has several")
 
     def __init__(self, name: str, values: Mapping[str, Any], source: str, secrets: Sequence[str] = ()) -> None:
-        """``values`` are typed; ``source`` has its variables filled in, whose values are ``secrets``."""
+        """``values`` are typed; ``source`` has its variables replaced by their values, the ``secrets``."""
         self.name = name
         self.shown = values["source"]
         vars(self).update(values)
@@ -80,11 +80,11 @@ class StreamOptions:
         self._secrets = secrets
 
     def masked(self, text: str) -> str:
-        """``text`` without passwords, tokens and what the environment holds."""
+        """``text`` without passwords, tokens and values of environment variables."""
         text = text.replace(self.source, self.shown)
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return _SECRET.sub(lambda found: "***@" if found[0].endswith("@") else "?***", text)
+        return _SECRET.sub(lambda match: "***@" if match[0].endswith("@") else "?***", text)
 
 
 def _secrets(source: str, where: Place) -> list[str]:
@@ -94,10 +94,10 @@ def _secrets(source: str, where: Place) -> list[str]:
     try:
         parts = urlsplit(source)
         _ = parts.port  # NOTE: no number where a / or ? in a password ends the host
-        given = [parts.netloc.rpartition("@")[0], parts.query, parts.password or "", unquote(parts.password or "")]
+        secrets = [parts.netloc.rpartition("@")[0], parts.query, parts.password or "", unquote(parts.password or "")]
     except ValueError:  # whose text may hold the password
         raise where.error("not a URL; within a password write %40 for @, %2F for /, %3F for ?, %5B for [") from None
-    return [secret for secret in given if secret]
+    return [secret for secret in secrets if secret]
 
 
 PARAMS: dict[str, Param] = {name: param for name, param in vars(StreamOptions).items() if isinstance(param, Param)}
@@ -162,11 +162,11 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place, entered: Ente
             raise _StreamPlace(place.source, name, key).error(error) from None
     root = values["node_name"]
     if entered is not None and root not in entered.roots and (root or entered.only_root is None):
-        what = f"{quoted(root)} is not a root" if root else "has to name one of several roots"
-        raise _StreamPlace(place.source, name, "node_name").error(f"{what}; {nearest(root, entered.roots)}")
+        problem = f"{quoted(root)} is not a root" if root else "has to name one of several roots"
+        raise _StreamPlace(place.source, name, "node_name").error(f"{problem}; {nearest(root, entered.roots)}")
     where = _StreamPlace(place.source, name, "source")
     filled: list[str] = []
-    source = _VARIABLE.sub(lambda found: _variable(found[1], where, filled), values["source"])
+    source = _VARIABLE.sub(lambda match: _variable(match[1], where, filled), values["source"])
     secrets = {secret for secret in (*filled, *_secrets(source, where)) if len(secret) > 1}
     options = StreamOptions(name, values, source, sorted(secrets, key=len, reverse=True))
     if options.is_file and not _is_file(source):
@@ -177,7 +177,7 @@ def read_stream(name: str, table: Mapping[str, Any], place: Place, entered: Ente
 
 
 def _is_file(path: str) -> bool:
-    """Whether there is a file."""
+    """Whether ``path`` exists and is not a directory."""
     try:
         return os.path.exists(path) and not os.path.isdir(path)
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ MOST_BROKEN = 100
 """Packets in a row that cannot be decoded, after which a stream is given up."""
 
 MOST_PIXELS = 2**25
-"""Of a frame: 8K and a little more. Several of them wait."""
+"""Maximum pixels of a frame, a little more than 8K; several frames wait at once."""
 
 
 class SourceError(Exception):
@@ -130,7 +130,7 @@ def _gpu_picture(pts: float | None, image: Any) -> Picture:
 
 def _source_error(av: Any, options: StreamOptions, error: Exception) -> SourceError:
     if isinstance(error, av.error.ExitError):  # FFmpeg was interrupted by the time limit
-        return SourceError(f"nothing came for {options.timeout:g} s")
+        return SourceError(f"no data for {options.timeout:g} s")
     return SourceError(first_line(error))
 
 

@@ -1,4 +1,4 @@
-"""One stream: a thread that reads it, the frames that wait, and what became of the others."""
+"""One stream: a thread that reads it, its waiting frames, and counts of the others."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torchpipe_py.streams.config import ALL, LATEST, StreamOptions
 from torchpipe_py.streams.source import Picture, SourceError, read_pictures
 
 AHEAD = 8
-"""Frames that wait at most where all of them are wanted."""
+"""Maximum waiting frames of a stream that keeps all frames."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds until a stream is opened again: doubled each time, with jitter."""
 
 MOST_BLOCKED = 3
-"""Threads of a stream that its source may keep for good."""
+"""Maximum threads of a stream that never return from its source."""
 
 LONGEST_GAP = 60.0
-"""Seconds between two frames of a file by its clock; after more, or back, the clock is set anew."""
+"""Maximum seconds between two frames by a file's clock; after a larger step, or one back, the clock is reset."""
 
 LAST_SECONDS = 0.04
-"""For the last frame of a file, after which it ends or is repeated."""
+"""Seconds for which the last frame of a file is shown before it ends or is repeated."""
 
-_GRACE = 2.0  # seconds beyond its time limits after which a read is taken for blocked
+_GRACE_SECONDS = 2.0  # a read counts as blocked so long after its time limits
 
 
 class Waiting(NamedTuple):
@@ -37,15 +37,15 @@ class Waiting(NamedTuple):
     picture: Picture
     number: int
     seen: float
-    """Seconds of ``time.monotonic``: when it came, or was due."""
+    """Arrival or due time in seconds of ``time.monotonic``."""
     dropped_before: int
 
 
 class Stream:
-    """Reads a stream on a thread of its own and keeps the frames that are wanted.
+    """Reads a stream on its own thread and keeps the frames that ``keep`` selects.
 
-    ``lock`` is that of all streams of a ``Streams``, and guards what is read outside this thread. ``has_frame`` and
-    ``has_ended``, conditions of it, are notified when a frame comes and when the stream ends.
+    ``lock`` is shared by all streams of a ``Streams``, and guards what is read outside this thread. ``has_frame`` and
+    ``has_ended``, its conditions, are notified when a frame arrives and when the stream ends.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Stream:
         self.waiting: deque[Waiting] = deque()
         self.in_flight = 0
         self.is_converting = self.is_entering = False
-        """Whether a frame of it is converted; whether one is on its way to the pipe, and the next must wait."""
+        """Whether one of its frames is being converted; whether one is entering the pipe: then the next must wait."""
         self.used = 0.0
         """Its share of the pipe so far, divided by its weight."""
         self.counts = dict.fromkeys(("decoded", "skipped", "dropped", "stale", "results", "errors", "reconnects"), 0)
         self.last_error = ""
         self.due = float("inf")
-        """Seconds of ``time.monotonic``: when the next frame is wanted that comes by a clock, by the last two."""
+        """Expected arrival of a clocked stream's next frame, from the last two, in seconds of ``time.monotonic``."""
         self._lock, self._has_frame, self._has_ended = lock, has_frame, has_ended
         self._has_room = threading.Condition(lock)
         self._dropped_before = 0
@@ -82,7 +82,7 @@ class Stream:
 
     def start(self) -> None:
         """Begin to read, on a new thread."""
-        self._overdue_at = monotonic() + self.options.timeout + _GRACE
+        self._overdue_at = monotonic() + self.options.timeout + _GRACE_SECONDS
         name = f"torchpipe-stream {self.options.name}"
         thread = threading.Thread(target=self._read, args=(self._stop,), name=name, daemon=True)
         thread.start()
@@ -98,50 +98,50 @@ class Stream:
         self._has_ended.notify_all()
 
     def join(self, until: float) -> None:
-        """Wait for its thread, no longer than ``until`` in seconds of ``time.monotonic``."""
+        """Wait for its thread, at most until ``until`` in seconds of ``time.monotonic``."""
         if self._thread is not None:
             self._thread.join(max(0.0, until - monotonic()))
 
     @property
     def is_over(self) -> bool:
-        """Whether no frame will come any more."""
+        """Whether the stream has no further frame."""
         return self.state in ("ended", "failed") and not self.waiting
 
     def take(self) -> Waiting:
-        """The oldest frame that waits; under the lock."""
+        """Remove and return the oldest waiting frame; under the lock."""
         waiting = self.waiting.popleft()
         if len(self.waiting) <= AHEAD // 2:  # NOTE: a wake-up costs as much as a small frame
             self._has_room.notify_all()
         return waiting
 
-    def drop(self, waiting: Waiting, why: str) -> None:
-        """Count a frame that nobody gets; under the lock."""
-        self.counts[why] += 1
+    def drop(self, waiting: Waiting, reason: str) -> None:
+        """Count a frame that is not delivered; under the lock."""
+        self.counts[reason] += 1
         self._dropped_before += 1 + waiting.dropped_before
 
-    def look_after(self, now: float) -> None:
-        """Give up a thread that its source does not let go, and read on another one; under the lock."""
+    def replace_blocked_thread(self, now: float) -> None:
+        """Abandon a thread whose read is overdue, and read on another one; under the lock."""
         if now < self._overdue_at or self._thread is None or self._stop.is_set():
             return
         self._stop.set()
         self._stop = threading.Event()
         self._blocked = [thread for thread in (*self._blocked, self._thread) if thread.is_alive()]
         self._overdue_at = float("inf")
-        problem = f"nothing came for {self.options.timeout:g} s, and the read does not end"
+        problem = f"no frame for {self.options.timeout:g} s, and the read does not return"
         if not self.options.reconnect:
-            self._note("failed", problem)
+            self._set_state("failed", problem)
             return
         if self.state != "blocked":
-            self._note("blocked", problem)
+            self._set_state("blocked", problem)
         if len(self._blocked) < MOST_BLOCKED:
             self.counts["reconnects"] += 1
-            with suppress(RuntimeError):  # the system has no thread left; tried again when it is overdue again
+            with suppress(RuntimeError):  # no thread available: tried again when it is overdue again
                 self.start()
         else:
             self._overdue_at = now + LONGEST_PAUSE  # one of them may have ended by then
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and for how many seconds no frame has come; under the lock."""
+        """Counts since the start, and the seconds since the last frame; under the lock."""
         return {
             "source": self.options.masked(self.options.shown),
             "state": "never reached" if self.state == "ended" and not self.counts["decoded"] else self.state,
@@ -155,7 +155,7 @@ class Stream:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _read(self, stop: threading.Event) -> None:
-        """Read until the stream ends or is stopped; open it again where that is wanted."""
+        """Read until the stream ends or is stopped; open it again if ``reconnect`` or ``repeat`` says so."""
         while not stop.is_set():
             decoded = self.counts["decoded"]
             error = self._read_once(stop)
@@ -168,23 +168,23 @@ class Stream:
                 if error is None and self.options.is_file:
                     if self.options.repeat:
                         continue
-                    self._note("ended")
+                    self._set_state("ended")
                     return
                 text = "the stream ended" if error is None else str(error)
                 if self.options.is_file or not self.options.reconnect or isinstance(error, Exception):
-                    self._note("ended" if error is None else "failed", text)
+                    self._set_state("ended" if error is None else "failed", text)
                     return
                 pause = self._pause * random.uniform(0.75, 1.25)
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
-                self._note("waiting", f"{text}; opening it again in {pause:.1f} s")
+                self._set_state("waiting", f"{text}; opening it again in {pause:.1f} s")
             if stop.wait(pause):
                 return
             with self._lock:
                 self.counts["reconnects"] += 1
-                self._overdue_at = monotonic() + self.options.timeout + _GRACE
+                self._overdue_at = monotonic() + self.options.timeout + _GRACE_SECONDS
 
     def _read_once(self, stop: threading.Event) -> str | Exception | None:
-        """Read to the end; what went wrong, if something did."""
+        """Read to the end; return the problem, if any."""
         began = 0.0
         last_pts: float | None = None
         self._next_pts = None
@@ -209,23 +209,23 @@ class Stream:
             return self.options.masked(str(error))
         except (BackendUnavailable, ConfigError) as error:  # another attempt would fail in the same way
             return error
-        except Exception as error:  # of a library that reads what strangers send
+        except Exception as error:  # FFmpeg, on untrusted data
             return self.options.masked(describe(error))
         return None
 
     def _offer(self, picture: Picture, seen: float, stop: threading.Event) -> None:
-        """Let a frame wait, in the place of an older one or until there is room."""
+        """Queue a frame, in place of an older one or once there is room."""
         keep = self.options.keep
         with self._lock:
             if stop.is_set():
                 return
             self._pause = FIRST_PAUSE
-            self._overdue_at = monotonic() + self.options.timeout + _GRACE
+            self._overdue_at = monotonic() + self.options.timeout + _GRACE_SECONDS
             self._last_at = monotonic()
-            self._note("playing")
+            self._set_state("playing")
             number = self.counts["decoded"]
             self.counts["decoded"] += 1
-            if not self._is_due(picture.pts):
+            if not self._passes_fps(picture.pts):
                 self.counts["skipped"] += 1
                 return
             if keep == ALL:
@@ -241,12 +241,12 @@ class Stream:
                 self.due, self._last_seen = 2 * seen - self._last_seen, seen
             self.waiting.append(Waiting(picture, number, seen, self._dropped_before))
             self._dropped_before = 0
-            self._overdue_at = monotonic() + self.options.timeout + _GRACE
-            if len(self.waiting) == 1:  # before, there was a frame to fetch already
+            self._overdue_at = monotonic() + self.options.timeout + _GRACE_SECONDS
+            if len(self.waiting) == 1:  # otherwise a frame could be fetched before
                 self._has_frame.notify()
 
-    def _is_due(self, pts: float | None) -> bool:
-        """Whether ``fps`` lets a frame of that time through."""
+    def _passes_fps(self, pts: float | None) -> bool:
+        """Whether ``fps`` selects a frame of this time; if so, the next one is due a step later."""
         if not self.options.fps or pts is None:
             return True
         step = 1 / self.options.fps
@@ -257,8 +257,8 @@ class Stream:
         self._next_pts += step
         return True
 
-    def _note(self, state: str, problem: str = "") -> None:
-        """Another state, and the line in the log that it is worth; under the lock."""
+    def _set_state(self, state: str, problem: str = "") -> None:
+        """Change the state and log it; under the lock."""
         if problem:
             self.last_error = problem
         if state != self.state or problem:

@@ -25,12 +25,12 @@ STREAM_KEY = "stream"
 """Key of a request: its stream's name."""
 
 CLOSE_SECONDS = 2.0
-"""How long ``close`` and ``remove`` wait for a read to return; a thread that is in one then ends by itself later."""
+"""Longest wait of ``close`` and ``remove`` for a read to return; its thread then ends by itself later."""
 
 MOST_FEEDERS = 8
-"""Threads that convert frames and bring them to the pipe: one for two cores."""
+"""Maximum threads that convert frames and submit them to the pipe: one for two cores."""
 
-_LOOK_SECONDS = 0.25  # between two looks at streams that may be blocked
+_CHECK_SECONDS = 0.25  # between two checks for blocked streams
 
 
 @dataclass(eq=False, slots=True)
@@ -39,24 +39,24 @@ class Frame:
 
     stream: str
     number: int
-    """Counts the frames that were decoded, from 0."""
+    """Number among the decoded frames, from 0."""
     pts: float | None
     """Seconds of the stream's clock."""
     dropped_before: int
-    """Frames since the one before that are not given: newer ones came, or they were stale."""
+    """Frames left out since the one before: replaced by newer ones, or stale."""
     image: Any = field(default=None, repr=False)
-    """As it was decoded: H×W×3 ``uint8`` BGR, or with ``pynvvideocodec`` a Tensor 1×3×H×W ``uint8`` RGB."""
+    """Decoded image: H×W×3 ``uint8`` BGR, or with ``pynvvideocodec`` a Tensor 1×3×H×W ``uint8`` RGB."""
     data: dict[str, Any] = field(default_factory=dict, repr=False)
     """The request's dict as the pipe left it."""
     result: Any = None
     error: BaseException | None = None
     age: float = 0.0
-    """Seconds from when it came, or a file's clock had it due, until its result was there."""
+    """Seconds from its arrival, or its due time by a file's clock, to its result."""
     seen: float = field(default=0.0, repr=False)
     is_done: bool = field(default=False, repr=False)
 
     def to_line(self) -> bytes:
-        """A line of JSON: where the frame is from, times in seconds, and the result or the error."""
+        """A line of JSON: stream and number of the frame, times in seconds, and the result or the error."""
         members = {
             "stream": json.dumps(self.stream),
             "number": str(self.number),
@@ -79,9 +79,9 @@ class Streams:
     """Runs the frames of streams through a pipe, and yields them with their results.
 
     ``streams`` is a TOML file or a dict of dicts, each a table with a ``source``; see ``StreamOptions`` for the keys.
-    Iterate over it: frames of one stream come in order, those of several as they are finished. The iteration ends with
-    the last stream. A frame is fetched and converted when the pipe has room for it: ``in_flight`` frames at once,
-    by default one more than the instances of its widest node hold, and no more while as many results wait to be taken.
+    Iterate over it: frames of one stream are in order, frames of several in order of completion. The iteration ends
+    with the last stream. A frame is fetched and converted when the pipe has room for it: ``in_flight`` frames at once,
+    by default one more than the instances of its widest node hold, and none while as many results wait to be taken.
     Streams take turns by ``weight``.
     A frame whose request fails has ``error`` in place of ``result``. ``ConfigError`` for streams that cannot be read.
     A request is ``{"data": image, "color": "bgr" or "rgb", "stream": name}``.
@@ -95,7 +95,7 @@ class Streams:
         in_flight: int | None = None,
     ) -> None:
         self._run = run
-        # NOTE: a condition for each that waits: a frame wakes the feeder alone, a result who iterates.
+        # NOTE: two conditions, so that a frame wakes only a feeder, and a result only the iterating thread.
         self._lock = threading.RLock()
         self._has_work, self._has_result = threading.Condition(self._lock), threading.Condition(self._lock)
         self._streams: dict[str, Stream] = {}
@@ -103,7 +103,7 @@ class Streams:
         self._order: dict[Stream, deque[Frame]] = {}
         self._finished: deque[Frame] = deque()
         self._under_way = 0
-        self._used = self._look_at = 0.0
+        self._used = self._check_at = 0.0
         self._is_closing = False
         stats = run.stats()
         most = in_flight or 1 + max(node["instances"] * node["max"] for node in stats["nodes"].values())
@@ -117,9 +117,10 @@ class Streams:
             feeder.start()
 
     def add(self, name: str, *, beside: str | os.PathLike[str] = "streams", **options: Any) -> None:
-        """Read one more stream; ``options`` are the keys of its table. ``ConfigError`` where the name is taken.
+        """Read one more stream; ``options`` are the keys of its table. ``ConfigError`` if the name is taken.
 
-        A relative file is looked for in the working directory, then ``beside`` that file, which messages name.
+        A relative file is looked for in the working directory, then in the folder of the file ``beside``, which
+        messages name.
         """
         read = read_stream(name, options, Place(os.fspath(beside)), self._run)
         with self._lock:
@@ -130,7 +131,7 @@ class Streams:
     def remove(self, name: str, wait: bool = True) -> None:
         """Stop reading a stream; results of frames in the pipe still arrive. ``KeyError`` if it does not exist.
 
-        ``wait`` for the read that is under way to return, for two seconds at most.
+        ``wait``: for a running read to return, at most two seconds.
         """
         with self._lock:
             stream = self._streams.pop(name)
@@ -143,12 +144,12 @@ class Streams:
             stream.join(monotonic() + CLOSE_SECONDS)
 
     def stats(self) -> dict[str, Any]:
-        """Of each stream: its state, frames by what became of them, attempts to connect, the last error."""
+        """For each stream: its state, counts of frames by outcome, attempts to connect, and the last error."""
         with self._lock:
             return {name: stream.stats() for name, stream in self._streams.items()}
 
     def close(self) -> None:
-        """Stop every stream; what is in the pipe is finished, and not yielded. Idempotent."""
+        """Stop every stream; frames in the pipe are finished, but not yielded. Idempotent."""
         with self._lock:
             self._is_closing = True
             streams = [*self._streams.values(), *self._removed]
@@ -174,7 +175,7 @@ class Streams:
         return self
 
     def __next__(self) -> Frame:
-        """The next frame that is finished; waits for it."""
+        """Wait for the next finished frame."""
         with self._lock:
             while self._is_closing or not self._finished:
                 if self._is_closing or (not self._under_way and all(each.is_over for each in self._streams.values())):
@@ -185,7 +186,7 @@ class Streams:
                 self._has_work.notify()
             return frame
 
-    # -- the way of a frame ---------------------------------------------------------------------------------------
+    # -- from stream to result -------------------------------------------------------------------------------------
 
     def _start(self, options: StreamOptions) -> None:
         stream = Stream(options, self._lock, self._has_work, self._has_result)
@@ -198,7 +199,7 @@ class Streams:
             self._feed()
 
     def _is_due(self, since: float, until: float) -> bool:
-        """Whether a frame for which there is room has come, or will have by then; a moment's estimate."""
+        """Whether a frame for which there is room has arrived, or will by then; an estimate, without the lock."""
         now = monotonic()
         has_room = self._under_way < self._most
         return any(
@@ -212,20 +213,20 @@ class Streams:
         )
 
     def _feed(self) -> None:
-        """Take the next frame whenever there is room; the loop of each feeder's thread."""
+        """Submit the next frame whenever there is room; runs on each feeder thread."""
         while True:
             with self._lock:
-                self._look_after()
+                self._replace_blocked_threads()
                 while (stream := self._next()) is None and not self._is_closing:
-                    self._has_work.wait(_LOOK_SECONDS)
-                    self._look_after()
+                    self._has_work.wait(_CHECK_SECONDS)
+                    self._replace_blocked_threads()
                 if stream is None:
                     return
                 waiting = stream.take()
                 stale_ms = stream.options.stale_ms
                 if stale_ms and 1000 * (monotonic() - waiting.seen) > stale_ms:
                     stream.drop(waiting, "stale")
-                    self._has_result.notify_all()  # it may have been the last frame of all
+                    self._has_result.notify_all()  # it may have been the last frame
                     continue
                 turn = self._turn(stream)
                 self._used = max(self._used, turn)
@@ -236,17 +237,17 @@ class Streams:
                 name = stream.options.name
                 frame = Frame(name, waiting.number, waiting.picture.pts, waiting.dropped_before, seen=waiting.seen)
                 self._order.setdefault(stream, deque()).append(frame)
-            self._enter(stream, waiting, frame)
+            self._submit(stream, waiting, frame)
 
-    def _look_after(self) -> None:
+    def _replace_blocked_threads(self) -> None:
         now = monotonic()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_SECONDS
             for stream in self._streams.values():
-                stream.look_after(now)
+                stream.replace_blocked_thread(now)
 
     def _next(self) -> Stream | None:
-        """The stream whose turn it is, if one has a frame and the pipe has room for it."""
+        """The stream whose turn it is, if one has a frame and the pipe has room."""
         if self._is_closing or self._under_way >= self._most or len(self._finished) >= self._most:
             return None
         ready = [
@@ -257,21 +258,21 @@ class Streams:
         return min(ready, key=self._turn, default=None)
 
     def _turn(self, stream: Stream) -> float:
-        """When it is a stream's turn: one turn that it missed, as its frame came late, is given to it later."""
+        """A stream's place in the order; one turn that it missed, because its frame was late, is made up for."""
         missed: float = self._used - 1 / stream.options.weight
         return max(stream.used, missed)
 
     def _room(self, stream: Stream) -> int:
         return stream.options.in_flight or (self._most if stream.options.keep == ALL else 1)
 
-    def _enter(self, stream: Stream, waiting: Waiting, frame: Frame) -> None:
-        """Bring a frame to the pipe."""
-        on_done: Callable[[Any, BaseException | None], None] = lambda _, error: self._leave(stream, frame, error)  # noqa: E731
+    def _submit(self, stream: Stream, waiting: Waiting, frame: Frame) -> None:
+        """Convert a frame and submit it to the pipe."""
+        on_done: Callable[[Any, BaseException | None], None] = lambda _, error: self._finish(stream, frame, error)  # noqa: E731
         try:
             try:
                 frame.image = waiting.picture.to_image()
             finally:
-                stream.is_converting = False  # NOTE: before it enters: what waits for it is not woken again
+                stream.is_converting = False  # NOTE: before `dispatch`: waiters on it are not woken again
             frame.data = {TASK_DATA_KEY: frame.image, TASK_COLOR_KEY: waiting.picture.color, STREAM_KEY: frame.stream}
             if stream.options.node_name:
                 frame.data[TASK_NODE_NAME_KEY] = stream.options.node_name
@@ -281,14 +282,14 @@ class Streams:
                 self._is_closing = True
                 for each in self._streams.values():
                     each.stop()
-            self._leave(stream, frame, error)
+            self._finish(stream, frame, error)
         except Exception as error:
-            self._leave(stream, frame, error)
+            self._finish(stream, frame, error)
         finally:
             stream.is_entering = False
 
-    def _leave(self, stream: Stream, frame: Frame, error: BaseException | None) -> None:
-        """A frame is finished: let those go on that waited for it to be in order."""
+    def _finish(self, stream: Stream, frame: Frame, error: BaseException | None) -> None:
+        """Record a frame's outcome, and release the frames that waited for it to keep their order."""
         frame.error = error if error is not None else frame.data.get(TASK_ERROR_KEY)
         frame.result = None if frame.error is not None else frame.data.get(TASK_RESULT_KEY)
         frame.age = monotonic() - frame.seen
@@ -303,7 +304,7 @@ class Streams:
             if not order and stream in self._removed:
                 self._removed.discard(stream)
                 del self._order[stream]
-            if stream.waiting or self._under_way == self._most - 1:  # NOTE: a feeder takes all that it finds
+            if stream.waiting or self._under_way == self._most - 1:  # NOTE: one feeder takes all waiting frames
                 self._has_work.notify()
             if self._finished or not self._under_way:
                 self._has_result.notify_all()
