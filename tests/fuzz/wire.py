@@ -98,9 +98,9 @@ class Judge:
         if replies:
             return replies
         plain = plain_reading(data)
-        for message in messages:
-            if isinstance(message, HttpRequest) and (read := next(plain, None)) != content(message)[:3]:
-                return f"{message.name} is read as {content(message)[:3]!r}, plainly as {read!r}"[:400]
+        for message, (*request, _, _, _) in zip(messages, contents, strict=True):
+            if isinstance(message, HttpRequest) and (read := next(plain, None)) != tuple(request):
+                return f"{message.name} is read as {request!r}, plainly as {read!r}"[:400]
         pieces, at = [], 0
         step = rng.choice((1, 5)) if len(data) < 300 and rng.random() < 0.1 else len(data) // 2
         while at < len(data):

@@ -87,7 +87,7 @@ class LocalServer:
             self._reserved = reserve(listener, settings.grpc_port)
             self.grpc_port = self._reserved.getsockname()[1]
             settings = replace(settings, grpc_port=self.grpc_port)
-            self.rpc = RpcServer(self.loop, served.rpcs, settings, self.server.counters)
+            self.rpc = RpcServer(self.loop, served.rpcs, settings, self.server.counters, self.server.pacing)
         self.error: BaseException | None = None
         self.is_over = False
         self.thread = threading.Thread(target=self._serve, daemon=True)

@@ -10,8 +10,9 @@ import stat
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,6 +26,7 @@ from torchpipe_py.wire.errors import Bound
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
+from torchpipe_server.front.pacing import RefusalPacing
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.options import Options
 from torchpipe_server.wire.http import MAX_HEAD_BYTES
@@ -48,6 +50,7 @@ class RpcCall:
         self.reading: asyncio.Task[Any] | None = None  # the task that waits for its message
         self.answered_at = 0.0  # since when an answer waits for the client
         self.peer: Callable[[], str] = str  # from its admission to its end
+        self.is_refused = False
         self.watched = b""  # the message of a watch
 
     def start(self, data: Any, context: Any) -> None:
@@ -72,6 +75,7 @@ class RpcCall:
 
     def reply(self, call: Call, result: Any) -> None:
         """Encode the answer and pass it to the loop; for any thread."""
+        self.is_refused = isinstance(result, Overloaded)
         self.server.answer(self, WireAnswer.of(self.rpc.method, result, self.server.reply))
 
     def settle(self, answer: WireAnswer) -> None:
@@ -91,14 +95,24 @@ class RpcCall:
         self.call.cancel()
 
 
+@dataclass
+class Peer:
+    """A client that was refused."""
+
+    paced_until: float = 0.0
+
+
 class RpcServer:
     """Serves the methods at ``options.host`` and ``options.grpc_port`` after ``listen``.
 
     ``drain`` answers accepted calls for at most ``drain_seconds``. Everything but ``answer`` is for the loop's thread.
     """
 
-    def __init__(self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters) -> None:
-        self.loop, self.options, self.counters = loop, options, counters
+    def __init__(
+        self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters, pacing: RefusalPacing
+    ) -> None:
+        self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
+        self._refused_peers: dict[str, Peer] = {}  # recently
         self.reply, self.text = reply_bound(options.max_reply_bytes), Bound(options.max_text_bytes, "--max-text-bytes")
         self.held_bytes = 0
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
@@ -187,6 +201,8 @@ class RpcServer:
             watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered_at < recent}
             stalled |= {call.peer() for call in watches} - {call.peer() for call in self._calls - watches}
         _disconnect(stalled, options.grpc_port)
+        now = monotonic()
+        self._refused_peers = {name: peer for name, peer in self._refused_peers.items() if peer.paced_until > now}
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -241,6 +257,8 @@ class RpcServer:
 
     async def _reply(self, call: RpcCall, answer: WireAnswer, context: Any) -> bytes:
         self.count(call, answer)
+        if call.is_refused and call in self._calls:
+            await self._pace(call, context)
         call.answered_at = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has read it
         if answer.code is not None:
             await _abort(context, answer)
@@ -249,6 +267,15 @@ class RpcServer:
         if answer.headers:
             context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
         return answer.data
+
+    async def _pace(self, call: RpcCall, context: Any) -> None:
+        """Wait until the call's refusal is due."""
+        call.hold(-call.call.size)  # its message is gone
+        peer = self._refused_peers.setdefault(call.peer(), Peer())
+        seconds = context.time_remaining()
+        delay = self._pacing.delay(peer, monotonic(), None if seconds is None else perf_counter() + seconds)
+        if delay > 0.0:
+            await asyncio.sleep(delay)
 
     def count(self, call: RpcCall, answer: WireAnswer) -> None:
         """Count the call's request."""

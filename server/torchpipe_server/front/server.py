@@ -7,8 +7,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from math import inf
-from time import monotonic, perf_counter
+from time import monotonic
 
 from torchpipe_py.errors import Overloaded, counted
 from torchpipe_server.front.call import Call
@@ -16,6 +15,7 @@ from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.loop import Inbox, Loop, every
+from torchpipe_server.front.pacing import RefusalPacing
 from torchpipe_server.front.services import Services
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
@@ -25,10 +25,6 @@ logger = logging.getLogger("torchpipe_server")
 # Below malloc's threshold for mapping memory. It also bounds what one round of the loop reads of a connection.
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
-# Refused clients that retry at once are answered at this rate, or they starve admitted requests.
-REFUSAL_SECONDS, REFUSALS_AT_ONCE = 0.002, 500
-DEADLINE_SHARE = 0.8  # a refusal waits for this share of the time to its deadline at most, to reach the client in time
-PACED_SECONDS = 1.0  # longest wait of a refusal; a client that comes back later is not paced
 
 
 class Server:
@@ -45,6 +41,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.loop, self.services, self.options, self._on_gone = loop, services, options, on_gone
         self.counters = RequestCounters(options.log_requests, timed)
+        self.pacing = RefusalPacing(options.drain_seconds)
         self.received = memoryview(bytearray(RECEIVE_BYTES))  # into which every connection reads
         self.held_bytes = 0  # an upper bound of what the connections hold
         self._connections: set[Connection] = set()
@@ -54,7 +51,6 @@ class Server:
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
         self.is_draining = False
-        self._refusal_at = 0.0  # when the last paced refusal is due
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -114,24 +110,13 @@ class Server:
         # NOTE: results beside a refusal, as of infer_many, are not an error and do not wait.
         if isinstance(error, Overloaded):
             deadline = error.deadline if call.ticket is None else call.ticket.deadline
-            wait = self._pace(connection, now, deadline)
+            wait = self.pacing.delay(connection, now, deadline)
         if wait > 0.0:
             call.settle()
             call.size = 0  # its message is gone
             call.timer = self.loop.call_later(wait, connection.answered, call, data, now + wait)
         else:
             connection.answered(call, data, now)
-
-    def _pace(self, connection: Connection, now: float, deadline: float | None = None) -> float:
-        """Seconds until the connection's refusal is due, which is before the deadline of its request."""
-        at = now
-        if now < connection.paced_until and not self.is_ending:  # a drain would take a second for each
-            earliest = max(self._refusal_at, now - REFUSALS_AT_ONCE * REFUSAL_SECONDS)
-            latest = now + min(PACED_SECONDS, self.options.drain_seconds / 2)  # before a drain that begins now ends
-            at = self._refusal_at = min(earliest + REFUSAL_SECONDS, latest)
-            at = min(at, now + DEADLINE_SHARE * ((deadline or inf) - perf_counter()))
-        connection.paced_until = max(at, now) + PACED_SECONDS
-        return at - now
 
     def schedule(self, connection: Connection) -> None:
         """Have the connection advance once all connections with input have been read.
@@ -165,6 +150,7 @@ class Server:
 
     def _end(self) -> None:
         self._ending_until = monotonic() + self.options.drain_seconds
+        self.pacing.stop()
         self.shed(len(self._connections))
 
     def shed(self, count: int) -> None:

@@ -205,7 +205,7 @@ class Worker:
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")
             from torchpipe_server.front.rpc import RpcServer
 
-            self._rpc = RpcServer(self._loop, served.rpcs, options, self._server.counters)
+            self._rpc = RpcServer(self._loop, served.rpcs, options, self._server.counters, self._server.pacing)
         every(self._loop, END_SECONDS, self._end_if_finished)
         handlers: Handlers = {
             "connection": self._adopt,

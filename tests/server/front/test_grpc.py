@@ -22,8 +22,10 @@ from kit.clients import connect, read_all
 from kit.services import LIGHT, LocalServer, Process, SteeredProcess, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, error_of, eventually
+from torchpipe_server.front import pacing
+from torchpipe_server.front.pacing import RefusalPacing
 
-from torchpipe_py import pipe
+from torchpipe_py import Overloaded, pipe
 from torchpipe_py.methods.oip import core
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
@@ -203,6 +205,27 @@ def test_more_calls_than_allowed_are_refused_with_a_time_to_come_again() -> None
             Steered.opened.set()
             assert all(each.result(WAIT) for each in held)
         assert infer(one, GOOD)
+
+
+def test_refuses_client_that_retries_at_once_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+    delay = RefusalPacing.delay
+
+    def recorded(self: RefusalPacing, *args: Any) -> float:
+        delays.append(delay(self, *args))
+        return delays[-1]
+
+    monkeypatch.setattr(RefusalPacing, "delay", recorded)
+    monkeypatch.setattr(pacing, "REFUSALS_AT_ONCE", 0)
+    monkeypatch.setattr(pacing, "PACED_SECONDS", WAIT)
+    with steered(grpc_port=0, drain_seconds=2 * WAIT) as server:
+        Steered.values = {"busy": Overloaded("busy", retry_after_ms=1)}
+        request = as_rpc(Asked(b"error busy")).SerializeToString()
+        for _ in range(2):
+            with channel(server.grpc_port) as on:
+                for _ in range(2):
+                    assert code_of(partial(infer, on, request)) == ("RESOURCE_EXHAUSTED", "busy")
+    assert [delay > 0.0 for delay in delays] == [False, True] * 2
 
 
 def test_watches_leave_half_of_the_room_to_others() -> None:

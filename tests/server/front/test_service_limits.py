@@ -37,7 +37,8 @@ from kit.services import LocalServer, Process, SteeredProcess, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
 from torchpipe_server.front.connection import STALLED_SECONDS
-from torchpipe_server.front.server import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, TICK_SECONDS, Server
+from torchpipe_server.front.pacing import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, RefusalPacing
+from torchpipe_server.front.server import TICK_SECONDS
 from torchpipe_server.logs.handler import REQUESTS
 from torchpipe_server.wire.thrift_reader import ThriftReader
 
@@ -328,7 +329,7 @@ def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
     """The first refusal of each waits for nothing, and neither do some of the next."""
     with steered() as server:
         newcomer, retrying, patient = (SimpleNamespace(paced_until=0.0) for _ in range(3))
-        pace = server.server._pace
+        pace = server.server.pacing.delay
         assert max(pace(retrying, 100.0) for _ in range(REFUSALS_AT_ONCE + 1)) < REFUSAL_SECONDS / 2
         waits = [pace(retrying, 100.0) for _ in range(1000)]
         assert waits[:2] == pytest.approx([REFUSAL_SECONDS, 2 * REFUSAL_SECONDS])
@@ -341,7 +342,7 @@ def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
 def test_a_paced_refusal_does_not_outlast_a_short_drain() -> None:
     with steered(drain_seconds=0.4) as server:
         retrying = SimpleNamespace(paced_until=0.0)
-        assert max(server.server._pace(retrying, 100.0) for _ in range(1000)) == pytest.approx(0.2)
+        assert max(server.server.pacing.delay(retrying, 100.0) for _ in range(1000)) == pytest.approx(0.2)
 
 
 def test_a_drain_answers_no_requests_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +361,7 @@ def test_a_drain_answers_no_requests_that_follow(monkeypatch: pytest.MonkeyPatch
 def test_a_paced_refusal_is_answered_before_the_deadline(monkeypatch) -> None:
     """One of a node as well as one at the entry."""
     for name, value in (("REFUSALS_AT_ONCE", 0), ("REFUSAL_SECONDS", 2 * WAIT), ("PACED_SECONDS", 2 * WAIT)):
-        monkeypatch.setattr(torchpipe_server.front.server, name, value)
+        monkeypatch.setattr(torchpipe_server.front.pacing, name, value)
     config = {"global": {"max_inflight": 1}, "node": {"backend": "Steered"}}
     with steered(config, drain_seconds=8 * WAIT) as server, Client(server.port) as client, Client(server.port) as other:
         Steered.values = {"busy": Overloaded("busy")}
@@ -373,7 +374,7 @@ def test_a_paced_refusal_is_answered_before_the_deadline(monkeypatch) -> None:
 
 
 def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(monkeypatch) -> None:
-    monkeypatch.setattr(torchpipe_server.front.server, "REFUSALS_AT_ONCE", 0)
+    monkeypatch.setattr(torchpipe_server.front.pacing, "REFUSALS_AT_ONCE", 0)
     with steered() as server, Client(server.port) as client, connect(server.port) as leaver:
         Steered.values = {"busy": Overloaded("busy", retry_after_ms=1)}
         leaver.sendall(5 * pack_batch(b"error busy"))
@@ -388,7 +389,7 @@ def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(mon
 
 
 def test_a_paced_refusal_holds_up_neither_its_message_nor_results_beside_a_refusal(monkeypatch) -> None:
-    monkeypatch.setattr(Server, "_pace", lambda *asked: 2 * WAIT)
+    monkeypatch.setattr(RefusalPacing, "delay", lambda *asked: 2 * WAIT)
     name = "x" * LIMIT
     with steered() as server, Client(server.port) as client, Client(server.port) as other:
         Steered.values = {name: Overloaded("busy")}
