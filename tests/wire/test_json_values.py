@@ -36,6 +36,6 @@ def test_arrays_of_any_size_are_those_of_json(value: Any, expected: Any) -> None
 
 
 @pytest.mark.parametrize("value", [np.array([1.0, np.nan]), ("a", float("inf")), [1, object()]])
-def test_what_json_has_not_is_no_result(value: Any) -> None:
+def test_values_without_json_form_are_no_result(value: Any) -> None:
     with pytest.raises(NoResult):
         to_json("key", value)

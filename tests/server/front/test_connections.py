@@ -50,7 +50,7 @@ def has_read_all(port: int) -> bool:
     return not any(int(row[4].partition(":")[2], 16) for row in rows if row[1].endswith(f":{port:04X}"))
 
 
-def test_the_limit_of_open_files_bounds_the_connections_and_is_told(small: SteeredService):
+def test_open_files_bound_connections_and_a_warning_says_so(small: SteeredService):
     assert 4 <= MOST <= 16
     line = f"--max-connections is {MOST} instead of 1024: only {FILES} files may be open (ulimit -n)"
     eventually(lambda: line in small.stderr)
@@ -74,7 +74,7 @@ def test_silent_connections_give_way_and_a_client_that_asked_keeps_its_own(small
 
 
 @every_client
-def test_where_none_is_idle_the_newcomer_is_overloaded(small: SteeredService, client_type):
+def test_newcomer_is_overloaded_if_no_connection_is_idle(small: SteeredService, client_type):
     message = client_type.pack(DATA)
     eventually(lambda: small.open_connections == 0)  # one that has just ended would take a place, and leave it
     with ExitStack() as stack:
@@ -135,7 +135,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.parametrize(("host", "shown", "family", "is_local"), HOSTS, ids=[host[0] for host in HOSTS])
-def test_the_start_line_says_where_it_listens_and_how_it_is_opened(host, shown, family, is_local):
+def test_start_line_shows_addresses(host, shown, family, is_local):
     if family == socket.AF_INET6 and not has_ipv6():
         pytest.skip("no IPv6 on this machine")
     with listen(host, 0) as listener, listen("127.0.0.1", 0) as http:
@@ -162,12 +162,12 @@ NO_HOSTS = {
 
 
 @pytest.mark.parametrize("host", NO_HOSTS, ids=repr)
-def test_what_is_no_address_is_refused_and_the_nearest_is_named(host):
+def test_refuses_invalid_address_and_names_nearest(host):
     with pytest.raises(OSError, match=re.escape(NO_HOSTS[host])):
         listen(host, 0)
 
 
-def test_a_peer_that_is_gone_without_a_word_is_noticed():
+def test_detects_vanished_peer():
     taken: list[socket.socket] = []
     loop = new_loop()
     with listen("127.0.0.1", 0) as listener:
@@ -215,7 +215,7 @@ def test_newcomers_are_refused_where_none_is_idle_and_closed_where_none_is_left(
     assert slots.take(HOME) == (0, False)
 
 
-def test_the_idlest_gives_way_once_and_its_slot_comes_back_when_it_is_closed():
+def test_idlest_connection_is_closed_once_and_frees_its_slot():
     idle = Idle(1)
     slots = Slots(2, 0, idle)
     assert [slots.take(HOME), slots.take(HOME), slots.take(HOME)] == [(0, False), (1, False), (2, False)]
@@ -227,7 +227,7 @@ def test_the_idlest_gives_way_once_and_its_slot_comes_back_when_it_is_closed():
     assert slots.take(HOME) == (2, False)
 
 
-def test_an_address_beyond_its_share_gives_up_one_of_its_own():
+def test_address_beyond_its_share_loses_one_of_its_connections():
     idle = Idle(0, 2)
     slots = Slots(8, 2, idle)
     assert [slots.take(peer) for peer in (HOME, OTHER, OTHER)] == [(0, False), (1, False), (2, False)]
@@ -245,7 +245,7 @@ def test_an_address_beyond_its_share_gives_up_one_of_its_own():
         ("fe80::1%eth0", "fe80::2%eth0", "fe81::1"),
     ],
 )
-def test_what_counts_as_one_address(peer: str, same: str, other: str):
+def test_addresses_that_share_a_limit(peer: str, same: str, other: str):
     slots = Slots(8, 1, Idle())
     assert [slots.take(one) for one in (peer, same, other)] == [(0, False), (1, True), (2, False)]
 

@@ -103,7 +103,7 @@ OTHER_STATUS = {LARGE: "RESOURCE_EXHAUSTED", UNKNOWN: "NOT_FOUND"}
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_a_wrong_message_is_refused(server: LocalServer, said: str) -> None:
+def test_refuses_invalid_message(server: LocalServer, said: str) -> None:
     with channel(server.grpc_port) as on:
         status, text = code_of(lambda: infer(on, WRONG[said]))
         assert said in text
@@ -114,7 +114,7 @@ def test_a_wrong_message_is_refused(server: LocalServer, said: str) -> None:
 
 @pytest.mark.parametrize("outputs", [[], ["result"]])
 @pytest.mark.parametrize("id", ["", "größe"])
-def test_an_answer_has_the_id_and_the_outputs_of_its_request(server: LocalServer, outputs: list[str], id: str) -> None:
+def test_answer_has_id_and_outputs_of_its_request(server: LocalServer, outputs: list[str], id: str) -> None:
     asked = Request(id=id, outputs=[{"name": name} for name in outputs]).SerializeToString()
     with channel(server.grpc_port) as on:
         answer = Answer.FromString(infer(on, GOOD + asked))
@@ -123,7 +123,7 @@ def test_an_answer_has_the_id_and_the_outputs_of_its_request(server: LocalServer
         assert "no output 'other'" in code_of(lambda: infer(on, GOOD + other))[1]
 
 
-def test_what_grpc_offers_besides(server: LocalServer) -> None:
+def test_refuses_compression_large_metadata_and_unserved_methods(server: LocalServer) -> None:
     with channel(server.grpc_port) as on:
         packed = code_of(lambda: infer(on, GOOD, compression=grpc.Compression.Gzip))
         assert packed == ("UNIMPLEMENTED", "Compression algorithm 'gzip' is disabled.")
@@ -140,7 +140,7 @@ def test_what_grpc_offers_besides(server: LocalServer) -> None:
                 assert code_of(partial(call, on, path + what, named))[0] == "UNIMPLEMENTED"
 
 
-def test_who_watches_the_health_is_told_of_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_watch_reports_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     not_serving, unknown = b"\x08\x02", b"\x08\x03"
     with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
         watch = on.unary_stream(WATCH)
@@ -165,7 +165,7 @@ def test_who_watches_the_health_is_told_of_each_change(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_a_client_finds_out_what_there_is(server: LocalServer, version: str) -> None:
+def test_reflection_lists_services_and_files(server: LocalServer, version: str) -> None:
     ask_of, told_of = (messages.message(f"grpc.reflection.v1.ServerReflection{one}") for one in ("Request", "Response"))
     asked = [
         ask_of(list_services="*"),
@@ -184,7 +184,7 @@ def test_a_client_finds_out_what_there_is(server: LocalServer, version: str) -> 
     assert [one.error_response.error_code for one in missing] == [5, 5]
 
 
-def test_a_message_that_does_not_come_is_not_waited_for() -> None:
+def test_ends_call_whose_message_does_not_arrive() -> None:
     with serving("Identity", grpc_port=0, message_seconds=0.2) as server, channel(server.grpc_port) as on:
         never = on.stream_unary(f"{SERVICE}/ModelInfer")
         gate = threading.Event()
@@ -193,7 +193,7 @@ def test_a_message_that_does_not_come_is_not_waited_for() -> None:
         assert late == ("DEADLINE_EXCEEDED", "no whole message within 0.2 s")
 
 
-def test_more_calls_than_allowed_are_refused_with_a_time_to_come_again() -> None:
+def test_refuses_calls_beyond_the_limit_with_retry_time() -> None:
     with steered(grpc_port=0, max_connections=2) as server, channel(server.grpc_port) as one:
         blocked = as_rpc(Asked(b"block")).SerializeToString()
         with channel(server.grpc_port) as other:
@@ -228,7 +228,7 @@ def test_refuses_client_that_retries_at_once_more_slowly(monkeypatch: pytest.Mon
     assert [delay > 0.0 for delay in delays] == [False, True] * 2
 
 
-def test_watches_leave_half_of_the_room_to_others() -> None:
+def test_watches_take_half_of_the_room_at_most() -> None:
     with steered(grpc_port=0, max_connections=2) as server, channel(server.grpc_port) as one:
         held = one.unary_stream(WATCH)(b"", timeout=WAIT)
         assert next(held) == SERVING
@@ -238,7 +238,7 @@ def test_watches_leave_half_of_the_room_to_others() -> None:
         held.cancel()
 
 
-def test_a_stream_answers_each_request_in_its_order() -> None:
+def test_stream_answers_in_order() -> None:
     asked = [Asked(b"abc"), Asked(b"raise"), Asked(b"none"), *[Asked(str(n).encode()) for n in range(40)]]
     with steered(grpc_port=0) as server, channel(server.grpc_port) as on:
         stream = on.stream_stream(f"{SERVICE}/ModelStreamInfer")
@@ -279,7 +279,7 @@ def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path) -> N
         assert service.wait() == 0
 
 
-def test_a_reload_loses_no_request_that_its_client_retries(tmp_path: Path) -> None:
+def test_reload_loses_no_retried_request(tmp_path: Path) -> None:
     config = tmp_path / "test.toml"
     config.write_text('[node]\nbackend = "Identity"\n')
     stop, count = threading.Event(), [0, 0]
@@ -319,9 +319,7 @@ def without_room(path: str, data: bytes, *streams: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["ModelInfer", "ModelStreamInfer"])
-def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarce(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disconnects_client_that_reads_nothing_if_room_is_scarce(name: str, caplog: pytest.LogCaptureFixture) -> None:
     data = as_rpc(Asked(b"large")).SerializeToString()
     # NOTE: long enough for a busy machine to read the request in: one that does not arrive is not answered either.
     with steered(grpc_port=0, message_seconds=1.0, max_connections=4) as server:
@@ -335,7 +333,7 @@ def test_a_client_that_takes_no_answers_loses_its_connection_where_room_is_scarc
 
 
 @pytest.mark.parametrize(("path", "data"), [(WATCH, b""), (f"{SERVICE}/ModelInfer", GOOD)])
-def test_a_client_that_leaves_before_it_takes_its_answer_is_not_logged(
+def test_client_that_leaves_before_its_answer_is_not_logged(
     path: str, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving("Identity", grpc_port=0) as server:
@@ -346,7 +344,7 @@ def test_a_client_that_leaves_before_it_takes_its_answer_is_not_logged(
     assert caplog.text == ""
 
 
-def test_a_watch_whose_client_takes_no_answer_does_not_delay_the_end() -> None:
+def test_stalled_watch_does_not_delay_the_end() -> None:
     with serving("Identity", grpc_port=0, drain_seconds=2 * WAIT) as server:
         with connect(server.grpc_port) as sock:
             sock.sendall(without_room(WATCH, b"", 1))
@@ -356,7 +354,7 @@ def test_a_watch_whose_client_takes_no_answer_does_not_delay_the_end() -> None:
         eventually(lambda: server.rpc.is_finished, "the service does not end")
 
 
-def test_many_watches_ask_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watches_of_one_tick_share_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a name that is not served looked for among the others again and again."""
     asked: list[float] = []
     searched: list[str] = []
@@ -371,7 +369,7 @@ def test_many_watches_ask_the_pipe_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert not searched
 
 
-def test_a_call_leaves_nothing_to_the_garbage_collector() -> None:
+def test_call_leaves_no_reference_cycle() -> None:
     """One that is refused neither."""
     refused = Request(model_name="let go").SerializeToString()
     with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
@@ -388,7 +386,7 @@ def test_a_call_leaves_nothing_to_the_garbage_collector() -> None:
             gc.enable()
 
 
-def test_a_stream_that_ends_with_an_error_leaves_nothing() -> None:
+def test_failed_stream_leaves_no_reference_cycle() -> None:
     asked = [as_rpc(Asked(b"block")).SerializeToString(), b"\xff no message", *[GOOD] * 100]
     with steered(grpc_port=0) as server, channel(server.grpc_port) as on:
         answers = on.stream_stream(f"{SERVICE}/ModelStreamInfer")(iter(asked), timeout=WAIT)
@@ -399,7 +397,7 @@ def test_a_stream_that_ends_with_an_error_leaves_nothing() -> None:
         eventually(lambda: (server.run.stats()["inflight"], server.rpc.held_bytes) == (0, 0))
 
 
-def test_a_service_whose_workers_cannot_listen_for_grpc_does_not_start(tmp_path: Path) -> None:
+def test_fails_to_start_if_grpc_port_is_taken(tmp_path: Path) -> None:
     code = tmp_path / "no_port.py"
     code.write_text(
         "import grpc.aio._server\n\n\n"

@@ -106,7 +106,7 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_that_is_no_usual_one_is_refused(process: Process, neighbour: None, folder: Path, name: str):
+def test_refuses_unusual_image(process: Process, neighbour: None, folder: Path, name: str):
     with Client(process.port) as client:
         params = IDL.InferenceParams(uuid="u", data=IMAGES[name])
         assert client.error_of("infer_batch", params=params).code == "decode_error"
@@ -114,7 +114,7 @@ def test_an_image_that_is_no_usual_one_is_refused(process: Process, neighbour: N
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_of_too_much_is_refused(process: Process, neighbour: None, name: str):
+def test_refuses_message_of_too_many_items(process: Process, neighbour: None, name: str):
     method, args = MESSAGES[name]
     with Client(process.port) as client:
         error = client.error_of(method, **args)

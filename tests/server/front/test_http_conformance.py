@@ -336,14 +336,14 @@ def echoed(response: Response) -> bytes:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"RFC {case.paragraph}: {case.what}")
-def test_what_is_answered_and_what_becomes_of_the_connection(echo: LocalServer, case: Case):
+def test_status_and_connection_follow_the_rfc(echo: LocalServer, case: Case):
     answers = (*case.answers, b"probe") if case.is_kept else case.answers
     sent = case.sent + PROBE
     for size in (len(sent), 7) if len(sent) < 1000 else (len(sent),):
         converse(echo.port, sent, size, answers, case.is_kept)
 
 
-def test_all_rules_hold_one_behind_the_other(echo: LocalServer):
+def test_rules_hold_for_pipelined_requests(echo: LocalServer):
     """What one request leaves behind must not change how the next one is read."""
     cases = [case for case in CASES if case.is_kept and not case.sent.startswith(b"HEAD ")]
     answers = [answer for case in cases for answer in case.answers]

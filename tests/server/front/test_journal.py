@@ -46,7 +46,7 @@ STEPS: list[tuple[str, Callable[[Entry], None], Message | None, bool]] = [
 
 
 @pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[step[0] for step in STEPS])
-def test_a_death_after_each_step(journal: Journal, count: int) -> None:
+def test_records_what_a_death_after_each_step_leaves(journal: Journal, count: int) -> None:
     entry = journal.entry(1)
     assert journal.read(1) == NOTHING
     for _, step, _, _ in STEPS[:count]:
@@ -90,7 +90,7 @@ def test_lists_idle_connections_the_longest_idle_first(journal: Journal) -> None
     assert list(slots) == [], "in use again"
 
 
-def test_a_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -> None:
+def test_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -> None:
     """The next request waits in the socket for the next process: perhaps it is for a model that was just loaded."""
     transport, owner = Mock(), Mock(is_ending=False, is_draining=False)
     transport.is_closing.return_value = False

@@ -16,7 +16,7 @@ from torchpipe_py.wire.errors import describe_error
 MEBIBYTE = 2**20
 
 
-def test_the_texts_of_a_message_are_smaller_than_it_is():
+def test_texts_are_bounded_by_their_message():
     with steered(max_text_bytes=1000) as server, Client(server.port) as client:
         assert client.infer({"data": IDL.Value(text="x" * 900)})["score"].number == 900
         assert client.infer({"data": IDL.Value(bytes=b"x" * 5000)})["score"].number == 5000
@@ -27,7 +27,7 @@ def test_the_texts_of_a_message_are_smaller_than_it_is():
             assert re.fullmatch(r"text of 1\d{3} bytes or more; the limit is 1000 \(--max-text-bytes\)", error.message)
 
 
-def test_a_text_in_work_counts_as_python_keeps_it():
+def test_text_in_work_counts_with_its_size_in_memory():
     text = "block \U0001f600" + "x" * 2**18
     with steered() as server, Client(server.port) as client:
         client.send_infer({"data": IDL.Value(text=text)})
@@ -57,7 +57,7 @@ def is_whole(sock: socket.socket, least: int) -> bool:
             return False
 
 
-def test_what_an_error_says_is_short_and_names_no_folder():
+def test_error_text_is_short_and_names_no_folder():
     secret = ValueError("no such file: '/srv/my models/a.onnx' or /home/me/b.trt:12\nTraceback: /home/me/code.py")
     assert describe_error(secret) == "no such file: 'a.onnx' or b.trt:12"
     assert describe_error(ValueError("<BytesIO object at 0x7f3bd4a1c2e0>")) == "<BytesIO object at 0x…>"

@@ -64,7 +64,7 @@ def assert_dies(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("is_framed", [False, True], ids=["buffered", "framed"])
-def test_the_largest_message_is_served(is_framed):
+def test_serves_largest_message(is_framed):
     """A larger one is refused by name, after the requests before it; a client that reads only then reads the reason."""
     wrap = framed if is_framed else bytes
     with steered(max_message_bytes=LIMIT) as server, Client(server.port, framed=is_framed) as client:
@@ -101,7 +101,7 @@ def test_garbage_closes_only_its_own_connection():
 
 @every_client
 @pytest.mark.parametrize("trickles", [False, True], ids=["silent", "trickle"])
-def test_a_message_that_never_ends_is_refused(client_type, trickles):
+def test_refuses_message_that_never_ends(client_type, trickles):
     """Bytes that keep coming do not restart the clock of a message."""
     message = client_type.pack(b"x" * 100_000)
     with (
@@ -191,7 +191,7 @@ def held_bytes(server: LocalServer) -> int:
 
 
 @pytest.mark.parametrize("pack", [pack_infer, HttpClient.pack], ids=["thrift", "http"])
-def test_a_client_that_does_not_read_is_not_computed_for(pack):
+def test_stops_computing_for_client_that_does_not_read(pack):
     """Replies pile up in the server only as far as one does not fit the socket."""
     with steered(message_seconds=60) as server, narrow(server.port) as sock, Client(server.port) as other:
         sock.sendall(b"".join(pack(b"large", index) for index in range(30)))
@@ -204,7 +204,7 @@ def test_a_client_that_does_not_read_is_not_computed_for(pack):
             assert len(file.read(30 * 2**20)) == 30 * 2**20, "all of it arrives when it reads at last"
 
 
-def test_a_client_that_does_not_read_but_keeps_sending_is_dropped():
+def test_drops_client_that_sends_without_reading():
     """Small replies without end; each must not renew the client's time."""
     pings = pack_call("no_such_method" * 10) * 200
     with steered(message_seconds=0.5) as server, narrow(server.port) as sock:
@@ -282,7 +282,7 @@ class Endless(StreamSource):
         self.is_left.set()
 
 
-def test_a_client_that_takes_no_more_of_an_endless_answer_loses_its_connection(clock):
+def test_drops_client_that_stalls_a_streamed_answer(clock):
     def is_left() -> bool:
         clock.ahead += STALLED_SECONDS
         return Endless.is_left.wait(TICK_SECONDS)
@@ -301,7 +301,7 @@ def test_a_client_that_takes_no_more_of_an_endless_answer_loses_its_connection(c
 
 
 @every_client
-def test_a_client_is_not_idle_while_it_waits_for_its_answer(clock, client_type):
+def test_waiting_client_is_not_idle(clock, client_type):
     with steered(idle_seconds=100) as server, client_type(server.port) as client:
         client.send_batch(b"block")
         assert Steered.entered.acquire(timeout=WAIT)
@@ -325,7 +325,7 @@ def test_refusals_do_not_wait_for_the_next_round_and_come_in_order(monkeypatch) 
     assert answer.index(b"/one") < answer.index(b"/two") < answer.index(b"/end")
 
 
-def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
+def test_paces_refusals_of_clients_that_retry_at_once() -> None:
     """The first refusal of each waits for nothing, and neither do some of the next."""
     with steered() as server:
         newcomer, retrying, patient = (SimpleNamespace(paced_until=0.0) for _ in range(3))
@@ -339,13 +339,13 @@ def test_clients_that_come_back_at_once_are_refused_at_a_pace() -> None:
         assert pace(retrying, 100.0) == 0.0
 
 
-def test_a_paced_refusal_does_not_outlast_a_short_drain() -> None:
+def test_paced_refusal_ends_before_a_short_drain() -> None:
     with steered(drain_seconds=0.4) as server:
         retrying = SimpleNamespace(paced_until=0.0)
         assert max(server.server.pacing.delay(retrying, 100.0) for _ in range(1000)) == pytest.approx(0.2)
 
 
-def test_a_drain_answers_no_requests_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_answers_no_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that send the next one at once would keep the service to its end, when what waits is lost."""
     with steered() as server, Client(server.port) as client:
         request = client.send_batch(b"block")
@@ -358,7 +358,7 @@ def test_a_drain_answers_no_requests_that_follow(monkeypatch: pytest.MonkeyPatch
         assert client.sock.recv(1) == b""
 
 
-def test_a_paced_refusal_is_answered_before_the_deadline(monkeypatch) -> None:
+def test_paced_refusal_is_sent_before_the_deadline(monkeypatch) -> None:
     """One of a node as well as one at the entry."""
     for name, value in (("REFUSALS_AT_ONCE", 0), ("REFUSAL_SECONDS", 2 * WAIT), ("PACED_SECONDS", 2 * WAIT)):
         monkeypatch.setattr(torchpipe_server.front.pacing, name, value)
@@ -373,7 +373,7 @@ def test_a_paced_refusal_is_answered_before_the_deadline(monkeypatch) -> None:
         assert refusals == ["busy", "busy", "1 request in flight, 1 more would pass max_inflight = 1"]
 
 
-def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(monkeypatch) -> None:
+def test_paced_refusal_keeps_its_turn_and_ends_with_its_client(monkeypatch) -> None:
     monkeypatch.setattr(torchpipe_server.front.pacing, "REFUSALS_AT_ONCE", 0)
     with steered() as server, Client(server.port) as client, connect(server.port) as leaver:
         Steered.values = {"busy": Overloaded("busy", retry_after_ms=1)}
@@ -388,7 +388,7 @@ def test_a_paced_refusal_is_answered_in_its_turn_and_dropped_with_its_client(mon
         eventually(lambda: server.server.connections == 1)
 
 
-def test_a_paced_refusal_holds_up_neither_its_message_nor_results_beside_a_refusal(monkeypatch) -> None:
+def test_paced_refusal_releases_its_message_and_delays_no_results(monkeypatch) -> None:
     monkeypatch.setattr(RefusalPacing, "delay", lambda *asked: 2 * WAIT)
     name = "x" * LIMIT
     with steered() as server, Client(server.port) as client, Client(server.port) as other:
@@ -405,7 +405,7 @@ def test_a_paced_refusal_holds_up_neither_its_message_nor_results_beside_a_refus
 # -- what must not end the I/O thread -------------------------------------------------------------------------------
 
 
-def test_a_defect_in_one_connection_does_not_end_the_server(monkeypatch):
+def test_defect_ends_its_connection_only(monkeypatch):
     feed = ThriftReader.feed
 
     def failing(self: Any, data: bytes) -> Any:
@@ -492,7 +492,7 @@ def is_readable(sock: socket.socket, seconds: float = 0) -> bool:
 
 
 @every_client
-def test_a_request_larger_than_all_that_may_be_held_is_refused(client_type):
+def test_refuses_request_beyond_max_held_bytes(client_type):
     with steered(max_held_bytes=2**18) as server, client_type(server.port) as client:
         assert client.infer_batch(b"x" * 2**16)[1] == 2**16
         client.sock.sendall(client_type.pack(b"x" * 2**20))

@@ -37,7 +37,7 @@ def read(data: bytes, reader: HttpReader | None = None, size: int = 10**6) -> li
     return requests
 
 
-def told(requests: list[Any]) -> list[tuple[Any, ...]]:
+def contents_of(requests: list[Any]) -> list[tuple[Any, ...]]:
     return [(request.method, request.path, request.query, request.host, request.body) for request in requests]
 
 
@@ -55,7 +55,7 @@ def status_of(data: bytes, reader: HttpReader | None = None) -> int:
 @pytest.mark.parametrize("size", [1000, 4096, 60_000, 10**6])
 def test_reads_bodies_in_any_pieces(data: bytes, size: int):
     reader = reader_of(len(BODY))
-    assert told(read(data * 3 + GET + b"GE", reader, size)) == [("POST", "/infer", "", "a", BODY)] * 3 + [GOT]
+    assert contents_of(read(data * 3 + GET + b"GE", reader, size)) == [("POST", "/infer", "", "a", BODY)] * 3 + [GOT]
     assert reader.pending_bytes == 2
 
 
@@ -96,7 +96,7 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_a_head_costs_linear_time(name: str):
+def test_reads_head_in_linear_time(name: str):
     """A pattern that goes back at each blank took a second and more."""
     data = b"GET / HTTP/1.1\r\nHost: a\r\n" + COSTLY[name] + b"\r\n\r\n"
     assert len(data) < MAX_HEAD_BYTES

@@ -230,7 +230,7 @@ NARROW = [
     ("framing", "limits"),
     [*product(FRAMINGS, [Options("test")]), *product([Framing(True, "binary"), Framing(False, "binary_old")], NARROW)],
 )
-def test_a_call_like_the_last_one_is_read_like_any_other(framing, limits):
+def test_repeated_call_is_read_like_any_other(framing, limits):
     usual, other = apache_message(framing, batch_fields("", b"")), apache_message(framing, {}, "ping")
     data = apache_message(framing, batch_fields("ü" * 9, b"data"), seqid=-7)
     parts = [b"", b"\0", b"\x0b\0\x03\0\0\0\0", usual]
@@ -337,7 +337,7 @@ def test_rejects_what_is_no_call(data, kind):
 
 
 @pytest.mark.parametrize("protocol", ["binary", "binary_old", "compact"])
-def test_a_frame_holds_one_message(protocol):
+def test_refuses_frame_with_more_than_one_message(protocol):
     body = apache_message(Framing(False, protocol), batch_fields())
     for wrong in (body + b"\0", body[:-1], body[:-9]):
         assert refusal(struct.pack(">I", len(wrong)) + wrong + body) == "bad_frame"

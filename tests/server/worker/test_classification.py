@@ -50,7 +50,7 @@ def classified(classes: int, *values: Any, name: str = "y", labels: tuple[str, .
         ([np.array([[0, 1, 2, 3, 4]])], 1, [[1, 1], ["4:4"]]),
     ],
 )
-def test_the_best_classes(values: list[Any], classes: int, expected: Any) -> None:
+def test_classification_returns_best_classes(values: list[Any], classes: int, expected: Any) -> None:
     shape, texts = expected
     assert classified(classes, *values, labels=LABELS) == (shape, texts)
 
@@ -68,7 +68,7 @@ def test_the_best_classes(values: list[Any], classes: int, expected: Any) -> Non
         ("y", [torch.ones(1, 5000)], "output 'y': classification: 5000 texts; the limit is 4096"),
     ],
 )
-def test_what_has_no_classes(name: str, values: list[Any], said: str) -> None:
+def test_classification_refuses_outputs_without_classes(name: str, values: list[Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         classified(10_000, *values, name=name)
     assert said in str(raised.value)

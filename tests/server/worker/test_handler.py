@@ -99,7 +99,7 @@ def call(client: Client, method: str, **args: Any) -> Any:
 
 
 @pytest.mark.parametrize(("framed", "compact"), FRAMINGS)
-def test_every_kind_of_method(framed: bool, compact: bool) -> None:
+def test_custom_methods_of_every_kind(framed: bool, compact: bool) -> None:
     with serving() as server, Client(server.port, framed, compact) as client:
         assert call(client, "name") == "photos"  # of the service that it extends
         assert call(client, "classify", photo=photo(b"abc")) == IDL.Found(label="abc", score=3.0)
@@ -110,7 +110,7 @@ def test_every_kind_of_method(framed: bool, compact: bool) -> None:
         eventually(lambda: counters.summary()["by_method"]["remember"] == {"ok": 2})
 
 
-def test_a_method_may_await_several_requests_and_whatever_asyncio_has() -> None:
+def test_method_awaits_several_requests_and_asyncio() -> None:
     async def count(self: Any) -> int:
         first = self.run({"data": b"ab", "mine": 7})
         await asyncio.sleep(0)
@@ -161,7 +161,7 @@ REFUSED = IDL.Refused(reason="too dark \udc80", code="dark")
         (lambda self, photo: 1 / 0, "ZeroDivisionError"),
     ],
 )
-def test_what_a_method_raises_or_returns(method: Method, said: str, data: bytes, caplog: Any) -> None:
+def test_answers_with_declared_exceptions_and_logs_others(method: Method, said: str, data: bytes, caplog: Any) -> None:
     """What the IDL declares reaches the client, half a character as "?"; any other error is logged, once."""
     with serving(classify=method) as server, Client(server.port) as client:
         try:
@@ -178,7 +178,7 @@ def test_what_a_method_raises_or_returns(method: Method, said: str, data: bytes,
 
 
 @pytest.mark.parametrize("ends", ["by its deadline", "with its client"])
-def test_a_method_ends(ends: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_method_ends_with_its_request(ends: str, caplog: pytest.LogCaptureFixture) -> None:
     """With the request that it waits for, whichever that is."""
     ended: list[str] = []
 
@@ -254,7 +254,7 @@ def test_routes() -> None:
         ({"routes": {"GET /": "shw"}, "show": lambda self: 0}, "no method 'shw' for 'GET /'; did you mean 'show'?"),
     ],
 )
-def test_a_class_that_does_not_fit(members: dict[str, Any], said: str) -> None:
+def test_refuses_class_that_does_not_fit_its_service(members: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CustomHandler(type("Mine", (Handler,), members), SimpleNamespace())  # type: ignore[arg-type]
     assert said in str(caught.value)
@@ -303,7 +303,7 @@ def test_references(folder: Path, reference: str, text: str) -> None:
     assert str(caught.value).startswith(f"--handler {reference}: {text}")
 
 
-def test_a_handler_in_a_service(folder: Path) -> None:
+def test_service_with_custom_handler(folder: Path) -> None:
     """One that does not fit ends the start; its worker's death is an error like others; a stop waits for it."""
     with SteeredProcess(folder, "--handler", f"{folder}/my_service.py:Mein") as process:
         assert process.process.stdout.read() == ""

@@ -81,7 +81,7 @@ def test_bytes_as_json_and_as_binary():
     assert [row["data"] for row in read({"inputs": [form]}, binary).rows] == [b"\xff\xd8", b""]
 
 
-def test_a_batch_is_split_to_items_and_binary_data_goes_to_its_input():
+def test_splits_batch_and_assigns_binary_data():
     binary = elements(b"a", b"bc") + np.arange(4, dtype=np.int16).tobytes()
     request = read(
         {
@@ -99,7 +99,7 @@ def test_a_batch_is_split_to_items_and_binary_data_goes_to_its_input():
     assert (first["y"].tolist(), second["y"].tolist()) == ([[0, 1]], [[2, 3]])
 
 
-def test_what_else_is_asked():
+def test_reads_id_outputs_and_parameters():
     request = read(
         {
             "id": "a",
@@ -144,7 +144,7 @@ def test_inputs_of_the_root_are_its_data(inputs: list[TensorSpec], names: list[s
 @pytest.mark.parametrize(
     ("inputs", "said"), [([], "did you mean 'data'?"), ([A, B], "unknown input 'dat'; did you mean 'a'?")]
 )
-def test_an_input_that_there_is_not(inputs: list[TensorSpec], said: str):
+def test_unknown_input_names_nearest(inputs: list[TensorSpec], said: str):
     with pytest.raises(InvalidRequest) as raised:
         read({"inputs": [{**TEXT, "name": "dat"}]}).items(Root(Signature(inputs, ())).names)
     assert said in str(raised.value)
@@ -313,7 +313,7 @@ def test_outputs_that_are_asked_for():
         tensors([item, {"result": ("star", 0.5)}], "class")
 
 
-def test_an_answer_as_json_and_as_binary():
+def test_answers_as_json_and_binary():
     outputs = [
         (Output("a", "FP32", [1], np.array([0.5], np.float32)), True),
         (Output("b", "BYTES", [1], [b"x"]), False),

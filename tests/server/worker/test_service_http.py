@@ -49,7 +49,7 @@ def values() -> Iterator[LocalServer]:
 
 
 @pytest.mark.parametrize("kind", ["image/jpeg", "application/octet-stream", "application/x-www-form-urlencoded", ""])
-def test_an_image_as_it_is(demo: LocalServer, kind: str):
+def test_infer_takes_raw_image(demo: LocalServer, kind: str):
     status, answer = ask(demo.port, IMAGE, **({"Content_Type": kind} if kind else {}))
     assert (status, answer["label"]) == (200, "ring")
     assert answer["score"] == pytest.approx(1, abs=0.05)
@@ -79,7 +79,7 @@ def form(*parts: tuple[str, str | None, bytes]) -> tuple[bytes, str]:
         *((text, text) for text in ("1,1,3,3", "[1, 1", "[a]", "[", "]", '{"a": 1}', " größe ", "٣", "０")),
     ],
 )
-def test_a_field_of_a_form_is_a_key(values: LocalServer, text: str, value: Any):
+def test_form_fields_become_keys(values: LocalServer, text: str, value: Any):
     body, kind = form(("y", None, text.encode()), ("outputs", None, b"y,kind"), ("file", "a.jpg", b"x"))
     assert ask(values.port, body, Content_Type=kind) == (200, {"y": value, "kind": "bytes"})
 
@@ -200,7 +200,7 @@ def test_errors(values: LocalServer, body: bytes, path: str, fields: Any, status
     assert said in answer[1]["error"]
 
 
-def test_the_document_names_every_path_and_its_method(demo: LocalServer):
+def test_openapi_names_every_path_and_method(demo: LocalServer):
     status, document = ask(demo.port, b"", "/openapi.json", "GET")
     assert status == 200
     assert document["openapi"].startswith("3.1")

@@ -90,14 +90,14 @@ def test_metadata_of_roots(classifier: str, backend: str):
         ("GET", "/nothing", "no /nothing; valid: /, /infer, /openapi.json, /try, /v2, /v2/…"),
     ],
 )
-def test_what_there_is_not(demo: LocalServer, verb: str, path: str, said: str):
+def test_unknown_models_and_methods(demo: LocalServer, verb: str, path: str, said: str):
     assert ask(demo.port, b"", path, verb) == (404, {"error": said, "code": "not_found"})
 
 
 # -- inference ------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_one_of_the_pipe():
+def test_request_batch_is_one_batch_of_the_pipe():
     with steered({"node": {"backend": "Steered", "most": 4, "batching_timeout": 60_000}}) as server:
         status, answer = ask(server.port, texts("a", "b", "c", "d"), TEST)
         assert (status, answer["outputs"][0]["data"]) == (200, ["a", "b", "c", "d"])
@@ -181,7 +181,7 @@ def test_while_requests_are_refused_json_is_judged_before_its_inputs_are_read(pa
         assert ask(server.port, body, path, Content_Type="application/json")[1]["code"] == code
 
 
-def test_a_dead_instance_is_not_ready(demo: LocalServer, monkeypatch: pytest.MonkeyPatch):
+def test_model_with_dead_instance_is_not_ready(demo: LocalServer, monkeypatch: pytest.MonkeyPatch):
     dead = {"nodes": {"node": {"alive": 0}}}
     monkeypatch.setattr(pipe, "stats", lambda self: dead)
     assert get(demo, "/v2/health/ready") == (503, {"ready": False})
@@ -209,7 +209,7 @@ def infer(server: Any, path: str, text: str = "a", **members: Any) -> Any:
     return (said["model_name"], said["model_version"], said["outputs"][0]["data"]) if status == 200 else said["error"]
 
 
-def test_each_root_of_a_file_is_a_model() -> None:
+def test_each_root_is_a_model() -> None:
     with serving({"one": {"backend": "Identity"}, "two": {"backend": "Identity"}}) as server:
         assert [model["name"] for model in ask(server.port, b"", "/v2/repository/index")[1]] == ["one", "two"]
         assert infer(server, "two") == ("two", "1", ["a"])
@@ -253,7 +253,7 @@ def index(service: Monitored, body: bytes = b"") -> list[dict[str, str]]:
     return found
 
 
-def test_the_data_port_loads_models_if_the_operator_wants_it(tmp_path: Path) -> None:
+def test_data_port_loads_models_with_repository_control(tmp_path: Path) -> None:
     folder = written(tmp_path, a=IDENTITY, b=IDENTITY)
     unloaded = {"name": "b", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
     with Monitored("--import", FILE, "--repository-control", config=str(folder), env={"PYTHONPATH": LIGHT}) as service:

@@ -37,7 +37,7 @@ def labels(result: Any) -> list[str]:
     return [label.decode() for label in result.as_numpy("label")]
 
 
-def test_what_it_asks_before_it_infers(client: Any):
+def test_tritonclient_reads_metadata(client: Any):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("demo")
@@ -52,9 +52,7 @@ def test_what_it_asks_before_it_infers(client: Any):
         assert client.get_inference_statistics(name)["model_stats"][0]["name"] == "demo"
 
 
-def test_the_example_of_the_page(
-    demo: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_example_of_the_docs(demo: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     page = blocks(ROOT / "docs/protocols.md")
     code, printed = next(pair for pair in itertools.pairwise(page) if "import tritonclient" in pair[0].text)
     monkeypatch.chdir(ROOT)
@@ -63,7 +61,7 @@ def test_the_example_of_the_page(
 
 
 @pytest.mark.skipif(triton_grpc is None, reason="tritonclient[grpc] is not installed")
-def test_its_grpc_client(demo: LocalServer) -> None:
+def test_tritonclient_over_grpc(demo: LocalServer) -> None:
     with triton_grpc.InferenceServerClient(f"127.0.0.1:{demo.grpc_port}") as client:
         assert client.is_server_live()
         assert client.is_server_ready()

@@ -143,11 +143,11 @@ BRANCHES = {
         "text",
     ],
 )
-def test_a_result_that_cannot_be_drawn_fails_no_batch(value: Any) -> None:
+def test_undrawable_result_fails_no_batch(value: Any) -> None:
     assert small_copy(value, "rgb") is None
 
 
-def test_what_a_try_tells() -> None:
+def test_try_reports_nodes_and_answer() -> None:
     with serving(BRANCHES) as server:
         status, told = ask(server.port, IMAGE.read_bytes(), "/try?node_name=decode")
         assert (status, told["status"], told["answer"]["result"][0]["label"]) == (200, 200, "seven")
@@ -166,7 +166,7 @@ def test_what_a_try_tells() -> None:
         assert ask(server.port, b"", "/try?node_name=none")[0] == 404
 
 
-def test_the_page_is_for_browsers_and_can_be_turned_off() -> None:
+def test_page_is_for_browsers_and_can_be_turned_off() -> None:
     with serving("configs/demo.toml") as server:
         status, fields, body = fetch(server.port, "/", Accept="text/html,*/*;q=0.8")
         assert (status, fields["content-type"]) == (200, "text/html; charset=utf-8")
