@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
-from torchpipe_py.methods.routes import Rpc, RpcRequest
+from torchpipe_py.methods.routes import Method, Rpc, RpcRequest
 from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
 from torchpipe_py.wire.errors import Bound
 from torchpipe_server.front.call import Call
@@ -40,17 +40,33 @@ PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which
 CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
 
 
+class Recipient:
+    """Where the answer of a call goes. NOTE: it does not know the `RpcCall`, or both would wait for the collector."""
+
+    def __init__(self, server: RpcServer, method: Method, future: asyncio.Future[WireAnswer]) -> None:
+        self._server, self._method, self._future = server, method, future
+
+    def reply(self, call: Call, result: Any) -> None:
+        """Encode the answer and pass it to the loop; for any thread."""
+        self._server.answer(self, call, WireAnswer.of(self._method, result, self._server.reply))
+
+    def settle(self, call: Call, answer: WireAnswer) -> None:
+        """Take the answer; discarded if the client has left."""
+        if not self._future.done():
+            self._future.set_result(answer)
+            call.settle()
+
+
 class RpcCall:
     """The client's side of a call over gRPC: ``future`` is its answer. ``hold`` counts the bytes that it keeps."""
 
     def __init__(self, server: RpcServer, rpc: Rpc) -> None:
         self.server, self.rpc = server, rpc
-        self.call = Call(self)
         self.future: asyncio.Future[WireAnswer] = server.loop.create_future()
+        self.call = Call(Recipient(server, rpc.method, self.future))
         self.reading: asyncio.Task[Any] | None = None  # the task that waits for its message
         self.answered_at = 0.0  # since when an answer waits for the client
         self.peer: Callable[[], str] = str  # from its admission to its end
-        self.is_refused = False
         self.watched = b""  # the message of a watch
 
     def start(self, data: Any, context: Any) -> None:
@@ -72,17 +88,6 @@ class RpcCall:
             call.start(server.loop, method, request, server.counters.is_logging)
         except BaseException as error:  # others' requests are here
             call.done(error)
-
-    def reply(self, call: Call, result: Any) -> None:
-        """Encode the answer and pass it to the loop; for any thread."""
-        self.is_refused = isinstance(result, Overloaded)
-        self.server.answer(self, WireAnswer.of(self.rpc.method, result, self.server.reply))
-
-    def settle(self, answer: WireAnswer) -> None:
-        """Take the answer; discarded if the client has left."""
-        if not self.future.done():
-            self.future.set_result(answer)
-            self.call.settle()
 
     def hold(self, size: int) -> None:
         """Count ``size`` more bytes that it keeps in memory; negative when they are freed."""
@@ -118,7 +123,7 @@ class RpcServer:
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
         self._server: grpc.aio.Server | None = None
         self._calls: set[RpcCall] = set()
-        self.answer = Inbox(loop, RpcCall.settle).put
+        self.answer = Inbox(loop, Recipient.settle).put
         self.draining: asyncio.Future[None] = loop.create_future()
         self._listening: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -257,7 +262,7 @@ class RpcServer:
 
     async def _reply(self, call: RpcCall, answer: WireAnswer, context: Any) -> bytes:
         self.count(call, answer)
-        if call.is_refused and call in self._calls:
+        if answer.outcome == Overloaded.code and answer.code is not None and call in self._calls:
             await self._pace(call, context)
         call.answered_at = monotonic()  # NOTE: grpc sends it in this task, which ends when the client has read it
         if answer.code is not None:
