@@ -30,7 +30,7 @@ from importlib import import_module
 import_module(sys.argv[2]).main(*map(int, sys.argv[3:]))
 """
 
-_CLOSED_SECONDS = 1.0  # from the end of its channel to its own end
+_CLOSED_SECONDS = 1.0  # from the end of a channel to the end of its process
 _LOOK_SECONDS = 0.01  # between two looks, on a system that cannot report the end of a process
 _EXHAUSTED = (EMFILE, ENFILE, ENOMEM)
 
@@ -165,10 +165,10 @@ class ChildProcess:
         try:
             self.channel.send(message)
         except OSError:
-            raise self.kill_and_describe(grace=_CLOSED_SECONDS) from None
+            raise self._no_answer() from None
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next message; ``WorkerDied`` if the process ends first, ``TimeoutError`` if that takes longer."""
+        """The next message; ``WorkerDied`` if the process ends first, ``TimeoutError`` after ``seconds``."""
         assert self.channel is not None
         if not connection.wait([self.channel, *([self._pidfd] if self._pidfd >= 0 else [])], seconds):
             raise TimeoutError(f"{self.name} {self.pid} has not answered for {seconds:g} s")
@@ -177,7 +177,7 @@ class ChildProcess:
                 return self.channel.recv()
         except (EOFError, OSError):
             pass
-        raise self.kill_and_describe(grace=_CLOSED_SECONDS)
+        raise self._no_answer()
 
     def kill(self) -> None:
         """Kill the process, unless it has ended."""
@@ -215,11 +215,16 @@ class ChildProcess:
             self.release()
         return self._status
 
-    def kill_and_describe(self, reason: str = "", grace: float = 0.0) -> WorkerDied:
+    def kill_and_describe(self, reason: str = "") -> WorkerDied:
         """End the process; the error gives the reason or, without one, how it has ended by itself."""
-        status = self.end(grace)
+        status = self.end()
         what = f"{reason} and was ended" if reason else f"died: {describe_ending(status)}"
         return WorkerDied(f"{self.name} {self.pid} {what}")
+
+    def _no_answer(self) -> WorkerDied:
+        has_ended = self.wait(_CLOSED_SECONDS)
+        how = f"died: {describe_ending(self.exit_status())}" if has_ended else "has closed its channel"
+        return WorkerDied(f"{self.name} {self.pid} {how}")
 
 
 def start_interpreter(module: str, fds: list[int], *more: int, **options: Any) -> subprocess.Popen[bytes]:

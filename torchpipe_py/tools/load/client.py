@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import multiprocessing
 import select
 import selectors
 import signal
@@ -13,14 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice, repeat
 from multiprocessing.connection import Connection as Channel
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.cores import usable_cores
+from torchpipe_py.errors import WorkerDied
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.proc.child import ChildProcess
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.tools.load.arrivals import NS_PER_S, Load, Payload, Plan, deal
 from torchpipe_py.tools.load.records import NO_REPLY, Answer, CallLog, Outcome, Tally, error_name
@@ -287,23 +287,6 @@ class _ServiceClient(Client):
         self._connection = await self._endpoint.connect(self._endpoint.timeout)
 
 
-@dataclass(frozen=True)
-class _Child:
-    """A client process, seen from its parent."""
-
-    plans: Sequence[Plan]
-    log: CallLog
-    process: Any
-    channel: Channel
-
-    def receive(self) -> Any:
-        """The next message, None if it died: the number of warm-up calls or why it cannot start; then its tally."""
-        try:
-            return self.channel.recv()
-        except (EOFError, OSError):
-            return None
-
-
 class ClientProcesses:
     """Owns the client processes of one run, one for two cores, each with its share of the clients on an asyncio loop.
 
@@ -314,26 +297,25 @@ class ClientProcesses:
     def __init__(self, load: Load, endpoint: Endpoint, payload: Payload) -> None:
         """Fork the processes; ``ToolError`` if the system lacks descriptors, memory or processes."""
         self._load, self._endpoint, self._payload = load, endpoint, payload
-        self._children: list[_Child] = []
-        context = multiprocessing.get_context("fork")
+        self._children: list[ChildProcess] = []
+        self._plans: list[Sequence[Plan]] = []
+        self._logs: list[CallLog] = []
         gc.freeze()  # keeps existing objects shared: collections in clients do not touch them
         count = min(len(load.plans), max(1, usable_cores() // 2))
         try:
             for index in range(count):
                 plans = load.plans[index::count]
                 log = CallLog(sum(plan.calls for plan in plans))
-                ours, theirs = context.Pipe()
-                process = context.Process(target=self._main, args=(plans, log, ours, theirs), daemon=True)
-                process.start()
-                self._children.append(_Child(plans, log, process, ours))
-                theirs.close()  # NOTE: before the next fork, which would keep the channel open
+                self._children.append(ChildProcess.fork("client process", self._main, plans, log))
+                self._plans.append(plans)
+                self._logs.append(log)
         except OSError as error:
             self.stop()
             raise ToolError(f"cannot start {count} client processes: {error.strerror or error}") from error
 
     @property
     def pids(self) -> list[int]:
-        return [child.process.pid for child in self._children]
+        return [child.pid for child in self._children]
 
     def wait_ready(self) -> int:
         """Wait until every client is connected and warm; returns the calls made for that.
@@ -342,9 +324,12 @@ class ClientProcesses:
         """
         calls = 0
         for child in self._children:
-            message = child.receive()
+            try:
+                message = child.receive()
+            except WorkerDied as error:
+                raise ToolError(f"a {error} before the start") from error
             if not isinstance(message, int):
-                raise ToolError(message or "a client process died before the start")
+                raise ToolError(message)
             calls += message
         return calls
 
@@ -354,27 +339,30 @@ class ClientProcesses:
         KeyboardInterrupt ends the run early, with the outcome so far.
         """
         start = time.perf_counter_ns() + (_HEAD_START_NS if self._load.is_open else 0)
-        outcome = Outcome(start, [child.log for child in self._children])
-        waiting = {child.channel: child for child in self._children}
+        outcome = Outcome(start, self._logs)
+        waiting: dict[Any, int] = {child.channel: index for index, child in enumerate(self._children)}
         try:  # NOTE: begins before they start, so that an interrupt from then on is reported
             self._send_all(start)
             while waiting:
                 for channel in wait(list(waiting), _LOOK_S):
-                    self._take(waiting.pop(channel), outcome)  # type: ignore[call-overload]
-                progress(sum(child.log.sent for child in self._children))
+                    self._take(waiting.pop(channel), outcome)
+                progress(sum(log.sent for log in self._logs))
         except KeyboardInterrupt:
             outcome.interrupted = True
-            self.stop()
-            for child in waiting.values():
-                self._take(child, outcome)
+            self._send_all(None)
+            for index in waiting.values():
+                self._take(index, outcome)
         return outcome
 
-    def _take(self, child: _Child, outcome: Outcome) -> None:
-        tally = child.receive()
-        if tally is None:  # for a process that died, everything without a result counts as failed
-            owed = child.log.sent - child.log.images_ok
+    def _take(self, index: int, outcome: Outcome) -> None:
+        """Add the tally of a process, or count what it owes if it died."""
+        log = self._logs[index]
+        try:
+            tally = self._children[index].receive(_GRACE_S if outcome.interrupted else None)
+        except (WorkerDied, TimeoutError):  # everything without a result counts as failed
+            owed = log.sent - log.images_ok
             if not outcome.interrupted:
-                owed += self._load.unsent(sum(plan.share for plan in child.plans) - child.log.sent)
+                owed += self._load.unsent(sum(plan.share for plan in self._plans[index]) - log.sent)
             tally = Tally()
             tally.errors["interrupted" if outcome.interrupted else "ClientProcessDied"] += max(1, owed)
         outcome.tally.add(tally)
@@ -384,24 +372,18 @@ class ClientProcesses:
         self._send_all(None)
         deadline = time.monotonic() + _GRACE_S
         for child in self._children:
-            child.process.join(max(0.0, deadline - time.monotonic()))
-        for child in self._children:
-            child.process.terminate()
-            child.process.join()
+            child.end(max(0.0, deadline - time.monotonic()))
 
     def _send_all(self, start: int | None) -> None:
         for child in self._children:
-            with suppress(OSError):  # it has ended
-                child.channel.send(start)
+            with suppress(WorkerDied):
+                child.send(start)
 
     # --- in a client process
 
-    def _main(self, plans: Sequence[Plan], log: CallLog, parents: Channel, channel: Channel) -> None:
+    def _main(self, channel: Channel, plans: Sequence[Plan], log: CallLog) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and stops the clients
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        parents.close()  # these copies would keep channels open after the parent's death
-        for child in self._children:
-            child.channel.close()
         selector = _Selector()
         loop = asyncio.SelectorEventLoop(selector)
         with suppress(EOFError, OSError):  # the parent is gone
