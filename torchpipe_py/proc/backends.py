@@ -158,7 +158,7 @@ class Isolated(ItemBackend):
     Encoded bytes go in, a Mat and its ``color`` come out; the decoder sees no other key of the dict. If it crashes,
     takes longer than ``max_seconds`` or more than ``max_memory``, only its own image is lost: there is no ``result``,
     ``error`` is a ``WorkerDied`` or a ``DecodeError``, and the next image gets a new process. The process cannot open
-    files or connections or start programs; its answers are checked and never unpickled. Linux only.
+    files or connections or start programs; its answers are checked and never unpickled. Linux on x86-64 only.
     """
 
     # NOTE: any_thread() stays False: one thread uses a child process.

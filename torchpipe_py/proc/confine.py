@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import platform
 import resource
 import signal
 import struct
@@ -24,53 +23,53 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITY_VERSION = 0x20080522
 _CLONE_THREAD = 0x10000
 
-# Numbers of system calls on x86_64 and aarch64; -1 if a call does not exist.
+# Numbers of system calls on x86-64, the only machine on which links work.
 _ALLOWED = {
-    "futex": (202, 98),
-    "mmap": (9, 222),
-    "munmap": (11, 215),
-    "madvise": (28, 233),
-    "mprotect": (10, 226),
-    "mremap": (25, 216),
-    "brk": (12, 214),
-    "getrusage": (98, 165),
-    "setrlimit": (160, 164),
-    "getrlimit": (97, 163),
-    "clock_gettime": (228, 113),
-    "read": (0, 63),
-    "write": (1, 64),
-    "writev": (20, 66),
-    "close": (3, 57),
-    "lseek": (8, 62),
-    "fstat": (5, 80),
-    "poll": (7, -1),
-    "ppoll": (271, 73),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
-    "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123),
-    "nanosleep": (35, 101),
-    "clock_nanosleep": (230, 115),
-    "clock_getres": (229, 114),
-    "gettimeofday": (96, 169),
-    "times": (100, 153),
-    "uname": (63, 160),
-    "sysinfo": (99, 179),
-    "getpid": (39, 172),
-    "gettid": (186, 178),
-    "getcpu": (309, 168),
-    "getrandom": (318, 278),
-    "membarrier": (324, 283),
-    "rseq": (334, 293),
-    "set_robust_list": (273, 99),
-    "restart_syscall": (219, 128),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
+    "futex": 202,
+    "mmap": 9,
+    "munmap": 11,
+    "madvise": 28,
+    "mprotect": 10,
+    "mremap": 25,
+    "brk": 12,
+    "getrusage": 98,
+    "setrlimit": 160,
+    "getrlimit": 97,
+    "clock_gettime": 228,
+    "read": 0,
+    "write": 1,
+    "writev": 20,
+    "close": 3,
+    "lseek": 8,
+    "fstat": 5,
+    "poll": 7,
+    "ppoll": 271,
+    "rt_sigaction": 13,
+    "rt_sigprocmask": 14,
+    "rt_sigreturn": 15,
+    "sigaltstack": 131,
+    "sched_yield": 24,
+    "sched_getaffinity": 204,
+    "nanosleep": 35,
+    "clock_nanosleep": 230,
+    "clock_getres": 229,
+    "gettimeofday": 96,
+    "times": 100,
+    "uname": 63,
+    "sysinfo": 99,
+    "getpid": 39,
+    "gettid": 186,
+    "getcpu": 309,
+    "getrandom": 318,
+    "membarrier": 324,
+    "rseq": 334,
+    "set_robust_list": 273,
+    "restart_syscall": 219,
+    "exit": 60,
+    "exit_group": 231,
 }
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
-_TGKILL, _PRLIMIT64, _CLONE, _CLONE3, _SECCOMP = (234, 131), (302, 261), (56, 220), (435, 435), (317, 277)
+_AUDIT_ARCH = 0xC000003E
+_TGKILL, _PRLIMIT64, _CLONE, _CLONE3, _SECCOMP = 234, 302, 56, 435, 317
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
@@ -133,38 +132,34 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
     if libc.capset(struct.pack("<Ii", _CAPABILITY_VERSION, 0), bytes(24)) == 0:
         return
     with open("/proc/self/status", encoding="ascii") as file:
-        held = next(line.split()[1] for line in file if line.startswith("CapPrm:"))
-    _check(int(held, 16))  # usually, a system that refuses even this call gives a service nothing to drop
+        permitted = next(line.split()[1] for line in file if line.startswith("CapPrm:"))
+    _check(int(permitted, 16))  # usually, a system that refuses even this call gives a service nothing to drop
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:
     """Refuse every system call not listed above with ``EPERM``, on all threads; ``False`` if that is not possible."""
-    if platform.machine() not in _ARCHITECTURES:
-        return False
-    column, architecture = _ARCHITECTURES[platform.machine()]
-    program = b"".join(_program(column, architecture))
+    program = b"".join(_program())
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     all_threads = 1
-    return bool(libc.syscall(_SECCOMP[column], 1, all_threads, header) == 0)
+    return bool(libc.syscall(_SECCOMP, 1, all_threads, header) == 0)
 
 
-def _program(column: int, architecture: int) -> list[bytes]:
+def _program() -> list[bytes]:
     refuse = _op(_RETURN, _ERRNO | errno.EPERM)
     lines = [
         _op(_LOAD, _ARCHITECTURE_AT),
-        _op(_EQUAL, architecture, yes=1, no=0),
+        _op(_EQUAL, _AUDIT_ARCH, yes=1, no=0),
         refuse,
         _op(_LOAD, _NUMBER_AT),
     ]
-    for numbers in _ALLOWED.values():
-        if numbers[column] >= 0:
-            lines += [_op(_EQUAL, numbers[column], yes=0, no=1), _op(_RETURN, _ALLOW)]
+    for number in _ALLOWED.values():
+        lines += [_op(_EQUAL, number, yes=0, no=1), _op(_RETURN, _ALLOW)]
     # Signals (abort() sends them) and limits only for itself; clone only for threads.
     for number, test, value in (
-        (_TGKILL[column], _EQUAL, os.getpid()),
-        (_PRLIMIT64[column], _EQUAL, 0),
-        (_CLONE[column], _ANY_BIT, _CLONE_THREAD),
+        (_TGKILL, _EQUAL, os.getpid()),
+        (_PRLIMIT64, _EQUAL, 0),
+        (_CLONE, _ANY_BIT, _CLONE_THREAD),
     ):
         lines += [
             _op(_EQUAL, number, yes=0, no=4),
@@ -174,7 +169,7 @@ def _program(column: int, architecture: int) -> list[bytes]:
             refuse,
         ]
     # A filter cannot read the flags of clone3; the C library uses the older call if clone3 is missing.
-    lines += [_op(_EQUAL, _CLONE3[column], yes=0, no=1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
+    lines += [_op(_EQUAL, _CLONE3, yes=0, no=1), _op(_RETURN, _ERRNO | errno.ENOSYS)]
     return [*lines, refuse]
 
 
