@@ -27,8 +27,8 @@ HandedOver = Callable[..., None]
 """``done(error, ran)`` for an item that was handed over: its error or ``None``, and a ``Ran`` if known."""
 
 
-class HandOverBackend(DeferredBackend):
-    """A deferred backend whose ``start`` takes microseconds and may run on any thread, several at once.
+class HandOverBackend(Backend):
+    """A backend whose work continues elsewhere: ``start`` takes microseconds and may run on several threads at once.
 
     The first instance's ``start`` is called for all of them.
     """
@@ -37,6 +37,7 @@ class HandOverBackend(DeferredBackend):
     """The other process runs nodes: an error passed to ``done`` is the request's error, unchanged."""
 
     def start(self, item: Data, done: HandedOver, request: Any) -> None:
+        """Start ``item``, as ``DeferredBackend.start``; ``done`` may also get a ``Ran``."""
         raise NotImplementedError(type(self).__name__)
 
     def keep(self) -> None:

@@ -50,9 +50,7 @@ class Jump(DeferredBackend):
         return {params["jump"]: ""}
 
     def setup(self) -> None:
-        if self.config.graphs is None:
-            raise ConfigError("there is no graph to jump to outside a pipe")
-        self._graphs: Graphs = self.config.graphs
+        self._runs = GraphRuns(self.config.graphs, self.jump, self.split, self.merge)
 
     def split(self, data: Data) -> Sequence[Data]:
         """The dicts to run through the graph; none may be ``data`` itself.
@@ -66,39 +64,62 @@ class Jump(DeferredBackend):
         data.update(parts[0])
 
     def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+        self._runs.start(item, done, request)
+
+    def forward(self, items: list[Data]) -> None:
+        self._runs.run(items)
+
+
+class GraphRuns:
+    """Runs the graph of the root ``jump`` on the parts that ``split`` makes of an item, then merges them."""
+
+    def __init__(
+        self,
+        graphs: Graphs | None,
+        jump: str,
+        split: Callable[[Data], Sequence[Data]],
+        merge: Callable[[Data, Sequence[Data]], object],
+    ) -> None:
+        if graphs is None:
+            raise ConfigError("there is no graph to jump to outside a pipe")
+        self._graphs, self._jump, self._split, self._merge = graphs, jump, split, merge
+
+    def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+        """Start an item; ``done(error)`` is called once its dict holds the outcome."""
         try:
-            parts = self._split(item)
+            parts = self._parts_of(item)
         except InvalidRequest as error:
             item[TASK_ERROR_KEY] = error
             done(None)
             return
         if not parts:
-            done(self._merged(item, parts, []))
+            done(self._finish(item, parts, []))
             return
-        self._graphs.run_graphs(self.jump, parts, lambda errors: done(self._merged(item, parts, errors)), request)
+        self._graphs.run_graphs(self._jump, parts, lambda errors: done(self._finish(item, parts, errors)), request)
 
-    def forward(self, items: list[Data]) -> None:
+    def run(self, items: list[Data]) -> None:
+        """Run items and wait for them; raises the first error."""
         split: list[tuple[Data, list[Data]]] = []
         for item in items:
             try:
-                split.append((item, self._split(item)))
+                split.append((item, self._parts_of(item)))
             except InvalidRequest as error:
                 item[TASK_ERROR_KEY] = error
-        errors = iter(self._graphs.wait_for_graphs(self.jump, [part for _, parts in split for part in parts]))
+        errors = iter(self._graphs.wait_for_graphs(self._jump, [part for _, parts in split for part in parts]))
         first = None
         for item, parts in split:
-            first = first or self._merged(item, parts, [next(errors) for _ in parts])
+            first = first or self._finish(item, parts, [next(errors) for _ in parts])
         if first is not None:
             raise first
 
-    def _split(self, item: Data) -> list[Data]:
-        parts = list(self.split(item))
+    def _parts_of(self, item: Data) -> list[Data]:
+        parts = list(self._split(item))
         for part in parts:
             if not isinstance(part, dict) or TASK_DATA_KEY not in part:
                 raise ValueError(f"split gave {part!r:.100}, not a dict with {TASK_DATA_KEY!r}")
         return parts
 
-    def _merged(self, item: Data, parts: list[Data], errors: list[BaseException | None]) -> BaseException | None:
+    def _finish(self, item: Data, parts: list[Data], errors: list[BaseException | None]) -> BaseException | None:
         """Merge; returns the error that prevents it, if any."""
         for index, error in enumerate(errors):
             if isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
@@ -106,7 +127,7 @@ class Jump(DeferredBackend):
             if error is not None:
                 return self._failure(index, len(parts), error)
         try:
-            self.merge(item, parts)
+            self._merge(item, parts)
         except _ElementError as failed:
             item.pop(TASK_RESULT_KEY, None)
             item[TASK_ERROR_KEY] = failed.error
@@ -117,7 +138,7 @@ class Jump(DeferredBackend):
     def _failure(self, index: int, count: int, error: BaseException) -> TorchpipeError:
         which = f"element [{index}] of {count}: " if count > 1 else ""
         kind = next((kind for kind in (WorkerDied, EngineUnavailable) if isinstance(error, kind)), BackendError)
-        failure = kind(f"{which}{self.jump!r}: {first_line(error)}")
+        failure = kind(f"{which}{self._jump!r}: {first_line(error)}")
         failure.__cause__ = error
         return failure
 
@@ -137,7 +158,7 @@ def _some_keys(value: Value) -> tuple[str, ...]:
     return names
 
 
-class MapReduce(Jump):
+class MapReduce(DeferredBackend):
     """Runs the graph of the root ``jump`` once for each element of a list, all at once, and gathers lists in order.
 
     The elements of an array or a Tensor are its rows (``MOST_ROWS`` at most), such as the K rows of boxes K×4. Each run
@@ -148,15 +169,28 @@ class MapReduce(Jump):
     different lengths.
     """
 
+    jump = Param(to_str, doc="root node of the graph to run")
     split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists or arrays of the same length")
     merge_keys = Param(_some_keys, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")
+
+    any_batch = True
 
     @classmethod
     def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
         split, merge = ", ".join(params["split_keys"]), ", ".join(params["merge_keys"])
         return {params["jump"]: f"split {split or 'nothing'}, merge {merge}"}
 
+    def setup(self) -> None:
+        self._runs = GraphRuns(self.config.graphs, self.jump, self.split, self.merge)
+
+    def start(self, item: Data, done: Callable[[BaseException | None], None], request: Any) -> None:
+        self._runs.start(item, done, request)
+
+    def forward(self, items: list[Data]) -> None:
+        self._runs.run(items)
+
     def split(self, data: Data) -> Sequence[Data]:
+        """The dicts to run through the graph, as for ``Jump``."""
         if not self.split_keys:
             return [dict(data)]
         lists = {key: _elements(data, key) for key in self.split_keys}
@@ -168,6 +202,7 @@ class MapReduce(Jump):
         return [{**data, **{key: lists[key][index] for key in lists}} for index in range(count)]
 
     def merge(self, data: Data, parts: Sequence[Data]) -> None:
+        """Write the gathered lists into ``data``, as for ``Jump``."""
         first = None
         for index, part in enumerate(parts):
             missing = next((key for key in self.merge_keys if key not in part), None)
