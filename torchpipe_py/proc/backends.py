@@ -37,7 +37,7 @@ START_SECONDS = 60.0
 READY_SECONDS = 30.0
 """Time limit for setting up a forked decoder."""
 
-ROOM = Room(slots=1, slot_bytes=2**30, kept_bytes=2**22)
+ROOM = Room(slots=1, slot_bytes=2**30, kept_bytes=2**26)
 
 
 class Process(HandOverBackend):
