@@ -87,7 +87,7 @@ class Duck:
 
 
 @pytest.mark.parametrize("form", ["{0}", "Python[{0}]", "S[Identity,Python[{0}]]", "SyncTensor[{0}]"])
-def test_a_class_with_init_and_forward(register: Register, form: str) -> None:
+def test_runs_class_with_init_and_forward(register: Register, form: str) -> None:
     name = register(Duck)
     config = {"backend": form.format(name), "a": 1, "b": "x", f"{name}::b": "y", f"{name}::c": [1], "instance_num": 2}
     with pipe(config) as p:
@@ -182,9 +182,7 @@ class Undeclared:
         ("Identity::alpha", 3, "unknown key; valid: backend, "),
     ],
 )
-def test_a_class_without_init_takes_what_it_annotates(
-    register: Register, key: str, value: object, problem: str
-) -> None:
+def test_class_without_init_takes_its_annotations(register: Register, key: str, value: object, problem: str) -> None:
     for form in ("{}", "Python[{}]", "S[Identity,{}]"):
         config = {"backend": form.format(register(Undeclared))}
         with pipe(config) as p:
@@ -207,7 +205,7 @@ def doubled(items: list[Data]) -> list[int]:
 
 @pytest.mark.parametrize("form", ["{}", "Python[{}]", "S[Identity,{}]"])
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_that_forward_returns_holds_the_results(register: Register, form: str, kind: type) -> None:
+def test_list_from_forward_holds_results(register: Register, form: str, kind: type) -> None:
     items = [{"data": number, "returns": lambda items: kind(doubled(items))} for number in range(6)]
     with pipe({"backend": form.format(register(Returns))}) as p:
         p(items)
@@ -228,7 +226,7 @@ def test_a_list_that_forward_returns_holds_the_results(register: Register, form:
         (iter([1]), "a list_iterator"),
     ],
 )
-def test_anything_else_that_forward_returns_is_an_error(register: Register, returned: Any, problem: str) -> None:
+def test_other_return_values_of_forward_are_errors(register: Register, returned: Any, problem: str) -> None:
     data = {"data": 1, "returns": lambda items: returned}
     with pipe({"backend": register(Returns)}) as p, pytest.raises(BackendError) as caught:
         p(data)
@@ -236,7 +234,7 @@ def test_anything_else_that_forward_returns_is_an_error(register: Register, retu
     assert "result" not in data
 
 
-def test_a_class_that_raises_in_init_or_has_no_name(register: Register) -> None:
+def test_reports_failed_init_and_class_without_name(register: Register) -> None:
     class Fails(Duck):
         def init(self, config: dict[str, Any]) -> None:
             raise ValueError("no such thing")
@@ -252,7 +250,7 @@ def test_declared_parameters(register: Register) -> None:
         assert p({"data": 1})["result"] == (3, ("x", "y"))
 
 
-def test_a_name_that_is_taken(register: Register) -> None:
+def test_refuses_registered_name(register: Register) -> None:
     name = register(Shift)
     assert register_backend(Shift, name) is Shift
     for taken in ("Identity", "S", "Torch", name):
@@ -272,14 +270,14 @@ def test_a_name_that_is_taken(register: Register) -> None:
         (type("Declared", (Shift,), {"min": Param(to_int, doc="")}), "Declared: min of a Backend is a method"),
     ],
 )
-def test_things_that_cannot_be_registered(thing: Any, problem: str) -> None:
+def test_refuses_invalid_registrations(thing: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         register_backend(thing, "Unusable")
     assert registry.default.find_backend("Unusable") is None
 
 
 @pytest.mark.usefixtures("register")
-def test_a_cell_of_a_notebook_is_run_again() -> None:
+def test_notebook_cell_may_redefine_its_class() -> None:
     """Only what is defined at the top of ``__main__``: what a function makes may be something else each time."""
     cell = "class Cell(Backend):\n    def forward(self, items):\n        items[0]['result'] = {}\n"
     for number in range(2):
@@ -318,7 +316,7 @@ def test_a_pipe_knows_the_names_of_its_registry() -> None:
     assert mine.find_backend("Gone") is None
 
 
-def test_entry_points() -> None:
+def test_finds_backends_of_entry_points() -> None:
     """Installed packages name their backends in the group ``torchpipe_py.backends``."""
     broken = Mock(load=Mock(side_effect=ImportError))
     broken.name = "Broken"
@@ -364,7 +362,7 @@ class Batching(ItemBackend):
         return 6
 
 
-def test_the_first_that_can_be_set_up_is_chosen(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_available_backend_is_chosen(register: Register, caplog: pytest.LogCaptureFixture) -> None:
     missing, batching, defective = register(Missing), register(Batching), register(Defective)
     choice, Missing.closed, Defective.closed = f"FirstAvailable[{missing},{batching},{defective}]", 0, 0
     with caplog.at_level(logging.INFO, "torchpipe_py"), pipe({"backend": choice, "instance_num": 3}) as p:

@@ -278,7 +278,7 @@ def test_items_that_mix_are_refused(tmp_path: Path, precision: str) -> None:
     """A view that puts the batch into one row, as an engine knows it, and softmax over the batch, which only shows."""
     for node, output, problem in (
         (helper.make_node("Reshape", ["x", "to"], ["y"]), [1, "m"], "is 1x.* batch"),
-        (helper.make_node("Softmax", ["x"], ["y"], axis=0), ["n", 6], "depends on what else is in its batch"),
+        (helper.make_node("Softmax", ["x"], ["y"], axis=0), ["n", 6], "depends on the rest of its batch"),
     ):
         constants = {"to": np.array([1, -1])} if node.op_type == "Reshape" else None
         path = save_model(tmp_path / "mixes.onnx", [node], {"x": ["n", 6]}, {"y": output}, constants)

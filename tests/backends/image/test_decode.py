@@ -86,7 +86,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_the_header_has_the_size_that_opencv_decodes(name: str) -> None:
+def test_header_size_equals_decoded_size(name: str) -> None:
     data = GOOD[name]
     header = EVERY(data)
     assert (header.height, header.width) == (24, 32)
@@ -100,7 +100,7 @@ def test_the_header_has_the_size_that_opencv_decodes(name: str) -> None:
     assert mat is None or mat.shape == (24, 32, 3)
 
 
-def test_reads_what_a_header_says() -> None:
+def test_reads_header_fields() -> None:
     deep, progressive = EVERY(saved("PNG", mode="I;16")), EVERY(PROGRESSIVE)
     assert (EVERY(JPEG).format, EVERY(JPEG).channels, EVERY(JPEG).scans) == ("jpeg", 3, 1)
     assert (deep.format, deep.channels, deep.bits) == ("png", 1, 16)
@@ -215,11 +215,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses_by_the_header(name: str) -> None:
+def test_refuses_invalid_headers(name: str) -> None:
     refuse(*REFUSED[name])
 
 
-def test_refuses_what_grows_by_far() -> None:
+def test_refuses_images_that_inflate_beyond_their_size() -> None:
     rows = (b"IDAT", zlib.compress(bytes(300_000_000), 1))  # more than the part that is not looked at
     refuse(png_of([ihdr(2000, 3000, 1, 0), rows, IEND]), "grow to more than")
 
@@ -236,7 +236,7 @@ def refuse(data: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xff\xd8", b"\x89P", b"RI", b"BM", b"II", b"P6", b"text", "text", None, np.eye(3)]
 )
-def test_declares_no_size_where_there_is_none(data: Any) -> None:
+def test_declares_no_size_of_invalid_data(data: Any) -> None:
     assert declared_size(data) is None
 
 
@@ -267,13 +267,13 @@ def many_chunks() -> bytes:
     ],
     ids=["chunks", "profile", "texts", "texts that grow", "profiles that grow"],
 )
-def test_a_png_that_stays_small_is_decoded(data: bytes) -> None:
+def test_decodes_png_within_inflation_limit(data: bytes) -> None:
     wanted = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
     assert np.array_equal(decode(data)["result"], wanted)
 
 
 @pytest.mark.parametrize("data", GOOD.values(), ids=GOOD)
-def test_a_file_that_is_cut_off_anywhere_has_a_header_or_an_error(data: bytes) -> None:
+def test_truncated_file_has_header_or_error(data: bytes) -> None:
     for end, change in product(range(0, min(len(data), 700), 3), (b"", b"\xff")):
         try:
             header = EVERY(data[:end] + change)
@@ -332,7 +332,7 @@ def test_decodes_as_opencv_does(name: str, color: str) -> None:
 @pytest.mark.parametrize(
     "data", ["a.jpg", Path("a.jpg"), 3, None, np.zeros((4, 4), np.uint8), np.zeros(4, np.float32), [1, 2]]
 )
-def test_rejects_what_is_not_bytes(data: Any) -> None:
+def test_rejects_values_that_are_not_bytes(data: Any) -> None:
     error = decode(data)["error"]
     assert isinstance(error, InvalidRequest)
     assert "expected encoded bytes, got" in str(error)
@@ -340,13 +340,13 @@ def test_rejects_what_is_not_bytes(data: Any) -> None:
 
 
 @pytest.mark.parametrize("data", [JPEG[: len(JPEG) // 2 + 200], LOSSY[:-99]], ids=["jpeg", "webp"])
-def test_the_error_of_an_image_that_is_cut_off_has_format_and_size(data: bytes) -> None:
+def test_error_of_truncated_image_has_format_and_size(data: bytes) -> None:
     assert "of 32x24 pixels; it is damaged, cut off" in str(decode(data)["error"])
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P"])
 @pytest.mark.parametrize("damage", [0, 1], ids=["whole", "with a wrong checksum"])
-def test_the_name_of_a_profile_is_not_written_on_stderr(mode: str, damage: int, capfd) -> None:
+def test_keeps_profile_name_off_stderr(mode: str, damage: int, capfd) -> None:
     """libpng's warnings repeat it, line ends included."""
     profile = struct.pack(">I", 200) + b"lcms\2\1\0\0mntrRGB XYZ " + bytes(12) + b"acsp" + bytes(160)
     chunk = bytearray(png_chunk(b"iCCP", b"\n2026 ERROR forged\n\0\0" + zlib.compress(profile, 0)))
@@ -363,7 +363,7 @@ def test_the_name_of_a_profile_is_not_written_on_stderr(mode: str, damage: int, 
 # -- what a configuration says ----------------------------------------------------------------------------------------
 
 
-def test_formats_names_what_is_read() -> None:
+def test_reads_only_listed_formats() -> None:
     ppm = saved("PPM")
     refused = decode(ppm)
     assert refused.keys() == {"data", "error"}
@@ -379,14 +379,14 @@ def test_formats_names_what_is_read() -> None:
         to_formats("")
 
 
-def test_a_large_image_has_more_than_a_quarter_of_max_pixels() -> None:
+def test_large_image_exceeds_quarter_of_max_pixels() -> None:
     for max_pixels, large in ((4 * 24 * 32, False), (4 * 24 * 32 - 1, True)):
         with made("DecodeMat", max_pixels=max_pixels) as backend:
             assert backend.is_large({"data": JPEG}) is large
             assert not backend.is_large({"data": b"no image"})
 
 
-def test_max_pixels() -> None:
+def test_refuses_declared_sizes_beyond_max_pixels() -> None:
     assert decode(JPEG, max_pixels=24 * 32)["result"].shape == (24, 32, 3)
     refused = decode(JPEG, max_pixels=24 * 32 - 1)
     assert refused.keys() == {"data", "error"}

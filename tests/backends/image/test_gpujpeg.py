@@ -64,7 +64,7 @@ def test_reads_size_and_channels(data: bytes, channels: int) -> None:
         (saved("JPEG").replace(b"\xff\xc0", b"\xff\xc3", 1), r"type SOF3 \(lossless\) is not supported"),
     ],
 )
-def test_refuses_what_the_gpu_does_not_decode(data: bytes, message: str) -> None:
+def test_refuses_kinds_that_gpu_cannot_decode(data: bytes, message: str) -> None:
     with pytest.raises(DecodeError, match=message):
         read_header(data, HeaderCheck(("jpeg",)))
 
@@ -108,7 +108,7 @@ def large(**options: Any) -> bytes:
         large(restart_marker_blocks=4096),
     ],
 )
-def test_whole_files_pass(data: bytes) -> None:
+def test_accepts_intact_files(data: bytes) -> None:
     assert refusal(data) == ""
 
 
@@ -162,11 +162,11 @@ INTERVAL = jpeg_segment(0xDD, b"\0\3")
         *("scan", "intervals", "blocks"),
     ],
 )
-def test_leaves_what_is_not_plain_to_the_cpu(data: bytes) -> None:
+def test_leaves_other_than_plain_jpegs_to_cpu(data: bytes) -> None:
     assert f"at most {MOST_MCUS} blocks; decode it on the CPU" in refusal(data)
 
 
-def test_check_jpeg_passes_on_what_is_whole_and_leaves_the_rest_to_the_next_node() -> None:
+def test_check_jpeg_leaves_broken_files_to_next_node() -> None:
     png = bytes(cv2.imencode(".png", SLOPE)[1])
     config = {
         "check": {"backend": "CheckJpeg", "next": "cpu", "max_pixels": 4000},
@@ -183,7 +183,7 @@ def test_check_jpeg_passes_on_what_is_whole_and_leaves_the_rest_to_the_next_node
     assert [type(item["result"]) for item in decoded] == [bytes, np.ndarray, np.ndarray]
 
 
-def test_without_the_library_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(BackendUnavailable, match="pip install simplejpeg"):
         pipe({"backend": "CheckJpeg"})
@@ -257,7 +257,7 @@ def test_no_call_has_more_pixels_than_one_image_may(stand_in: StandIn, monkeypat
 
 
 @pytest.mark.parametrize(("uses_engines", "unchecked"), [(True, True), (False, False)])
-def test_only_what_goes_to_the_engines_is_checked(stand_in: StandIn, uses_engines: bool, unchecked: bool) -> None:
+def test_checks_only_files_for_the_engines(stand_in: StandIn, uses_engines: bool, unchecked: bool) -> None:
     stand_in.uses_engines = uses_engines
     (item,) = decode([CUT], unchecked=unchecked)
     assert stand_in.seen == [CUT]
@@ -275,6 +275,6 @@ def test_orientation_turns_as_opencv_does(stand_in: StandIn, orientation: int) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("backend", ["DecodeTensor", "SyncTensor[DecodeTensor]", "S[DecodeTensor,SyncTensor]"])
-def test_without_a_gpu_it_is_unavailable(backend: str) -> None:
+def test_unavailable_without_gpu(backend: str) -> None:
     with pytest.raises(BackendUnavailable, match="PyTorch finds no CUDA device"):
         pipe({"backend": backend})

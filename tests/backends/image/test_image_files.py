@@ -27,7 +27,7 @@ def test_images_of_all_depths_in_the_order_of_their_paths(tmp_path: Path) -> Non
     assert find_images(str(tmp_path)) == [tmp_path / name for name in expected]
 
 
-def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+def test_skips_directory_entries_that_are_not_files(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     (tmp_path / "broken link.jpg").symlink_to("nowhere")  # whoever reads it is told
     os.mkfifo(tmp_path / "pipe.jpg")
@@ -36,13 +36,13 @@ def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
         assert find_images(tmp_path) == [tmp_path / "a.jpg", tmp_path / "broken link.jpg"]
 
 
-def test_labels_are_those_of_folders_and_names() -> None:
+def test_labels_come_from_folders_and_names() -> None:
     names = ["circle_03.jpg", "red_square_02.png", "star.jpg", "ring/cross_1.jpg", "ring/deeper/7.jpg"]
     labels = [label_of(Path("images", name), Path("images")) for name in names]
     assert labels == ["circle", "red_square", "star", "ring", "ring"]
 
 
-def test_folders_without_images(tmp_path: Path) -> None:
+def test_refuses_folders_without_images(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}: no image in it .looked for {' '.join(IMAGE_SUFFIXES)}"):
         find_images(tmp_path)
     with pytest.raises(NotADirectoryError, match=f"{tmp_path}/none: no such directory"):
@@ -93,7 +93,7 @@ def test_refuses_a_file_without_a_tensor(tmp_path: Path, value: Any, message: st
 
 
 @pytest.mark.parametrize(("backend", "extension"), [("SaveTensor", ".pt"), ("SaveMat", ".png")])
-def test_every_file_has_a_name_of_its_own(tmp_path: Path, backend: str, extension: str) -> None:
+def test_every_file_has_a_unique_name(tmp_path: Path, backend: str, extension: str) -> None:
     data = torch.zeros(3) if backend == "SaveTensor" else noise(2, 2)
     items: list[Data] = []
     for _ in range(2):

@@ -68,7 +68,7 @@ def test_rejects_channels_without_a_color(kind: str, taken: str, channels: int) 
     ],
     ids=["gray", "RGB", "None", "array", "bytes", "number", "text"],
 )
-def test_rejects_what_is_not_a_channel_order(backend: str, color: Any, shown: str, tmp_path: Path) -> None:
+def test_rejects_invalid_channel_orders(backend: str, color: Any, shown: str, tmp_path: Path) -> None:
     config = {"save_dir": str(tmp_path)} if backend == "SaveMat" else {"color": "rgb"}
     data: Any = torch.zeros(1, 3, 4, 6) if backend == "cvtColorTensor" else noise(4, 6)
     message = refusal(backend, {"data": data, "color": color}, **config)
@@ -98,7 +98,7 @@ def test_an_image_that_becomes_another_kind_has_its_color_named(channels: int, i
         ("S[DecodeMat,(skip)cvtColorMat]", "rgb"),
     ],
 )
-def test_the_preferred_color_gives_what_the_steps_say(backend: str, colors: str) -> None:
+def test_preferred_color_gives_same_result_as_steps(backend: str, colors: str) -> None:
     """Twice the same size, so that nothing but the channels can change."""
     sizes = {"resize_h": 20, "resize_w": 30} if "ResizeMat" in backend else {}
     sizes |= {"max_h": 20, "max_w": 30} if "PadMat" in backend else {}
@@ -131,7 +131,7 @@ def test_decoding_in_the_wanted_color_changes_no_bit(jpeg: bytes, interpolation:
         *(noise(3, 4, 600), noise(3, 4).astype(np.float32)),
     ],
 )
-def test_mat_to_tensor(mat: np.ndarray) -> None:
+def test_converts_mat_to_tensor(mat: np.ndarray) -> None:
     before = mat.copy()
     mat.flags.writeable = False
     tensor = run("Mat2Tensor", mat, device="cpu")["result"]
@@ -214,7 +214,7 @@ QUADS = [
 @pytest.mark.parametrize("interpolation", FLAGS)
 @pytest.mark.parametrize("box", QUADS, ids=str)
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_perspective_is_opencvs(interpolation: str, box: list[list[float]], channels: int) -> None:
+def test_perspective_equals_opencv(interpolation: str, box: list[list[float]], channels: int) -> None:
     mat = noise(40, 50, channels)
     a, b, c, d = (np.array(point, np.float64) for point in box)
     width = round(max(np.linalg.norm(b - a), np.linalg.norm(c - d)))
@@ -377,7 +377,9 @@ INF = float("inf")
         (torch.int64, [0, 256], "0..256", [0, 255]),
     ],
 )
-def test_tensor_to_mat(dtype: torch.dtype, values: list[float], kept: list[float] | str, clamped: list[int]) -> None:
+def test_converts_tensor_to_mat(
+    dtype: torch.dtype, values: list[float], kept: list[float] | str, clamped: list[int]
+) -> None:
     """Floats become float32 and integers 8 bits; those that do not fit are refused, or clamped where asked."""
     tensor = torch.tensor(values, dtype=dtype)[None, None, None]
     given = [tensor, tensor.clone().requires_grad_()] if dtype.is_floating_point else [tensor]
@@ -395,7 +397,7 @@ def test_tensor_to_mat(dtype: torch.dtype, values: list[float], kept: list[float
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
 @pytest.mark.parametrize("shape", [(6,), (1, 1, 2, 3), (3, 2)])
-def test_tensor_to_list(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_converts_tensor_to_list(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.arange(6).to(dtype).reshape(shape)
     for given in (tensor, tensor.transpose(0, -1)):
         result = run("Tensor2Vector", given)["result"]
@@ -410,7 +412,7 @@ def test_tensor_to_list(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         *("cvtColorTensor", "Tensor2Mat", "Tensor2Vector", "SaveTensor"),
     ],
 )
-def test_rejects_what_is_of_another_kind(backend: str, tmp_path: Path) -> None:
+def test_rejects_values_of_another_kind(backend: str, tmp_path: Path) -> None:
     config: Data = {"color": "rgb"} if "Color" in backend else {}
     config |= {"save_dir": str(tmp_path)} if "Save" in backend else {}
     config |= {"resize_h": 4, "max_w": 32} if backend == "AlignMat" else {}

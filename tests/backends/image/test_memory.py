@@ -38,7 +38,7 @@ class Holder(threading.Thread):
         self.join(60)
 
 
-def test_what_exceeds_the_limit_waits_for_the_others_in_order() -> None:
+def test_requests_beyond_limit_wait_in_order() -> None:
     memory = DecodingMemory()
     first, second = (Holder(memory, SIZE, 2 * SIZE) for _ in range(2))
     assert first.has.wait(60)
@@ -61,7 +61,7 @@ def test_what_exceeds_the_limit_waits_for_the_others_in_order() -> None:
     assert not memory._under_way
 
 
-def test_no_image_waits_for_a_large_one() -> None:
+def test_small_images_do_not_wait_for_large_ones() -> None:
     memory, limit = DecodingMemory(), 4 * SIZE
     large = Holder(memory, limit, limit, is_large=True)
     assert large.has.wait(60)
@@ -86,7 +86,7 @@ def test_no_image_waits_for_a_large_one() -> None:
     assert not memory._under_way
 
 
-def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+def test_forked_process_starts_without_reservations() -> None:
     holder = Holder(DECODING, SIZE, SIZE)
     assert holder.has.wait(60)
     with DECODING._lock:  # as another thread of this process may have it
@@ -99,7 +99,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
     holder.end()
 
 
-def test_an_image_that_waits_for_memory_is_given_up_at_its_deadline_and_no_hung_batch() -> None:
+def test_wait_for_memory_ends_at_deadline_and_is_not_a_hung_batch() -> None:
     big = bytes(cv2.imencode(".jpg", np.zeros((1400, 1400, 3), np.uint8))[1])
     limit = 8 * 1400 * 1400
     with pipe({"backend": "DecodeMat", "max_pixels": 1400 * 1400}) as p:
@@ -141,7 +141,7 @@ for name, (kind, *options) in kinds.items():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_is_counted_is_what_decoding_takes() -> None:
+def test_counted_memory_equals_memory_of_decoding() -> None:
     done = run(sys.executable, "-c", _PEAKS)
     assert done.returncode == 0, done.stderr
     for name, taken, counted in map(str.split, done.stdout.splitlines()):

@@ -143,7 +143,7 @@ def described(images: list[Any]) -> list[Any]:
 # -- which decoder ----------------------------------------------------------------------------------------------------
 
 
-def test_the_cores_get_only_what_the_engines_do_not_take(library: Library, codec: NvImageCodec) -> None:
+def test_cores_decode_only_files_that_engines_refuse(library: Library, codec: NvImageCodec) -> None:
     assert library.made == [{"device_id": None, "max_num_cpu_threads": 1}] * 2
     assert library.kept == [(CPU, 2**28)]
     images = codec.decode([b"2x3", b"4x5 cores", b"2x3", b"6x7 nothing", b"4x5 cores"])
@@ -203,7 +203,7 @@ def test_images_are_decoded_into_again_and_results_are_copies(
 
 
 @pytest.mark.parametrize("bad", [b"9x9 nothing", b"2x3 nothing", b"poison"])
-def test_what_a_failure_left_behind_is_not_decoded_into_again(library: Library, bad: bytes) -> None:
+def test_does_not_reuse_image_of_failed_decoding(library: Library, bad: bytes) -> None:
     codec = NvImageCodec(CPU, STREAM, [b"2x2"] * 3)
     codec.decode([b"2x3x4"] * 3)
     before = list(library.pictures)
@@ -232,7 +232,7 @@ def test_what_a_failure_left_behind_is_not_decoded_into_again(library: Library, 
     ],
     ids=["decodes nothing", "leaves images out", "other names", "raises"],
 )
-def test_a_library_that_does_not_work_is_unavailable(
+def test_broken_library_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, library: Library, name: str, value: Any, message: str
 ) -> None:
     monkeypatch.setattr(library, name, value)
@@ -240,7 +240,7 @@ def test_a_library_that_does_not_work_is_unavailable(
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
-def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]>=0\.9'\)"):
@@ -253,7 +253,7 @@ class Fallback:
             raise BackendUnavailable("nor does this")
 
 
-def test_torchvision_takes_its_place_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
+def test_falls_back_to_torchvision(monkeypatch: pytest.MonkeyPatch, library: Library) -> None:
     monkeypatch.setattr(gpujpeg, "Torchvision", Fallback)
     assert isinstance(gpujpeg.best_decoder(CPU, STREAM, TRIAL), NvImageCodec)
     library.works = {ENGINES: False, CORES: False}

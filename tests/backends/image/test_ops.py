@@ -222,7 +222,7 @@ DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64, torch.int64)
 
 
 @pytest.mark.parametrize("case", ON_TENSORS, ids=str)
-def test_tensors_of_other_dtypes(case: Case) -> None:
+def test_resizes_tensors_of_other_dtypes(case: Case) -> None:
     """They give what 8 bits give, before these are rounded."""
     data = to_tensor(case.source(20, 30))
     if case.name == "PillowResize":
@@ -240,7 +240,7 @@ def test_tensors_of_other_dtypes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ON_MATS, ids=str)
-def test_mats_of_floats(case: Case) -> None:
+def test_resizes_mats_of_floats(case: Case) -> None:
     mat = noise(20, 30).astype(np.float32) / 7
     item: Data = {"data": mat, **case.keys((9, 11))}
     if case.name in ("PillowResize", "ResizeShorter"):
@@ -330,7 +330,7 @@ NO_IMAGES = [b"bytes", noise(4, 4), torch.zeros(3), torch.zeros(2, 3, 4, 4), tor
 
 
 @pytest.mark.parametrize(("case", "kind"), BACKENDS, ids=lambda value: str(value))
-def test_rejects_what_is_not_an_image(case: Case, kind: str) -> None:
+def test_rejects_values_that_are_not_images(case: Case, kind: str) -> None:
     with pipe({"backend": case.name + kind, **case.config((2, 2))}) as p:
         for data in NO_MATS if kind == "Mat" else NO_IMAGES:
             p(item := {"data": data, **case.keys((2, 2))})
@@ -459,7 +459,7 @@ def v2() -> Any:
 
 @pytest.mark.parametrize("interpolation", RESAMPLING)
 @pytest.mark.parametrize("size", [(375, 500), (100, 75), (64, 64), (40, 500), (57, 224), (300, 401), (3, 4), (1, 1)])
-def test_is_torchvisions_evaluation(v2: Any, size: Size, interpolation: str) -> None:
+def test_equals_torchvision_evaluation(v2: Any, size: Size, interpolation: str) -> None:
     """To the bit: of a PIL image, and of a tensor, which torchvision makes other pixels of."""
     mode = v2.InterpolationMode(interpolation)
     transform = v2.Compose([v2.Resize(256, interpolation=mode, antialias=True), v2.CenterCrop(224)])

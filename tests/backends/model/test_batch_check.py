@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 Run = Callable[[list[np.ndarray]], list[np.ndarray]]
 
-MIXED = "an item's output depends on what else is in its batch: output 'y' differs by"
+MIXED = "an item's output depends on the rest of its batch: output 'y' differs by"
 
 
 def node_with(path: Path, kind: str, gives: Any, size: Any = 6, attributes: Any = None, **constants: Any) -> Data:
@@ -40,12 +40,14 @@ def node_with(path: Path, kind: str, gives: Any, size: Any = 6, attributes: Any 
         ("ReduceSum", [], None, "output 'y' is a scalar for one item, so it does not follow the batch"),
     ],
 )
-def test_an_output_that_does_not_follow_the_batch(tmp_path: Path, kind: str, gives: Any, to: Any, problem: str) -> None:
+def test_refuses_output_that_does_not_follow_batch(
+    tmp_path: Path, kind: str, gives: Any, to: Any, problem: str
+) -> None:
     constants = {} if to is None else {"to": to}
     refused(node_with(tmp_path, kind, gives, attributes=None if to else {"keepdims": 0}, **constants), problem)
 
 
-def test_a_batch_that_fails_though_its_items_do_not(tmp_path: Path) -> None:
+def test_refuses_batch_that_fails_while_items_succeed(tmp_path: Path) -> None:
     nodes = [helper.make_node("Reshape", ["x", "to"], ["z"]), helper.make_node("Add", ["z", "x"], ["y"])]
     dims: Any = ["N", 6]
     config = onnx_node(save_model(tmp_path / "two.onnx", nodes, {"x": dims}, {"y": dims}, {"to": np.array([1, 6])}))
@@ -62,7 +64,7 @@ MIXES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MIXES)
 @pytest.mark.parametrize("size", [6, "D"], ids=["known", "open"])
-def test_items_that_mix_are_refused(tmp_path: Path, name: str, size: int | str) -> None:
+def test_refuses_models_that_mix_items(tmp_path: Path, name: str, size: int | str) -> None:
     """When the model is loaded where its shape is known, else with the first request, whatever its batch."""
     kind, attributes, constants = MIXES[name]
     config = node_with(tmp_path, kind, ["N", size], size, attributes, **constants) | {"instance_num": 2}
@@ -83,11 +85,11 @@ class OneRow(torch.nn.Module):
         return x.view(1, -1)
 
 
-def test_torch_models_are_tried_too(tmp_path: Path) -> None:
+def test_checks_torch_models(tmp_path: Path) -> None:
     """An exported program says its shapes; TorchScript does not, and is tried with the first request."""
     example = torch.zeros(2, 4, 3, 3)
     norm = torch.nn.BatchNorm2d(4, track_running_stats=False)  # statistics of the batch, also in eval()
-    for module, told, found in ((norm, "depends on what", "depends on"), (OneRow(), "for every batch", "is 1x72")):
+    for module, told, found in ((norm, "depends on the rest", "depends on"), (OneRow(), "for every batch", "is 1x72")):
         exported = torch_model(tmp_path / "model", module, example, shapes=batched())
         refused({**exported, "max": 4}, told)
         script = torch_model(tmp_path / "model", module) | {"max": 4}
@@ -101,7 +103,7 @@ def test_torch_models_are_tried_too(tmp_path: Path) -> None:
 # -- what does not mix ----------------------------------------------------------------------------------------------
 
 
-def test_random_outputs_are_told_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recognises_random_outputs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # So wide that two draws are never the same by chance.
     with pipe(node_with(tmp_path, "Dropout", ["N", 64], 64, ratio=np.float32(0.5), training=True)):
         pass
@@ -114,7 +116,7 @@ def check(run: Run, tolerance: float = EXACT) -> None:
 
 
 @pytest.mark.parametrize(("tolerance", "error"), [(EXACT, 1e-4), (HALF, 1e-2), (QUANTISED, 5e-2)])
-def test_rounding_is_no_mixing_and_more_than_that_is(tolerance: float, error: float) -> None:
+def test_accepts_rounding_and_refuses_larger_differences(tolerance: float, error: float) -> None:
     def rounding(factor: float) -> Run:
         return lambda inputs: [inputs[0] * (1 + (factor * error if len(inputs[0]) > 1 else 0))]
 
@@ -144,7 +146,7 @@ def no_memory(rows: np.ndarray) -> np.ndarray:
         (no_memory, "not enough memory for a batch of max = 5: Unable .*; set a smaller max"),
     ],
 )
-def test_what_differs_in_a_batch(run: Any, problem: str) -> None:
+def test_reports_largest_difference_of_a_batch(run: Any, problem: str) -> None:
     if not problem:
         check(lambda inputs: [run(inputs[0])])
         return
@@ -185,7 +187,7 @@ def shapes(item: Data) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}, {"instance_num": 2, "max": 1}])
-def test_a_detector_with_its_nms_inside(detector: str, more: Data) -> None:
+def test_serves_detector_with_nms_inside(detector: str, more: Data) -> None:
     """The shapes differ from call to call, down to no box at all; results are nobody else's memory."""
     items = answer(onnx_node(detector, **more), *(torch.tensor([rows]) for rows in (FOUND, NOTHING, FOUND[:1] * 3)))
     assert [shapes(item) for item in items] == [[(2, 4), (2,), ()], [(0, 4), (0,), ()], [(1, 4), (1,), ()]]
@@ -196,7 +198,7 @@ def test_a_detector_with_its_nms_inside(detector: str, more: Data) -> None:
 
 
 @pytest.mark.parametrize("size", [[8, 10], ["H", "W"]])
-def test_an_image_without_a_batch(tmp_path: Path, size: list[int | str]) -> None:
+def test_serves_model_of_images_without_batch(tmp_path: Path, size: list[int | str]) -> None:
     """As the detectors of torchvision are exported."""
     config = onnx_node(one_node(tmp_path / "m", [3, *size], "ReduceMean", gives=[3], axes=[1, 2], keepdims=0))
     mat = picture(8, 10)
@@ -221,7 +223,7 @@ class Detector(torch.nn.Module):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}])
-def test_torchscript(tmp_path: Path, more: Data, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_torchscript(tmp_path: Path, more: Data, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, replaced by the CPU here, memory for the outputs on the host is as large as they are."""
     script = torch_model(tmp_path / "model.pt", Detector()) | {"cuda_graph": not on_gpu}
     if on_gpu:

@@ -124,7 +124,7 @@ def test_tensors_on_the_gpu_are_put_together_whatever_their_dimensions(dtype: to
     assert staged.buffer[:, 0, 0, 0].tolist() == [1, 2, 0, 0]
 
 
-def test_what_was_used_longest_ago_is_forgotten(make: Any) -> None:
+def test_releases_least_recently_used_shape(make: Any) -> None:
     model = make()
     for side in range(1, cuda_model.MAX_SHAPES + 3):
         run(model, [picture(side, 4)])
@@ -141,7 +141,7 @@ def test_what_was_used_longest_ago_is_forgotten(make: Any) -> None:
         ([[0]] * 65, "data holds 65 inputs, more than the 64 that a model may have"),
     ],
 )
-def test_what_does_not_fit_is_the_outcome_of_its_item(make: Any, value: Any, message: str) -> None:
+def test_misfit_fails_only_its_item(make: Any, value: Any, message: str) -> None:
     items = [{"data": picture(6, 10)}, {"data": value}, {"data": picture(6, 10)}]
     make().forward(items)
     assert ["result" in item for item in items] == [True, False, True]
@@ -286,13 +286,13 @@ def test_the_lean_runtime_wants_version_compatible_engines(build: Any, monkeypat
         ({"max": 4, "model::cache": "x"}, "mean, std and model::cache go with an ONNX model"),
     ],
 )
-def test_settings_an_engine_file_does_not_take(build: Any, settings: dict[str, Any], message: str) -> None:
+def test_refuses_settings_that_engine_file_cannot_have(build: Any, settings: dict[str, Any], message: str) -> None:
     _, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))], **settings)
     with pytest.raises(ConfigError, match=message):
         pipe(config)
 
 
-def test_a_run_that_fails_is_told_in_tensorrts_words(build: Any) -> None:
+def test_failed_run_quotes_tensorrt(build: Any) -> None:
     engine, config = build((-1, 3, 8, 8), [((1, 3, 8, 8), (4, 3, 8, 8))], max=4)
     with pipe(config) as run:
         engine.fails = True

@@ -50,7 +50,7 @@ def result(config: dict[str, Any], value: torch.Tensor = IMAGE) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("more", [{}, MEAN, {"max": 4}], ids=["as it is", "mean", "batches"])
-def test_onnx_runtime(plain: str, keys: dict[str, str], more: dict[str, Any]) -> None:
+def test_serves_encrypted_onnx_model(plain: str, keys: dict[str, str], more: dict[str, Any]) -> None:
     results, signatures = [], []
     for model in ({"model": plain}, keys):
         with pipe({"backend": "OnnxTensor", **model, **more}) as run:
@@ -60,7 +60,7 @@ def test_onnx_runtime(plain: str, keys: dict[str, str], more: dict[str, Any]) ->
     assert signatures[0] == signatures[1]
 
 
-def test_what_would_be_unpacked_to_files_is_refused(tmp_path: Path) -> None:
+def test_refuses_encrypted_aotinductor_package(tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("m/data/aotinductor/model/model.so", b"")
@@ -86,7 +86,7 @@ def message(config: dict[str, Any]) -> str:
     return said
 
 
-def test_what_is_wrong_with_keys_and_files_is_told(plain: str, keys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_explains_wrong_keys_and_files(plain: str, keys: Any, tmp_path: Path, monkeypatch: Any) -> None:
     place, encrypted = "config: node 'node': key", keys["model"]
     assert message({"model": encrypted}) == (
         f"{place} 'model': {encrypted} is encrypted, and there is no key: give key_file or key_env"
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_keys_and_files_is_told(plain: str, keys: Any, tmp_pa
     assert result({"backend": "OnnxTensor", "model": encrypted, "key_env": "MODEL_KEY"}).shape[0] == 1
 
 
-def test_what_is_decrypted_is_no_model_of_this_backend(keys: dict[str, str], tmp_path: Path) -> None:
+def test_refuses_decrypted_model_of_another_backend(keys: dict[str, str], tmp_path: Path) -> None:
     text = tmp_path / "m.onnx"
     text.write_text(f"{NAME} is no model")
     said = message(encrypt(text))
@@ -163,7 +163,7 @@ def test_errors_do_not_name_layers_or_show_source(
     assert (UNSAID in said) == is_encrypted
 
 
-def test_layers_that_are_not_there_do_not_tell_those_that_are(plain: str) -> None:
+def test_unknown_layer_does_not_reveal_existing_ones(plain: str) -> None:
     content = model_bytes(ModelFile(plain), (), ())
     for is_secret, said in ((False, f"did you mean '{NAME}_conv'"), (True, f"no layer '{NAME}_com'; {UNSAID}$")):
         with pytest.raises(ConfigError, match=said):
@@ -219,7 +219,7 @@ def kept_words(folder: Path) -> list[str]:
     return [path.name for path in sorted(folder.iterdir()) if NAME.encode() in path.read_bytes()]
 
 
-def test_an_engine_and_what_lies_beside_it_are_encrypted(tmp_path: Path, built: list[str]) -> None:
+def test_encrypts_engine_key_and_timing_files(tmp_path: Path, built: list[str]) -> None:
     path = str(tmp_path / "m.trt")
     for _ in range(2):
         assert cached_engine(TRT, SPEC, path, "gpu") == f"engine of {NAME} model"

@@ -78,7 +78,7 @@ def test_inputs_by_order_and_by_name_are_the_same(weighted: Data) -> None:
         ([], "data holds 0: img( 1x3x.x. float32, meta 1x3 float32)?"),
     ],
 )
-def test_what_is_no_input_says_which_there_are(weighted: Data, data: Any, problem: str) -> None:
+def test_unknown_input_names_the_inputs(weighted: Data, data: Any, problem: str) -> None:
     bad, good = answer(weighted, data, {"img": torch.zeros(1, 3, 4, 4), "meta": torch.zeros(1, 3)})
     assert "result" not in bad
     assert isinstance(bad["error"], InvalidRequest)
@@ -91,7 +91,7 @@ def test_a_model_that_does_not_name_its_inputs_takes_lists() -> None:
         request_values({"data": {"x": 1}}, ())
 
 
-def test_frames_are_stacked(tmp_path: Path) -> None:
+def test_stacks_frames(tmp_path: Path) -> None:
     """A clip: one tensor T×C×H×W, or a list of frames under the input's name."""
     dims: Any = ["N", "T", 3, "H", "W"]
     means = {"gives": ["N", "T", 3], "axes": [3, 4], "keepdims": 0}
@@ -165,7 +165,7 @@ def test_a_mat_is_laid_out_as_the_input_is(tmp_path: Path, dims: Any, shape: Any
         (TensorProto.UINT8, torch.tensor([1.5, 2.0]), "input 'x' takes uint8, got float32"),
     ],
 )
-def test_numbers_that_the_input_cannot_hold(tmp_path: Path, dtype: int, value: Any, problem: str) -> None:
+def test_refuses_numbers_that_dtype_cannot_hold(tmp_path: Path, dtype: int, value: Any, problem: str) -> None:
     """Not wrapped around, and not cut off."""
     bad, good = answer(identity(tmp_path, ["N", 2], dtype), value, [1, 2])
     assert str(bad["error"]) == problem

@@ -49,11 +49,11 @@ def config(classifier: str) -> dict[str, Any]:
         ({"precison": "fp16"}, "key 'precison': unknown key"),
     ],
 )
-def test_what_is_surely_wrong_is_refused(config: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
+def test_refuses_contradictory_settings(config: dict[str, Any], settings: dict[str, Any], problem: str) -> None:
     refused_or_not({**config, **settings}, problem)
 
 
-def test_a_key_that_another_backend_of_the_node_takes(config: dict[str, Any], register: Register) -> None:
+def test_accepts_key_of_another_backend_of_the_node(config: dict[str, Any], register: Register) -> None:
     class Keep(ItemBackend):
         threshold = Param(float, 0.5)
 
@@ -89,7 +89,7 @@ def refused_or_not(config: dict[str, Any], problem: str) -> None:
         (["N", 3, 8, 8], {"backend": "TensorrtTensor", "max_workspace_size": "512"}, ""),
     ],
 )
-def test_a_model_that_settings_do_not_fit_is_told_before_it_is_loaded(
+def test_checks_settings_against_model_before_loading(
     tmp_path: Path, shape: Any, more: dict[str, Any], problem: str
 ) -> None:
     if "labels" in more:
@@ -109,7 +109,7 @@ def test_a_model_that_settings_do_not_fit_is_told_before_it_is_loaded(
         ("TensorrtTensor", "torch.onnx", "not an ONNX file, as its name says: it is TorchScript or a .pt2 file: Tor"),
     ],
 )
-def test_a_file_of_another_backend_is_told_before_it_is_loaded(
+def test_refuses_file_of_another_backend_before_loading(
     classifier: str, tmp_path: Path, backend: str, name: str, problem: str
 ) -> None:
     (tmp_path / "e.trt").write_bytes(b"ftrt and so on")
@@ -135,7 +135,7 @@ def test_a_file_of_another_backend_is_told_before_it_is_loaded(
         ({"mean": "123.675, 116.28, 103.53", "std": "58.395, 57.120, 57.375"}, []),
     ],
 )
-def test_numbers_of_other_pixels_are_doubted_with_what_was_meant(
+def test_warns_of_mean_and_std_for_other_pixel_range(
     config: dict[str, Any], settings: dict[str, Any], meant: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan_pipeline({"a": {**config, **settings}})
@@ -146,7 +146,7 @@ def test_numbers_of_other_pixels_are_doubted_with_what_was_meant(
         assert words in line
 
 
-def test_check_tells_it_too(classifier: str, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+def test_check_command_warns_too(classifier: str, tmp_path: Path, capsys: Any, caplog: Any) -> None:
     path, node = tmp_path / "model.toml", f'[a]\nbackend = "OnnxTensor"\nmodel = "{classifier}"\n'
     path.write_text(f'{node}mean = 0.5\nprecision = "fp16"\n')
     assert main(["check", str(path)]) == 0
@@ -161,7 +161,7 @@ def test_check_tells_it_too(classifier: str, tmp_path: Path, capsys: Any, caplog
 # -- keys of other backends, and other names ------------------------------------------------------------------------
 
 
-def test_what_belongs_to_an_engine_is_ignored_with_a_line(config: dict[str, Any], caplog: Any) -> None:
+def test_warns_of_ignored_engine_keys(config: dict[str, Any], caplog: Any) -> None:
     given = {"model::cache": "x.trt", "precision": "fp16", "precision::fp32": "a", "max_workspace_size": 512}
     # Here they mean something to the first of the two.
     plan_pipeline({**config, **given, "backend": "FirstAvailable[TensorrtTensor,OnnxTensor]"})
@@ -172,7 +172,7 @@ def test_what_belongs_to_an_engine_is_ignored_with_a_line(config: dict[str, Any]
 
 
 @pytest.mark.usefixtures("restored")
-def test_other_names_of_keys(register: Register) -> None:
+def test_accepts_alternative_names_of_keys(register: Register) -> None:
     class Renamed(Backend):
         size = Param(int, 1, also=("length", "len"), doc="a number")
 
@@ -186,7 +186,7 @@ def test_other_names_of_keys(register: Register) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(registry.BUILT_IN_BACKENDS))
-def test_documented_defaults_mean_the_same_written_out(name: str) -> None:
+def test_documented_defaults_may_be_written_out(name: str) -> None:
     cls = registry.default.find_backend(name)
     assert cls is not None
     for param in cls.parameters().values():

@@ -48,7 +48,7 @@ def run_together(register: Register, values: list[Any], dense: bool = True, **co
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 9])
-def test_every_batch_size(register: Register, classifier: str, count: int) -> None:
+def test_runs_every_batch_size(register: Register, classifier: str, count: int) -> None:
     values = tensors(count, 3, 8, 8)
     (logits,) = reference(classifier, x=torch.cat(values))
     softmax = torch.from_numpy(logits).softmax(1)
@@ -143,7 +143,7 @@ def test_different_sizes_in_one_batch_are_never_stretched(register: Register, tm
     assert [item["result"].item() for item in items] == [float(mat.sum()) for mat in mats]
 
 
-def test_a_lone_request_to_a_fixed_batch_of_two(fixed_batch: str, classifier: str) -> None:
+def test_pads_lone_request_to_fixed_batch(fixed_batch: str, classifier: str) -> None:
     """What is built, works: a batch of two is all that this model takes."""
     (value,) = tensors(1, 3, 8, 8)
     item = answer(onnx_node(fixed_batch, min=2, max=2), value)
@@ -174,7 +174,7 @@ def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
         (["N", 1], TensorProto.FLOAT, {"providers": "CPUExecutionProvder"}, "did you mean 'CPUExecutionProvider'"),
     ],
 )
-def test_a_model_that_does_not_fit_is_told(tmp_path: Path, dims: Any, dtype: int, more: Data, problem: str) -> None:
+def test_refuses_model_that_does_not_fit(tmp_path: Path, dims: Any, dtype: int, more: Data, problem: str) -> None:
     refused({"a": onnx_node(one_node(tmp_path / "m.onnx", dims, dtype=dtype), **more)}, f"node 'a': .*{problem}")
 
 
@@ -182,7 +182,7 @@ def test_normalisation_needs_one_image(sum_and_difference: str) -> None:
     refused(onnx_node(sum_and_difference, mean=1), "one input NxCxHxW; of its 2 inputs 0")
 
 
-def test_what_a_file_is_that_is_no_model(tmp_path: Path, classifier: str) -> None:
+def test_names_kind_of_file_that_is_not_a_model(tmp_path: Path, classifier: str) -> None:
     path = tmp_path / "model.onnx"
     whole = Path(classifier).read_bytes()
     state, checkpoint = {"weight": torch.zeros(2)}, f"torchpipe export MODEL --weights {path} makes an ONNX file of it"
@@ -209,7 +209,7 @@ def test_weights_beside_a_model_are_found_and_missed(normalised: Data, tmp_path:
     refused(config, r"m.onnx.data beside it, which is not there: move both together")
 
 
-def test_labels(classifier: str, tmp_path: Path) -> None:
+def test_results_have_labels(classifier: str, tmp_path: Path) -> None:
     labels = tmp_path / "labels.txt"
     config = onnx_node(classifier, postprocessor="SoftmaxMax", labels=str(labels))
     (value,) = tensors(1, 3, 8, 8)
@@ -230,12 +230,12 @@ ZEROS = torch.zeros(1, 3, 8, 8)
 @pytest.mark.parametrize(
     ("gives", "problem"),
     [
-        ([], "Wrong gave 0 results for 1 item"),
-        ({"a": 1}, "Wrong gave a dict; expected a list of one result for each item"),
-        (None, "Wrong gave a NoneType; expected a list of one result for each item"),
+        ([], "Wrong returned 0 results for 1 item"),
+        ({"a": 1}, "Wrong returned a dict; expected a list of one result for each item"),
+        (None, "Wrong returned a NoneType; expected a list of one result for each item"),
     ],
 )
-def test_what_a_postprocessor_gives(gives: Any, problem: str, classifier: str) -> None:
+def test_refuses_invalid_results_of_postprocessor(gives: Any, problem: str, classifier: str) -> None:
     class Wrong:
         def forward(self, outputs: list[Any]) -> Any:
             return gives
@@ -246,7 +246,7 @@ def test_what_a_postprocessor_gives(gives: Any, problem: str, classifier: str) -
 
 
 @pytest.mark.usefixtures("restored")
-def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> None:
+def test_annotations_of_postprocessor_are_parameters(classifier: str) -> None:
     class Boxes:
         factor: float
         threshold: float = 0.3  # a key of the model too
@@ -276,7 +276,7 @@ def test_what_a_postprocessor_annotates_are_its_parameters(classifier: str) -> N
 
 
 @pytest.mark.parametrize("dims", [["N", 3, "H", "W"], [2, 300, 8, 8], [-1, 224, 224, 3], ["N", 2**40], []])
-def test_the_sizes_of_inputs_and_outputs(tmp_path: Path, dims: list[int | str]) -> None:
+def test_reads_declared_inputs_and_outputs(tmp_path: Path, dims: list[int | str]) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT16, dims, doc_string="an input")
     untold = helper.make_empty_tensor_value_info("y")
     graph = helper.make_graph([], "g", [value], [value, untold])
@@ -287,7 +287,7 @@ def test_the_sizes_of_inputs_and_outputs(tmp_path: Path, dims: list[int | str]) 
     assert [(spec.name, spec.dims) for spec in outputs] == [("x", known), ("y", ())]
 
 
-def test_weights_among_the_inputs_are_left_out(tmp_path: Path) -> None:
+def test_omits_weights_listed_as_inputs(tmp_path: Path) -> None:
     """As in files of IR version 3."""
     shape: list[int | str] = [1, 3, 8, 8]
     for constants, names in (({"w": np.zeros((1, 3, 8, 8), np.float32)}, ["x"]), ({}, ["x", "w"])):
@@ -296,7 +296,7 @@ def test_weights_among_the_inputs_are_left_out(tmp_path: Path) -> None:
         assert [spec.name for spec in declared_tensors(path)[0]] == names
 
 
-def test_another_file_and_a_part_of_one_have_none(tmp_path: Path) -> None:
+def test_invalid_onnx_file_declares_nothing(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     save_model(path, [helper.make_node("Relu", ["x"], ["y"])], {"x": ["N", 3]}, {"y": ["N", 3]})
     whole = path.read_bytes()
@@ -314,7 +314,7 @@ def test_another_file_and_a_part_of_one_have_none(tmp_path: Path) -> None:
     ("mean", "there"),
     [("123.675, 1e-05", True), ("x", False), ("1\n2", False), ("\x1b[2J", False), ("1" * 201, False), ("", False)],
 )
-def test_only_numbers_are_told_of_a_files_normalisation(tmp_path: Path, mean: str, there: bool) -> None:
+def test_reports_only_numbers_of_a_files_normalisation(tmp_path: Path, mean: str, there: bool) -> None:
     path = save_model(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], {"x": ["N", 3]}, {"y": ["N", 3]})
     note_normalisation(path, mean, "0.5")
     assert noted_normalisation(path) == (f'mean = "{mean}" and std = "0.5"' if there else "")
@@ -363,7 +363,7 @@ def zero_types(model: onnx.ModelProto) -> dict[str, int]:
     return {node.input[0]: types[node.input[2]] for node in model.graph.node if node.op_type == "QuantizeLinear"}
 
 
-def test_what_relu_leaves_becomes_unsigned() -> None:
+def test_values_after_relu_become_unsigned() -> None:
     model = quantised()
     changed = onnx.load_from_string(unsigned_model(model.SerializeToString()))
     onnx.checker.check_model(changed, full_check=True)
@@ -377,7 +377,7 @@ def test_what_relu_leaves_becomes_unsigned() -> None:
 
 
 @pytest.mark.parametrize("model", [quantised(zero=3), helper.make_model(helper.make_graph([], "empty", [], []))])
-def test_what_is_not_symmetric_stays(model: onnx.ModelProto) -> None:
+def test_keeps_asymmetric_quantisation(model: onnx.ModelProto) -> None:
     assert onnx.load_from_string(unsigned_model(model.SerializeToString())) == model
 
 

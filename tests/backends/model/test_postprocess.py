@@ -43,14 +43,14 @@ def labels(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK])
-def test_one_class_is_always_that_class(forward: Forward, cls: type) -> None:
+def test_single_class_always_wins(forward: Forward, cls: type) -> None:
     """As of a model for yes or no with one logit: its probability would always be 1."""
     with pytest.raises(ConfigError, match=f"{cls.__name__} of one class is always that class; Sigmoid gives its score"):
         forward(make(cls, {}), [torch.tensor([[-5.0]])])
     assert forward(make(Sigmoid, {}), [torch.tensor([[5.0]])])[0][0][1] == pytest.approx(0.9933, abs=1e-4)
 
 
-def test_a_label_file_of_windows(tmp_path: Path, forward: Forward) -> None:
+def test_reads_label_file_of_windows(tmp_path: Path, forward: Forward) -> None:
     """A byte order mark is no part of the first label, and a line ends where an editor says it does."""
     path = tmp_path / "labels.txt"
     path.write_bytes(b"\xef\xbb\xbfcat\r\nsea\x0blion\r\nox")
@@ -60,7 +60,7 @@ def test_a_label_file_of_windows(tmp_path: Path, forward: Forward) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cls", [ArgMax, SoftmaxArgMax])
-def test_the_label_of_the_largest_value(forward: Forward, labels: str, cls: type, dtype: torch.dtype) -> None:
+def test_argmax_returns_label_of_largest_value(forward: Forward, labels: str, cls: type, dtype: torch.dtype) -> None:
     for path, called in (("", [1, 2, 0]), (labels, ["ün", "deux", "null"])):
         results = forward(make(cls, {"labels": path}), [LOGITS.to(dtype)])
         values = LOGITS.to(dtype).float()
@@ -72,7 +72,7 @@ def test_the_label_of_the_largest_value(forward: Forward, labels: str, cls: type
 
 
 @pytest.mark.parametrize(("classes", "dtype"), [(3, torch.uint8), (256, torch.uint8), (257, torch.int32)])
-def test_a_map_of_classes(forward: Forward, labels: str, classes: int, dtype: torch.dtype) -> None:
+def test_argmax_of_class_maps(forward: Forward, labels: str, classes: int, dtype: torch.dtype) -> None:
     for shape in ((2, classes, 5), (2, classes, 3, 4)):
         output = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         results = forward(make(ArgMax, {}), [output])
@@ -83,7 +83,7 @@ def test_a_map_of_classes(forward: Forward, labels: str, classes: int, dtype: to
 
 
 @pytest.mark.parametrize("k", [1, 3, 4, 9])
-def test_the_k_most_probable(forward: Forward, labels: str, k: int) -> None:
+def test_topk_returns_most_probable_classes(forward: Forward, labels: str, k: int) -> None:
     results = forward(make(TopK, {"labels": labels, "k": k}), [LOGITS])
     scores, indices = LOGITS.softmax(1).topk(min(k, 4), 1)
     for result, score, index in zip(results, scores.tolist(), indices.tolist(), strict=True):
@@ -92,7 +92,7 @@ def test_the_k_most_probable(forward: Forward, labels: str, k: int) -> None:
     assert [type(part) for part in forward(make(TopK, {}), [LOGITS])[0][0]] == [int, float]
 
 
-def test_all_classes_above_the_threshold(forward: Forward, labels: str) -> None:
+def test_sigmoid_returns_classes_above_threshold(forward: Forward, labels: str) -> None:
     results = forward(make(Sigmoid, {"labels": labels, "threshold": 0.73}), [LOGITS])
     assert [[label for label, _ in result] for result in results] == [["ün", "trois"], ["deux", "ün", "null"], []]
     wanted = LOGITS.sigmoid()
@@ -102,7 +102,7 @@ def test_all_classes_above_the_threshold(forward: Forward, labels: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid])
-def test_outputs_and_labels_that_do_not_fit(forward: Forward, labels: str, cls: type) -> None:
+def test_refuses_outputs_and_labels_that_do_not_fit(forward: Forward, labels: str, cls: type) -> None:
     with pytest.raises(ConfigError, match="has 4 lines, the model has 3 classes"):
         forward(make(cls, {"labels": labels}), [LOGITS[:, :3]])
     with pytest.raises(ValueError, match=f"{cls.__name__} takes an output NxC, got 3"):

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_small(request.param, tmp_path_factory.mktemp("torch") / "model")
 
 
-def test_mats_and_tensors_give_what_the_module_gives(model: str, tmp_path: Path) -> None:
+def test_results_equal_those_of_the_module(model: str, tmp_path: Path) -> None:
     mats = [picture(32, 32, seed) for seed in range(5)]
     planes = [torch.from_numpy(mat).permute(2, 0, 1)[None].float() for mat in mats]
     with torch.inference_mode():
@@ -52,7 +52,7 @@ def test_mats_and_tensors_give_what_the_module_gives(model: str, tmp_path: Path)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the compiler takes 12 s of a core, however busy that is
-def test_a_package_of_aotinductor(tmp_path: Path) -> None:
+def test_serves_aotinductor_package(tmp_path: Path) -> None:
     from torch._inductor import config  # which takes a second
 
     program = torch.export.export(torch.nn.ReLU(), (torch.zeros(2, 4),), dynamic_shapes=batched())
@@ -88,7 +88,7 @@ class Nested(torch.nn.Module):
         return x, [x]
 
 
-def test_an_output_that_is_no_tensor(tmp_path: Path) -> None:
+def test_refuses_outputs_that_are_not_tensors(tmp_path: Path) -> None:
     config = torch_model(tmp_path / "model.pt2", Nested(), torch.zeros(2, 3), shapes=batched())
     problem = pytest.raises(BackendError, match="has an output of type list; expected tensors, or a list or dict of")
     with pipe(config) as run, problem:
@@ -113,7 +113,7 @@ MEAN = {"mean": "10, 20, 30"}
         (MEAN, torch.zeros(1, 3, 1, 1), (1, 3, 1, 1)),
     ],
 )
-def test_what_a_model_that_says_nothing_takes(tmp_path: Path, more: Data, value: Any, told: Any) -> None:
+def test_inputs_of_model_without_declarations(tmp_path: Path, more: Data, value: Any, told: Any) -> None:
     item = answer(torch_model(tmp_path / "model", torch.nn.ReLU()) | more, value)
     if isinstance(told, tuple):
         assert item["result"].shape == told
@@ -125,7 +125,7 @@ def test_what_a_model_that_says_nothing_takes(tmp_path: Path, more: Data, value:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_files_and_settings_that_do_not_fit(model: str, tmp_path: Path) -> None:
+def test_refuses_files_and_settings_that_do_not_fit(model: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(b"junk")
     refused({**TRUSTED, "model": str(path)}, r"neither TorchScript nor \.pt2: ")
@@ -139,9 +139,7 @@ def test_files_and_settings_that_do_not_fit(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_a_model_that_is_not_trusted_is_told_before_anything_starts(
-    model: str, tmp_path: Path, is_encrypted: bool
-) -> None:
+def test_refuses_untrusted_model_before_start(model: str, tmp_path: Path, is_encrypted: bool) -> None:
     config = {"backend": "TorchTensor", **(encrypt(model, folder=tmp_path) if is_encrypted else {"model": model})}
     with pytest.raises(ConfigError, match=r"node 'node': key 'trusted': model .*: loading it .*; set trusted = true "):
         plan_pipeline(config)
@@ -212,7 +210,7 @@ def test_no_code_of_a_file_runs_without_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["script", "export"])
-def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
+def test_loading_trusted_files_runs_their_code(tmp_path: Path, kind: str) -> None:
     """Should PyTorch load these without running them one day, the flag can go."""
     victim = tmp_path / "victim"
     hostile = hostile_script(tmp_path, victim) if kind == "script" else hostile_export(tmp_path, victim)
@@ -232,7 +230,7 @@ def test_why_trusted_is_asked_for(tmp_path: Path, kind: str) -> None:
         (np.array([1, -1]), "input 'x' takes uint8, got int64 of -1..1"),
     ],
 )
-def test_numbers_that_the_input_cannot_hold(value: Any, problem: str) -> None:
+def test_refuses_numbers_that_dtype_cannot_hold(value: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         InputSpec("x", torch.uint8, (2,)).row_shape(value)
     assert str(caught.value) == problem

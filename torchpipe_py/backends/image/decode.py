@@ -29,11 +29,11 @@ FORMATS = ("jpeg", "png", "webp", "bmp")
 
 
 def is_large(pixels: int, max_pixels: int) -> bool:
-    """Whether an image may take seconds while others take milliseconds."""
+    """Whether an image has more than a quarter of ``max_pixels``, so that decoding may take seconds."""
     return 4 * pixels > max_pixels
 
 
-# Only what has a reader here can be named in a configuration: the reader, and how files begin.
+# For each format that a configuration may name: its header reader, and the first bytes of its files.
 _FORMATS: dict[str, tuple[Callable[[Bytes], ImageHeader], tuple[bytes, ...]]] = {
     "jpeg": (JpegHeader, (b"\xff\xd8",)),
     "png": (formats.PngHeader, (b"\x89P",)),
@@ -56,7 +56,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def to_formats(value: Value) -> tuple[str, ...]:
-    """Names of formats, from a list or from ``"jpeg, png"``; ``ValueError`` for one that is not known, or for none."""
+    """Names of formats, from a list or from ``"jpeg, png"``; ``ValueError`` for an unknown name, or without any."""
     names = tuple(name.lower() for name in to_strings(value))
     for name in names:
         if name not in _FORMATS:
@@ -67,13 +67,13 @@ def to_formats(value: Value) -> tuple[str, ...]:
 
 
 class HeaderCheck:
-    """Reads headers, and refuses images that are not of ``formats`` or have more than ``max_pixels``."""
+    """Reads headers, and refuses images of other formats than ``formats`` or of more than ``max_pixels``."""
 
     def __init__(self, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
         self._formats, self.max_pixels = tuple(formats), max_pixels
 
     def __call__(self, data: Bytes) -> ImageHeader:
-        """The header, in time that grows no faster than the bytes; ``DecodeError`` that names the bound."""
+        """The header, read in time at most linear in the bytes; ``DecodeError``, which names the bound, if refused."""
         name = _BY_START.get(bytes(data[:2]))
         if name is None or name not in self._formats:
             raise DecodeError(f"{len(data)} bytes: not a {_one_of(self._formats)} image{_hint(data)}")
@@ -120,10 +120,10 @@ def _hint(data: Bytes) -> str:
 
 
 class MatDecoder:
-    """Encoded image bytes to a Mat, H×W×3 or gray H×W×1, by ``cv2.imdecode``, which sees what a ``HeaderCheck`` passes.
+    """Decodes image bytes that pass a ``HeaderCheck`` by ``cv2.imdecode``, to a Mat H×W×3, or H×W×1 if gray.
 
-    Large images, of more than a quarter of ``max_pixels``, have up to eight bytes for each of ``max_pixels`` under way
-    in a process, and the others half as much beside them; the next image waits.
+    In a process, large images (see ``is_large``) use at most eight bytes for each of ``max_pixels`` at a time, and the
+    others half as much in addition; the next image waits.
     """
 
     def __init__(self, color: str, formats: Sequence[str] = FORMATS, max_pixels: int = MAX_PIXELS) -> None:
@@ -137,9 +137,9 @@ class MatDecoder:
         self._cv2_error = cv2.error
 
     def __call__(self, data: Any) -> Any:
-        """A Mat, of the size in the header or turned by a quarter; ``DecodeError`` where there is none.
+        """A Mat, of the size in the header or turned by a quarter.
 
-        ``InvalidRequest`` for what is not bytes.
+        Raises ``DecodeError`` for bytes that cannot be decoded, ``InvalidRequest`` for a value that is not bytes.
         """
         encoded = encoded_bytes(data)
         header = self._check(data if isinstance(data, bytes) else encoded.data)
@@ -152,7 +152,7 @@ class MatDecoder:
                 with DECODING.reserved(header.memory, 8 * self._max_pixels, large):
                     mat = self._imdecode(encoded, self._flags)
         except self._cv2_error as error:
-            reason = getattr(error, "err", "") or first_line(error)  # the rest names OpenCV's own files
+            reason = getattr(error, "err", "") or first_line(error)  # the rest names source files of OpenCV
             raise DecodeError(f"{len(encoded)} bytes: OpenCV: {reason.strip()}") from None
         if mat is None:
             raise DecodeError(
@@ -165,14 +165,14 @@ class MatDecoder:
 class DecodeMat(ItemBackend):
     """Encoded image bytes (JPEG, PNG, WebP, BMP) to an H×W×3 Mat by ``cv2.imdecode``; H×W×1 with ``color = "gray"``.
 
-    Whatever an image holds becomes these channels of 8 bits, EXIF orientation is applied, alpha is dropped.
-    No ``result``, but a ``DecodeError`` as ``error``: bytes that are not an image, of a format that is not in
-    ``formats``, of more pixels than ``max_pixels``, JPEGs of more than 32 scans or 16 × ``max_pixels`` in all of them,
-    animated PNG and WebP. All that is read from the header, before OpenCV sees the image. At a time a process decodes
-    what takes up to twelve bytes for each of ``max_pixels``; the next image waits. One of more than a quarter of
-    ``max_pixels`` keeps no smaller one waiting, where its node takes one request at a time and has two instances or
-    more.
-    An image that is decoded already, H×W×3 ``uint8`` in the order of its ``color`` (a frame of a video), goes through.
+    Any pixel format becomes these channels of 8 bits, EXIF orientation is applied, alpha is dropped.
+    No ``result``, but a ``DecodeError`` as ``error``: bytes that are not an image, a format that is not in
+    ``formats``, more pixels than ``max_pixels``, JPEGs of more than 32 scans or of more than 16 × ``max_pixels`` in
+    all of them, animated PNG and WebP. All this is read from the header, before OpenCV sees the image. A process uses
+    at most twelve bytes for each of ``max_pixels`` to decode at a time; the next image waits. An image of more than a
+    quarter of ``max_pixels`` does not delay smaller ones if its node takes one request at a time and has two or more
+    instances.
+    A decoded image, H×W×3 ``uint8`` in the order of its ``color`` (a frame of a video), is passed on.
     """
 
     takes, gives = ENCODED, MAT
@@ -184,7 +184,7 @@ class DecodeMat(ItemBackend):
     max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:
-        # NOTE: gray is not the same pixels, whether it is decoded or converted.
+        # NOTE: pixels decoded to gray differ from pixels converted to gray.
         if color is not None and self.color != "gray":
             self.color = color
         return None

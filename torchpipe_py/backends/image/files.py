@@ -47,8 +47,8 @@ def label_of(path: PurePath, folder: PurePath) -> str:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether it is a file, or a link to one that is not there: of a pipe or a device, reading would not end."""
-    # NOTE: for a link to a forbidden place os.path returns false and pathlib raises. Reading it reports the error.
+    """Whether ``path`` is a file or a broken link; not a FIFO or device, from which reading may never end."""
+    # NOTE: os.path, since pathlib raises for a link into a forbidden folder. Reading it reports the error.
     return os.path.isfile(path) or not os.path.exists(path)
 
 
@@ -61,7 +61,7 @@ class SaveTensor(ItemBackend):
     """Writes each Tensor, of any shape, to a ``.pt`` file of its own in ``save_dir`` and passes it on.
 
     The path is ``saved`` in the dict; ``torch.load`` and ``LoadTensor`` read it, as a CPU tensor. The folder is made if
-    it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be written.
+    it is missing. A file gets its name once it is complete. ``ConfigError`` if the folder cannot be written.
     """
 
     gives = TENSOR
@@ -78,7 +78,7 @@ class SaveTensor(ItemBackend):
         file = io.BytesIO()
         # NOTE: a view would be saved with all the memory it looks into: one row with its whole batch.
         torch.save(tensor.detach().clone().cpu(), file)
-        # NOTE: getbuffer() would be open still when the traceback of a failed write is collected, and the file with it.
+        # NOTE: the buffer of getbuffer() would stay open as long as the traceback of a failed write.
         item["saved"] = write_new(self.save_dir, ".pt", file.getvalue())
         return tensor
 
@@ -86,9 +86,9 @@ class SaveTensor(ItemBackend):
 class SaveMat(ItemBackend):
     """Writes each Mat of 1, 3 or 4 channels to a ``.png`` file of its own in ``save_dir`` and passes it on.
 
-    ``color`` in the dict is honoured; a dict without holds a BGR Mat. The path is ``saved`` in the dict. The folder is
-    made if it is missing. A file has its name only once it is complete. ``ConfigError`` for a folder that cannot be
-    written, ``InvalidRequest`` for another number of channels, for a ``color`` that is not a channel order, and for a
+    The channel order is the dict's ``color``, BGR without one. The path is ``saved`` in the dict. The folder is
+    made if it is missing. A file gets its name once it is complete. ``ConfigError`` if the folder cannot be
+    written, ``InvalidRequest`` for another number of channels, a ``color`` that is not a channel order, or a
     Mat that is not ``uint8``.
     """
 
@@ -162,7 +162,7 @@ def make_folder(path: str) -> None:
 
 
 def write_new(folder: str, extension: str, content: bytes | memoryview) -> str:
-    """The path of a new file in ``folder`` with a name nobody else uses; under it, it is complete from the start."""
+    """Write a new file with a unique name in ``folder``, and return its path. It gets its name once it is complete."""
     path = os.path.join(folder, uuid.uuid4().hex + extension)
     replace_file(path, content)
     return path

@@ -23,14 +23,14 @@ class ImageHeader:
 
     @property
     def memory(self) -> int:
-        """Bytes that decoding to three channels of 8 bits takes at the most; known after ``check``."""
+        """Maximum bytes that decoding to three channels of 8 bits takes; known after ``check``."""
         return self.width * self.height * (3 + max(4, self.channels * self.bits // 8))
 
     def check(self, data: Bytes, max_pixels: int) -> None:
-        """``DecodeError`` if the rest of the file would take more to decode than its size implies."""
+        """Raise ``DecodeError`` if the rest of the file would take more to decode than its size implies."""
 
     def without_texts(self, data: Bytes) -> Bytes:
-        """The file without what a decoder would inflate, or write about on stderr, and not use."""
+        """The file without unused chunks that a decoder would inflate, or quote on stderr."""
         return data
 
 
@@ -116,7 +116,7 @@ def read_gif(data: Bytes) -> ImageHeader:
                 raise DecodeError(f"GIF: a frame of {frame_w}x{frame_h} pixels leaves the screen of {width}x{height}")
             return ImageHeader("gif", width, height, channels=4)
         if is_inside:
-            is_inside, position = kind != 0, position + 1 + kind  # a block of that many bytes; the last has none
+            is_inside, position = kind != 0, position + 1 + kind  # a block of that many bytes; the last is empty
         elif kind == 0x21:  # an extension
             is_inside, position = True, position + 2
         else:
@@ -192,10 +192,10 @@ def read_pnm(data: Bytes) -> ImageHeader:
 # -- PNG (specification, third edition) ------------------------------------------------------------------------------
 
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""By color type."""
+"""Number of channels by color type."""
 
 FREE_CHUNKS = 4096
-"""However small: milliseconds' work. Beyond them a chunk has 512 bytes in the mean; encoders write 8 KiB and more."""
+"""Chunks of any size that are allowed; more must have 512 bytes in the mean. Encoders write 8 KiB and more."""
 
 UNCHECKED = 2**20
 """Compressed bytes that are inflated without a check; at most two seconds in libpng.
@@ -215,7 +215,7 @@ class PngHeader(ImageHeader):
     """The header of a PNG; after ``check`` also where its compressed texts and colour profiles are."""
 
     def __init__(self, data: Bytes) -> None:
-        """``DecodeError`` for what is not a PNG; what follows the header is not looked at."""
+        """Read the header alone; ``DecodeError`` if it is not that of a PNG."""
         if bytes(data[:8]) != b"\x89PNG\r\n\x1a\n":
             raise DecodeError("PNG: its first 8 bytes are not those of a PNG")
         try:
@@ -232,7 +232,7 @@ class PngHeader(ImageHeader):
         self._texts: list[Span] = []
 
     def check(self, data: Bytes, max_pixels: int) -> None:
-        """``DecodeError`` for a file that is animated, or holds more than its image."""
+        """Raise ``DecodeError`` for an animated file, or one with more image data than its size needs."""
         image: list[Span] = []
         position, size = 33, len(data)
         most = FREE_CHUNKS + size // 512
@@ -250,7 +250,7 @@ class PngHeader(ImageHeader):
                 self._texts.append((position, start + length + 4))
             elif kind in _ANIMATED:
                 raise DecodeError("PNG: animated (APNG) files are not read; save one of the frames")
-            elif not kind[0] & 0x20 and kind not in _CRITICAL:  # a capital first letter: it must be understood
+            elif not kind[0] & 0x20 and kind not in _CRITICAL:  # a capital first letter: a decoder must know it
                 raise DecodeError(f"PNG: a chunk {kind!r} at byte {position + 4}")
             if kind == b"IEND":
                 break
@@ -268,8 +268,8 @@ class PngHeader(ImageHeader):
     def without_texts(self, data: Bytes) -> Bytes:
         """The same file without the chunks that libpng inflates and OpenCV does not use.
 
-        NOTE: a text of some kilobytes can grow to gigabytes, and the name of a profile is a client's text, line ends
-        included, which libpng's warnings about it repeat on stderr.
+        NOTE: a text of some kilobytes can grow to gigabytes. libpng's warnings on stderr quote the name of a profile,
+        which a client chooses, line ends included.
         """
         if not self._texts:
             return data
@@ -278,17 +278,17 @@ class PngHeader(ImageHeader):
 
 
 def _grows_beyond(data: Bytes, spans: Sequence[Span], limit: int) -> bool:
-    """Whether the zlib stream in these parts inflates to more than ``limit`` bytes; a damaged one does not.
+    """Whether the zlib stream in these parts inflates to more than ``limit`` bytes; false for a damaged one.
 
     The last ``UNCHECKED`` bytes are not inflated.
     """
-    left = sum(end - start for start, end in spans) - UNCHECKED
+    unchecked = sum(end - start for start, end in spans) - UNCHECKED
     inflater, grown = zlib.decompressobj(), 0
     pieces = (data[at : min(at + 2**16, end)] for start, end in spans for at in range(start, end, 2**16))
     for piece in pieces:
-        if left <= 0 or inflater.eof:
+        if unchecked <= 0 or inflater.eof:
             return False
-        left -= len(piece)
+        unchecked -= len(piece)
         try:
             while piece:
                 grown += len(inflater.decompress(piece, min(2**20, limit + 1 - grown)))

@@ -24,7 +24,7 @@ MAX_PIXELS = 2**26
 """67 megapixels: the photo of a phone with 50 passes."""
 
 MIN_SINE = 1e-3
-"""Of the angle at a corner of a quadrilateral; below it three corners are taken to lie on one line."""
+"""Smallest sine of a quadrilateral's angle; below it three corners count as lying on one line."""
 
 Size = tuple[int, int]
 """Height and width, pixels."""
@@ -43,10 +43,10 @@ def max_pixels() -> Param:
 
 
 def check_size(size: Size, channels: int, value_bytes: int, max_pixels: int | None = None) -> None:
-    """``InvalidRequest`` for a result of more than ``max_pixels`` of four bytes; where they have more, these count.
+    """Raise ``InvalidRequest`` for a result of more than ``max_pixels`` of four bytes; larger pixels count by bytes.
 
-    Without ``max_pixels`` the size is the configuration's. Only channels beyond four, of which an array of a request
-    may have any number, must not make more of it than of the largest image that is decoded.
+    Without ``max_pixels`` the size is set by the configuration, and only channels beyond four count, since a request's
+    array may have any number of them: the result must not exceed the largest image that is decoded.
     """
     height, width = size
     if max_pixels is None:
@@ -61,7 +61,7 @@ def check_size(size: Size, channels: int, value_bytes: int, max_pixels: int | No
 
 
 class Placement(NamedTuple):
-    """How one image becomes another: ``crop`` is cut out, resized to ``size`` and put into an image of ``canvas``.
+    """A crop, resize and pad: ``crop`` is cut out, resized to ``size`` and placed in an image of size ``canvas``.
 
     ``crop`` is (top, left, bottom, right) in the input, ``None`` for all of it. Without a ``canvas`` the result has
     ``size``; with one it begins there at ``top``, ``left``. ``inverse_trans`` maps a point of the result to the input.
@@ -84,7 +84,7 @@ def fit_inside(height: int, width: int, max_h: int, max_w: int, centred: bool = 
     new_h = min(max_h, max(1, round(height * scale)))
     new_w = min(max_w, max(1, round(width * scale)))
     top, left = ((max_h - new_h) // 2, (max_w - new_w) // 2) if centred else (0, 0)
-    # NOTE: not a function inside this one, which could not come back from another process.
+    # NOTE: not a local function, which could not be pickled.
     inverse_trans = partial(_to_original, width / new_w, height / new_h, left, top)
     return Placement((new_h, new_w), None, (max_h, max_w), top, left, inverse_trans)
 
@@ -99,9 +99,9 @@ def shorter_side(height: int, width: int, size: int) -> Placement:
 
 
 def center_crop(height: int, width: int, crop_h: int, crop_w: int) -> Placement:
-    """The middle ``crop_h`` × ``crop_w`` as torchvision's ``center_crop``; what is missing is added around it.
+    """The middle ``crop_h`` × ``crop_w`` as torchvision's ``center_crop``; a smaller image is padded.
 
-    A half pixel goes to the even number, and of an odd rest that is missing the larger half is below and on the right.
+    A half pixel is rounded to the even number; of an odd padding the larger half is below and on the right.
     """
     (top, above, part_h), (left, before, part_w) = _middle(height, crop_h), _middle(width, crop_w)
     canvas = None if (part_h, part_w) == (crop_h, crop_w) else (crop_h, crop_w)
@@ -109,7 +109,7 @@ def center_crop(height: int, width: int, crop_h: int, crop_w: int) -> Placement:
 
 
 def _middle(size: int, wanted: int) -> tuple[int, int, int]:
-    """Where the middle begins, how many pixels are missing before it, and how many it has."""
+    """Start of the middle part, number of padding pixels before it, and its size."""
     return (round((size - wanted) / 2), 0, wanted) if size >= wanted else (0, (wanted - size) // 2, size)
 
 
@@ -140,7 +140,7 @@ def wanted_pixels(item: Data, key: str, low: int) -> int:
     """The dict's ``key``, a number of pixels from ``low`` to 2**20; ``InvalidRequest`` where it is not one."""
     value = item[key]
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1:
-        value = value.item()  # the number of an array that has one, whatever its dimensions
+        value = value.item()  # of an array with one element, of any dimensions
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not low <= value <= MAX_SIDE:
         raise InvalidRequest(
             f"{key} in the dict must be an integer from {low} to {MAX_SIDE} (pixels), got {shown(_plain(value))}"
@@ -175,7 +175,7 @@ def upright_box(item: Data, height: int, width: int) -> tuple[np.ndarray, int, i
 
 
 def _is_convex(corners: np.ndarray) -> bool:
-    """Whether the way around turns to the same side at each corner, by an angle that is neither 0 nor 180°."""
+    """Whether all corners turn to the same side, by an angle that is neither 0 nor 180°."""
     edges = np.roll(corners, -1, 0) - corners
     following = np.roll(edges, -1, 0)
     products = np.linalg.norm(edges, axis=1) * np.linalg.norm(following, axis=1)
@@ -189,7 +189,7 @@ def _is_convex(corners: np.ndarray) -> bool:
 def _box(item: Data, shape: tuple[int, ...], purpose: str, wanted: str, where: str) -> Any:
     """The dict's ``box`` as lists of floats; ``InvalidRequest`` unless it holds finite numbers in this ``shape``.
 
-    A leading dimension of 1, that of a batch, is left out: the Open Inference Protocol has no inputs without one.
+    A leading batch dimension of 1 is ignored: the Open Inference Protocol has no inputs without one.
     """
     value = _plain(item.get(TASK_BOX_KEY))
     if value is None:
@@ -205,7 +205,7 @@ def _box(item: Data, shape: tuple[int, ...], purpose: str, wanted: str, where: s
 
 
 def _plain(value: Any) -> Any:
-    # NOTE: an array of a client may have millions of numbers, which take ten times the memory as Python's.
+    # NOTE: a client's array may have millions of numbers, which take ten times the memory in Python.
     if not hasattr(value, "tolist") or math.prod(getattr(value, "shape", ())) > 8:
         return value
     return value.tolist()

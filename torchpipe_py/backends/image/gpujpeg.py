@@ -30,7 +30,7 @@ CHECKERS = 8
 
 
 def read_header(data: bytes, check: HeaderCheck) -> JpegHeader:
-    """The header; ``DecodeError`` for what ``check`` refuses, is cut off, or is of a kind the GPU does not take."""
+    """The header; ``DecodeError`` if ``check`` refuses it, it is cut off, or the GPU cannot decode such a JPEG."""
     jpeg = check(data)
     assert isinstance(jpeg, JpegHeader)
     if not jpeg.is_tight:
@@ -84,7 +84,7 @@ class CheckJpeg(ItemBackend):
 
 
 class Torchvision:
-    """nvJPEG through torchvision, which has its own streams and waits for them; made and used as ``NvImageCodec``."""
+    """nvJPEG by torchvision, which uses its own streams and waits for them; same interface as ``NvImageCodec``."""
 
     uses_engines = True
 
@@ -100,7 +100,7 @@ class Torchvision:
         self._out_of_memory = torch.cuda.OutOfMemoryError
         self._decode: Any = decode_jpeg
         self._rgb = ImageReadMode.RGB
-        # Nobody writes to an encoded image. NOTE: not catch_warnings, since instances are set up side by side.
+        # Encoded images are only read. NOTE: not catch_warnings, since instances are set up in parallel.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         # From 0.29 on: advice for developers who choose the library, not for operators.
         warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of Torch", DeprecationWarning)
@@ -130,7 +130,7 @@ class Torchvision:
 
 
 def best_decoder(device: Any, stream: Any, trial: Sequence[bytes]) -> Torchvision | NvImageCodec:
-    """nvImageCodec, whose pixels are OpenCV's, or torchvision where that is not installed or does not work."""
+    """nvImageCodec, whose pixels are OpenCV's; torchvision if that is missing or does not work."""
     try:
         return NvImageCodec(device, stream, trial)
     except BackendUnavailable as first:
@@ -151,7 +151,7 @@ DECODERS: dict[str, Callable[[Any, Any, Sequence[bytes]], Torchvision | NvImageC
 
 
 class _Jpeg(NamedTuple):
-    """A file that its header lets through."""
+    """A file whose header was accepted."""
 
     item: Data
     data: bytes
@@ -165,18 +165,18 @@ class DecodeTensor(ItemBackend):
     Baseline and progressive JPEGs, gray or YCbCr; EXIF orientation is applied, as ``cv2.imdecode`` does. Anything else
     (another format, CMYK, progressive with restart markers or more than 32 scans, more pixels than ``max_pixels``,
     cut-off or corrupt bytes): no ``result``, ``error`` is a ``DecodeError``; a next node with ``filter = "or"`` can
-    decode it on the CPU. A Mat of 3 channels, ``uint8``, which a node before has decoded, goes to the GPU as it is.
-    The images of one call have no more than ``max_pixels`` together.
+    decode it on the CPU. A Mat of 3 channels, ``uint8``, decoded by a node before, is copied to the GPU.
+    The images of one call have at most ``max_pixels`` together.
 
     ``decoder``: the library that calls nvJPEG. With ``torchvision`` pixels differ from OpenCV's where chroma is
     subsampled, since it is not smoothed; ``nvimgcodec``, NVIDIA's nvImageCodec, smooths it; ``auto`` is the latter
-    where it works, else the former. ``torchpipe parity`` shows the differences. Images of one size from one call of
+    if it works, otherwise the former. ``torchpipe parity`` shows the differences. Images of one size from one call of
     ``nvimgcodec`` share memory.
 
-    Where compressed data is broken, the GPU's JPEG engines show pixels of an image that they decoded before. So each
-    file is checked on the CPU first, as ``CheckJpeg`` does it, in up to eight threads for a batch; a broken one, and
-    one that is not baseline with one scan, has a ``DecodeError``. With ``unchecked = true`` nothing is checked: for
-    files of your own, or where ``CheckJpeg`` is in a node before. ``nvimgcodec_cuda`` uses no engines, needs no check,
+    For broken compressed data, the GPU's JPEG engines return pixels of an image that they decoded before. So each
+    file is first checked on the CPU, as by ``CheckJpeg``, in up to eight threads for a batch; a broken one, or
+    one that is not baseline with one scan, has a ``DecodeError``. ``unchecked = true`` skips this: for your
+    own files, or after a node with ``CheckJpeg``. ``nvimgcodec_cuda`` uses no engines, needs no check,
     and decodes a twentieth of the images in a second.
     """
 
@@ -198,7 +198,7 @@ class DecodeTensor(ItemBackend):
     def setup(self) -> None:
         import cv2
 
-        # nvJPEG starts at its first call: no request waits for that.
+        # nvJPEG starts at its first call: make it now, so that no request waits for it.
         stream: Any = self.guard.stream  # type: ignore[union-attr]  # it needs CUDA
         small = bytes(cv2.imencode(".jpg", np.zeros((16, 16, 3), np.uint8))[1])
         self._jpegs = DECODERS[self.decoder](self.guard.device, stream, [small] * self.max())
@@ -237,14 +237,14 @@ class DecodeTensor(ItemBackend):
         mat = as_mat(mat, EIGHT_BITS)
         if mat.shape[2] != 3:
             raise InvalidRequest(f"DecodeTensor takes a decoded image of 3 channels, got {mat.shape[2]}")
-        # NOTE: the memory of a Mat that cannot be written to may belong to the next request once this one is answered.
+        # NOTE: copy: the memory of a read-only Mat may be reused for the next request once this one is answered.
         tensor = torch.tensor(mat, device=self.guard.device).permute(2, 0, 1)[None]
         is_same = color_of(item, 3, OF_MATS) == self.color
         item[TASK_RESULT_KEY] = tensor.contiguous() if is_same else tensor.flip(1)
         item[TASK_COLOR_KEY] = self.color
 
     def _checked(self, images: list[_Jpeg], check: WholeCheck) -> list[_Jpeg]:
-        """Those that the engines may have; the others get their errors."""
+        """The images that the engines may decode; the others get their errors."""
 
         def passes(image: _Jpeg) -> bool:
             try:
@@ -280,7 +280,7 @@ class DecodeTensor(ItemBackend):
                 item[TASK_ERROR_KEY] = image
                 continue
             if image.shape[2:] != (header.height, header.width):
-                # The limits were checked for the header's size: another size is another image.
+                # The limits were checked for the size in the header: another size means another image.
                 item[TASK_ERROR_KEY] = DecodeError(f"JPEG: decoded to another size than {header.width}x{header.height}")
                 continue
             image = oriented(image, header.orientation(data))

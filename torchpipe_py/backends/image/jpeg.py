@@ -11,13 +11,13 @@ from torchpipe_py.backends.image.formats import TIFF_ORDERS, Bytes, ImageHeader,
 from torchpipe_py.errors import BackendUnavailable, DecodeError
 
 MAX_SCANS = 32
-"""Each is a pass over all coefficients. libjpeg writes 10 by default and 18 for CMYK, optimisers no more than that."""
+"""Maximum scans; each is a pass over all coefficients. libjpeg writes 10 by default and 18 for CMYK."""
 
 MAX_PASSES = 16
-"""Times ``max_pixels``: what all scans together pass over. So the largest images have fewer scans."""
+"""Maximum pixels of all scans together, as a multiple of ``max_pixels``. The largest images may have fewer scans."""
 
 MAX_SEGMENTS = 2048
-"""Before the image data. A colour profile of 16 MB takes 255."""
+"""Maximum segments before the image data. A colour profile of 16 MB takes 255."""
 
 PROGRESSIVE = 0xC2
 ORIENTATION = 0x0112  # the EXIF tag
@@ -38,17 +38,17 @@ _TABLES = {0xC4, 0xCC, 0xDB, 0xDC, 0xDD}  # DHT, DAC, DQT, DNL, DRI
 _SEGMENTS = {_SOS, *_FRAMES, *_TABLES, *range(0xE0, 0xF0), 0xFE}
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 
-# JFIF's and tables, of the lengths that they have in most files: passed over in one call of C.
-# NOTE: a few of them. The call holds the GIL, and takes memory for each; the others count towards MAX_SEGMENTS.
+# JFIF segments and tables of usual lengths are skipped in one call of C.
+# NOTE: at most 16, since the call holds the GIL and takes memory for each; others count towards MAX_SEGMENTS.
 _USUAL = (0xE0, 16), (0xDB, 67), (0xDB, 132), (0xC4, 31), (0xC4, 181), (0xC4, 418)
 _USUAL_SEGMENTS: Callable[[Bytes, int], re.Match[bytes]] = re.compile(
     b"(?s:%s){0,16}" % b"|".join([re.escape(struct.pack(">BBH", 0xFF, m, n)) + b".{%d}" % (n - 2) for m, n in _USUAL])
-).match  # type: ignore[assignment]  # it matches nothing, at least
+).match  # type: ignore[assignment]  # always matches, perhaps the empty string
 
 _NEXT_MARKER = re.compile(rb"\xff[^\x00\xff]")
 _NEXT_IN_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-# FF, marker, length; after it what a frame header has: bits, height, width, components. A scan has its number of
-# components where the bits are.
+# FF, marker, length; then the fields of a frame header: bits, height, width, components. In a scan header the number
+# of components is in the place of the bits.
 _segment_at = struct.Struct(">BBHBHHB").unpack_from
 _PIECE = 2**18  # bytes that are searched in one call, which holds the GIL
 
@@ -58,11 +58,11 @@ class JpegHeader(ImageHeader):
 
     ``channels`` are its color components, ``frame`` is the marker of the frame header. ``transform`` is Adobe's
     (1: YCbCr). ``is_tight``: there is nothing between the segments. ``data_start`` is where the first scan's bytes
-    begin. ``scans`` are counted by ``check``; 1 for what is decoded in one pass.
+    begin. ``scans`` are counted by ``check``; 1 for an image that is decoded in one pass.
     """
 
     def __init__(self, data: Bytes) -> None:
-        """``DecodeError`` for what is not a JPEG, is cut off, or is of a kind that is not read."""
+        """Read the header; ``DecodeError`` if it is not that of a JPEG, is cut off, or of an unsupported kind."""
         super().__init__("jpeg", 0, 0)
         self.frame, self.transform = 0, 1
         self.is_tight, self.scans = True, 1
@@ -86,8 +86,8 @@ class JpegHeader(ImageHeader):
                     # NOTE: decoders disagree about which frame header's size counts.
                     raise DecodeError("JPEG: it has two frame headers")
                 if _FRAMES[marker] or first != 8:
-                    what = f"a frame of type SOF{marker - 0xC0} ({_FRAMES[marker] or f'{first} bits'})"
-                    raise DecodeError(f"JPEG: {what} is not supported, only 8 bits, Huffman")
+                    frame = f"a frame of type SOF{marker - 0xC0} ({_FRAMES[marker] or f'{first} bits'})"
+                    raise DecodeError(f"JPEG: {frame} is not supported, only 8 bits, Huffman")
                 if components not in (1, 3, 4) or length != 8 + 3 * components:
                     raise DecodeError(f"JPEG: {components} color components in a frame header of {length} bytes")
                 self.frame, self.height, self.width, self.channels = marker, height, width, components
@@ -107,16 +107,16 @@ class JpegHeader(ImageHeader):
         self._first = first  # components in the first scan
 
     def _next(self, data: Bytes, position: int) -> int:
-        """Where to go on from what is not a segment."""
+        """Position of the next segment, after bytes that are not one."""
         marker = data[position + 1]
         if data[position] != 0xFF or marker in (0, 0xFF):
-            # Passed over, as libjpeg does it, but not without end; FF may be before a marker.
-            found = _NEXT_MARKER.search(data, position, position + _PIECE)
-            if found is None:
+            # Skip, as libjpeg does, but only so far; FF may precede a marker.
+            match = _NEXT_MARKER.search(data, position, position + _PIECE)
+            if match is None:
                 raise DecodeError(f"JPEG: no marker in the {_PIECE} bytes from byte {position} on")
-            if bytes(data[position : found.start()]).strip(b"\xff"):
+            if bytes(data[position : match.start()]).strip(b"\xff"):
                 self.is_tight = False
-            return found.start()
+            return match.start()
         if marker in _STANDALONE:
             return position + 2
         if marker == _EOI:
@@ -128,13 +128,13 @@ class JpegHeader(ImageHeader):
     @property
     def memory(self) -> int:
         """Bytes that decoding to three channels of 8 bits takes at the most; known after ``check``."""
-        # What is decoded in several passes is kept in coefficients of 16 bits.
-        # NOTE: else cv2.imdecode has the pixels twice at its end, since it copies them into an array.
+        # Several passes need all coefficients, of 16 bits.
+        # NOTE: with one pass, cv2.imdecode holds the pixels twice at its end, since it copies them into an array.
         has_passes = self.scans > 1 or self.frame == PROGRESSIVE
         return self.width * self.height * (max(6, 3 + 2 * self.channels) if has_passes else 6)
 
     def check(self, data: Bytes, max_pixels: int) -> None:
-        """``DecodeError`` for too many scans, each of which is a pass over all pixels."""
+        """Raise ``DecodeError`` for too many scans, each of which is a pass over all pixels."""
         if self.frame != PROGRESSIVE and self._first == self.channels:
             return
         self.scans = scans = count_scans(data, self.data_start)
@@ -155,26 +155,26 @@ class JpegHeader(ImageHeader):
                     (value,) = struct.unpack_from(order + {3: "H", 4: "I"}[kind], segment, place)
                     return value if values == 1 and 1 <= value <= 8 else 1
         except (struct.error, KeyError):
-            pass  # as OpenCV does: damaged metadata, but a good image
+            pass  # as in OpenCV: damaged metadata do not spoil the image
         return 1
 
 
 def count_scans(data: Bytes, position: int) -> int:
-    """Scans from the one whose bytes begin at ``position`` to the end of the image; at most one more than are allowed.
+    """Number of scans from ``position``, in the first of them, to the end of the image; at most ``MAX_SCANS`` + 1.
 
-    What follows the end of the image does not count; nor do bytes that look like a marker inside of a segment.
+    Bytes after the end of the image do not count; nor do bytes that look like a marker inside a segment.
     """
     scans, size = 1, len(data)
     for _ in range(MAX_SEGMENTS):
-        found = None
+        match = None
         # NOTE: in pieces that overlap by a byte, so that another thread gets the GIL between them.
-        while found is None:
+        while match is None:
             if position >= size:
                 return scans
-            found = _NEXT_IN_SCAN.search(data, position, position + _PIECE)
-            if found is None:
+            match = _NEXT_IN_SCAN.search(data, position, position + _PIECE)
+            if match is None:
                 position += _PIECE - 1
-        position = found.end()
+        position = match.end()
         marker = data[position - 1]
         if marker == _EOI or position + 2 > size:
             return scans
@@ -191,17 +191,16 @@ def count_scans(data: Bytes, position: int) -> int:
 
 
 class WholeCheck:
-    """Refuses what the JPEG engines of a GPU must not have, of the files that ``read_header`` takes.
+    """Refuses files that ``read_header`` accepts, but the JPEG engines of a GPU must not decode.
 
-    Where compressed data is broken, the engines show pixels of an image that they decoded before, which may be another
+    For broken compressed data, the engines return pixels of an image that they decoded before, which may be another
     client's (H200, nvImageCodec 0.9 and torchvision 0.26). So they get a file only if libjpeg-turbo decodes it without
     a warning, at an eighth of its size, which takes two thirds of the time of decoding it and no lock. libjpeg-turbo
-    also takes files whose tables or components are missing, or whose tables have symbols that mean nothing: they must
-    be plain.
+    also decodes files with missing tables or components, or tables with invalid symbols: files must be plain, too.
     """
 
     def __init__(self) -> None:
-        """``BackendUnavailable`` where simplejpeg, which brings libjpeg-turbo, is not installed."""
+        """Raise ``BackendUnavailable`` if simplejpeg, which contains libjpeg-turbo, is not installed."""
         try:
             import simplejpeg
         except ImportError as error:
@@ -210,7 +209,7 @@ class WholeCheck:
         self._decode: Callable[..., Any] = simplejpeg.decode_jpeg
 
     def __call__(self, data: bytes) -> None:
-        """``DecodeError`` for a broken file, and for a whole one of a kind that the engines do not get."""
+        """Raise ``DecodeError`` for a broken file, or one that is not plain."""
         start = plain_scan(data)
         marker = _MARKER(data, start) if start else None
         if marker is None or data[marker.end() - 1] != _EOI:
@@ -226,8 +225,8 @@ class WholeCheck:
 MOST_MCUS = 65535
 """Blocks of all components (MCUs) that a file without restart markers may have."""
 
-# NOTE: libjpeg-turbo's fast path takes codes that no table has without a warning. It is not used where restart markers
-# may come; this interval is longer than the image, and the file's own, if there is one, comes later and counts.
+# NOTE: libjpeg-turbo's fast path accepts codes that are in no table. It is not used if restart markers are possible;
+# this interval is longer than the image, and a file's own one follows and replaces it.
 _INTERVAL = b"\xff\xdd\x00\x04" + MOST_MCUS.to_bytes(2, "big")
 
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]").search
@@ -238,9 +237,9 @@ _AC_SYMBOLS = bytes([0x00, 0xF0, *(run << 4 | size for run in range(16) for size
 
 
 def plain_scan(data: bytes) -> int:
-    """Where the compressed data of a plain JPEG starts; 0 for one of another kind.
+    """Start of the compressed data of a plain JPEG; 0 for any other.
 
-    Plain is baseline with one scan of all its components, in their order, and with every table it needs, those of 8
+    Plain means baseline with one scan of all its components, in their order, and with every table it needs, of 8
     bits (ITU-T T.81, F.1.2). Only the segments before the compressed data are read; ``data`` begins with a JPEG's two
     bytes.
     """

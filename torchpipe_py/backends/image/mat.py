@@ -26,17 +26,17 @@ COLORS = ("bgr", "rgb")
 MAT_COLORS = (*COLORS, "gray")
 
 OF_MATS, OF_TENSORS = "bgr", "rgb"
-"""The channel order of an image whose dict has no ``color``."""
+"""The default channel order, of an image whose dict has no ``color``."""
 
 UINT8, FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 EIGHT_BITS = (UINT8,)
 
 
-# -- what comes in ----------------------------------------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------------------------
 
 
 def color_of(item: Data, channels: int, default: str) -> str:
-    """What an image of so many channels holds: gray where it is one, else the dict's ``color``, or else ``default``.
+    """The color of an image with so many channels: gray for one, otherwise the dict's ``color``, or ``default``.
 
     ``InvalidRequest`` for a ``color`` that is not a channel order.
     """
@@ -61,7 +61,7 @@ def to_color(value: Any) -> str:
 
 def as_mat(value: Any, dtypes: tuple[np.dtype, ...] = (UINT8, FLOAT32)) -> np.ndarray:
     """``value`` as an H×W×C array of one of ``dtypes``; H×W becomes H×W×1; ``InvalidRequest`` for anything else."""
-    # NOTE: on the path of every request, under the GIL: a dtype is one object, and comparing it with a type is slow.
+    # NOTE: on the path of every request: compare dtypes by identity, since comparing one with a type is slow.
     if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype in dtypes) and value.size:
         if value.ndim == 3:
             return value
@@ -72,7 +72,7 @@ def as_mat(value: Any, dtypes: tuple[np.dtype, ...] = (UINT8, FLOAT32)) -> np.nd
 
 
 class Recolor:
-    """The Mat under ``data`` in the channel order ``wanted``; ``InvalidRequest`` where it has none of its own."""
+    """The Mat under ``data`` in the channel order ``wanted``; ``InvalidRequest`` if its own is unknown."""
 
     def __init__(self, wanted: str) -> None:
         import cv2
@@ -82,7 +82,7 @@ class Recolor:
         self._codes = {
             color: getattr(cv2, f"COLOR_{color.upper()}2{wanted.upper()}") for color in MAT_COLORS if color != wanted
         }
-        self._codes[wanted] = cv2.COLOR_BGRA2BGR  # of either order
+        self._codes[wanted] = cv2.COLOR_BGRA2BGR  # for either order
 
     def __call__(self, item: Data) -> np.ndarray:
         mat = as_mat(item[TASK_DATA_KEY])
@@ -134,7 +134,7 @@ def opencv_resize(interpolation: str) -> Resize:
     resize, flag = cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
 
     def resized(mat: np.ndarray, height: int, width: int) -> np.ndarray:
-        # NOTE: OpenCV would take the GIL to make the array, and give it up once more.
+        # NOTE: without `dst`, OpenCV takes the GIL once more, to allocate the array.
         result: np.ndarray = resize(
             mat, (width, height), np.empty((height, width, mat.shape[2]), mat.dtype), 0, 0, flag
         )
@@ -159,7 +159,7 @@ def pillow_resize(interpolation: str) -> Resize:
 
 
 def place_mat(mat: np.ndarray, placement: Placement, resize: Resize | None, value: int) -> np.ndarray:
-    """``mat`` cut, resized and placed on ``value``; the Mat itself where nothing of that changes it."""
+    """``mat`` cropped, resized and padded with ``value``; the Mat itself if that changes nothing."""
     size, crop, canvas, top, left, _ = placement
     if crop is not None:
         mat = mat[crop[0] : crop[2], crop[1] : crop[3]]
@@ -172,7 +172,7 @@ def place_mat(mat: np.ndarray, placement: Placement, resize: Resize | None, valu
     return placed
 
 
-# -- backends without a twin on Tensors -------------------------------------------------------------------------------
+# -- backends for Mats only -----------------------------------------------------------------------------
 
 
 class cvtColorMat(ItemBackend):
@@ -208,8 +208,8 @@ class AlignMat(ItemBackend):
     The height is the parameter's. The width is what keeps the aspect ratio (a fraction of a pixel is cut off), rounded
     up to a multiple of ``align``, at most ``max_w``; or rounded up to the next of ``widths``, at most the last.
     ``DynamicResizeMat`` does the resizing. ``ConfigError`` for a ``max_w`` that is not a multiple of ``align``, for
-    ``widths`` that do not ascend, and for both or neither of them. What is not a Mat has an ``InvalidRequest`` as its
-    ``error``.
+    ``widths`` that do not ascend, and for both or neither of them. A value that is not a Mat has an
+    ``InvalidRequest`` as its ``error``.
     """
 
     takes, gives = MAT, MAT
@@ -247,12 +247,12 @@ class PerspectiveTransformMat(ItemBackend):
     ``box`` is a list, tuple or array of 4×2 numbers, in pixels, fractions kept. As in ``CropMat`` a coordinate lies
     between pixels: 0 is the left side of the first, and the width of the image the right side of the last. The result
     is as wide as the longer of the top and bottom edge and as high as the longer of the left and right one, rounded, at
-    least one pixel. What lies outside the image repeats its border. By ``cv2.warpPerspective``, for which the
+    least one pixel. Outside the image its border is repeated. By ``cv2.warpPerspective``, for which the
     interpolation ``area`` is ``bilinear``.
 
     No ``result``, but an ``InvalidRequest`` as ``error``: a box that is missing, is not 4×2 finite numbers, has an edge
     longer than 2**20 or more than ``max_pixels``, has its corners crosswise, three of them on a line or two equal, or
-    lies outside the image; and what is not a Mat.
+    lies outside the image; a value that is not a Mat.
     """
 
     takes, gives = MAT, MAT
@@ -274,6 +274,6 @@ class PerspectiveTransformMat(ItemBackend):
         corners, height, width = geometry.upright_box(item, mat.shape[0], mat.shape[1])
         geometry.check_size((height, width), mat.shape[2], mat.itemsize, self.max_pixels)
         upright = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
-        # NOTE: OpenCV counts from the middle of the first pixel, a box from its corner.
+        # NOTE: OpenCV's coordinates start in the middle of the first pixel, those of a box at its corner.
         matrix = self._transform(corners - np.float32(0.5), upright - np.float32(0.5))
         item[TASK_RESULT_KEY] = as_mat(self._warp(mat, matrix, (width, height), **self._options))

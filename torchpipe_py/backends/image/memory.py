@@ -32,11 +32,11 @@ class _CurrentThread(threading.local):
 
 
 CURRENT = _CurrentThread()
-"""``waiter``: for whom the calling thread decodes, if it is a pipe's."""
+"""``waiter``: the instance for which the calling thread decodes, or ``None`` outside a pipe."""
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Meanwhile the calling thread runs no backend, but waits for what comes within a bounded time."""
+    """A context in which the calling thread runs no backend, but waits for a bounded time."""
     return nullcontext() if CURRENT.waiter is None else CURRENT.waiter.waiting()
 
 
@@ -49,27 +49,27 @@ class DecodingMemory:
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Nothing is under way, as in a process that was just forked: the threads that decoded are not there."""
+    def reset(self) -> None:
+        """Reset the counts, in a process that was just forked and lacks the threads that decoded."""
         self._lock = threading.Lock()
         self._under_way: set[_Reservation] = set()
         self._waiting_large: deque[_Reservation] = deque()
-        self._waiting: deque[_Reservation] = deque()  # the others
+        self._waiting: deque[_Reservation] = deque()  # small images
 
     @contextmanager
     def reserved(self, size: int, limit: int, is_large: bool = False) -> Iterator[None]:
-        """Wait until ``size`` bytes beside those under way are within ``limit``, and count them meanwhile.
+        """Wait until ``size`` bytes and those in use are within ``limit``, and count them until the end.
 
-        ``DeadlineExceeded`` where the deadline of ``CURRENT.waiter`` comes first.
+        Raises ``DeadlineExceeded`` if the deadline of ``CURRENT.waiter`` comes first.
         """
         if size <= SMALL:
             yield
             return
         reservation = _Reservation(size, limit, is_large)
         waiting = self._waiting_large if is_large else self._waiting
-        # NOTE: Ctrl-C can meet a caller that decodes its own image anywhere here, even while it waits.
+        # NOTE: Ctrl-C may interrupt a caller that decodes its own image anywhere here, even while it waits.
         try:
             with self._lock:
                 waiting.append(reservation)
@@ -90,14 +90,14 @@ class DecodingMemory:
                 self._under_way.add(waiting[0])
                 waiting.popleft().admitted.release()
 
-    def _has_room(self, wanted: _Reservation) -> bool:
-        large = sum([other.size for other in self._under_way if other.is_large])
-        others = sum([other.size for other in self._under_way if not other.is_large])
-        if wanted.is_large:
-            return 2 * others <= wanted.limit and (not large or large + wanted.size <= wanted.limit)
-        if not others or 2 * (others + wanted.size) <= wanted.limit:
+    def _has_room(self, next_: _Reservation) -> bool:
+        large = sum([used.size for used in self._under_way if used.is_large])
+        small = sum([used.size for used in self._under_way if not used.is_large])
+        if next_.is_large:
+            return 2 * small <= next_.limit and (not large or large + next_.size <= next_.limit)
+        if not small or 2 * (small + next_.size) <= next_.limit:
             return True
-        return not self._waiting_large and large + others + wanted.size <= wanted.limit
+        return not self._waiting_large and large + small + next_.size <= next_.limit
 
 
 class _Reservation:
@@ -124,6 +124,6 @@ def _wait(reservation: _Reservation) -> None:
         )
 
 
-# Process-wide, as the memory is.
+# One for the process, like its memory.
 DECODING = DecodingMemory()
-os.register_at_fork(after_in_child=DECODING.forget)
+os.register_at_fork(after_in_child=DECODING.reset)

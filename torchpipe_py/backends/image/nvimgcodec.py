@@ -14,9 +14,9 @@ from typing import Any
 
 from torchpipe_py.errors import BackendUnavailable, DecodeError, first_line, logger
 
-OLDEST = "0.9"  # that is known to work
-CPU_THREADS = 1  # of a decoder, for what the GPU leaves to the CPU
-KEPT_BYTES = 2**28  # of images, between two calls
+OLDEST_VERSION = "0.9"
+CPU_THREADS = 1  # of each decoder, for the CPU's part of decoding
+KEPT_BYTES = 2**28  # image memory that stays allocated between two calls
 
 _OTHER_FORMATS = re.compile(rb"(?i)nvjpeg2k|nvjpeg2000|nvtiff")
 _VERBOSITY = "PYNVIMGCODEC_VERBOSITY"
@@ -24,15 +24,17 @@ _RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
 
 class _Target:
-    """An image of the library that call after call decodes into, and a tensor over its memory."""
+    """An image of the library that is reused by each call, and a tensor over its memory."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of the image."""
+        """Release the image."""
         self._tensor: Any = None
-        self._laid_out: tuple[int, Sequence[int]] | None = None  # what the tensor's place and shape come from
+        self._laid_out: tuple[int, Sequence[int]] | None = (
+            None  # capacity and shape of the image when the tensor was made
+        )
         self.image: Any = None
 
     @property
@@ -41,15 +43,15 @@ class _Target:
         return int(getattr(self.image, "capacity", 0))
 
     def put(self, image: Any) -> None:
-        """What a call has decoded: this target's image, with other pixels, or another one."""
+        """Store the image of a call: this target's own, with new pixels, or another one."""
         if image is not self.image:
             self.clear()
             self.image = image
 
     def tensor(self, as_tensor: Any, device: Any) -> Any:
-        """3×H×W, of the image's own memory."""
-        # NOTE: the memory moves only when it grows. The address itself is not read: that hands the GIL to
-        # waiting threads several times, reading the shape once, and the capacity never.
+        """A tensor 3×H×W over the image's memory."""
+        # NOTE: the memory moves only when it grows. Do not read the address: that releases the GIL several times, the
+        # shape once, and the capacity never.
         laid_out = self.capacity, self.image.shape
         if laid_out != self._laid_out:
             self._tensor = as_tensor(self.image, device=device)
@@ -60,9 +62,9 @@ class _Target:
 class NvImageCodec:
     """Decodes on ``device``, in the order of ``stream``; chroma is smoothed, as OpenCV does it.
 
-    What the JPEG engines do not take, progressive files for one, is decoded on the cores; all is without
-    ``uses_engines``. ``trial``: small JPEGs to begin with, as many as a batch has. The library's images, 3 bytes a
-    pixel, are decoded into again by the next call: what is given are copies. ``BackendUnavailable`` where the library
+    Files that the JPEG engines do not decode, such as progressive ones, are decoded on the GPU's cores; without
+    ``uses_engines`` all are. ``trial``: small JPEGs for a first call, as many as a batch has. The library's images, 3
+    bytes a pixel, are reused by the next call, so results are copies. Raises ``BackendUnavailable`` if the library
     is not installed or does not work.
     """
 
@@ -79,7 +81,7 @@ class NvImageCodec:
         self._stack: Any = torch.stack
         self._device, self._stream = device, stream.cuda_stream
         self.uses_engines = uses_engines
-        self._targets = [_Target() for _ in trial]  # by the place in a batch
+        self._targets = [_Target() for _ in trial]  # one for each place in a batch
         name = f"nvImageCodec {library.__version__}"
         try:
             kinds = library.BackendKind
@@ -88,7 +90,7 @@ class NvImageCodec:
                 color_spec=library.ColorSpec.SRGB,
                 sample_format=library.SampleFormat.P_RGB,
             )
-            # NOTE: two decoders, since one that has both shares a batch out among them, and their pixels differ a bit.
+            # NOTE: two decoders: one with both kinds would split a batch among them, and their pixels differ slightly.
             engines, cores = [kinds.HW_GPU_ONLY], [kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU]
             decoders = [
                 library.Decoder(
@@ -103,8 +105,14 @@ class NvImageCodec:
             self._decoders = [decoder for decoder in decoders if self._decode(decoder, trial, self._targets)[0]]
         except torch.cuda.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:  # of another version, too
-            problem = f"{name} does not work here; {OLDEST} or newer is needed, and nvJPEG"
+        except (
+            RuntimeError,
+            TypeError,
+            AttributeError,
+            LookupError,
+            ValueError,
+        ) as error:  # also from an unknown version
+            problem = f"{name} does not work here; {OLDEST_VERSION} or newer is needed, and nvJPEG"
             raise BackendUnavailable(f"{problem}: {first_line(error)}") from error
         if not self._decoders:
             raise BackendUnavailable(f"{name} does not work here: it cannot decode a small JPEG")
@@ -118,17 +126,17 @@ class NvImageCodec:
         self._targets += [_Target() for _ in range(len(encoded) - len(self._targets))]
         images: list[Any] = [None] * len(encoded)
         for decoder in self._decoders:
-            missing = [place for place, image in enumerate(images) if image is None]
-            if not missing:
+            places = [place for place, image in enumerate(images) if image is None]
+            if not places:
                 break
-            targets = [self._targets[place] for place in missing]
-            is_decoded = self._decode(decoder, [encoded[place] for place in missing], targets)
-            if len(missing) > 1:
-                # NOTE: alone once more, so that what becomes of an image does not depend on those beside it.
-                for number, place in enumerate(missing):
+            targets = [self._targets[place] for place in places]
+            is_decoded = self._decode(decoder, [encoded[place] for place in places], targets)
+            if len(places) > 1:
+                # NOTE: retry each alone, so that an outcome does not depend on the other images of the batch.
+                for number, place in enumerate(places):
                     if not is_decoded[number]:
                         (is_decoded[number],) = self._decode(decoder, [encoded[place]], [targets[number]])
-            done = list(compress(missing, is_decoded))
+            done = list(compress(places, is_decoded))
             for place, image in zip(done, self._copies(list(compress(targets, is_decoded))), strict=True):
                 images[place] = image
         for target, image in zip(self._targets, images, strict=False):
@@ -142,18 +150,18 @@ class NvImageCodec:
         ]
 
     def _trim(self) -> None:
-        """Keep ``KEPT_BYTES`` of memory, the smaller images.
+        """Release the largest images beyond ``KEPT_BYTES``.
 
-        NOTE: before a call, since the stream has been waited for then: to release an image sooner is to wait for it
-        alone, which takes twice as long as to decode it (117 µs an image of 500×375, against 42, on an H200).
+        NOTE: call it before decoding, when the stream is idle: releasing an image waits for the stream, which takes
+        twice as long as to decode it (117 µs an image of 500×375, against 42, on an H200).
         """
         while sum(target.capacity for target in self._targets) > KEPT_BYTES:
             max(self._targets, key=lambda target: target.capacity).clear()
 
     def _copies(self, targets: Sequence[_Target]) -> Sequence[Any]:
-        """In PyTorch's memory: what follows keeps that from being used again too early, by PyTorch's means.
+        """Copies in PyTorch's memory, which its allocator does not reuse too early.
 
-        The library's is safe as it is: the next call decodes in the order of the stream, after these copies.
+        The library's memory is safe, too: the next call decodes in the order of the stream, after these copies.
         """
         # NOTE: create no unneeded tensor: freeing one makes PyTorch release the GIL to other threads.
         tensors = [target.tensor(self._as_tensor, self._device) for target in targets]
@@ -163,7 +171,7 @@ class NvImageCodec:
         return [self._stack([tensor]) for tensor in tensors]
 
     def _decode(self, decoder: Any, encoded: Sequence[bytes], targets: Sequence[_Target]) -> list[bool]:
-        """Decode each into the target beside it; whether that was possible."""
+        """Decode each image into the target at its index; return whether each succeeded."""
         options: dict[str, Any] = {"params": self._params, "cuda_stream": self._stream}
         images = decoder.decode(list(encoded), images=[target.image for target in targets], **options)
         for target, image in zip(targets, images, strict=True):
@@ -173,39 +181,39 @@ class NvImageCodec:
 
 
 def package(torch: Any) -> str:
-    """What pip installs beside this PyTorch."""
+    """The requirement for pip that fits this PyTorch."""
     cuda = (torch.version.cuda or "").partition(".")[0]
-    return f"nvidia-nvimgcodec-cu{cuda}[nvjpeg]>={OLDEST}"
+    return f"nvidia-nvimgcodec-cu{cuda}[nvjpeg]>={OLDEST_VERSION}"
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """On import, the library reports on stderr what it cannot load for formats that are not used here.
+    """Hide the library's reports on stderr, during import, about missing libraries for unused formats.
 
-    It reads what to write of images that it cannot decode, which have their errors, from the environment, which is the
-    program's. NOTE: whatever else is written meanwhile, by other threads too, comes out at the end.
+    Its reports about images that it cannot decode, which have their errors, are switched off by the environment.
+    NOTE: other output to stderr meanwhile, also of other threads, is written at the end.
     """
     is_set = _VERBOSITY in os.environ
     os.environ.setdefault(_VERBOSITY, "0")
-    with TemporaryFile() as written:
+    with TemporaryFile() as output:
         stderr = os.dup(2)
-        os.dup2(written.fileno(), 2)
+        os.dup2(output.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            written.seek(0)
-            os.write(2, b"".join(line for line in written if not _OTHER_FORMATS.search(line)))
+            output.seek(0)
+            os.write(2, b"".join(line for line in output if not _OTHER_FORMATS.search(line)))
             if not is_set:
                 del os.environ[_VERBOSITY]
 
 
 def _keep_memory(device: Any, size: int) -> None:
-    """Let the device's memory pool keep so many bytes, where it would give all back to the driver at each wait."""
-    cuda, pool, kept = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
+    """Let the device's memory pool keep ``size`` bytes; by default it returns all to the driver at each wait."""
+    cuda, pool, threshold = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_uint64()
     if cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), device.index) != 0:
         return
-    if cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept)) == 0 and kept.value < size:
-        kept.value = size
-        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(kept))
+    if cuda.cuMemPoolGetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold)) == 0 and threshold.value < size:
+        threshold.value = size
+        cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))

@@ -16,16 +16,16 @@ from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_int, to_str
 
-TOGETHER = 2**25  # values that one call resizes on a GPU: they are held at once, as they were and in float32
+MOST_VALUES = 2**25  # in one resize call on a GPU, which holds them twice, as they are and in float32
 
 FLOAT_BYTES = 4
 
 
 class Operation(NamedTuple):
-    """Where pixels go: ``place(backend, item, height, width)``, by the parameters of the backend and the dict.
+    """A geometric operation: ``place(backend, item, height, width)`` computes a ``Placement`` from parameters and dict.
 
-    ``params`` are those of both backends, a pair where they differ; ``sides`` name the height and the width of the
-    result.
+    ``params`` belong to both backends, for Mats and Tensors, as a pair if they differ; ``sides`` name the height and
+    the width of the result.
     """
 
     place: Callable[[Any, Data, int, int], Placement]
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
         """For an image of ``shape``, height, width and channels; ``InvalidRequest`` for a result that is too large."""
         height, width, channels = shape
         placement = self.place(backend, item, height, width)
-        if placement.crop is None or placement.canvas is not None:  # a part of an image is not larger than the image
+        if placement.crop is None or placement.canvas is not None:  # a crop is never larger than its image
             geometry.check_size(
                 placement.canvas or placement.size, channels, value_bytes, getattr(backend, "max_pixels", None)
             )
@@ -117,9 +117,9 @@ def on_images(
 
 
 def _resize_together(self: Any, items: list[Data]) -> None:
-    """Resize images of one size on a GPU by one call, which costs the host no more than a single one does.
+    """Resize images of one size on a GPU by one call, which costs the host as little as a single image.
 
-    NOTE: on the CPU a copy that does not fit the cache costs more than the calls.
+    NOTE: not on the CPU, where a copy that does not fit into the cache costs more than the calls.
     """
     import torch
 
@@ -135,7 +135,7 @@ def _resize_together(self: Any, items: list[Data]) -> None:
         key = (tensor.shape, tensor.dtype, tensor.device) if tensor.is_cuda else id(item)
         groups.setdefault(key, []).append((item, tensor))
     for group in groups.values():
-        most = max(1, TOGETHER // group[0][1].numel())
+        most = max(1, MOST_VALUES // group[0][1].numel())
         for start in range(0, len(group), most):
             part = group[start : start + most]
             batch = torch.cat([tensor for _, tensor in part]) if len(part) > 1 else part[0][1]
@@ -264,7 +264,7 @@ FIT_CENTRED = Operation(
 class LetterBoxMat(ItemBackend):
     """As ``ResizePadMat``, but in the middle, as YOLO models take it, by default on gray.
 
-    Of an odd number of rows or columns to pad, the larger half is below or on the right, as in Ultralytics' LetterBox.
+    Of an odd padding, the larger half is below or on the right, as in Ultralytics' LetterBox.
     """
 
 
@@ -298,8 +298,8 @@ class DynamicResizeMat(ItemBackend):
     """Mat to Mat of the dict's ``resize_h`` × ``resize_w`` by ``cv2.resize``; the aspect ratio is kept only if asked.
 
     With ``keep_aspect`` it becomes as large as fits, top left, and the rest is padded with ``pad_value``. The sides are
-    integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. One that is
-    missing, is not an integer, or is out of these bounds, and what is not a Mat: no ``result``, but an
+    integers from 1 to 2**20, in pixels, their product ``max_pixels`` at most; ``AlignMat`` writes them. A side that is
+    missing, not an integer or out of these bounds, or a value that is not a Mat: no ``result``, but an
     ``InvalidRequest`` as ``error``.
     """
 
@@ -320,9 +320,9 @@ class CropMat(ItemBackend):
     """The part of a Mat H×W×C that ``box`` in the dict names: [left, top, right, bottom] in pixels; a contiguous copy.
 
     ``box`` is a list, tuple or array of four numbers; right and bottom are the first pixels outside. Fractions are
-    rounded, and what lies outside the image is cut off, as ``CropTensor`` does it. No ``result``, but an
-    ``InvalidRequest`` as ``error``: a box that is missing, is not four finite numbers, or leaves no pixel; and what is
-    not a Mat.
+    rounded, and parts outside the image are cut off, as by ``CropTensor``. No ``result``, but an
+    ``InvalidRequest`` as ``error``: a box that is missing, is not four finite numbers, or leaves no pixel; a value
+    that is not a Mat.
     """
 
 
@@ -331,7 +331,7 @@ class CropTensor(ItemBackend):
     """The part of a Tensor 1×C×H×W that ``box`` in the dict names: [left, top, right, bottom] in pixels; a copy.
 
     ``box`` is a list, tuple, array or tensor of four numbers; right and bottom are the first pixels outside. Fractions
-    are rounded, and what lies outside the image is cut off. A box that is missing, is not four finite numbers, or
+    are rounded, and parts outside the image are cut off. A box that is missing, is not four finite numbers, or
     leaves no pixel: no ``result``, ``error`` is an ``InvalidRequest``.
     """
 

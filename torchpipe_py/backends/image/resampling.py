@@ -13,16 +13,16 @@ from torchpipe_py.backends.params import Param
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.values import to_str
 
-PRECISION_BITS = 22  # of Pillow's coefficients: src/libImaging/Resample.c
+COEFFICIENT_BITS = 22  # as in Pillow's src/libImaging/Resample.c
 KEPT = 64
 
 Resize = Callable[[Any, int, int], Any]
 """``resize(tensor, height, width)``: a new Tensor of that size, of N×C×H×W."""
 
 Coefficients = tuple[np.ndarray, np.ndarray]
-"""What each pixel of a resized row is made of: columns of the input, int64, and their weights, float64; both out×k.
+"""For each pixel of a resized row, columns of the input, int64, and their weights, float64; both out×k.
 
-The columns of one row differ from each other; where a weight is 0 the column does not matter.
+The columns of a pixel are distinct; those with a weight of 0 do not matter.
 """
 
 
@@ -75,7 +75,7 @@ def smooth_resize(interpolation: str) -> Resize:
         if dtype != torch.uint8:
             given = interpolate(given, (height, width), **options)
             return (given if dtype.is_floating_point else given.round()).to(dtype)
-        # NOTE: as the CPU and Pillow do it: rows first, and 8 bits again before the columns, since bicubic leaves them.
+        # NOTE: as on the CPU and in Pillow: rows first, rounded to 8 bits before the columns: bicubic leaves 0..255.
         passes = [(tensor.shape[2], width), (height, width)] if interpolation == "bicubic" else [(height, width)]
         for size in passes:
             given = interpolate(given, size, **options).clamp(0, 255).round()
@@ -85,10 +85,10 @@ def smooth_resize(interpolation: str) -> Resize:
 
 
 def pillow_resize(interpolation: str) -> Resize:
-    """Of ``uint8``, bit-exact with the bilinear of the Pillow that is installed (``Resample.c``).
+    """A resize for ``uint8``, bit-exact with the bilinear one of the installed Pillow (``Resample.c``).
 
-    One pass over each row, one over each column, with coefficients of 22 bits and each rounded to 8; a pass that
-    changes nothing is left out. Which goes first differs between versions of Pillow.
+    One pass over each row, one over each column, with coefficients of 22 bits, each rounded to 8 bits; a pass that
+    changes nothing is left out. Their order differs between versions of Pillow.
     """
     import torch
     from PIL import __version__
@@ -112,15 +112,15 @@ def pillow_resize(interpolation: str) -> Resize:
             columns, weights = coefficients(size, wanted, tensor.device)
             # float64 holds these sums of integers exactly, in whatever order they are added.
             sums = _weighted_sums(tensor.to(torch.float64), dim, wanted, columns, weights)
-            sums += 1 << (PRECISION_BITS - 1)
-            tensor = sums.mul_(0.5**PRECISION_BITS).floor_().clamp_(0, 255).to(torch.uint8)
+            sums += 1 << (COEFFICIENT_BITS - 1)
+            tensor = sums.mul_(0.5**COEFFICIENT_BITS).floor_().clamp_(0, 255).to(torch.uint8)
         return tensor
 
     return resized
 
 
 def shrinks_height_first(old: Sequence[int], new: Sequence[int], pillow: tuple[int, int]) -> bool:
-    """Whether Pillow of version ``pillow`` resizes the height before the width; ``old``, ``new``: height and width.
+    """Whether version ``pillow`` of Pillow resizes the height before the width; ``old``, ``new``: height and width.
 
     Never before 12.2; then images over 100 times as high as wide (python-pillow/Pillow#9524); since 13.0 wherever the
     height loses more than twice as many pixels as the width (#9549).
@@ -132,7 +132,7 @@ def shrinks_height_first(old: Sequence[int], new: Sequence[int], pillow: tuple[i
 
 
 def _keep_coefficients(make: Callable[..., Coefficients]) -> Callable[..., tuple[Any, Any]]:
-    """``coefficients(size, wanted, device, *options)``: what ``make`` gives, on ``device``; the last 64 are kept."""
+    """``coefficients(size, wanted, device, *options)``: the result of ``make`` on ``device``, with a cache of 64."""
     import torch
 
     @lru_cache(maxsize=KEPT)
@@ -145,7 +145,7 @@ def _keep_coefficients(make: Callable[..., Coefficients]) -> Callable[..., tuple
 
 def _weighted_sums(tensor: Any, dim: int, wanted: int, columns: Any, weights: Any) -> Any:
     """A float64 Tensor with dimension ``dim`` (2: rows, 3: columns) resized to ``wanted``, by one matrix product."""
-    # The matrix, wanted×size, is made anew: of large images it is large, and kept it would fill the GPU.
+    # The matrix, wanted×size, is not cached: for large images it would fill the GPU.
     matrix = tensor.new_zeros((wanted, tensor.shape[dim])).scatter_(1, columns, weights)
     return tensor @ matrix.T if dim == 3 else matrix @ tensor
 
@@ -171,7 +171,7 @@ def pillow_coefficients(size: int, wanted: int) -> Coefficients:
     weights[(columns < first[:, None]) | (columns >= end[:, None])] = 0.0
     # NOTE: cumsum adds from left to right, as Pillow does; sum does not, and the last bit decides some roundings.
     weights /= weights.cumsum(axis=1)[:, -1:]
-    return columns, np.floor(weights * (1 << PRECISION_BITS) + 0.5)
+    return columns, np.floor(weights * (1 << COEFFICIENT_BITS) + 0.5)
 
 
 def area_coefficients(size: int, wanted: int, shrinks: bool) -> Coefficients:

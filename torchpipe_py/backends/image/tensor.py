@@ -1,4 +1,4 @@
-"""Tensors: what is taken as an image, where it is placed, its colors, and the way from and to Mats.
+"""Backends for Tensors: shapes of images, placement, colors, and conversion from and to Mats.
 
 A Tensor is a ``torch.Tensor`` 1×C×H×W, on the CPU or a GPU.
 """
@@ -23,10 +23,10 @@ from torchpipe_py.values import to_str
 
 CHANNELS = (1, 3, 4)
 FORMATS = ("auto", "chw", "hwc")
-FAST_CHANNELS = 4  # OpenCV's own images; it has a limit on channels, above which cv2.split writes elsewhere
+FAST_CHANNELS = 4  # for cv2.split, which allocates its own memory for many channels
 
 
-# -- what comes in ----------------------------------------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------------------------
 
 
 def data_format() -> Param:
@@ -38,8 +38,8 @@ def data_format() -> Param:
 def as_image(tensor: Any, data_format: str) -> Any:
     """``tensor`` as 1×C×H×W, without a copy.
 
-    One of three dimensions is C×H×W or H×W×C, by ``data_format``, ``chw`` or ``hwc``. With ``auto`` the shape decides
-    it: either the first or the last dimension is 1, 3 or 4, and counts the channels. One of four is 1×C×H×W; where only
+    Three dimensions are C×H×W or H×W×C, by ``data_format``, ``chw`` or ``hwc``. ``auto`` decides by the shape: the
+    first or the last dimension is 1, 3 or 4, the number of channels. Four dimensions are 1×C×H×W; if only
     the last is 1, 3 or 4, ``data_format`` must be ``chw``. ``InvalidRequest`` for all others.
     """
     dims = tensor.shape
@@ -66,8 +66,8 @@ def as_image(tensor: Any, data_format: str) -> Any:
 def tensor_of(backend: Any, item: Data) -> Any:
     """The tensor that ``backend`` works on: an image 1×C×H×W if it has a ``data_format``, else of any shape.
 
-    A tensor on the CPU is worked on there; one on another GPU is brought to this node's. ``InvalidRequest`` for what is
-    not a Tensor.
+    A tensor on the CPU stays there; one on another GPU is copied to this node's. ``InvalidRequest`` for a value that
+    is not a Tensor.
     """
     import torch
 
@@ -85,7 +85,7 @@ B = TypeVar("B", bound=type[ItemBackend])
 
 
 def on_tensors(cls: B) -> B:
-    """Make a backend of a class with ``forward_tensor(tensor, item)``, which returns the result for ``tensor_of``."""
+    """Add ``forward_item`` to a class with ``forward_tensor(tensor, item)``, which returns the result for a tensor."""
 
     def forward_item(self: Any, item: Data) -> None:
         item[TASK_RESULT_KEY] = self.forward_tensor(tensor_of(self, item), item)
@@ -96,7 +96,7 @@ def on_tensors(cls: B) -> B:
 
 
 def place_tensor(tensor: Any, placement: Placement, resize: Resize | None, value: int) -> Any:
-    """``tensor`` cut, resized and placed on ``value``; always a copy, contiguous."""
+    """``tensor`` cropped, resized and padded with ``value``; always a contiguous copy."""
     import torch
 
     size, crop, canvas, top, left, _ = placement
@@ -193,7 +193,7 @@ class Mat2Tensor(ItemBackend):
         mat = as_mat(item[TASK_DATA_KEY])
         name_color(item, mat.shape[2], OF_MATS)
         if self.guard.is_cuda:
-            # Half the work on the host: the planes are taken apart where memory is fast.
+            # Split the planes on the GPU, whose memory is faster: half the work on the host.
             writable = mat if mat.flags.c_contiguous and mat.flags.writeable else mat.copy()
             tensor = self._from_numpy(writable).to(self.guard.device)
             item[TASK_RESULT_KEY] = tensor.permute(2, 0, 1)[None].contiguous()
@@ -201,7 +201,7 @@ class Mat2Tensor(ItemBackend):
         height, width, channels = mat.shape
         planes = np.empty((1, channels, height, width), mat.dtype)
         if channels <= FAST_CHANNELS:
-            # cv2.split writes each plane in place, several times as fast as NumPy's transposed copy.
+            # cv2.split writes each plane in place, several times faster than NumPy's transposed copy.
             self._split(mat, list(planes[0]))
         else:
             np.copyto(planes[0], mat.transpose(2, 0, 1))

@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Bounds:
-    """One end of each profile's range: for each input a shape, of length 1 where only the batch is given."""
+    """One end of each profile's range: for each input a shape, of length 1 if only the batch size is set."""
 
     profiles: tuple[tuple[Shape, ...], ...]
 
@@ -37,7 +37,7 @@ class Bounds:
         return _of(self.profiles[0], index)
 
     def check(self, model: str, key: str, inputs: Sequence[TensorSpec]) -> None:
-        """``ConfigError`` for shapes that the model does not take."""
+        """Raise ``ConfigError`` for shapes that do not fit the model's inputs."""
         for profile in self.profiles:
             if inputs and len(profile) > len(inputs):
                 raise ConfigError(f"model {model}: {key} gives {len(profile)} inputs, the model has {len(inputs)}")
@@ -48,14 +48,14 @@ class Bounds:
                     raise ConfigError(f"model {model}: input {spec.name!r} is {shown_dims(dims)}, {key} sets {got}")
 
     def exceeds(self, most: Bounds) -> bool:
-        """Whether a batch or another dimension is larger than in ``most``, which has as many profiles."""
+        """Whether any dimension is larger than in ``most``, which has as many profiles."""
         pairs = zip(self.profiles, most.profiles, strict=True)
         shapes = [pair for low, high in pairs for pair in zip(low, high, strict=False)]
         return any(small > large for low, high in shapes for small, large in zip(low, high, strict=False))
 
 
 def allows(least: Bounds, most: Bounds, shapes: Sequence[Shape]) -> bool:
-    """Whether a profile takes inputs of these shapes, which are without batch."""
+    """Whether a profile allows inputs of these shapes, without batch."""
     return any(
         all(_between(_of(low, index)[1:], shape, _of(high, index)[1:]) for index, shape in enumerate(shapes))
         for low, high in zip(least.profiles, most.profiles, strict=True)
@@ -112,7 +112,7 @@ class Layout:
     advice: str = _RESHAPES
 
     def check_declared(self, model: str, outputs: Sequence[TensorSpec], least: int, most: int) -> None:
-        """``ConfigError`` where an output declares another first dimension than batches of ``least`` to ``most``."""
+        """Raise ``ConfigError`` if an output's declared first dimension does not fit batches of ``least``..``most``."""
         batches = f"{least}..{most}" if least < most else str(most)
         for spec in () if self.is_whole else outputs:
             fixed = spec.dims[0] if spec.dims else None
@@ -167,23 +167,23 @@ def _alone(parts: list[Any]) -> Any:
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 Run = Callable[[list[np.ndarray]], list[np.ndarray]]
-"""From a model's inputs N×… to its outputs, all on the host."""
+"""Runs a model: inputs N×… to outputs, all on the host."""
 
-PROBES = 4  # items that are tried
-TRIES = 3  # shapes that are tried, where the model fails for the first
-SHARE = 0.25  # of integers that may differ: the largest of two nearly equal values is not always the same one
+PROBES = 4  # items in the trial batch
+TRIES = 3  # shapes to try if the model fails for the first
+DIFFERENT_INTEGERS = 0.25  # allowed share: the index of the larger of two nearly equal values may change
 
-# The most that rounding changes, as a part of the largest value of an output: kernels, and so the order in which they
-# add, differ with the batch. Errors of networks as deep as ResNet-152 stay well below; items that mix are far above.
-EXACT = 1e-3  # float32, and float64 which models have inside only in part
+# Largest difference by rounding, relative to the largest value of an output: kernels, and the order of their sums,
+# depend on the batch. Networks as deep as ResNet-152 stay well below, models that mix items are far above.
+EXACT = 1e-3  # float32; float64, since models use it only in part
 TF32 = 1e-2  # float32 on a GPU, whose convolutions round their inputs to 10 bits of mantissa
-HALF = 2e-2  # float16, of 10 bits too, in the sums as well
+HALF = 2e-2  # float16, also of 10 bits, in the sums too
 BFLOAT16 = 5e-2  # 7 bits
-QUANTISED = 1e-1  # int8; where scales are found as it runs, they are those of the whole batch
+QUANTISED = 1e-1  # int8; scales computed at run time are those of the whole batch
 
 
 def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int) -> None:
-    """``ConfigError`` where an input's declared first dimension is not that of batches of ``least`` to ``most``."""
+    """Raise ``ConfigError`` if an input's declared first dimension does not fit batches of ``least``..``most``."""
     for spec in inputs:
         fixed = spec.dims[0] if spec.dims else None
         if fixed is not None and not least == most == fixed:
@@ -195,7 +195,7 @@ def check_inputs(model: str, inputs: Sequence[TensorSpec], least: int, most: int
 
 
 def with_batch(dims: Sequence[int | None], most: int) -> tuple[int | None, ...]:
-    """``dims`` of an input; with a batch of 1 before 3×H×W, the image that a model takes alone where ``most`` is 1."""
+    """``dims`` of an input; with a batch of 1 before 3×H×W if ``most`` is 1, for models that take one image."""
     return (1, *dims) if most == 1 and len(dims) == 3 and dims[0] == 3 else tuple(dims)
 
 
@@ -235,13 +235,13 @@ class BatchCheck:
         return not self._tries_left
 
     def _try(self, run: Run, inputs: Sequence[TensorSpec], outputs: Sequence[str], least: int, most: int) -> str:
-        """What is wrong, or an empty string."""
+        """The problem, or an empty string."""
         probes = [self._probe(inputs, index) for index in range(min(PROBES, most))]
         alone = []
-        for probe in (*probes, probes[0]):  # the first one twice
+        for probe in (*probes, probes[0]):  # the first one twice, to detect random outputs
             try:
                 results = run([np.repeat(array, least, 0) for array in probe])
-            except Exception as error:  # these numbers need not be a meaningful input
+            except Exception as error:  # the model may fail for these numbers
                 raise _NotTakenError(first_line(error)) from error
             outputs = names_of(outputs, len(results))
             if problem := self._layout.problem(results, outputs, least):
@@ -256,7 +256,7 @@ class BatchCheck:
             )
         if most == 1:
             return ""
-        # Every item at several places, in no regular order.
+        # Each item at several places, in an irregular order.
         order = [*range(len(probes)), *np.random.default_rng(0).integers(0, len(probes), most)][:most]
         try:
             batch = run([np.concatenate([probes[which][index] for which in order]) for index in range(len(inputs))])
@@ -274,12 +274,12 @@ class BatchCheck:
         rows = [[result[place : place + 1] for result in batch] for place in range(most)]
         problem = self._differences(rows, [alone[which] for which in order], outputs)
         return problem and (
-            f"an item's output depends on what else is in its batch: {problem}. BatchNorm in training mode (export it "
+            f"an item's output depends on the rest of its batch: {problem}. BatchNorm in training mode (export it "
             "after model.eval()), operations over dimension 0 and wrong views do that; max = 1 serves it item by item"
         )
 
     def _probe(self, inputs: Sequence[TensorSpec], index: int) -> list[np.ndarray]:
-        """The inputs of one item, 1×…: the same each time, and unlike those of another ``index``."""
+        """The inputs of one item, 1×…: the same in each call, and different for each ``index``."""
         rng = np.random.default_rng(index)
         return [self._values(spec, rng) for spec in inputs]
 
@@ -287,8 +287,8 @@ class BatchCheck:
         shape = tuple(dim or 0 for dim in spec.dims[1:])
         dtype = np.dtype("float32" if spec.dtype in ("", "bfloat16") else spec.dtype)
         if dtype != np.uint8 and not np.issubdtype(dtype, np.floating):
-            return rng.integers(0, 2, (1, *shape)).astype(dtype)  # as an index, in range of any table
-        # A level for each channel: pictures of plain noise all look the same to a network that takes means.
+            return rng.integers(0, 2, (1, *shape)).astype(dtype)  # valid as an index of any table
+        # A level for each channel: images of plain noise are all alike for a network that computes means.
         levels = rng.random((1, *shape[:1], *[1] * (len(shape) - 1)))
         values = 0.5 * levels + 0.5 * rng.random((1, *shape))
         scaled = 255 * values if dtype == np.uint8 or self._is_normalised else 4 * values - 2
@@ -306,8 +306,8 @@ class BatchCheck:
             have, right = (np.concatenate([pair[side].ravel() for pair in pairs]) for side in (0, 1))
             if not np.issubdtype(right.dtype, np.floating):
                 share = float(np.mean(have != right)) if have.size else 0.0
-                if share > SHARE:
-                    return f"{share:.0%} of output {name!r} differ from what each item gives alone"
+                if share > DIFFERENT_INTEGERS:
+                    return f"{share:.0%} of output {name!r} differ from the results of each item alone"
                 continue
             have, right = have.astype(np.float64), right.astype(np.float64)
             with np.errstate(invalid="ignore"):
@@ -316,5 +316,5 @@ class BatchCheck:
             error = float(np.max(np.where(same, 0.0, np.where(np.isfinite(errors), errors, np.inf)), initial=0.0))
             largest = float(np.max(np.abs(right), where=np.isfinite(right), initial=0.0))
             if error > self._tolerance * max(largest, 1e-6):
-                return f"output {name!r} differs by {error:.3g} from what each item gives alone, up to {largest:.3g}"
+                return f"output {name!r} differs by {error:.3g} from the result of each item alone, up to {largest:.3g}"
         return ""

@@ -21,13 +21,13 @@ from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, counted
 
 Infer = Callable[[list[Any]], list[Any]]
-"""From input tensors N×… to output tensors, enqueued on the current stream."""
+"""Enqueues a network on the current stream: input tensors N×… to output tensors."""
 
 RunKey = tuple[Any, ...]
-"""How a batch runs: its size, and for each input the ``Staging`` that its copy starts from, or ``None``."""
+"""The size of a batch, and for each input the ``Staging`` that is copied from, or ``None``."""
 
 ALL_SIZES = 8  # up to here each batch size has a graph of its own
-MAX_INPUTS = 64  # of a model that does not declare how many it has
+MAX_UNDECLARED_INPUTS = 64
 MAX_SHAPES = 16  # buffers and graphs are kept for the shapes used last
 
 # NOTE: process-wide: CUDA allows one capture beside other work, PyTorch's allocator only one at a time.
@@ -42,14 +42,14 @@ def row_tensor(value: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
     if len(shape) == 3 and (is_mat(value) or _is_turned(value, shape)):
-        value = value.reshape(*shape[1:], shape[0]).transpose(2, 0, 1)  # not -1: there may be no pixel
+        value = value.reshape(*shape[1:], shape[0]).transpose(2, 0, 1)  # not -1: the image may have no pixel
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value.copy())  # in one piece, and writable
+        value = torch.from_numpy(value.copy())  # contiguous and writable
     return value.detach().reshape(shape)
 
 
 def _is_turned(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a value that is to have this shape is a Mat of another dtype than ``uint8``."""
+    """Whether a value for this shape is a Mat of another dtype than ``uint8``, so that it must be transposed."""
     return isinstance(value, np.ndarray) and value.ndim == 3 and value.shape != shape
 
 
@@ -65,7 +65,7 @@ class StagedInput:
         self._staging: dict[Any, Staging] = {}
 
     def gather(self, values: list[Any]) -> Staging | None:
-        """Bring the values together; what still has to be copied to the buffer, or ``None`` if that is enqueued."""
+        """Collect the values; return the ``Staging`` to copy from, or ``None`` if the copies are enqueued."""
         kinds = {self._kind(value) for value in values}
         if len(kinds) > 1:
             for index, value in enumerate(values):
@@ -84,7 +84,7 @@ class StagedInput:
         return staging
 
     def mat_staging(self) -> Staging:
-        """Where Mats are gathered, N×H×W×C."""
+        """The buffer that collects Mats, N×H×W×C."""
         if MAT not in self._staging:
             channels, height, width = self._row
             shape = (len(self.buffer), height, width, channels)
@@ -145,10 +145,10 @@ class Staging:
         if channels == 1 or len(mats) == 1:
             self.gather(mats)
             return
-        # One call for all of them: NumPy would give up the GIL, and queue for it again, for each.
+        # One call for all of them: NumPy would release the GIL and wait for it again for each.
         target = self._rows[: len(mats)].reshape(len(mats) * height, width, channels)
         if self._stack(mats, target) is not target:
-            self.gather(mats)  # OpenCV has put them elsewhere
+            self.gather(mats)  # OpenCV allocated its own memory
 
     def enqueue(self, size: int) -> None:
         """Enqueue the copy of ``size`` rows."""
@@ -166,7 +166,7 @@ def as_numpy(tensor: Any) -> np.ndarray:
 
 
 class GraphedNetwork:
-    """A network on buffers of fixed shape: for each batch size a CUDA graph from inputs to what the host reads.
+    """A network on buffers of fixed shape: for each batch size a CUDA graph from inputs to host buffers.
 
     ``finish`` is the part of the postprocessor that runs on the GPU; with it, outputs end in pinned memory.
     """
@@ -190,13 +190,13 @@ class GraphedNetwork:
         Both are overwritten by the next run.
         """
         if self._is_staged and not self._stream.query():
-            self._stream.synchronize()  # the last batch may still be on its way out of pinned memory
+            self._stream.synchronize()  # the last batch may still be copied from pinned memory
         stagings = [staged.gather([row[index] for row in rows]) for index, staged in enumerate(self._inputs)]
         self._is_staged = any(stagings)
         return self._prepared((size, *stagings))()
 
     def warm_up(self, size: int) -> None:
-        """Capture what runs a batch of ``size``: of tensors on the GPU, and of Mats where the inputs look like it."""
+        """Capture graphs for a batch of ``size``: for tensors on the GPU, and for Mats if the inputs may be images."""
         self._prepared((size, *[None] * len(self._inputs)))
         if all(staged.takes_images() for staged in self._inputs):
             self._prepared((size, *[staged.mat_staging() for staged in self._inputs]))
@@ -209,17 +209,17 @@ class GraphedNetwork:
 
     def _captured(self, key: RunKey) -> Callable[[], list[Any]]:
         host: list[Any] = []
-        for _ in range(2):  # kernels are loaded and algorithms chosen before the capture
+        for _ in range(2):  # load kernels and choose algorithms before the capture
             self._enqueue(key, host)
         self._stream.synchronize()
         graph = self._torch.cuda.CUDAGraph()
         with _capturing:
-            # NOTE: "thread_local": other threads go on allocating and synchronizing meanwhile.
+            # NOTE: "thread_local": other threads may allocate and synchronize during the capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 outputs = self._enqueue(key, host)
             except Exception:
-                with suppress(Exception):  # the capture must end; its own error is of no use
+                with suppress(Exception):  # the capture must end; its own error does not help
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -231,7 +231,7 @@ class GraphedNetwork:
         return run
 
     def _enqueue(self, key: RunKey, host: list[Any]) -> list[Any]:
-        """Copies, network, ``finish`` and the copies to ``host``, which holds buffers from the first call on."""
+        """Enqueue input copies, network, ``finish`` and copies to ``host``, whose buffers the first call creates."""
         size, *stagings = key
         for staging in stagings:
             if staging is not None:
@@ -241,7 +241,7 @@ class GraphedNetwork:
         if self._finish is None:
             return outputs
         outputs = self._finish(outputs)
-        if [buffer.shape for buffer in host] != [output.shape for output in outputs]:  # at first, or with other data
+        if [buffer.shape for buffer in host] != [output.shape for output in outputs]:  # first call, or a new shape
             host[:] = [self._torch.empty(output.shape, dtype=output.dtype, pin_memory=True) for output in outputs]
         for buffer, output in zip(host, outputs, strict=True):
             buffer.copy_(output, non_blocking=True)
@@ -278,7 +278,7 @@ class CudaModel(ModelBackend):
 
     use_graphs = True
     guard: Guard
-    default_dtype: Any = None  # of inputs whose type the model does not declare
+    default_dtype: Any = None  # for inputs without a declared type
 
     def setup(self) -> None:
         import torch
@@ -309,7 +309,7 @@ class CudaModel(ModelBackend):
         return self._sizes[bisect_left(self._sizes, count)]
 
     def forget(self, shapes: Shapes) -> None:
-        """Release what ``enqueue`` keeps for inputs of these shapes."""
+        """Release the resources of ``enqueue`` for inputs of these shapes."""
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
         """Enqueue the model on the current stream; output tensors, in the model's order."""
@@ -334,8 +334,10 @@ class CudaModel(ModelBackend):
         row = request_values(item, self.inputs)
         specs = self._specs_of.get(len(row))
         if specs is None:
-            if len(row) > MAX_INPUTS:
-                raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_INPUTS} that a model may have")
+            if len(row) > MAX_UNDECLARED_INPUTS:
+                raise InvalidRequest(
+                    f"data holds {len(row)} inputs, more than the {MAX_UNDECLARED_INPUTS} that a model may have"
+                )
             specs = self.input_specs(len(row))
             if len(specs) != len(row):
                 raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")

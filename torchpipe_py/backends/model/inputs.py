@@ -18,17 +18,17 @@ from torchpipe_py.keys import TASK_DATA_KEY
 
 
 def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
-    """The inputs of one request, in the model's order: ``data`` itself, or a list of them, or a dict by their names.
+    """The inputs of one request, in the model's order, from ``data``: a value, a list of values, or a dict by name.
 
     Raises ``InvalidRequest`` if they do not match the model's ``inputs``, which are empty if the model declares none.
     """
     data = item[TASK_DATA_KEY]
-    if hasattr(data, "dtype"):  # a tensor or an array: most are, and the other questions take longer
+    if hasattr(data, "dtype"):  # a tensor or an array: checked first, as the usual case
         values = [data]
     elif isinstance(data, Mapping):
         return [_value(data[name]) for name in _names(data, inputs)]
     elif isinstance(data, (list, tuple)):
-        is_vector = data and all(isinstance(value, Number) for value in data)  # no input is a single number
+        is_vector = data and all(isinstance(value, Number) for value in data)  # an input is never a single number
         values = [_value(data)] if is_vector else [_value(value) for value in data]
     else:
         values = [data]
@@ -97,7 +97,7 @@ def laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.nda
 
 
 def looks_like_mat(array: np.ndarray) -> bool:
-    """Whether an array of three dimensions is H×W×C: all of ``uint8`` are."""
+    """Whether an array of three dimensions is H×W×C, as all of ``uint8`` are."""
     return array.dtype == np.uint8 or (array.shape[2] in (1, 3, 4) and array.shape[0] not in (1, 3, 4))
 
 
@@ -116,7 +116,7 @@ def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int]) -> str:
 
 
 def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
-    """``InvalidRequest`` for an array that loses more than precision in ``dtype``: fractions, or too large integers."""
+    """Raise ``InvalidRequest`` if an array loses more than precision in ``dtype``: fractions, or large integers."""
     if array.dtype == dtype:
         return
     if array.dtype.kind in "iu" and dtype.kind in "iu":
@@ -128,8 +128,8 @@ def check_numbers(array: np.ndarray, dtype: np.dtype, name: str) -> None:
 
 
 @lru_cache(256)
-def _can_cast(given: np.dtype, wanted: np.dtype) -> bool:
-    return np.can_cast(given, wanted, "same_kind")
+def _can_cast(source: np.dtype, target: np.dtype) -> bool:
+    return np.can_cast(source, target, "same_kind")
 
 
 def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
@@ -141,8 +141,8 @@ def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor as an array on the host, which may share its memory; as ``float32`` if NumPy lacks its dtype."""
-    # NOTE: PyTorch releases the GIL in each of its functions, and most tensors need only the last.
+    """A tensor as an array on the host, perhaps sharing its memory; ``float32`` if NumPy lacks its dtype."""
+    # NOTE: try the last step first: PyTorch releases the GIL in each call, and most tensors need no other.
     if not tensor.is_cpu or tensor.requires_grad:
         tensor = tensor.detach().cpu()
     try:
@@ -159,7 +159,7 @@ def is_mat(value: Any) -> bool:
     """Whether ``value`` is a Mat: an array H×W or H×W×C, ``uint8``."""
     if not isinstance(value, np.ndarray) or value.ndim not in (2, 3):
         return False
-    return value.dtype is UINT8 or value.dtype == UINT8  # an unpickled dtype is another object
+    return value.dtype is UINT8 or value.dtype == UINT8  # `is` fails for an unpickled dtype
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class InputSpec:
             check_numbers(value, dtype, self.name)
         elif value.is_floating_point():
             raise InvalidRequest(f"input {self.name!r} takes {dtype}, got {str(value.dtype).removeprefix('torch.')}")
-        elif not value.is_cuda:  # to look at those on a GPU is to wait for it
+        elif not value.is_cuda:  # reading values on a GPU would wait for it
             check_numbers(value.numpy(), dtype, self.name)
 
     def _row_shape(self, value: Any) -> tuple[int, ...]:

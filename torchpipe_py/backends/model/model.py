@@ -1,4 +1,4 @@
-"""What every model backend shares: parameters, inputs of a request, results from a batch of outputs."""
+"""The common part of model backends: parameters, inputs of a request, results from a batch of outputs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ModelBackend(Backend):
     """A model: ``data`` is its input, or a list in the model's order, or a dict by the names of its inputs.
 
     Without a ``postprocessor`` the result is the output tensor of shape 1×…, with ``max = 1`` of any shape; several
-    outputs are a list. Where ``data`` is a Mat and the dict names no ``color``, ``color`` becomes ``bgr``, which an
-    image as result is too. What the model does not take, by number, shape or type, has no ``result``; ``error`` is an
-    ``InvalidRequest``. A subclass calls ``declare`` in ``setup`` with its model's inputs and outputs.
+    outputs are a list. If ``data`` is a Mat and the dict has no ``color``, ``color`` becomes ``bgr``, also for an
+    image as result. An input of a wrong number, shape or type has no ``result``; ``error`` is an ``InvalidRequest``.
+    A subclass calls ``declare`` in ``setup`` with its model's inputs and outputs.
     """
 
     is_model = True
@@ -89,7 +89,7 @@ class ModelBackend(Backend):
 
     @classmethod
     def file_problem(cls, file: ModelFile) -> str:
-        """Why a plain file cannot be loaded, as far as its first bytes show; else an empty string."""
+        """The reason why a plain file cannot be loaded, by its first bytes; empty if none is known."""
         return ""
 
     @classmethod
@@ -99,9 +99,9 @@ class ModelBackend(Backend):
     inputs: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
-    _image = 0  # which input ``mean`` and ``std`` are for
+    _image = 0  # index of the input that ``mean`` and ``std`` apply to
     _is_checked = False
-    _allowed: Shapes = ()  # the last ones: most requests have them too
+    _allowed: Shapes = ()  # of the last request: most requests have the same
 
     def setup(self) -> None:
         self.file = ModelFile(self.model, self.key_file, self.key_env)
@@ -110,7 +110,7 @@ class ModelBackend(Backend):
             config = {"labels": self.labels, "k": self.k, "threshold": self.threshold, "max": self.max()}
             own = dict(self.postprocessor_params)
             if self.labels and "labels" in own:
-                own["labels"] = self.labels  # as it was found, perhaps beside the TOML file
+                own["labels"] = self.labels  # the path as resolved, perhaps beside the TOML file
             self._postprocess = postprocess.make_postprocessor(self.postprocessor, config, own)
         self.layout = check.layout_of(self.max(), isinstance(self._postprocess, (Labelling, postprocess.SoftmaxCpu)))
 
@@ -142,7 +142,7 @@ class ModelBackend(Backend):
         return tuple(shapes) or None
 
     def check_shapes(self, shapes: Shapes) -> None:
-        """``InvalidRequest`` for inputs of these shapes, without batch, that ``min``, ``max`` or ``mean`` forbid."""
+        """Raise ``InvalidRequest`` for shapes, without batch, that ``min``, ``max`` or ``mean`` forbid."""
         if shapes == self._allowed:
             return
         numbers = max(len(self.mean), len(self.std))
@@ -208,7 +208,7 @@ class ModelBackend(Backend):
                 self.run_group(shapes, members, rows)
             except InvalidRequest as error:
                 if len(members) > self.min():
-                    raise  # each alone may be of a size that the model takes
+                    raise  # alone, each item may have a size that the model takes
                 for item in members:
                     item[TASK_ERROR_KEY] = error
 
@@ -232,13 +232,13 @@ class ModelBackend(Backend):
             item[TASK_RESULT_KEY] = result
 
     def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None:
-        """Give each item its result; ``ValueError`` where a postprocessor gave no list of one for each."""
+        """Give each item its result; ``ValueError`` if a postprocessor did not return a list of one for each."""
         if isinstance(results, (dict, str, bytes)) or not hasattr(results, "__len__"):
-            what = f"{self.postprocessor.__name__} gave {kind(results)}"
-            raise ValueError(f"{what}; expected a list of one result for each item")
+            problem = f"{self.postprocessor.__name__} returned {kind(results)}"
+            raise ValueError(f"{problem}; expected a list of one result for each item")
         if len(results) != len(items):
             counts = f"{counted(len(results), 'result')} for {counted(len(items), 'item')}"
-            raise ValueError(f"{self.postprocessor.__name__} gave {counts}")
+            raise ValueError(f"{self.postprocessor.__name__} returned {counts}")
         for item, result in zip(items, results, strict=True):
             if isinstance(result, postprocess.Written):
                 item.update(result)
@@ -258,17 +258,17 @@ def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> It
         yield Remark("key_file", problem, is_warning=True)
 
 
-def _check_labels(made: Any, outputs: Sequence[TensorSpec]) -> None:
-    """``ConfigError`` for labels or a postprocessor that do not fit the first output, as far as that is declared."""
+def _check_labels(postprocessor: Any, outputs: Sequence[TensorSpec]) -> None:
+    """Raise ``ConfigError`` if labels or postprocessor do not fit the first output, as far as it is declared."""
     dims = outputs[0].dims if outputs else ()
-    # One of the user's own may make rows N×C of an output of another shape.
-    is_known = len(dims) == 2 or (dims and type(made) in postprocess.BUILT_IN)
-    if is_known and isinstance(made, OfClasses):
-        made.check(dims)
+    # A custom postprocessor may make rows N×C of an output of another shape.
+    is_known = len(dims) == 2 or (dims and type(postprocessor) in postprocess.BUILT_IN)
+    if is_known and isinstance(postprocessor, OfClasses):
+        postprocessor.check(dims)
 
 
 def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
-    """What ``declare`` will refuse of an ONNX file, and ``mean`` and ``std`` that are not for its channels."""
+    """Problems of an ONNX file that ``declare`` will refuse, and of ``mean`` and ``std`` for its channels."""
     inputs, outputs = declared_tensors(params["model"])
     least, most = (pick(params[key].batches()) for pick, key in ((min, "min_batch"), (max, "max_batch")))
     if len(inputs) == 1 and least <= most:
@@ -280,9 +280,9 @@ def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
     cls = params["postprocessor"]
     if cls in postprocess.BUILT_IN:
         try:
-            given = {key: params[key] for key in ("labels", "k", "threshold")}
-            made = postprocess.make_postprocessor(cls, {**given, "max": most})
-            _check_labels(made, outputs)
+            config = {key: params[key] for key in ("labels", "k", "threshold")}
+            postprocessor = postprocess.make_postprocessor(cls, {**config, "max": most})
+            _check_labels(postprocessor, outputs)
         except ConfigError as error:
             key = "labels" if "labels" in str(error) else "postprocessor"
             yield Remark(key, str(error).removeprefix("labels: "))
@@ -299,12 +299,12 @@ def _declared_remarks(params: Mapping[str, Any]) -> Iterator[Remark]:
 
 
 def _image_misfits(model: str, image: ImageSpec) -> dict[str, str]:
-    """What of an image an ONNX file with one input of four dimensions does not take, however the image is laid out."""
+    """Properties of an image that do not fit an ONNX file's only input, of four dimensions, in any layout."""
     inputs, _ = declared_tensors(model)
     dims = inputs[0].dims if len(inputs) == 1 else ()
     if len(dims) != 4 or (image.kind == TENSOR and has_channels_last(dims)):
         return {}
-    # Candidates for the dimensions after the batch, the likely first; a Mat is laid out as the model declares.
+    # Possible orders of the dimensions after the batch, likely ones first; a Mat is laid out as the model declares.
     orders = [("channels", "height", "width"), ("height", "width", "channels")]
     orders = orders[:1] if image.kind == TENSOR else orders[::-1] if has_channels_last(dims) else orders
     first_misfits: dict[str, str] = {}

@@ -105,7 +105,7 @@ class OnnxTensor(ModelBackend):
 
     def read(self, item: Data) -> tuple[Shapes, list[np.ndarray]]:
         """Arrays 1×…, and their shapes."""
-        if self._only is not None and hasattr(data := item[TASK_DATA_KEY], "dtype"):  # most requests of most models
+        if self._only is not None and hasattr(data := item[TASK_DATA_KEY], "dtype"):  # most models have one input
             array = self._only.array(data)
             return (array.shape[1:],), [array]
         values = request_values(item, self.inputs)
@@ -122,7 +122,7 @@ class OnnxTensor(ModelBackend):
         options = onnxruntime.SessionOptions()
         sharing = self.config.instance_num * self.config.processes
         options.intra_op_num_threads = self.threads or max(1, usable_cores() // sharing)
-        # A spinning pool takes the cores from the nodes that decode.
+        # Spinning threads would take cores from nodes that decode.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4 if self.file.has_key else 3  # errors name layers
         names = self._providers(onnxruntime)
@@ -134,9 +134,9 @@ class OnnxTensor(ModelBackend):
             raise
         except Exception as error:
             is_no_model = "rotobuf" in str(error) or "does not have a graph" in str(error)
-            told = self.file.without_words(error)
-            why = missing_weights(self.file) or (self.file.kind() if is_no_model else "") or told
-            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {why}") from told
+            safe_error = self.file.without_words(error)
+            reason = missing_weights(self.file) or (self.file.kind() if is_no_model else "") or safe_error
+            raise ConfigError(f"model {self.model}: ONNX Runtime cannot load it: {reason}") from safe_error
         missing = [name for name in names if name not in session.get_providers()]
         if missing and self.providers:
             raise BackendUnavailable(f"{missing[0]} is installed, but ONNX Runtime cannot start it here")
@@ -145,15 +145,15 @@ class OnnxTensor(ModelBackend):
         return session
 
     def _warm_up(self, shapes: Shapes) -> None:
-        """Run zeros of each batch size on a GPU, which chooses kernels for each; on the CPU the trial will do."""
+        """Run zeros of each batch size on a GPU, which selects kernels for each; on a CPU the batch check is enough."""
         if not self._is_on_device():
             return
         try:
             for size in range(self.min(), self.max() + 1):
                 self.run_on_host(
-                    [np.zeros((size, *shape), given.dtype) for given, shape in zip(self._inputs, shapes, strict=True)]
+                    [np.zeros((size, *shape), spec.dtype) for spec, shape in zip(self._inputs, shapes, strict=True)]
                 )
-        except Exception as error:  # zeros need not be a meaningful input
+        except Exception as error:  # the model may fail for zeros
             logger.warning("%s: not warmed up: %s", self.model, error)
 
     def _source(self, providers: Sequence[str]) -> Any:
@@ -204,13 +204,13 @@ class _Input:
             raise ConfigError(f"model {model}: input {value.name!r} is a scalar; expected a batch dimension")
         self._most = most
         self._buffer: Any = np.empty(0, self.dtype)
-        self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that fitted as it was
+        self._fitting: tuple[tuple[int, ...], np.dtype] | None = None  # of the last tensor that needed no conversion
 
     def array(self, value: Any) -> np.ndarray:
-        """A value, 1×… or without its first dimension, as an array 1×… that fits this input; C×H×W is one of 1×C×H×W.
+        """A value, 1×… or without its first dimension, as an array 1×… that fits this input; C×H×W becomes 1×C×H×W.
 
         A Mat H×W×C, or H×W of one channel, for an input of four dimensions, is laid out as the input declares.
-        ``InvalidRequest`` for what does not fit, or loses more than precision in the input's dtype.
+        ``InvalidRequest`` for a value that does not fit, or loses more than precision in the input's dtype.
         """
         name, dims, is_tensor = self.spec.name, self.spec.dims, not isinstance(value, np.ndarray)
         array = given = tensor_to_numpy(value, name) if is_tensor else value
@@ -223,7 +223,7 @@ class _Input:
         if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
             raise InvalidRequest(misfit(name, dims[1:], given.shape))
         check_numbers(array, self.dtype, name)
-        # NOTE: of integers that might become smaller ones, every number is looked at.
+        # NOTE: a cast to a smaller integer type looks at every number.
         if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
             self._fitting = array.shape, array.dtype
         return array

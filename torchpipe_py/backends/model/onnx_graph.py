@@ -47,12 +47,11 @@ _KEEPS_SIGN = frozenset(
 
 
 def unsigned_model(content: bytes) -> bytes:
-    """The serialised model with int8 made uint8 wherever a Relu leaves nothing below 0, for ONNX Runtime on a CPU.
+    """The serialised model with uint8 in place of int8 after each Relu, for ONNX Runtime on a CPU.
 
-    In a model for TensorRT all zero points are 0. ONNX Runtime makes one of a convolution and its Relu only where the
-    zero point is the lowest number there is, as in uint8. Scales stay as they are, and so do the numbers, but for
-    those beyond the largest that int8 had room for: they are not clipped, up to twice that. A model with branches
-    (If, Loop) stays as it is.
+    In a model for TensorRT all zero points are 0. ONNX Runtime fuses a convolution and its Relu only if the zero point
+    is the lowest number of the type, as in uint8. Scales and numbers do not change, except that numbers up to twice
+    the largest of int8 are not clipped. A model with branches (If, Loop) is returned unchanged.
     """
     import onnx
     from onnx import numpy_helper
@@ -62,7 +61,7 @@ def unsigned_model(content: bytes) -> bytes:
     if any(attribute.g.node or attribute.graphs for node in graph.node for attribute in node.attribute):
         return content
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    kept = {output.name for output in graph.output}
+    outputs = {output.name for output in graph.output}
     readers = defaultdict(list)
     for node in graph.node:
         for name in node.input:
@@ -75,7 +74,7 @@ def unsigned_model(content: bytes) -> bytes:
         positive.update(node.output)
         pairs = readers[node.output[0]]
         zero = constants.get(node.input[2]) if len(node.input) == 3 else None
-        if node.op_type != "QuantizeLinear" or zero is None or node.output[0] in kept:
+        if node.op_type != "QuantizeLinear" or zero is None or node.output[0] in outputs:
             continue
         if zero.data_type != onnx.TensorProto.INT8 or numpy_helper.to_array(zero).any():
             continue
@@ -83,19 +82,19 @@ def unsigned_model(content: bytes) -> bytes:
             array = numpy_helper.to_array(zero).astype(np.uint8)
             graph.initializer.append(numpy_helper.from_array(array, f"{node.output[0]}_unsigned"))
             unsigned.add(graph.initializer[-1].name)
-            for each in (node, *pairs):
-                each.input[2] = graph.initializer[-1].name
-    for node in [node for node in graph.node if node.op_type == "Relu" and node.output[0] not in kept]:
+            for changed in (node, *pairs):
+                changed.input[2] = graph.initializer[-1].name
+    for node in [node for node in graph.node if node.op_type == "Relu" and node.output[0] not in outputs]:
         after = readers[node.output[0]]
-        if all(each.op_type == "QuantizeLinear" and unsigned.intersection(each.input) for each in after):
-            for each in after:
-                each.input[0] = node.input[0]  # uint8 ends at 0, as Relu does
+        if all(reader.op_type == "QuantizeLinear" and unsigned.intersection(reader.input) for reader in after):
+            for reader in after:
+                reader.input[0] = node.input[0]  # uint8 clips at 0, as Relu does
             graph.node.remove(node)
     return bytes(model.SerializeToString())
 
 
 def node_name(content: bytes, index: int) -> str:
-    """Operator and name of a node of the serialised model, for error messages; its index where it has neither."""
+    """Operator and name of a node of the serialised model, for error messages; its index if that cannot be read."""
     import onnx
 
     try:
@@ -114,11 +113,11 @@ def _load(file: ModelFile) -> Any:
     except Exception as error:
         if missing := missing_weights(file):
             raise ConfigError(f"model {file.path}: {missing}") from None
-        told = file.without_words(error)
-        why = (file.kind() if type(error).__name__ == "DecodeError" else "") or told
-        raise ConfigError(f"model {file.path}: not an ONNX file: {why}") from told
+        safe_error = file.without_words(error)
+        reason = (file.kind() if type(error).__name__ == "DecodeError" else "") or safe_error
+        raise ConfigError(f"model {file.path}: not an ONNX file: {reason}") from safe_error
     if not model.HasField("graph"):
-        raise ConfigError(f"model {file.path}: not an ONNX file: {file.kind() or 'there is no graph in it'}")
+        raise ConfigError(f"model {file.path}: not an ONNX file: {file.kind() or 'it has no graph'}")
     if not isinstance(source, str) and outside_files(model):
         raise ConfigError(
             f"model {file.path}: its weights lie in a second file, which is not encrypted with it; torchpipe encrypt "
@@ -160,7 +159,7 @@ def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float
             raise ConfigError(f"model {path}: mean and std need a model with one input NxCxHxW; {has}")
     name, dims = inputs[0].name, inputs[0].type.tensor_type.shape.dim
     dtype = helper.tensor_dtype_to_np_dtype(inputs[0].type.tensor_type.elem_type)
-    is_bare = len(dims) == 3 and dims[0].dim_value == 3  # an image that the model takes without a batch
+    is_bare = len(dims) == 3 and dims[0].dim_value == 3  # an image without a batch dimension
     if not (len(dims) == 4 or is_bare) or not np.issubdtype(dtype, np.floating):
         raise ConfigError(f"model {path}: mean and std need a floating input NxCxHxW; {name!r} is not")
     channels = dims[-3].dim_value or None
@@ -191,14 +190,14 @@ def _rename_uses(graph: Any, name: str, new: str) -> None:
             for body in (attribute.g, *attribute.graphs):
                 _rename_uses(body, name, new)
     for output in graph.output:
-        if output.name == name:  # a body may hand an outer value on as it is
+        if output.name == name:  # a body may return an outer value
             output.name = new
 
 
 def _per_channel(
     values: Sequence[float], default: float, channels: int | None, key: str, dtype: np.dtype, rank: int
 ) -> np.ndarray:
-    """``values`` as an array of ``rank`` dimensions, 1×C×1×1 of four, to be broadcast over …×C×H×W."""
+    """``values`` as an array of ``rank`` dimensions (1×C×1×1 for four) to be broadcast over …×C×H×W."""
     numbers = tuple(values) or (default,)
     if channels is not None and len(numbers) not in (1, channels):
         raise ConfigError(f"{key} has {len(numbers)} numbers, the model's input has {counted(channels, 'channel')}")
@@ -207,7 +206,7 @@ def _per_channel(
 
 # -- headers ----------------------------------------------------------------------------------------------------------
 
-# Of onnx.proto: fields of a model, of its graph, of a tensor, of an input or output, of its type, of a dimension.
+# Field numbers in onnx.proto: of a model, graph, tensor, input or output, its type, and a dimension.
 _METADATA, _KEY, _VALUE = 14, 1, 2
 _GRAPH, _INITIALIZER, _INPUT, _OUTPUT, _TENSOR_NAME = 7, 5, 11, 12, 8
 _NAME, _TYPE, _TENSOR_TYPE, _SHAPE, _DIM, _DIM_VALUE = 1, 2, 1, 2, 1, 1
@@ -218,24 +217,24 @@ NORMALISATION = "torchpipe.normalisation"
 _NOTED = re.compile(r'mean = "[0-9., e+-]{1,200}" and std = "[0-9., e+-]{1,200}"')
 
 Span = tuple[int, int]
-"""Where something begins and ends in the file."""
+"""Start and end of a range of bytes in the file."""
 
 
 def declared_tensors(path: str) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Inputs and outputs of an ONNX file, without their types; none of another file.
+    """Inputs and outputs of an ONNX file, without their types; empty for any other file.
 
-    Without the library, which loads the weights too: this takes a millisecond, that half a second for 100 MB.
+    Read in a millisecond, without the onnx package, which would load the weights, half a second for 100 MB.
     """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             (graph,) = _fields(content, (0, len(content)))[_GRAPH]
             fields = _fields(content, graph)
-            # In old files the weights are among the inputs.
+            # In old files, weights are listed as inputs, too.
             constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
             inputs = [_declared(content, span) for span in fields[_INPUT]]
             outputs = [_declared(content, span) for span in fields[_OUTPUT]]
             return [spec for spec in inputs if spec.name not in constants], outputs
-    except (OSError, ValueError, IndexError):  # it is empty, cut off, or something else
+    except (OSError, ValueError, IndexError):  # empty, cut off, or not an ONNX file
         return [], []
 
 
@@ -249,13 +248,13 @@ def note_normalisation(path: str, mean: str, std: str) -> None:
 
 
 def noted_normalisation(path: str) -> str:
-    """What ``note_normalisation`` wrote; empty for any other file."""
+    """The note of ``note_normalisation``; empty for any other file."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             entries = [_fields(content, span) for span in _fields(content, (0, len(content)))[_METADATA]]
             noted = {_text(content, entry[_KEY]): _text(content, entry[_VALUE]) for entry in entries}
-            found = _NOTED.fullmatch(noted.get(NORMALISATION, ""))  # NOTE: a file of a stranger's may say anything
-            return "" if found is None else found[0]
+            match = _NOTED.fullmatch(noted.get(NORMALISATION, ""))  # NOTE: an untrusted file may contain any text
+            return "" if match is None else match[0]
     except (OSError, ValueError, IndexError):
         return ""
 
@@ -272,7 +271,7 @@ def _declared(content: mmap.mmap, value: Span) -> TensorSpec:
     for number in (_TENSOR_TYPE, _SHAPE, _DIM):
         spans = [inner for span in spans for inner in _fields(content, span)[number]]
     sizes = [sum(varint(content, start)[0] for start, _ in _fields(content, dim)[_DIM_VALUE]) for dim in spans]
-    # Some exporters write -1 for any size, which ONNX Runtime takes for that.
+    # Some exporters write -1 for any size, as ONNX Runtime reads it.
     return TensorSpec(name, tuple([size if 0 < size < 2**63 else None for size in sizes]))
 
 

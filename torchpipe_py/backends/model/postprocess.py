@@ -25,15 +25,15 @@ class Postprocessor:
     ``init`` may be missing. Its annotations (``iou: float = 0.5``) are its parameters, as those of a custom
     backend: keys of the node, checked, and attributes before ``init``.
 
-    On a GPU, one that has ``on_device`` and ``on_host`` besides is split: ``on_device(outputs)`` enqueues GPU work
+    On a GPU, a postprocessor with ``on_device`` and ``on_host`` is split: ``on_device(outputs)`` enqueues GPU work
     only and returns tensors N×…, with ``max = 1`` of any shape, and becomes part of the model's CUDA graph; these are
-    copied to pinned memory at once, and ``on_host(tensors)`` makes the N results of them. It must not keep the tensors:
+    copied to pinned memory at once, and ``on_host(tensors)`` returns N results from them. It must not keep the tensors:
     the next batch overwrites them.
     """
 
     def init(self, config: Mapping[str, Any]) -> None:
         """``config`` holds ``labels``, the path of the label file or an empty string, ``k``, ``threshold`` and ``max``,
-        the most items of a batch, and over these what the class annotates."""
+        the most items of a batch, and the values of the class's annotations."""
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
@@ -48,7 +48,7 @@ class Written(dict[str, Any]):
 
 
 class PostprocessorParam(Param):
-    """A parameter that names a registered postprocessor; typed, it is the class, or an empty string for none."""
+    """A parameter that names a registered postprocessor; its value is the class, or an empty string."""
 
     def read(self, value: Any, registry: Postprocessors) -> Any:
         if value == "":
@@ -57,7 +57,7 @@ class PostprocessorParam(Param):
         if cls is None:
             near = nearest(str(value), registry.postprocessor_names())
             raise ValueError(f"no postprocessor {value!r}; {near} {register_hint('postprocessor')}")
-        declared(cls)  # what it annotates is refused here, where the place is known
+        declared(cls)  # refuse annotations here, where the place is known
         return cls
 
     def inner(self, typed: Any) -> Mapping[str, Param]:
@@ -72,7 +72,7 @@ def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str
 
 
 # -- arithmetic of float32, over the classes --------------------------------------------------------------------------
-# On a CPU by NumPy on purpose: PyTorch's operators wake a pool of threads that spin beside the ones that decode.
+# NumPy on a CPU: PyTorch's operators wake a pool of threads whose spinning disturbs those that decode.
 
 
 def _floats(output: Any) -> Any:
@@ -118,7 +118,7 @@ def _classes(output: Any) -> Any:
     return torch.from_numpy(to_numpy(output).argmax(1).astype(dtype))
 
 
-# -- those that are built in ------------------------------------------------------------------------------------------
+# -- built-in postprocessors ----------------------------------------------------------------------------------------
 
 
 def read_labels(path: str) -> list[str]:
@@ -140,7 +140,7 @@ class OfClasses(Postprocessor):
         self._labels = read_labels(self._path) if self._path else None
 
     def check(self, shape: Sequence[int | None]) -> None:
-        """``ConfigError`` for an output N×C that has not as many classes as there are labels."""
+        """Raise ``ConfigError`` for an output N×C whose number of classes differs from that of the labels."""
         classes = shape[1] if len(shape) == 2 else None
         if self._labels is not None and classes not in (None, len(self._labels)):
             lines = f"{self._path} has {counted(len(self._labels), 'line')}"
@@ -188,26 +188,26 @@ class SoftmaxCpu(OfClasses):
 
 
 class Labelling(OfClasses):
-    """What gives classes of the first output, N×C, their labels: lines of the label file, or else class indices."""
+    """Labels for the classes of the first output, N×C: lines of the label file, or class indices."""
 
     least_classes = 2
 
     def label(self, index: int) -> int | str:
-        """What the class is called."""
+        """The class's label, or its index without labels."""
         return index if self._labels is None else self._labels[index]
 
     def forward(self, outputs: list[Any]) -> list[Any]:
         return self.on_host(self.on_device(outputs))
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
-        """What of the outputs is copied to the host; computed where they are."""
+        """The tensors to copy to the host, computed on the outputs' device."""
         raise NotImplementedError(type(self).__name__)
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
         raise NotImplementedError(type(self).__name__)
 
     def check(self, shape: Sequence[int | None]) -> None:
-        """``ConfigError`` for an output that is not N×C, of one class only, or not of as many as there are labels."""
+        """Raise ``ConfigError`` unless the output is N×C with several classes, as many as there are labels."""
         if len(shape) != 2:
             raise ConfigError(f"{type(self).__name__} takes an output NxC, got {shown_dims(shape)}")
         if shape[1] is not None and shape[1] < self.least_classes:
@@ -312,5 +312,5 @@ BUILT_IN = (SoftmaxMax, ArgMax, SoftmaxArgMax, TopK, Sigmoid, SoftmaxCpu, Cpu)
 
 
 def uses(cls: type | str, key: str) -> bool:
-    """Whether the postprocessor, an empty string for none, uses ``key``; a custom one may always."""
+    """Whether the postprocessor, or an empty string, may use ``key``; always true for a custom one."""
     return bool(cls) and (cls not in BUILT_IN or key in getattr(cls, "uses", ()))

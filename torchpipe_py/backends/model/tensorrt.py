@@ -21,7 +21,16 @@ from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest
 from torchpipe_py.files import ENGINE, ONNX
 from torchpipe_py.values import to_bool, to_int, to_str, to_strings
 
-_DTYPES = ("float32", "float16", "int8", "int32", "bool", "uint8", "int64", "bfloat16")  # both have them, or not all
+_DTYPES = (
+    "float32",
+    "float16",
+    "int8",
+    "int32",
+    "bool",
+    "uint8",
+    "int64",
+    "bfloat16",
+)  # names in PyTorch and TensorRT; older TensorRT lacks some
 
 
 @on_stream
@@ -142,7 +151,7 @@ class TensorrtTensor(CudaModel):
         dtype = self._engine.get_tensor_dtype(name)
         kind = next((kind for kind in _DTYPES if getattr(self._trt, kind, None) == dtype), None)
         if kind is None:
-            raise ConfigError(f"model {self.model}: tensor {name!r} is a {dtype}, which PyTorch has no type for")
+            raise ConfigError(f"model {self.model}: tensor {name!r} is a {dtype}, for which PyTorch has no type")
         return getattr(self._torch, kind)
 
     def size_for(self, count: int, shapes: Shapes) -> int:
@@ -186,7 +195,7 @@ class TensorrtTensor(CudaModel):
     def _output_shape(self, context: Any, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         try:
             shape = tuple(context.get_tensor_shape(name))
-        except ValueError:  # dimensions that TensorRT could not work out have no length
+        except ValueError:  # unknown dimensions have no length
             given, why = ", ".join(map(shown_dims, shapes)), api.messages(self._trt).last()
             raise ValueError(f"the model has no output for inputs of {given}: {why}") from None
         if any(dim < 0 for dim in shape):
@@ -196,7 +205,7 @@ class TensorrtTensor(CudaModel):
         return shape
 
     def _context(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
-        """An execution context of its own for each set of shapes, since a captured graph holds on to its context."""
+        """A separate execution context for each set of shapes, since a captured graph keeps using its context."""
         context = self._contexts.get(shapes)
         if context is not None:
             return context
@@ -213,7 +222,7 @@ class TensorrtTensor(CudaModel):
         return context
 
     def _new_context(self) -> Any:
-        """A context that shares scratch memory with the others, as an instance runs one batch at a time.
+        """A context that shares scratch memory with the others, since an instance runs one batch at a time.
 
         A version-compatible engine's context has its own memory: the call to set it differs between the version that
         built the engine and this one.

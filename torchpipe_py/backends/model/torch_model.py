@@ -1,4 +1,4 @@
-"""Models by PyTorch itself: what serves a model where TensorRT is not installed."""
+"""Models run by PyTorch, which needs no TensorRT."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchpipe_py.errors import BackendUnavailable, ConfigError, first_line
 from torchpipe_py.files import archive_kind
 from torchpipe_py.values import to_bool, to_str
 
-# Tried with PyTorch 2.13: each of them overwrote a file, or ran a command, before it had loaded.
+# Tested with PyTorch 2.13: a file of each kind overwrote a file or ran a command while it was loaded.
 _RUNS = {
     "torchscript": "runs its __setstate__, a TorchScript program that can write any file",
     "export": "unpickles its sample inputs, which can run any command",
     "aotinductor": "loads its shared library, which is native code",
 }
 
-_UNSEEN = "runs code that stands in it"
+_UNSEEN = "runs code in it"
 
 Specs = tuple[TensorSpec, ...]
 
@@ -39,8 +39,8 @@ class TorchTensor(CudaModel):
 
     On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
     cannot be captured, because they wait for the GPU or look at values. ``mean`` and ``std`` are applied to the image,
-    channel by channel, as the first step of the graph; it is the first input that is known to have four dimensions, or
-    else the first. The instances of a node share the model.
+    channel by channel, as the first step of the graph; it is the first input with four known dimensions, or
+    otherwise the first. The instances of a node share the model.
 
     Loading any of these files runs the code in it. So ``ConfigError`` unless the node has ``trusted = true``,
     which declares that you trust everyone who could write the file as much as your own code.
@@ -53,7 +53,7 @@ class TorchTensor(CudaModel):
 
     input_type = Param(to_str, "float32", choices=_DTYPES, doc="dtype of the model's inputs")
     cuda_graph = Param(to_bool, True, doc="capture a CUDA graph for each batch size")
-    trusted = Param(to_bool, False, doc="the model file may run code of its own, which loading it does")
+    trusted = Param(to_bool, False, doc="allow the code in the model file, which runs when it is loaded")
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
@@ -115,14 +115,14 @@ class TorchTensor(CudaModel):
             with self._torch.inference_mode():
                 outputs = self._module(*inputs)
         except Exception as error:
-            told = self.file.without_words(error)
+            safe_error = self.file.without_words(error)
             if self.guard.is_cuda and self._torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{self.model} cannot be captured as a CUDA graph ({first_line(told)}); set cuda_graph = false"
-                ) from told
-            if told is error:
+                    f"{self.model} cannot become a CUDA graph ({first_line(safe_error)}); set cuda_graph = false"
+                ) from safe_error
+            if safe_error is error:
                 raise
-            raise told from None
+            raise safe_error from None
         if isinstance(outputs, dict):
             outputs = list(outputs.values())
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
@@ -146,7 +146,7 @@ class TorchTensor(CudaModel):
         ]
         outputs = self.enqueue(inputs)
         self.layout.check(outputs, self.output_names, len(items))
-        # NOTE: an output may be memory of the model, which a result that is changed in place would change with it.
+        # NOTE: copy: an output may be memory of the model, which a user could change in place.
         self.write_results(items, [output.clone() for output in outputs])
 
 
@@ -179,19 +179,20 @@ def load_module(file: ModelFile, device: Any, is_trusted: bool) -> tuple[Callabl
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
-        told = file.without_words(error)
-        raise ConfigError(f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(told)}") from told
+        safe_error = file.without_words(error)
+        problem = f"PyTorch {torch.__version__} cannot load it: {first_line(safe_error)}"
+        raise ConfigError(f"model {path}: {problem}") from safe_error
 
 
 def _distrust(path: str, what_runs: str) -> str:
     return (
         f"model {path}: loading it {what_runs}, with the rights of this process; set trusted = true in its node "
-        "if you trust whoever made the file, or export it to ONNX, which is data"
+        "if you trust the author of the file, or export it to ONNX, which holds no code"
     )
 
 
 def _script_inputs(script: Any) -> Specs:
-    """The names of TorchScript's inputs, without shapes and types; empty where some may be left out."""
+    """The names of TorchScript's inputs, without shapes and types; empty if some are optional."""
     arguments = script.forward.schema.arguments[1:]
     if any(argument.has_default_value() or str(argument.type) != "Tensor" for argument in arguments):
         return ()
@@ -217,14 +218,14 @@ def _exported(torch: Any, program: Any, names: Sequence[Any]) -> Specs:
 
 
 def _kind(file: ModelFile, source: str | BytesIO) -> Literal["torchscript", "export", "aotinductor"]:
-    """By the names in the archive; nothing of it is unpacked."""
+    """The kind of a model file, by the names in the archive; nothing is unpacked."""
     try:
         kind = archive_kind(source)
         if not isinstance(source, str):
-            source.seek(0)  # PyTorch reads on from where this ended
+            source.seek(0)  # PyTorch reads from the current position
     except (OSError, zipfile.BadZipFile) as error:
-        what = file.kind() or "it is not a zip archive, as those are"
-        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {what}") from error
+        problem = file.kind() or "it is not a zip archive, as those are"
+        raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {problem}") from error
     if kind == "checkpoint":
         raise ConfigError(f"model {file.path}: neither TorchScript nor .pt2: {file.kind()}")
     return kind or "export"

@@ -57,13 +57,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["4x3", "4x2"], (((4, 3), (4, 2)),)),
     ],
 )
-def test_ranges(value: Any, expected: Any) -> None:
+def test_parses_ranges(value: Any, expected: Any) -> None:
     assert to_bounds(value).profiles == expected
     assert to_bounds(str(to_bounds(value))) == to_bounds(value)
 
 
 @pytest.mark.parametrize("value", ["", "0", "x", "4x", "4,5", "1;", "4x3x-1", 1.5, True])
-def test_what_is_no_range(value: Any) -> None:
+def test_refuses_invalid_ranges(value: Any) -> None:
     with pytest.raises(ValueError, match=r"expected|one batch size"):
         to_bounds(value)
 
@@ -132,7 +132,7 @@ def test_a_damaged_cache_is_never_loaded(tmp_path: Path, built: list[str], name:
     assert len(built) == 2
 
 
-def test_what_cannot_be_written_or_is_something_else_is_refused(tmp_path: Path, built: list[str]) -> None:
+def test_refuses_unwritable_or_irregular_cache_file(tmp_path: Path, built: list[str]) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / "link.lock").symlink_to(victim)
@@ -159,7 +159,7 @@ def test_a_link_beside_a_cache_is_not_followed(tmp_path: Path, built: list[str],
     assert link.is_symlink() == name.endswith(".tmp")
 
 
-def test_nobody_else_may_write_what_is_kept(tmp_path: Path, built: list[str]) -> None:
+def test_cache_files_are_writable_by_owner_only(tmp_path: Path, built: list[str]) -> None:
     before = os.umask(0)
     try:
         cached_engine(TRT, SPEC, str(tmp_path / "m.trt"), GPU)
@@ -170,7 +170,7 @@ def test_nobody_else_may_write_what_is_kept(tmp_path: Path, built: list[str]) ->
 
 
 @pytest.mark.parametrize("is_built", [False, True])
-def test_an_engine_that_others_could_have_written_is_refused(tmp_path: Path, built: list[str], is_built: bool) -> None:
+def test_refuses_engine_that_others_could_have_written(tmp_path: Path, built: list[str], is_built: bool) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     path = str(folder / "m.trt")

@@ -164,7 +164,7 @@ GEMM = "sm90_xmma_fprop_implicit_gemm"
         ({"Name": "a", "LayerType": "gemm", "Inputs": [{"DataType": "Half", "Format": "kLINEAR"}]}, "fp16"),
     ],
 )
-def test_what_a_layer_computes_in(told: Any, precision: str) -> None:
+def test_reads_precision_of_each_layer(told: Any, precision: str) -> None:
     trt = FakeTensorrt("8.6.0", [told, NO_MATTER, "a name alone", convolution("says nothing")])
     engine = trt.Runtime(None).deserialize_cuda_engine(b"")
     layers = multiplying_layers(trt, engine, {"x": (4, 3, 8, 8)})
@@ -177,7 +177,7 @@ def test_no_message_names_layers_of_an_encrypted_model(caplog: pytest.LogCapture
     new_engine(FakeTensorrt("8.6.0", [HALF, FULL]), spec, None)
     with pytest.raises(ConfigError, match=f"no layer of the engine .*{UNSAID}"):
         new_engine(FakeTensorrt("8.6.0", [FULL], [FULL]), spec, None)
-    with pytest.raises(ConfigError, match="3 layers take or give numbers beyond 65504"):
+    with pytest.raises(ConfigError, match="3 layers read or write numbers beyond 65504"):
         new_engine(FakeTensorrt("11.4.0"), replace(spec, onnx=small(3e4)), None)
     assert f"1 of 2 layers run otherwise: {UNSAID}" in caplog.text
     assert "conv" not in caplog.text
@@ -192,7 +192,7 @@ def test_no_message_names_layers_of_an_encrypted_model(caplog: pytest.LogCapture
         ({}, []),
     ],
 )
-def test_nothing_is_said_of_what_runs_as_asked(change: Any, told: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_nothing_if_all_layers_run_as_requested(change: Any, told: Any, caplog: pytest.LogCaptureFixture) -> None:
     trt = FakeTensorrt("8.6.0", told)
     trt.layers[0].name = "relu2"
     new_engine(trt, replace(SPEC, **change), None)
@@ -201,7 +201,7 @@ def test_nothing_is_said_of_what_runs_as_asked(change: Any, told: Any, caplog: p
         new_engine(FakeTensorrt("8.6.0", told), replace(SPEC, fp32_layers=("konv",)), None)
 
 
-def test_fp16_is_demanded_where_tensorrt_took_fp32_for_all() -> None:
+def test_demands_fp16_if_tensorrt_chose_fp32_for_all() -> None:
     trt = FakeTensorrt("8.6.0", [FULL], [HALF], kinds=(Kind.CONVOLUTION, Kind.ACTIVATION))
     _, content = new_engine(trt, SPEC, None)
     assert content == b"plan 2"
@@ -255,14 +255,14 @@ def test_a_strongly_typed_network_takes_fp32_and_quantised_models_as_they_are() 
 
 def test_a_model_that_overflows_in_fp16_is_refused() -> None:
     trt, spec = FakeTensorrt("11.4.0", [HALF, FULL]), replace(SPEC, onnx=small(3e4))
-    with pytest.raises(ConfigError, match=r"conv, relu, mean take or give numbers beyond 65504, .* precision::fp32"):
+    with pytest.raises(ConfigError, match=r"conv, relu, mean read or write numbers beyond 65504, .* precision::fp32"):
         new_engine(trt, spec, None)
     assert trt.builds == []
     new_engine(trt, replace(spec, fp32_layers=("conv", "relu", "mean")), None)
     assert weight_type(trt.parsed) == TensorProto.FLOAT
 
 
-def test_an_fp16_model_that_differs_is_said_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_or_refuses_fp16_model_that_differs(caplog: pytest.LogCaptureFixture) -> None:
     def check(scale: float) -> None:
         check_half("m.onnx", SPEC.onnx, half_model(small(scale), ()), (), to_bounds(1), is_normalised=True)
 
@@ -302,7 +302,7 @@ def test_another_engine_runs_no_code_and_fits_one_version(tmp_path: Path) -> Non
     assert not hasattr(newer.runtimes[0], "engine_host_code_allowed")
 
 
-def test_the_lean_runtime_runs_what_another_has_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lean_runtime_runs_engine_of_full_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, path = replace(SPEC, version_compatible=True), str(tmp_path / "m.trt")
     lean = FakeTensorrt("10.16.1.11")
     monkeypatch.delattr(FakeTensorrt, "init_libnvinfer_plugins")

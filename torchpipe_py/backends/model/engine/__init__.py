@@ -1,1 +1,1 @@
-"""TensorRT engines: what its versions differ in, building, the file that keeps one."""
+"""TensorRT engines: differences between versions, building, and the cache file."""

@@ -1,4 +1,4 @@
-"""What differs between TensorRT 8.6, 10 and 11, and its lean runtime, all of it here.
+"""All differences between TensorRT 8.6, 10 and 11, and its lean runtime.
 
 ========================  =======================  =============================  ================================
 what                      8.6                      10.x                           11
@@ -40,7 +40,7 @@ from torchpipe_py.errors import BackendUnavailable
 logger = logging.getLogger("torchpipe_py.tensorrt")
 
 OLDEST = (8, 6)
-MODULES = ("tensorrt", "tensorrt_lean", "tensorrt_lean_bindings")  # the last is what the lean runtime's wheels hold
+MODULES = ("tensorrt", "tensorrt_lean", "tensorrt_lean_bindings")  # the last one is in the wheels of the lean runtime
 
 
 def load_tensorrt() -> Any:
@@ -53,7 +53,7 @@ def load_tensorrt() -> Any:
             tensorrt = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        except Exception as error:  # a missing shared library raises whatever the loader raises
+        except Exception as error:  # a missing shared library may raise any error
             raise BackendUnavailable(f"TensorRT is installed but cannot be loaded: {error}") from error
         if version(tensorrt) < OLDEST:
             raise BackendUnavailable(f"TensorRT {tensorrt.__version__} is too old; 8.6 or newer is needed")
@@ -73,7 +73,7 @@ def is_lean(trt: Any) -> bool:
 
 
 def is_strongly_typed(trt: Any) -> bool:
-    """Whether precision is a matter of the ONNX model alone."""
+    """Whether the ONNX model alone decides about precision."""
     return not hasattr(trt.BuilderFlag, "FP16")
 
 
@@ -84,7 +84,7 @@ def network_flags(trt: Any) -> int:
 
 
 def configure(trt: Any, config: Any, workspace_bytes: int, version_compatible: bool) -> None:
-    """Settings of every build: workspace, no external libraries, several contexts on one profile, what layers tell."""
+    """Settings of every build: workspace, no external libraries, several contexts on one profile, layer information."""
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if version_compatible:
@@ -109,13 +109,13 @@ def set_precision(
     insists: bool = False,
     is_secret: bool = False,
 ) -> None:
-    """Allow what ``precision`` names in a weakly typed network, or demand it; strongly typed ones have it inside.
+    """Allow ``precision`` in a weakly typed network, or demand it; strongly typed ones have their own types.
 
-    A quantised model's int8 is always allowed: without, TensorRT does not take it.
+    The int8 of a quantised model is always allowed: otherwise TensorRT refuses it.
     """
     flag = trt.BuilderFlag
     if precision == "fp32":
-        config.clear_flag(flag.TF32)  # fp32 is what it says; PyTorch rounds convolutions to TF32 unless told otherwise
+        config.clear_flag(flag.TF32)  # so that fp32 means fp32; PyTorch rounds convolutions to TF32 by default
     if is_strongly_typed(trt):
         return
     if precision != "fp32":
@@ -201,7 +201,7 @@ class Messages:
         self._errors: deque[str] = deque(maxlen=20)
         errors = self._errors
         levels = {
-            trt.ILogger.INTERNAL_ERROR: logging.DEBUG,  # part of the exception, no line of its own
+            trt.ILogger.INTERNAL_ERROR: logging.DEBUG,  # included in the exception
             trt.ILogger.ERROR: logging.DEBUG,
             trt.ILogger.WARNING: logging.INFO,
         }

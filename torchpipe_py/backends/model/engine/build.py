@@ -1,4 +1,4 @@
-"""From an ONNX model to a TensorRT engine, and the file that keeps it between starts."""
+"""Builds a TensorRT engine from an ONNX model, and keeps it in a file between starts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from torchpipe_py.encryption.cipher import Cipher
 from torchpipe_py.encryption.model_file import UNSAID
 from torchpipe_py.errors import BackendUnavailable, ConfigError, logger
 
-FORMAT = 1  # of the key file; raised when engines must be built anew for a reason no key shows
+KEY_FORMAT = 1  # raise it if engines must be rebuilt for a reason that no other part of the key shows
 PROGRESS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Everything an engine depends on besides the machine. ``onnx`` has mean and std inside already.
+    """Everything an engine depends on besides the machine. ``onnx`` includes mean and std.
 
-    ``cipher`` is that of an encrypted model: no message has TensorRT's words then, and what is kept is encrypted.
+    ``cipher``: of an encrypted model. Then no message quotes TensorRT, and the cache is encrypted.
     """
 
     model: str
@@ -56,9 +56,9 @@ class EngineSpec:
         return self.cipher is not None
 
     def key(self, trt: Any, gpu: str) -> dict[str, Any]:
-        """What an engine file must have been built from to be loaded; readable, and equal only if all is equal."""
+        """The inputs of a build, as readable text; an engine file is loaded only if its key is equal."""
         return {
-            "format": FORMAT,
+            "format": KEY_FORMAT,
             "ONNX model": hashlib.sha256(self.onnx).hexdigest(),
             "TensorRT": str(trt.__version__),
             "GPU": gpu,
@@ -85,7 +85,7 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
         return new_engine(trt, spec, None)[0]
     cache, key = EngineCache(cache_path, spec.cipher), spec.key(trt, gpu)
     engine, _ = _kept_engine(trt, cache, key)
-    if engine is not None:  # without the lock: files are replaced whole, and a cache may be on a read-only disk
+    if engine is not None:  # without the lock: files are replaced atomically, and the disk may be read-only
         return engine
     with cache.locked():
         engine, reason = _kept_engine(trt, cache, key)
@@ -98,9 +98,9 @@ def cached_engine(trt: Any, spec: EngineSpec, cache_path: str, gpu: str) -> Any:
 
 
 def _kept_engine(trt: Any, cache: EngineCache, key: dict[str, Any]) -> tuple[Any, str]:
-    """The engine in the cache if it is right and TensorRT takes it; else ``None`` and the reason.
+    """The engine in the cache if its key matches and TensorRT loads it; otherwise ``None`` and the reason.
 
-    ``BackendUnavailable`` instead where only the lean runtime is installed, which cannot build another.
+    Raises ``BackendUnavailable`` instead if only the lean runtime is installed, which cannot build another.
     """
     content, reason = cache.load(key)
     engine = None
@@ -122,13 +122,13 @@ def _only_runs(trt: Any) -> str:
 
 
 def load_engine(trt: Any, content: bytes, name: str, version_compatible: bool = False) -> Any:
-    """``content`` as an ``ICudaEngine`` on the current device; ``ConfigError`` where TensorRT refuses it."""
+    """``content`` as an ``ICudaEngine`` on the current device; ``ConfigError`` if TensorRT refuses it."""
     said_by = api.messages(trt)
     with said_by.collected() as errors:
         api.load_plugins(trt, said_by.logger)
         runtime = trt.Runtime(said_by.logger)
         if version_compatible:
-            runtime.engine_host_code_allowed = True  # the lean runtime of the version that built it, inside
+            runtime.engine_host_code_allowed = True  # the lean runtime inside it, of the version that built it
         engine = runtime.deserialize_cuda_engine(content)
         if engine is None:
             raise ConfigError(
@@ -139,10 +139,10 @@ def load_engine(trt: Any, content: bytes, name: str, version_compatible: bool = 
 
 
 def new_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> tuple[Any, bytes]:
-    """An engine built for the current device, and the content of its file.
+    """Build an engine for the current device; return it and the content of its file.
 
-    ``ConfigError`` where it does not compute in the precision that was asked for. A weakly typed network leaves that to
-    TensorRT, which takes fp32 where it measures it as faster, small layers above all: if it does so everywhere, the
+    ``ConfigError`` if it does not compute in the requested precision. A weakly typed network leaves that to TensorRT,
+    which chooses fp32 if it measures it as faster, mostly for small layers: if it does so for all layers, the
     engine is built again with fp16 demanded.
     """
     engine, content = _loaded(trt, spec, cache, insists=False)
@@ -150,7 +150,7 @@ def new_engine(trt: Any, spec: EngineSpec, cache: EngineCache | None) -> tuple[A
         return engine, content
     layers = multiplying_layers(trt, engine, _largest_shapes(trt, engine))
     if spec.precision == "fp16" and not api.is_strongly_typed(trt) and is_ignored(layers, "fp16", spec.fp32_layers):
-        logger.warning("%s: TensorRT chose fp32 for all of it; building it again with fp16 demanded", spec.model)
+        logger.warning("%s: TensorRT chose fp32 for all layers; building it again with fp16 demanded", spec.model)
         engine, content = _loaded(trt, spec, cache, insists=True)
         layers = multiplying_layers(trt, engine, _largest_shapes(trt, engine))
     check_precision(spec.model, str(trt.__version__), layers, spec.precision, spec.fp32_layers, spec.is_secret)
@@ -229,7 +229,7 @@ def _profile(builder: Any, network: Any, model: str, least: Sequence[Shape], mos
 
 
 def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
-    """``given``, completed by the model's own dimensions where it is only a batch size."""
+    """``given``, completed by the model's dimensions if it is only a batch size."""
     shape = given if len(given) > 1 else (given[0], *dims[1:])
     wanted = shown_dims([None if dim < 0 else dim for dim in dims])
     if len(shape) != len(dims) or any(dim not in (-1, size) for dim, size in zip(dims, shape, strict=False)):
@@ -245,7 +245,9 @@ def _full_shape(model: str, name: str, dims: Shape, given: Shape) -> Shape:
 
 def _load_timing(config: Any, cache: EngineCache | None) -> None:
     timing = config.create_timing_cache(b"" if cache is None else cache.timing())
-    if timing is None or not config.set_timing_cache(timing, False):  # damaged, another version or GPU: start afresh
+    if timing is None or not config.set_timing_cache(
+        timing, False
+    ):  # damaged, or of another version or GPU: start with an empty one
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
@@ -257,7 +259,7 @@ def _store_timing(config: Any, cache: EngineCache | None) -> None:
 
 @contextmanager
 def _progress(spec: EngineSpec) -> Iterator[None]:
-    """A line now and then: TensorRT 8.6 says nothing while it measures kernels."""
+    """Log progress now and then: TensorRT 8.6 logs nothing while it measures kernels."""
     done = threading.Event()
     start = perf_counter()
 

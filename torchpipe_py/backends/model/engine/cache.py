@@ -1,4 +1,4 @@
-"""The file that keeps a TensorRT engine between starts, and what lies beside it."""
+"""The file that keeps a TensorRT engine between starts, and its key and timing files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EngineCache:
 
     Both are written to temporary files and renamed, the key last; it holds the engine's hash, so that a file that is
     cut off or belongs to another key is never loaded. With a ``cipher``, the model's, all three are encrypted.
-    ``ConfigError`` where other users of the machine could have written the engine.
+    Raises ``ConfigError`` if other users of the machine could have written the engine.
     """
 
     def __init__(self, path: str, cipher: Cipher | None = None) -> None:
@@ -74,14 +74,14 @@ class EngineCache:
         return engine, ""
 
     def store(self, engine: bytes, key: dict[str, Any]) -> None:
-        """Replace what is there."""
+        """Replace the engine and its key."""
         self.key_path.unlink(missing_ok=True)
         self._write(self.path, engine)
         content = {**key, "engine": hashlib.sha256(engine).hexdigest()}
         self._write(self.key_path, (json.dumps(content, indent=2) + "\n").encode())
 
     def timing(self) -> bytes:
-        """What ``store_timing`` was given last; nothing where that cannot be read."""
+        """The last content of ``store_timing``; empty if it cannot be read."""
         try:
             return self._read(self.timing_path) if self.timing_path.exists() else b""
         except CipherError:
@@ -92,9 +92,9 @@ class EngineCache:
         self._write(self.timing_path, content)
 
     def _read(self, path: Path) -> bytes:
-        """What ``_write`` wrote; ``ConfigError`` where other users of this machine could have written it."""
+        """Read a file of ``_write``; ``ConfigError`` if other users of this machine could have written it."""
         with open(path, "rb") as file:
-            # Of the file that is open, not of the name: that may be another one by now.
+            # Check the open file, not its name, which may be another file by now.
             _check(path, path.parent.stat(), os.fstat(file.fileno()))
             content = file.read()
         if self._cipher is not None:
@@ -106,18 +106,18 @@ class EngineCache:
     def _write(self, path: Path, content: bytes) -> None:
         content = content if self._cipher is None else self._cipher.encrypt(content)
         try:
-            replace_file(path, content, mode=0o644)  # others do not write it, whatever the umask
+            replace_file(path, content, mode=0o644)  # not writable by others, whatever the umask
         except OSError as error:
             raise ConfigError(f"model::cache: cannot write {path}: {error}") from error
 
 
 def _check(path: Path, folder: os.stat_result, file: os.stat_result) -> None:
-    # In a sticky folder, as the system's for temporary files is, nobody replaces what another user has written.
+    # In a sticky folder, such as /tmp, a user cannot replace the file of another.
     if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
         problem = f"every user of this machine can write in {path.parent}"
     elif file.st_mode & stat.S_IWOTH:
         problem = "every user of this machine can write it"
-    elif file.st_uid not in (os.geteuid(), folder.st_uid, 0):  # whoever owns the folder could have put anything there
+    elif file.st_uid not in (os.geteuid(), folder.st_uid, 0):  # the folder's owner could have replaced the file
         problem = f"it belongs to another user, uid {file.st_uid}"
     else:
         return
@@ -128,14 +128,14 @@ def _check(path: Path, folder: os.stat_result, file: os.stat_result) -> None:
 
 
 def _open_lock(path: Path) -> int:
-    """A descriptor of the file, which is made if it is not there and never written; ``OSError`` for a link."""
-    # NOTE: O_NONBLOCK, or a FIFO of that name would keep us here. O_RDWR, since NFS locks nothing that is read only.
+    """Open the lock file, which is created if missing and never written; ``OSError`` for a link."""
+    # NOTE: O_NONBLOCK, or opening a FIFO would block. O_RDWR, since NFS does not lock files that are open for reading.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         file = os.fstat(lock)
         if not stat.S_ISREG(file.st_mode):
             raise OSError(f"{path} is not a regular file")
-        _check(path, path.parent.stat(), file)  # before an engine is built here that would be refused later
+        _check(path, path.parent.stat(), file)  # before building an engine that would be refused later
     except BaseException:
         os.close(lock)
         raise
@@ -143,7 +143,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _is_same(name: str, kept: Any, key: dict[str, Any]) -> bool:
-    """Whether an engine that was built from ``kept`` will do; version-compatible ones run on a newer TensorRT too."""
+    """Whether part ``name`` of ``kept`` fits ``key``; version-compatible engines also run on a newer TensorRT."""
     if name == "TensorRT" and key.get("version_compatible"):
         return _numbers(kept) <= _numbers(key[name])
     return bool(kept == key.get(name))

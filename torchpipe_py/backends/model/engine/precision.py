@@ -1,4 +1,4 @@
-"""The precision of an engine: a model in fp16 for strongly typed networks, and what an engine really computes in."""
+"""The precision of an engine: a model in fp16 for strongly typed networks, and the precision of built engines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, no_layer
 from torchpipe_py.encryption.model_file import UNSAID
 from torchpipe_py.errors import ConfigError, logger
 
-LARGEST = 65504.0  # number of fp16
-SHOWN = 5  # layers that a message names
+FP16_MAX = 65504.0
+MOST_LAYERS = 5  # in a message
 
 
 def _shown(names: Sequence[str], is_secret: bool) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return UNSAID if is_secret else ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
+    return UNSAID if is_secret else ", ".join(names[:MOST_LAYERS]) + more
 
 
 # -- models in fp16 ----------------------------------------------------------------------------------------------------
@@ -44,9 +44,9 @@ def half_model(content: bytes, fp32_nodes: Sequence[str], is_secret: bool = Fals
 
 
 def _join_fp32(graph: Any, names: set[str]) -> None:
-    """Let a node in fp32 read what another gives, where the conversion put two casts between, to fp16 and back.
+    """Remove pairs of casts, to fp16 and back, that the conversion put between two nodes in fp32.
 
-    ``names`` are those of the nodes from before it.
+    ``names``: the node names from before the conversion.
     """
     casts = {node.output[0]: node for node in graph.node if node.op_type == "Cast" and node.name not in names}
     for node in graph.node:
@@ -56,7 +56,7 @@ def _join_fp32(graph: Any, names: set[str]) -> None:
 
 
 def is_quantised(content: bytes) -> bool:
-    """Whether the serialised model holds QuantizeLinear nodes, and so says itself what runs in int8."""
+    """Whether the serialised model has QuantizeLinear nodes, which mark the parts in int8."""
     import onnx
 
     return any(node.op_type == "QuantizeLinear" for node in onnx.load_from_string(content).graph.node)
@@ -71,21 +71,21 @@ def check_half(
     is_normalised: bool,
     is_secret: bool = False,
 ) -> None:
-    """Run both on made-up inputs on the CPU: a line where an output differs, ``ConfigError`` where it cannot be right.
+    """Compare both on generated inputs on the CPU: log outputs that differ; ``ConfigError`` if one is wrong.
 
     The inputs are pixels of 0..255 for a model that ``is_normalised`` itself, else numbers about 0. Models that ONNX
     Runtime does not run are not compared.
     """
     try:
-        tensors, outputs = _run(_telling(full), least, is_normalised), _run(half, least, is_normalised)
+        tensors, outputs = _run(_with_all_outputs(full), least, is_normalised), _run(half, least, is_normalised)
     except Exception as error:
         logger.info("%s: its fp16 form is not compared with it: %s", model, UNSAID if is_secret else error)
         return
-    # NOTE: the CPU has few fp16 kernels, and between two others ONNX Runtime does not round: it hides what overflows.
+    # NOTE: the CPU has few fp16 kernels, and ONNX Runtime does not round between others, which hides overflows.
     if wide := [name for name in _beyond_fp16(full, tensors) if name not in fp32_nodes]:
         shown = f"{len(wide)} layers" if is_secret else _shown(wide, False)
         raise ConfigError(
-            f"{model}: {shown} take or give numbers beyond {LARGEST:g}, the largest of fp16; name them in "
+            f"{model}: {shown} read or write numbers beyond {FP16_MAX:g}, the largest of fp16; name them in "
             "precision::fp32, or set precision = fp32"
         )
     for name, result in outputs.items():
@@ -100,13 +100,13 @@ def check_half(
             logger.warning("%s: output %r differs by %.1g of itself in fp16", model, name, difference)
 
 
-def _telling(content: bytes) -> bytes:
+def _with_all_outputs(content: bytes) -> bytes:
     """The serialised model with every tensor in it as an output."""
     import onnx
 
     model = onnx.load_from_string(content)
-    known = {output.name for output in model.graph.output}
-    names = [name for node in model.graph.node for name in node.output if name and name not in known]
+    outputs = {output.name for output in model.graph.output}
+    names = [name for node in model.graph.node for name in node.output if name and name not in outputs]
     model.graph.output.extend([onnx.ValueInfoProto(name=name) for name in names])
     return bytes(model.SerializeToString())
 
@@ -115,7 +115,7 @@ def _beyond_fp16(content: bytes, tensors: Mapping[str, np.ndarray]) -> list[str]
     """The nodes with inputs or outputs that fp16 cannot represent."""
     import onnx
 
-    wide = {name for name, values in tensors.items() if values.size and not np.abs(values).max() <= LARGEST}
+    wide = {name for name, values in tensors.items() if values.size and not np.abs(values).max() <= FP16_MAX}
     nodes = onnx.load_from_string(content).graph.node
     return [node.name or node.op_type for node in nodes if wide.intersection((*node.input, *node.output))]
 
@@ -126,15 +126,15 @@ def _run(content: bytes, least: Bounds, is_normalised: bool) -> dict[str, np.nda
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it says is in the exception, and may be secret
+    options.log_severity_level = 4  # its messages are in the exception, and may be secret
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    values = session.run(None, _made_up(session.get_inputs(), least, is_normalised))
+    values = session.run(None, _generated_inputs(session.get_inputs(), least, is_normalised))
     named = zip(session.get_outputs(), values, strict=True)
     return {output.name: value for output, value in named if np.issubdtype(value.dtype, np.floating)}
 
 
-def _made_up(inputs: Sequence[Any], least: Bounds, is_normalised: bool) -> dict[str, np.ndarray]:
-    """Inputs of the smallest shapes; ``ValueError`` where a dimension is open, or a type is none of floats."""
+def _generated_inputs(inputs: Sequence[Any], least: Bounds, is_normalised: bool) -> dict[str, np.ndarray]:
+    """Random inputs of the smallest shapes; ``ValueError`` for an open dimension, or a type without fractions."""
     rng = np.random.default_rng(0)
     feed = {}
     for index, given in enumerate(inputs):
@@ -147,13 +147,13 @@ def _made_up(inputs: Sequence[Any], least: Bounds, is_normalised: bool) -> dict[
     return feed
 
 
-# -- what engines compute in -------------------------------------------------------------------------------------------
+# -- precision of engines -----------------------------------------------------------------------------------------
 
 _MULTIPLIES = re.compile(r"conv|gemm|matmul|matrixmultiply|fullyconnected|fprop|mha", re.IGNORECASE)
-# What the inspector calls a type, of weights and of tensors, in versions 8.6 to 11.
+# Names of types, of weights and tensors, in the inspector's output of versions 8.6 to 11.
 _TYPES = {"int8": r"Int8", "fp8": r"FP8", "bf16": r"BF16|BFloat16", "fp16": r"FP16|Half", "fp32": r"FP32|Float"}
-# Kernels are named after the types they multiply: sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_… for one. Those that
-# round float32 to TF32 take and give float32.
+# Kernels are named after the types they multiply: for example sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_…. Those
+# that round float32 to TF32 read and write float32.
 _KERNELS = {
     "int8": r"i8i8|i8f32|i8i32|int8|imma",
     "fp8": r"e4m3|e5m2",
@@ -174,7 +174,7 @@ class Layer(NamedTuple):
 def multiplying_layers(trt: Any, engine: Any, shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     """The convolutions and matrix products of an engine for which TensorRT reports the precision.
 
-    ``shapes`` are those of the inputs, batch included: tensors have a format for known shapes only. The engine must
+    ``shapes``: of the inputs, with batch, since tensors have a format for known shapes only. The engine must
     have been built with ``ProfilingVerbosity.DETAILED``.
     """
     inspector = engine.create_engine_inspector()
@@ -187,28 +187,36 @@ def multiplying_layers(trt: Any, engine: Any, shapes: Mapping[str, Sequence[int]
         # NOTE: not strict, since TensorRT 8.6 leaves a control character (0x1e) between the ONNX nodes of a layer.
         information = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON), strict=False)
     except ValueError as error:
-        logger.info("TensorRT tells of the layers in what is no JSON: %s", error)
+        logger.info("TensorRT's layer information is not valid JSON: %s", error)
         return []
     return [layer for layer in map(_layer, information.get("Layers", ())) if layer is not None]
 
 
-def _layer(told: Any) -> Layer | None:
-    if not isinstance(told, dict):  # a name alone, of an engine that was built without DETAILED
+def _layer(information: Any) -> Layer | None:
+    if not isinstance(information, dict):  # only a name, for an engine built without DETAILED
         return None
-    tactic = str(told.get("TacticName", ""))
-    if not _MULTIPLIES.search(f"{told.get('LayerType', '')} {told.get('ParameterType', '')} {tactic}"):
+    tactic = str(information.get("TacticName", ""))
+    if not _MULTIPLIES.search(f"{information.get('LayerType', '')} {information.get('ParameterType', '')} {tactic}"):
         return None
-    weights = told.get("Weights")
-    tensors = [tensor for tensor in (*told.get("Inputs", ()), *told.get("Outputs", ())) if isinstance(tensor, dict)]
+    weights = information.get("Weights")
+    tensors = [
+        tensor
+        for tensor in (*information.get("Inputs", ()), *information.get("Outputs", ()))
+        if isinstance(tensor, dict)
+    ]
     keys = ("DataType", "Format/Datatype", "Format")
     types = [next((str(tensor[key]) for key in keys if key in tensor), "") for tensor in tensors]
-    # Of the weights, else of the kernel, else the narrowest of the tensors.
+    # From the weights, otherwise the kernel, otherwise the narrowest of the tensors.
     precision = (
         _named(_TYPES, str(weights.get("Type", "")) if isinstance(weights, dict) else "")
         or _named(_KERNELS, tactic)
         or _named(_TYPES, " ".join(types))
     )
-    return Layer(str(told["Name"]), precision, f"{told['Name']} {told.get('Metadata', '')}") if precision else None
+    return (
+        Layer(str(information["Name"]), precision, f"{information['Name']} {information.get('Metadata', '')}")
+        if precision
+        else None
+    )
 
 
 def _named(patterns: Mapping[str, str], text: str) -> str:
@@ -226,17 +234,17 @@ def strays(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) 
 
 
 def is_ignored(layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str]) -> bool:
-    """Whether all layers that may run in ``precision`` use another one."""
-    taken = {precision, "int8"}.intersection(layer.precision for layer in layers)
-    return not taken and bool(strays(layers, precision, fp32_layers))
+    """Whether no layer runs in ``precision``, although some could."""
+    used = {precision, "int8"}.intersection(layer.precision for layer in layers)
+    return not used and bool(strays(layers, precision, fp32_layers))
 
 
 def check_precision(
     model: str, version: str, layers: Sequence[Layer], precision: str, fp32_layers: Sequence[str], is_secret: bool
 ) -> None:
-    """A line that names the layers that run otherwise; ``ConfigError`` where none runs in ``precision``."""
+    """Log the layers in another precision; ``ConfigError`` if none runs in ``precision``."""
     if not layers:
-        logger.info("%s: TensorRT %s does not tell what the engine computes in", model, version)
+        logger.info("%s: TensorRT %s does not report the engine's precision", model, version)
     others = strays(layers, precision, fp32_layers)
     if not others:
         return
