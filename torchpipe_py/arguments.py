@@ -16,13 +16,13 @@ from torchpipe_py.errors import nearest
 class ArgumentParser(argparse.ArgumentParser):
     """Takes flags by their whole names; ``-`` and ``_`` between words are the same: ``--img-dir`` is ``--img_dir``.
 
-    Names the nearest flag, command or choice for one that it does not know. ``elsewhere`` has flags of other programs,
-    and what there is here in their place.
+    Names the nearest flag, command or choice for one that it does not know. ``elsewhere`` maps flags of other programs
+    to hints.
     """
 
     def __init__(self, *, elsewhere: Mapping[str, str] = MappingProxyType({}), **settings: Any) -> None:
         self._elsewhere = elsewhere
-        # NOTE: the beginning of a flag may mean another one, or nothing, in the next version.
+        # NOTE: an abbreviation may mean another flag, or none, in the next version.
         super().__init__(**settings, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e0 too, as of Python 3.14
 
@@ -40,14 +40,14 @@ class ArgumentParser(argparse.ArgumentParser):
         return super()._parse_optional(self._as_declared(arg_string))
 
     def _as_declared(self, argument: str) -> str:
-        """The argument with its flag as ``add_argument`` has it; what is no flag, or an unknown one, stays."""
+        """The argument with its flag as declared by ``add_argument``; unchanged if that is unknown or not a flag."""
         flag, *value = argument.split("=", 1)
         if flag.startswith("--"):
             flag = next((name for name in self._option_string_actions if _dashed(name) == _dashed(flag)), flag)
         return "=".join([flag, *value])
 
     def error(self, message: str) -> NoReturn:
-        """An argument that is missing may be there, misspelt."""
+        """Report a misspelt flag, too, if an argument is missing."""
         if "arguments are required" in message:
             for argument in self._given:
                 if hint := self._hint(argument):
@@ -56,7 +56,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            # The value of an unknown flag is taken for that of the first positional one.
+            # argparse takes the value of an unknown flag as the first positional argument.
             for argument in takewhile(lambda given: given != value, () if action.option_strings else self._given):
                 if hint := self._hint(argument):
                     self.error(f"unrecognized arguments: {argument}; {hint}")
@@ -64,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}; {hint}")
 
     def _hint(self, argument: str) -> str:
-        """The flag that an unknown one may stand for; empty where it is none, or a known one."""
+        """The probable meaning of an unknown flag; empty for a known flag, or no flag."""
         flag = self._as_declared(argument).split("=", 1)[0]
         known = self._option_string_actions
         if flag in self._elsewhere:

@@ -28,7 +28,7 @@ from torchpipe_py.tools.report import write_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all is well, 1 for an error in what was asked about, 2 for wrong arguments; ``bench``: see ``run_bench``."""
+    """Return 0, 1 for an error in a configuration or file, 2 for wrong arguments; for ``bench`` see ``run_bench``."""
     parser = ArgumentParser(prog="torchpipe", description="Tools for torchpipe_py configurations.")
     parser.add_argument("--version", action="version", version=f"torchpipe_py {torchpipe_py.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -77,20 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
     idl.set_defaults(run=lambda args: print(idl_path().read_text(encoding="utf-8"), end=""))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr: a path may be no UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: a path may not be valid UTF-8
     arguments = sys.argv[1:] if argv is None else argv
     load.set_defaults(run=lambda _: _tool("tools.load.run", "main")(arguments[1:]))
-    # Its options are parsed by itself, for scripts/client_qps.py has them too.
+    # It parses its own options, which scripts/client_qps.py shares.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
     try:
         registry.import_all(",".join(getattr(args, "imports", None) or ()))
         status = args.run(args) or 0
-        print(end="", flush=True)  # it may be closed
+        print(end="", flush=True)  # raises OSError if stdout is closed
         return int(status)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
-        # The reader is gone, as with head, or the disk is full; Python would complain again at exit.
+        # The reader has ended, as with head, or the disk is full; without this Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.ENOSPC:
             print(f"torchpipe: {error.strerror}", file=sys.stderr)
@@ -149,7 +149,7 @@ def _check_file(config: str) -> None:
     print(f"{config}: ok, {counted(len(graph.order), 'node')}")
 
 
-# What only one command needs is imported in its function, so that the other commands stay light.
+# Each command imports in its function what it alone needs, so that the others start fast.
 
 
 def _graph(parser: argparse.ArgumentParser, config: str, out: Path | None) -> None:
@@ -169,7 +169,7 @@ def _graph(parser: argparse.ArgumentParser, config: str, out: Path | None) -> No
 
 
 def _tool(module: str, function: str) -> Callable[[Any], int]:
-    """A command whose module is imported when it runs."""
+    """A command that imports its module when it runs."""
     return lambda args: int(getattr(importlib.import_module(f"torchpipe_py.{module}"), function)(args))
 
 

@@ -1,4 +1,4 @@
-"""How many cores the threads and processes of this process may keep busy."""
+"""The number of cores that this process may use, and thread limits of libraries."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 SWITCH_SECONDS = 0.0005
+"""Longest wait for the GIL of a thread that returns from OpenCV or a GPU; Python's default is 5 ms."""
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The cores of the affinity, or the CPU quota of the process's cgroups, rounded up, where that is less.
+    """The cores of the affinity, or the CPU quota of the process's cgroups, rounded up, if that is less.
 
-    A container on 64 cores with a quota of 2 has 2. ``root`` has ``proc`` and ``sys``. A file that is missing, or holds
-    something else, is no quota.
+    A container on 64 cores with a quota of 2 has 2. ``root`` contains ``proc`` and ``sys``. A missing or invalid file
+    sets no quota.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_quotas(root)])
@@ -27,13 +28,12 @@ def limit_threads() -> None:
 
     cv2.setNumThreads(1)
     torch.set_num_threads(1)
-    # After a call of OpenCV or a GPU, a thread waits at most this long for the GIL (default: 5 ms).
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """Those of the process's cgroup and of each one above it, of versions 2 and 1, in cores."""
-    # NOTE: a container of version 1 reads a path of the host here, which it does not have: its own cgroup is the root.
+    """CPU quotas, in cores, of the process's cgroup and its ancestors, of versions 2 and 1."""
+    # NOTE: in a container with version 1 this is a path of the host, which does not exist: its own cgroup is the root.
     paths = {"": "/", "cpu": "/"}  # by controller; without one it is version 2
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -52,7 +52,7 @@ def _with_parents(path: str) -> list[PurePosixPath]:
 
 
 def _in_cores(text: str) -> list[int]:
-    """Of microseconds of processor time and of the period that they are for; none without a limit: ``max``, or -1."""
+    """A quota in cores from microseconds of CPU time and of the period; empty if unlimited: ``max`` or -1."""
     try:
         quota, period = map(int, text.split())
     except ValueError:

@@ -1,4 +1,4 @@
-"""What happens to a request on entry to a node or to a child of ``Sequential``."""
+"""Filters, which decide what happens to a request that enters a node or a child of ``Sequential``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUN, SKIP, BREAK = Status.Run, Status.Skip, Status.Break
 
 
 def swap(data: Data) -> Status:
-    """No ``result``: ``Break``. Else the result becomes the next ``data``: ``Run``."""
+    """``Break`` without a ``result``; otherwise ``Run``, with the result as the next ``data``."""
     if TASK_RESULT_KEY not in data:
         return BREAK
     data[TASK_DATA_KEY] = data.pop(TASK_RESULT_KEY)
@@ -38,7 +38,7 @@ def swap(data: Data) -> Status:
 
 
 def or_(data: Data) -> Status:
-    """``Run`` where nothing before gave a result, else ``Skip``."""
+    """``Run`` if there is no result yet, otherwise ``Skip``."""
     return SKIP if TASK_RESULT_KEY in data else RUN
 
 
@@ -48,7 +48,7 @@ def run(data: Data) -> Status:
 
 
 def always(status: Status, data: Data) -> Status:
-    """The same of every request."""
+    """``status`` for every request."""
     return status
 
 

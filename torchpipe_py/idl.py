@@ -11,7 +11,7 @@ _CANDIDATES = (_PACKAGE / "inference.thrift", _PACKAGE.parent / "idl" / "inferen
 
 
 def idl_path() -> Path:
-    """Where the contract is."""
+    """The path of the contract."""
     path = next((path for path in _CANDIDATES if path.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"inference.thrift is neither at {' nor at '.join(map(str, _CANDIDATES))}")
@@ -19,7 +19,7 @@ def idl_path() -> Path:
 
 
 def load_idl() -> ModuleType:
-    """The module that thriftpy2 makes of the contract: structs, exceptions, ``InferenceService``.
+    """The contract as a module of thriftpy2: structs, exceptions, ``InferenceService``.
 
     Raises ``ImportError`` without thriftpy2.
     """

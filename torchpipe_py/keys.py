@@ -11,4 +11,4 @@ TASK_PRIORITY_KEY = "priority"
 TASK_STATE_KEY = "state"
 
 BY_CONSTANT: dict[str, str] = {name: value for name, value in dict(vars()).items() if name.startswith("TASK_")}
-"""The keys by their constants' names, which a configuration may write in their place."""
+"""The keys by the names of their constants, which a configuration may use, too."""

@@ -1,4 +1,4 @@
-"""What malloc keeps of the memory that is freed."""
+"""Settings of malloc, so that it keeps freed memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from contextlib import suppress
 
 LARGE_BYTES = 2**25
-"""From this size on, memory goes back to the system as soon as it is freed: 32 MiB, the most that glibc comes to."""
+"""Size from which freed memory returns to the system at once: 32 MiB, the largest that glibc sets."""
 
 KEPT_BYTES = 2 * LARGE_BYTES
-"""Freed memory at the end of each of malloc's heaps that stays there for what is allocated next.
+"""Freed memory that malloc keeps at the end of each heap.
 
-Each thread has a heap. Half as much loses what 3840×2160 pixels take, which was a third slower than without any of it.
+Each thread has a heap. Half as much is too little for 3840×2160 pixels, which took a third longer.
 """
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -20,11 +20,11 @@ _VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 
 def keep_freed_memory(kept: int = KEPT_BYTES) -> None:
-    """Let malloc keep what an image took for the next ones, up to ``kept`` bytes in each heap, in this process.
+    """Let malloc keep up to ``kept`` freed bytes in each heap of this process, for the next images.
 
-    glibc gives what is as large as the largest before back to the system each time, and has it again page by page: of
-    1920×1080 pixels that took a third of the time in which OpenCV decodes them. Nothing happens with another C library,
-    and where the environment says what glibc is to keep.
+    Otherwise glibc returns each large image's memory to the system and gets it again page by page, which takes a third
+    of the decoding time at 1920×1080 pixels. Does nothing with another C library, or if the environment sets these
+    options.
     """
     if not _VARIABLES.isdisjoint(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return

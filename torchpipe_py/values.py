@@ -33,7 +33,7 @@ def to_float(value: Value) -> float:
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
-        except (ValueError, OverflowError):  # of a word; of an integer of hundreds of digits
+        except (ValueError, OverflowError):  # a word; an integer of hundreds of digits
             pass
     if math.isfinite(number):
         return number
@@ -86,7 +86,7 @@ def to_strings(value: Value) -> tuple[str, ...]:
 
 
 def to_key(name: str) -> str:
-    """A key of a request's dict; ``TASK_RESULT_KEY`` means what the constant holds. ``ValueError`` for no such one."""
+    """A key of a request's dict; ``TASK_RESULT_KEY`` stands for its value. ``ValueError`` for an unknown constant."""
     if name in BY_CONSTANT:
         return BY_CONSTANT[name]
     if name.startswith("TASK_") and name.endswith("_KEY"):
