@@ -80,7 +80,7 @@ def test_check_takes_a_folder_of_models(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(f"torchpipe: {folder / name}: " in printed for name in ("a.toml", "b/2.toml"))
 
 
-def test_check_tells_all_errors_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_all_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(BAD, encoding="utf-8")
     assert main(["check", str(path)]) == 1
@@ -118,7 +118,7 @@ def test_graph_writes_files(good: str, tmp_path: Path, name: str) -> None:
         ElementTree.fromstring(text)
 
 
-def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_refuses_invalid_arguments(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for out, problem in (("graph.png", "expected a name that ends in"), ("no/folder.svg", "no such folder")):
         with pytest.raises(SystemExit) as caught:
             main(["graph", good, "--out", str(tmp_path / out)])
@@ -174,7 +174,7 @@ def test_graph_refuses(good: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
     ],
 )
-def test_a_wrong_argument_is_told_with_what_is_nearest(command: list[str], message: str, capsys: Any) -> None:
+def test_wrong_argument_names_nearest_valid(command: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         main(command)
     assert caught.value.code == 2
@@ -182,7 +182,7 @@ def test_a_wrong_argument_is_told_with_what_is_nearest(command: list[str], messa
 
 
 @pytest.mark.parametrize("given", [["--nonsense", "5"], ["--nonsense=5", "x"], ["--number", "3", "--nonsense", "5"]])
-def test_an_unknown_flag_is_told_and_not_its_value(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_is_named_without_its_value(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser()
     parser.add_argument("name", choices=["schedule"])
     parser.add_argument("--number")
@@ -204,13 +204,13 @@ def test_a_flag_has_dashes_or_underscores(given: str, port: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["-1", "-1e0", "-1E+0", "-.1e1"])
-def test_a_negative_number_is_no_flag(number: str) -> None:
+def test_negative_number_is_not_a_flag(number: str) -> None:
     parser = ArgumentParser()
     parser.add_argument("--ratio", type=float)
     assert parser.parse_args(["--ratio", number]).ratio == -1
 
 
-def test_a_reader_that_has_had_enough_is_no_traceback():
+def test_closed_stdout_causes_no_traceback():
     code = "from torchpipe_py.cli import main; raise SystemExit(main(['backends', '--markdown']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -220,7 +220,7 @@ def test_a_reader_that_has_had_enough_is_no_traceback():
         assert process.wait(PROGRAM_WAIT) == 1
 
 
-def test_without_the_dependencies_one_line_says_what_is_missing(good: str) -> None:
+def test_missing_dependency_is_one_line(good: str) -> None:
     """As where ``pip install --no-deps`` put the client only; what needs none of them works there."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({set(DEPENDENCIES) - {'numpy'}!r}));"

@@ -27,7 +27,7 @@ ERRORS = [each for each in EXPORTED if isinstance(each, type) and issubclass(eac
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_can_be_sent_as_json(kind: type[Exception]) -> None:
+def test_error_as_json(kind: type[Exception]) -> None:
     assert issubclass(kind, TorchpipeError)
     error = kind("why")
     when = {} if error.retry_after_ms is None else {"retry_after_ms": error.retry_after_ms}
@@ -48,12 +48,12 @@ FLAGS = [f"--flag{index}" for index in range(38)]
         ("--x", FLAGS, "none of the 38 valid names is near"),
     ],
 )
-def test_the_nearest_names(name: str, valid: list[str], clause: str) -> None:
+def test_suggests_nearest_names(name: str, valid: list[str], clause: str) -> None:
     assert nearest(name, valid) == clause
 
 
 @pytest.mark.parametrize("said", ["0 items", "1 item", "2 items", "1 class", "3 classes"])
-def test_one_of_something_is_no_plural(said: str) -> None:
+def test_counted_uses_singular_for_one(said: str) -> None:
     count, noun = said.split()
     assert counted(int(count), "class" if noun.startswith("class") else "item") == said
 
@@ -61,7 +61,7 @@ def test_one_of_something_is_no_plural(said: str) -> None:
 # -- torchpipe_py.files ------------------------------------------------------------------------------------------------
 
 
-def test_where_no_file_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_problem_of_unwritable_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
@@ -73,7 +73,7 @@ def test_where_no_file_can_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
         assert output_problem(path) == ""
 
 
-def test_what_is_written_to_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_problem_of_existing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the user were not root, who may write everywhere."""
     writable: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.W_OK and Path(path) in writable)
@@ -129,18 +129,18 @@ def write(root: Path, cgroup: str, files: dict[str, str]) -> Path:
         (V1, {"cpu/cpu.cfs_quota_us": "200000\n"}, CORES),
     ],
 )
-def test_a_quota_counts_where_it_is_less_than_the_affinity(cgroup: str, files: Any, cores: int, tmp_path: Path) -> None:
+def test_quota_limits_cores_below_affinity(cgroup: str, files: Any, cores: int, tmp_path: Path) -> None:
     assert usable_cores(write(tmp_path, cgroup, files)) == cores
 
 
 @pytest.mark.parametrize(
     "text", ["", "max", "2", "a b", "0 0", "100000 0", "-100000 100000", "1 2 3", "\0", f"{'9' * 5000} 1"]
 )
-def test_what_is_no_quota_changes_nothing(text: str, tmp_path: Path) -> None:
+def test_ignores_missing_or_invalid_quota(text: str, tmp_path: Path) -> None:
     assert usable_cores(write(tmp_path, "0::/\n", {"cpu.max": text})) == CORES
 
 
-def test_without_cgroups_it_is_the_affinity(tmp_path: Path) -> None:
+def test_uses_affinity_without_cgroups(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == CORES
 
 
@@ -170,7 +170,7 @@ def faults(how: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def test_a_large_image_takes_the_memory_of_the_one_before() -> None:
+def test_large_image_reuses_freed_memory() -> None:
     usual = faults("gives back")
     if usual < 4 * 1000:
         pytest.skip("this C library keeps it anyway, or the system counts nothing")

@@ -85,7 +85,7 @@ def ends_well(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_the_service(folder: Path) -> None:
+def test_service_ignores_modules_of_working_directory(folder: Path) -> None:
     config = folder / "my.toml"
     config.write_text('[node]\nbackend = "S[DecodeMat,Process[Identity]]"\n')
     flags = ("--port", "0", "--decode-isolation", "process")
@@ -125,7 +125,7 @@ def test_training_workers(folder: Path) -> None:
     assert ran(folder) == ""
 
 
-def test_a_module_that_is_named_is_found_here_last(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_named_module_is_searched_in_working_directory_last(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
@@ -144,7 +144,7 @@ def test_a_module_that_is_named_is_found_here_last(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("command", ["check", "parity", "bench"])
-def test_every_command_finds_what_import_names_here(
+def test_every_command_imports_from_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """The service, too: see above."""

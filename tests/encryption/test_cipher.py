@@ -53,14 +53,14 @@ def content(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5])
-def test_what_is_encrypted_is_decrypted(cipher: Cipher, size: int) -> None:
+def test_decrypts_encrypted_content(cipher: Cipher, size: int) -> None:
     encrypted = cipher.encrypt(content(size))
     assert cipher.decrypt(encrypted) == content(size)
     assert len(encrypted) == HEADER + size + TAG * max(1, -(-size // CHUNK))
     assert content(size)[:16] not in encrypted or size < 16
 
 
-def test_the_format_is_as_its_docstring_says(cipher: Cipher) -> None:
+def test_format_matches_docstring(cipher: Cipher) -> None:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     encrypted = cipher.encrypt(content(CHUNK + 10))
@@ -90,7 +90,7 @@ def test_a_file_that_is_cut_anywhere_is_refused(cipher: Cipher, size: int) -> No
             cipher.decrypt(whole[:length])
 
 
-def test_a_byte_that_changed_anywhere_is_refused(cipher: Cipher) -> None:
+def test_refuses_any_changed_byte(cipher: Cipher) -> None:
     whole = cipher.encrypt(content(2 * CHUNK + 5))
     for index in range(len(whole)):
         changed = bytearray(whole)
@@ -104,7 +104,7 @@ def pieces(whole: bytes) -> list[bytes]:
     return [whole[:HEADER], *(whole[at : at + CHUNK + TAG] for at in range(HEADER, len(whole), CHUNK + TAG))]
 
 
-def test_chunks_in_another_order_or_of_another_file_are_refused(cipher: Cipher) -> None:
+def test_refuses_moved_or_foreign_chunks(cipher: Cipher) -> None:
     header, a, b, c = pieces(cipher.encrypt(content(3 * CHUNK)))
     others = pieces(cipher.encrypt(content(3 * CHUNK)))
     assert cipher.decrypt(header + a + b + c) == content(3 * CHUNK)
@@ -113,7 +113,7 @@ def test_chunks_in_another_order_or_of_another_file_are_refused(cipher: Cipher) 
             cipher.decrypt(header + b"".join(wrong))
 
 
-def test_another_key_another_version_and_no_encrypted_file_are_told_apart(cipher: Cipher) -> None:
+def test_distinguishes_wrong_key_version_and_plain_file(cipher: Cipher) -> None:
     whole = cipher.encrypt(b"x")
     with pytest.raises(CipherError, match=r"^key_env K is not the key that it was encrypted with, or its header is"):
         Cipher(bytes(32), "key_env K").decrypt(whole)
@@ -123,7 +123,7 @@ def test_another_key_another_version_and_no_encrypted_file_are_told_apart(cipher
         cipher.decrypt(b"\x08" + whole)
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(BackendUnavailable, match=r"\(pip install 'torchpipe_py\[encryption\]'\)$"):
         Cipher(KEY, "k")
@@ -185,14 +185,14 @@ def test_a_key_is_raw_or_hex_or_base64(key_file: Path, monkeypatch: pytest.Monke
         (bytes(1 << 20), "it holds more than 4096 bytes"),
     ],
 )
-def test_what_is_no_key(key_file: Path, content: bytes, found: str) -> None:
+def test_refuses_invalid_keys(key_file: Path, content: bytes, found: str) -> None:
     key_file.write_bytes(content)
     forms = "a key is 32 raw bytes, 64 hex digits or 44 characters of base64. torchpipe encrypt --new_key FILE makes"
     said = refusal(key_file, lambda path: read_key(str(path), ""))
     assert said == f"key_file {key_file}: {found}; {forms} one"
 
 
-def test_what_is_no_file_with_a_key(key_file: Path, tmp_path: Path) -> None:
+def test_refuses_invalid_key_files(key_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.key: No such file"):
         read_key(str(key_file), "")
     with pytest.raises(ConfigError, match=r"Is a directory"):
@@ -202,7 +202,7 @@ def test_what_is_no_file_with_a_key(key_file: Path, tmp_path: Path) -> None:
         read_key(str(key_file), "")
 
 
-def test_variables_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_variables_without_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL_KEY", " ")
     with pytest.raises(ConfigError, match=r"key_env: the environment variable MODEL_KEY is empty; a key is 64 hex"):
         read_key("", "MODEL_KEY")
@@ -236,7 +236,7 @@ def test_a_new_key_is_for_its_owner_and_replaces_nothing(key_file: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("mode", "problem"), [(0o600, ""), (0o640, ""), (0o644, "read"), (0o602, "write")])
-def test_who_may_read_a_key(key_file: Path, mode: int, problem: str) -> None:
+def test_warns_of_key_readable_by_others(key_file: Path, mode: int, problem: str) -> None:
     key_file.write_text("")
     key_file.chmod(mode)
     said = readers_problem(str(key_file))
@@ -252,7 +252,7 @@ def test_a_core_file_holds_no_memory_of_a_process_with_a_key(key_file: Path) -> 
     assert int(FILTER.read_text(), 16) == 0
 
 
-def test_an_environment_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removes_keys_from_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / ("b" * 41)).touch()
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,7 @@ def test_a_new_key_and_a_model(folder: Path, capsys: pytest.CaptureFixture[str])
     assert NAME.encode() not in (folder / "m.onnx.enc").read_bytes()
 
 
-def test_an_engine_with_a_key_that_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypts_engine_with_existing_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "m.trt").write_bytes(b"ftrt" + bytes(range(256)) * 1000)
     monkeypatch.setenv("MODEL_KEY", KEY.hex())
     assert main(["encrypt", "m.trt", "--key_env", "MODEL_KEY", "--out", "served.trt.enc"]) == 0
@@ -65,7 +65,7 @@ def test_an_engine_with_a_key_that_is_there(folder: Path, monkeypatch: pytest.Mo
     assert (folder / "served.trt.enc").read_bytes() != before
 
 
-def test_weights_in_a_second_file_are_taken_in(folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_includes_external_weights(folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     with_weights_beside("m.onnx", folder / "two.onnx")
     assert main(["encrypt", "two.onnx", "--key_file", "key"]) == 0
     whole = onnx.load_from_string(ModelFile("two.onnx.enc", "key").read())
@@ -79,7 +79,7 @@ def test_weights_in_a_second_file_are_taken_in(folder: Path, refused: Refused, m
     )
 
 
-def test_what_a_user_can_mend(folder: Path, refused: Refused) -> None:
+def test_explains_user_errors(folder: Path, refused: Refused) -> None:
     key = "--key_file", "key"
     assert refused("no.onnx", *key) == f"no.onnx: no such file (working directory: {folder})"
     assert refused("m.onnx", "--key_file", "no.key") == "key_file no.key: No such file or directory"
@@ -117,7 +117,7 @@ def archive(path: Path, *names: str) -> None:
         lambda path: archive(path, "m/archive_format"),  # torch.export
     ],
 )
-def test_a_model_is_taken_whatever_its_name_is(folder: Path, save: Callable[[Path], object]) -> None:
+def test_accepts_model_of_any_name(folder: Path, save: Callable[[Path], object]) -> None:
     save(folder / "model")
     assert main(["encrypt", "model", "--key_file", "key"]) == 0
     assert ModelFile("model.enc", "key").read() == (folder / "model").read_bytes()
@@ -135,7 +135,7 @@ def test_a_model_is_taken_whatever_its_name_is(folder: Path, save: Callable[[Pat
         (lambda path: archive(path, "m/data/aotinductor/m.so"), "an AOTInductor package is unpacked to files when it"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_what_it_is(folder: Path, refused: Refused, save: Any, said: str) -> None:
+def test_refuses_unservable_files_by_kind(folder: Path, refused: Refused, save: Any, said: str) -> None:
     save(folder / "model.onnx")
     line = refused("model.onnx", "--key_file", "key")
     assert line.startswith(f"model.onnx: {said}")

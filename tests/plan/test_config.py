@@ -53,13 +53,13 @@ def plans(config: Any) -> dict[str, NodePlan]:
 # -- files --------------------------------------------------------------------------------------------------------
 
 
-def test_a_byte_order_mark_at_the_start_of_a_file(tmp_path: Path) -> None:
+def test_skips_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "windows.toml"
     path.write_bytes(b'\xef\xbb\xbfbatching_timeout = 2\r\n[a]\r\nbackend = "Identity"\r\n')
     assert plans(path)["a"].spec.batching_timeout == 2
 
 
-def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
+def test_accepts_documented_defaults_of_node_keys() -> None:
     page = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text(encoding="utf-8")
     written: dict[str, Any] = dict(re.findall(r'^\| `(\w+)` \|.*; default `?"?(\w+)"?`? \|$', page, re.MULTILINE))
     assert written.keys() >= {"batching_timeout", "device_id", "decode_isolation", "shared", "max_inflight"}
@@ -70,12 +70,12 @@ def test_the_documented_defaults_of_node_keys_may_be_written_out() -> None:
         assert getattr(first.nodes["a"], key) == getattr(second.nodes["a"], key)
 
 
-def test_all_names_of_an_expression_that_are_no_backends_are_told(write: Write) -> None:
+def test_reports_every_unknown_backend_of_an_expression(write: Write) -> None:
     said = refusal(write('[a]\nbackend = "S[DecodeMat,Resize,OnnxModel,Resize]"'), pipe)
     assert re.findall(r"node 'a': key 'backend': no backend '(\w+)'; ", said) == ["Resize", "OnnxModel"]
 
 
-def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_unused_device_id(register: Register, caplog: pytest.LogCaptureFixture) -> None:
     on_device = register(type("OnDevice", (Backend,), {"uses_device": True, "__doc__": "_"}))
     for backend in ("DecodeTensor", "S[DecodeMat,Mat2Tensor]", f"Process[{on_device}]", "Identity&SyncTensor"):
         plan_pipeline({"backend": backend, "device_id": 1})
@@ -89,7 +89,7 @@ def test_a_device_that_nothing_uses_is_told(register: Register, caplog: pytest.L
     ]
 
 
-def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_several_roots_without_entry_hint_at_missing_next(caplog: pytest.LogCaptureFixture) -> None:
     resize = {"backend": "ResizeMat", "resize_h": 8, "resize_w": 8}
     plan_pipeline({"decode": {"backend": "DecodeMat"}, "resize": resize})
     assert caplog.messages == [
@@ -128,7 +128,7 @@ def test_several_roots_may_be_a_forgotten_next(caplog: pytest.LogCaptureFixture)
     ],
     ids=range(14),
 )
-def test_files_that_are_none(tmp_path: Path, content: Any, problem: str) -> None:
+def test_refuses_missing_or_invalid_files(tmp_path: Path, content: Any, problem: str) -> None:
     path = tmp_path / "a.toml"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -151,7 +151,7 @@ def test_files_that_are_none(tmp_path: Path, content: Any, problem: str) -> None
         ),
     ],
 )
-def test_things_that_are_no_configuration(config: Any, message: str) -> None:
+def test_refuses_values_that_are_not_a_configuration(config: Any, message: str) -> None:
     assert refusal(config, pipe).startswith(message)
 
 
@@ -220,7 +220,7 @@ REFUSED = [
 
 @pytest.mark.usefixtures("no_threads")
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_another_server_has_is_named_as_it_is_here(key: str) -> None:
+def test_unknown_key_of_another_server_names_its_equivalent(key: str) -> None:
     assert set(re.findall(r"'(\w+)'", ELSEWHERE[key])) <= {*NODE_KEYS, *PIPELINE_KEYS, "max", "resize_h", "resize_w"}
     assert set(re.findall(r"--([\w-]+)", ELSEWHERE[key])) <= set(SERVICE_FLAGS)
     with pytest.raises(ConfigError, match=f"key '{key}': unknown key; .*( here|torchpipe-serve|in flight)"):
@@ -228,7 +228,7 @@ def test_what_another_server_has_is_named_as_it_is_here(key: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "place", "problem"), REFUSED, ids=[f"{row[1]}: {row[2]}" for row in REFUSED])
-def test_refused_with_its_place_before_any_thread(write: Write, text: str, place: str, problem: str) -> None:
+def test_refuses_with_place_before_starting_threads(write: Write, text: str, place: str, problem: str) -> None:
     path = write(text)
     said = refusal(path, pipe)
     node, _, key = place.partition(": ")
@@ -260,13 +260,13 @@ LONG = "y" * 5000
         {"max_inflight": LONG},
     ],
 )
-def test_what_is_long_is_not_repeated_whole(node: dict[str, Any]) -> None:
+def test_shortens_long_values_in_messages(node: dict[str, Any]) -> None:
     said = refusal({"a": {"backend": "Identity", **node}}, pipe)
     assert len(said) < 1000
     assert "node 'a'" in said
 
 
-def test_errors_of_an_edited_file_name_the_file(tmp_path):
+def test_errors_of_edited_tables_name_their_file(tmp_path):
     path = tmp_path / "edited.toml"
     path.write_text('[one]\nbackend = "Identity"\n')
     tables = parse_toml(path)
@@ -288,7 +288,7 @@ def written(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_models_of_a_folder(tmp_path: Path) -> None:
+def test_finds_models_and_versions_of_a_folder(tmp_path: Path) -> None:
     written(tmp_path, a='[n]\nbackend = "Identity"\n', b__2=JUMPING, b__10=JUMPING, c=TWO_ROOTS)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "labels.txt").write_text("nothing for a model")
@@ -330,12 +330,12 @@ def test_models_of_a_folder(tmp_path: Path) -> None:
         ({"a": "maximum = 3\n[n]", "b": "[m]"}, "a.toml: global: key 'maximum': no node takes it"),
     ],
 )  # fmt: skip
-def test_folders_that_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_refuses_invalid_folders(tmp_path: Path, files: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipe(parse_folder(written(tmp_path, **files)))
 
 
-def test_a_model_is_read_again_alone(tmp_path: Path) -> None:
+def test_rereads_one_model_of_a_folder(tmp_path: Path) -> None:
     served = parse_folder(written(tmp_path, a="[n]", b="[m]"))
     written(tmp_path, a="not read", b__2="[m]")
     assert list(served.having("b")) == ["a/1", "b/1", "b/2"]
@@ -345,7 +345,7 @@ def test_a_model_is_read_again_alone(tmp_path: Path) -> None:
         served.having("a")
 
 
-def test_a_long_chain_needs_no_recursion() -> None:
+def test_plans_long_chain_without_recursion() -> None:
     nodes = {f"n{index}": {"next": f"n{index + 1}"} for index in range(1200)}
     made = build_graph(load_config({**nodes, "n1200": {}}))
     assert (made.order[0], made.order[-1], len(made.upstream["n1200"])) == ("n0", "n1200", 1200)
@@ -365,7 +365,7 @@ def test_a_long_chain_needs_no_recursion() -> None:
         ({"backend": "CheckJpeg", "instance_num": 3}, 64, 1, 3),
     ],
 )
-def test_what_decodes_or_checks_has_the_cores(
+def test_decoding_and_checking_nodes_use_all_cores(
     node: dict[str, object], cores: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "usable_cores", lambda: cores)

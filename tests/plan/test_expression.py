@@ -26,13 +26,13 @@ def written(text: str) -> str:
         ("S[( or ) B]", "S[(or)B]"),
     ],
 )
-def test_good_text(text: str, normal: str) -> None:
-    """Normal text is in ``test_every_tree_survives_its_text``."""
+def test_parses_valid_text(text: str, normal: str) -> None:
+    """Normal text is in ``test_parsing_inverts_formatting``."""
     assert written(text) == normal
     assert written(normal) == normal
 
 
-def test_tree() -> None:
+def test_parses_nested_backends_and_filters() -> None:
     (tree,) = parse_expression("S[A,(or)B[C]]")
     assert tree == Call("S", (Call("A"), Call("B", (Call("C"),), "or")))
     assert [call.name for call in tree.walk()] == ["S", "A", "B", "C"]
@@ -60,11 +60,11 @@ def test_tree() -> None:
         ("A [ $ ]", "unexpected '$'", 5),
     ],
 )
-def test_bad_text(text: str, problem: str, column: int) -> None:
+def test_refuses_invalid_text_with_column(text: str, problem: str, column: int) -> None:
     assert refusal(text, parse_expression).endswith(f"{problem} at column {column} of {text!r}")
 
 
-def test_depth_is_bounded() -> None:
+def test_refuses_too_deep_nesting() -> None:
     assert parse_expression("A[" * (MAX_DEPTH - 1) + "A" + "]" * (MAX_DEPTH - 1))
     with pytest.raises(ConfigError, match=f"nested deeper than {MAX_DEPTH} at column {2 * MAX_DEPTH + 1} "):
         parse_expression("A[" * MAX_DEPTH + "A" + "]" * MAX_DEPTH)
@@ -84,13 +84,13 @@ trees = st.builds(Call, names, st.lists(arguments, max_size=3).map(tuple))
 
 @settings(max_examples=20)
 @given(st.lists(trees, min_size=1, max_size=2))
-def test_every_tree_survives_its_text(variants: list[Call]) -> None:
+def test_parsing_inverts_formatting(variants: list[Call]) -> None:
     text = "&".join(map(str, variants))
     assert parse_expression(text) == tuple(variants)
     assert written(text) == text
 
 
 @given(st.text() | st.text(alphabet="aB_.-9[](),& \t\n$é"))
-def test_random_text_raises_nothing_but_config_error(text: str) -> None:
+def test_random_text_raises_only_config_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
         assert parse_expression(text) == parse_expression(written(text))

@@ -47,7 +47,7 @@ def kind_of(result: Any) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in OF_KINDS if name != "DecodeTensor"])
-def test_the_kinds_of_a_built_in_backend_are_what_it_takes_and_gives(name: str, tmp_path: Path) -> None:
+def test_declared_kinds_match_behaviour_of_built_in_backends(name: str, tmp_path: Path) -> None:
     cls = default.find_backend(name)
     assert cls is not None
     torch.save(torch.zeros(1), tmp_path / "one.pt")
@@ -122,7 +122,7 @@ NEXT = "ResizeTensor takes a Tensor, and "
         ),
     ],
 )
-def test_a_backend_that_cannot_take_what_the_one_before_gives_is_refused(nodes: Any, told: str, tmp_path: Path) -> None:
+def test_refuses_backend_that_cannot_take_previous_output(nodes: Any, told: str, tmp_path: Path) -> None:
     nodes = {"node": node(nodes, tmp_path)} if isinstance(nodes, str) else nodes
     assert refusal(nodes).startswith(f"config: node '{list(nodes)[-1]}': key 'backend': {told}")
 
@@ -130,7 +130,7 @@ def test_a_backend_that_cannot_take_what_the_one_before_gives_is_refused(nodes: 
 @pytest.mark.parametrize(
     "backend", ["OnnxTensor", "TensorrtTensor", "SyncTensor[FirstAvailable[TensorrtTensor,OnnxTensor]]"]
 )
-def test_another_size_than_that_of_the_model_is_refused(backend: str, tmp_path: Path) -> None:
+def test_refuses_size_that_differs_from_model(backend: str, tmp_path: Path) -> None:
     backend = f"S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,{backend}]"
     keys = {"backend": backend, "color": "rgb", **model_of(tmp_path, 3, 64, 48)}
     told = refusal({**keys, "ResizeMat::resize_h": 96, "resize_w": 49}).split("\n")
@@ -145,7 +145,7 @@ def test_another_size_than_that_of_the_model_is_refused(backend: str, tmp_path: 
 
 
 @pytest.mark.parametrize("resize", ["LetterBoxMat,Mat2Tensor", "ResizePadMat", "Mat2Tensor,LetterBoxTensor"])
-def test_it_is_refused_along_next(resize: str, tmp_path: Path) -> None:
+def test_refuses_misfit_between_nodes(resize: str, tmp_path: Path) -> None:
     nodes: dict[str, Any] = {
         "global": {"max_h": 320},
         "a": {"backend": f"S[DecodeMat,{resize}]", "max_w": 640, "next": "b"},
@@ -166,7 +166,7 @@ def test_it_is_refused_along_next(resize: str, tmp_path: Path) -> None:
         ("S[DecodeMat,OnnxTensor]", None, (1, 64, 64), "bgr, the default, is 3 channels, but {} takes 1x1x64x64: 1 "),
     ],
 )
-def test_other_channels_than_those_of_the_model_are_refused(
+def test_refuses_channels_that_differ_from_model(
     backend: str, color: str | None, shape: tuple[int, ...], told: str, tmp_path: Path
 ) -> None:
     keys = node(backend, tmp_path, shape, **({} if color is None else {"color": color}))
@@ -221,7 +221,7 @@ def own(restored: Registry) -> None:
         ("S[cvtColorMat,OwnColor,OnnxTensor]", (3, 64, 64)),
     ],
 )
-def test_what_may_be_right_is_not_refused(backend: str, shape: Any, tmp_path: Path) -> None:
+def test_accepts_unknown_kinds(backend: str, shape: Any, tmp_path: Path) -> None:
     keys = {"color": "gray"} if "Color" in backend else {}
     keys |= {"OwnResize::resize_h": 8, "OwnResize::resize_w": 8} if "OwnResize" in backend else {}
     plan_pipeline(node(backend, tmp_path, shape, **keys))
@@ -238,7 +238,7 @@ def test_what_may_be_right_is_not_refused(backend: str, shape: Any, tmp_path: Pa
         {"x": {"next": "y"}, "y": {"filter": "SerialSkip", "next": "a"}, "a": DECODE, "b": {"backend": "DecodeMat"}},
     ],
 )
-def test_a_map_a_filter_or_a_jump_may_bring_something_else(nodes: dict[str, Any]) -> None:
+def test_accepts_misfits_after_map_filter_or_jump(nodes: dict[str, Any]) -> None:
     plan_pipeline(nodes)
 
 
@@ -258,7 +258,7 @@ DOUBT = (
         "Process[S[DecodeMat,OnnxTensor]]",
     ],
 )
-def test_an_order_of_channels_that_nobody_has_said_is_doubted_once(backend: str, tmp_path: Path, caplog: Any) -> None:
+def test_warns_once_of_unset_channel_order(backend: str, tmp_path: Path, caplog: Any) -> None:
     keys = node(backend, tmp_path, (3, "h", "w"))
     plan_pipeline(keys)
     assert caplog.messages == [f"config: node 'node': {DOUBT}"]
@@ -281,7 +281,7 @@ def test_an_order_of_channels_that_nobody_has_said_is_doubted_once(backend: str,
         "S[DecodeMat,Python[Annotated],OnnxTensor]",
     ],
 )
-def test_where_the_order_is_said_or_unknown_or_no_model_gets_it_there_is_no_line(
+def test_no_warning_if_channel_order_is_set_or_unknown(
     backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     color = {f"{name}::color": "bgr" for name in ("cvtColorMat", "TakesAny") if name in backend}

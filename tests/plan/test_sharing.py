@@ -95,7 +95,7 @@ FORK = {"root": own("left,right"), "left": own("join"), "right": own("join"), "j
         ({"a": node("b"), "b": node(), "c": node("d"), "d": node()}, ["a b", "c d"]),
     ],
 )
-def test_sections(config: dict[str, Any], found: list[str]) -> None:
+def test_splits_shared_nodes_into_sections(config: dict[str, Any], found: list[str]) -> None:
     assert sections(plan_pipeline(config)) == [Section(tuple(one.split())) for one in found]
 
 
@@ -150,7 +150,7 @@ CANNOT = "key 'shared': '{}' cannot be shared: {}"
         ),
     ],
 )
-def test_all_that_cannot_be_shared_is_told_at_once(config: dict[str, Any], told: list[str]) -> None:
+def test_reports_all_sharing_errors_at_once(config: dict[str, Any], told: list[str]) -> None:
     lines = refusal(config).split("\n")
     assert len(lines) == len(told)
     assert all(line.startswith(f"config: {words}") for line, words in zip(lines, told, strict=True))
@@ -169,6 +169,6 @@ def test_all_that_cannot_be_shared_is_told_at_once(config: dict[str, Any], told:
         ({}, []),
     ],
 )
-def test_which_are_shared(config: dict[str, Any], expected: list[str]) -> None:
+def test_lists_shared_nodes(config: dict[str, Any], expected: list[str]) -> None:
     """A supervisor asks before anything is imported; the workers tell what is wrong."""
     assert shared_nodes(config) == expected

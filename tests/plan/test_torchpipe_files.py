@@ -84,7 +84,7 @@ def plan(tmp_path: Path, classifier: str) -> Callable[[str], Pipeline]:
 
 
 @pytest.mark.parametrize("text", [SERVICE, TRAIN, TEST], ids=["service", "train", "test"])
-def test_a_file_of_the_cpp_library_plans_as_it_is(plan: object, text: str) -> None:
+def test_plans_unchanged_file_of_cpp_library(plan: object, text: str) -> None:
     pipeline = plan(text)  # type: ignore[operator]
     if "jpg_decoder" in pipeline.plans:
         assert pipeline.plans["cpu_decoder"].filter.create() is or_
@@ -95,7 +95,7 @@ def test_a_file_of_the_cpp_library_plans_as_it_is(plan: object, text: str) -> No
         assert (params["precision"], params["max_batch"]) == ("fp16", to_bounds(4))
 
 
-def test_the_file_of_the_tutorial_runs_with_a_choice(classifier: str, jpeg: bytes, tmp_path: Path) -> None:
+def test_runs_tutorial_file_with_chosen_decoder(classifier: str, jpeg: bytes, tmp_path: Path) -> None:
     path, choice = tmp_path / "tutorial.toml", "FirstAvailable[TensorrtTensor,OnnxTensor]]"
     path.write_text(SERVICE.replace("MODEL", classifier).replace("TensorrtTensor]", choice), encoding="utf-8")
     good, bad = [{"data": data, "node_name": "cpu_decoder"} for data in (jpeg, b"no image")]

@@ -41,7 +41,7 @@ A_KEY = " (a key of the configuration is node.key)"
         ({"replicas": 3, "max_replicas": 2}, "argument 'max_replicas' = 2 is less than replicas"),
     ],
 )
-def test_wrong_arguments_are_named(given: dict[str, Any], message: str) -> None:
+def test_names_wrong_argument_and_nearest_valid(given: dict[str, Any], message: str) -> None:
     whole = {name: value for name, value in {"config": "a.toml", **given}.items() if value is not None}
     with pytest.raises(ConfigError) as error:
         read_arguments(whole)
@@ -59,13 +59,13 @@ def test_wrong_arguments_are_named(given: dict[str, Any], message: str) -> None:
         ({"confg": "b"}, "no 'confg'; did you mean 'config'? (a key of the configuration is node.key)"),
     ],
 )
-def test_what_cannot_be_exchanged_is_named(given: Any, message: str) -> None:
+def test_names_argument_that_cannot_be_exchanged(given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_user_config(given, read_arguments({"config": "a.toml"}))
     assert str(error.value) == f"user_config: {message}"
 
 
-def test_a_node_to_change_that_is_not_there_is_named() -> None:
+def test_names_unknown_node_of_an_override() -> None:
     with pytest.raises(ConfigError, match=r"argument 'modl.max': config has no node 'modl'; did you mean 'model'\?"):
         overridden(Tables({"global": {}, "model": {}}), {("modl", "max"): 3})
 

@@ -93,7 +93,7 @@ def test_labels_are_those_of_the_pipe_and_other_columns_stay(mapper: Make, monke
 
 
 @pytest.mark.parametrize("name", ["preprocess_cpu.toml", "preprocess_pillow.toml"])
-def test_a_dataset_is_what_the_loader_of_the_same_toml_yields(mapper: Make, tmp_path: Path, name: str) -> None:
+def test_dataset_equals_loader_of_same_toml(mapper: Make, tmp_path: Path, name: str) -> None:
     dataset, toml = write_images(tmp_path / "images", 7, corrupt=(2,)), ROOT / "configs" / name
     plain = DataLoader(dataset, batch_size=7)
     with wrap_dataloader_torchpipe("single", plain, toml, bad_samples="mask") as loader:
@@ -103,7 +103,7 @@ def test_a_dataset_is_what_the_loader_of_the_same_toml_yields(mapper: Make, tmp_
     assert (got["error"] == "").tolist() == batch.mask.tolist()
 
 
-def test_a_bad_row_of_each_policy(mapper: Make, toml: str) -> None:
+def test_bad_rows_follow_their_policy(mapper: Make, toml: str) -> None:
     images = jpegs(2)
     given = rows([images[0], *BAD, images[1]])
     masked = mapper(toml, bad_samples="mask")(given)
@@ -159,7 +159,7 @@ def test_every_batch_has_the_same_types(mapper: Make, register: Register, toml: 
         ([b"a\0"], {"result": [b"a\0", b""]}),
     ],
 )
-def test_what_a_pipe_may_write(written: list[Any], columns: dict[str, list[Any]]) -> None:
+def test_columns_of_each_output_type(written: list[Any], columns: dict[str, list[Any]]) -> None:
     made = {each.name: each.array([*map(each.value, written), None]) for each in columns_of("result", written)}
     assert {name: array.tolist() for name, array in made.items()} == columns
     ragged = columns_of("result", given := [np.ones((2, 1)), np.ones((1, 1))])[0]
@@ -186,7 +186,7 @@ def test_more_rows_than_the_pipe_accepts_from_two_threads(mapper: Make, toml: st
     in_threads(2, again)
 
 
-def test_decoded_images(mapper: Make) -> None:
+def test_accepts_decoded_images_with_color(mapper: Make) -> None:
     config = {"backend": "S[ResizeMat,cvtColorMat]", "resize_h": 8, "resize_w": 9, "color": "bgr"}
     images = np.stack([picture(20, 30, seed) for seed in range(3)])
     images.flags.writeable = False
@@ -198,7 +198,7 @@ def test_decoded_images(mapper: Make) -> None:
         mapper(config, column="image")
 
 
-def test_a_batch_that_cannot_be_taken(mapper: Make, toml: str) -> None:
+def test_refuses_invalid_batches(mapper: Make, toml: str) -> None:
     run, given = mapper(toml), rows(jpegs(1))
     with pytest.raises(InvalidRequest, match=r"the dataset has no column 'bytes'; did you mean 'byte'\?"):
         run({"byte": given["bytes"]})
@@ -212,7 +212,7 @@ def test_a_batch_that_cannot_be_taken(mapper: Make, toml: str) -> None:
     ]
 
 
-def test_what_is_asked_for_is_checked_when_the_actor_starts(toml: str) -> None:
+def test_checks_arguments_when_actor_starts(toml: str) -> None:
     for options, message in (
         ({"bad_samples": "drop"}, "bad_samples 'drop' is not known; valid: mask, raise, skip"),
         ({"color": "rbg"}, r"color 'rbg' is not known; did you mean 'rgb'\?"),
@@ -224,7 +224,7 @@ def test_what_is_asked_for_is_checked_when_the_actor_starts(toml: str) -> None:
         PipeMapper(toml, node_name="decoder")
 
 
-def test_a_defect_is_no_bad_image(mapper: Make, register: Register) -> None:
+def test_defect_raises_under_every_policy(mapper: Make, register: Register) -> None:
     class Fails(ItemBackend):
         def forward_item(self, item: dict[str, Any]) -> None:
             if item["data"] == b"poison":
@@ -237,7 +237,7 @@ def test_a_defect_is_no_bad_image(mapper: Make, register: Register) -> None:
     assert run(rows([b"fine"]))["result"].tolist() == [1]
 
 
-def test_what_the_plan_gives_for_map_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_come_from_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert PipeMapper.options("configs/demo_nodes.toml") == {"num_cpus": 2.0, "batch_size": 160}
     assert PipeMapper.options("configs/preprocess_cpu.toml") == {"num_cpus": 2.0, "batch_size": 64}
@@ -245,7 +245,7 @@ def test_what_the_plan_gives_for_map_batches(monkeypatch: pytest.MonkeyPatch) ->
     assert PipeMapper.options(config) == {"num_gpus": 2.0, "batch_size": 64}
 
 
-def test_the_class_and_its_arguments_travel_but_no_instance(mapper: Make, toml: str) -> None:
+def test_class_can_be_pickled_but_not_an_instance(mapper: Make, toml: str) -> None:
     config = parse_toml(toml)
     cls, (again,) = pickle.loads(pickle.dumps((PipeMapper, (config,))))
     assert (cls, again, again.source) == (PipeMapper, config, toml)

@@ -15,7 +15,7 @@ def needed(config: dict[str, Any] | str) -> Resources:
     return resources_of(plan_pipeline(config))
 
 
-def test_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_of_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert needed("configs/demo_nodes.toml") == Resources(
         num_cpus=2.0, num_gpus=0.0, max_ongoing_requests=20_000, max_queued_requests=10_000, busy_requests=20
@@ -44,7 +44,7 @@ def test_cpus_and_gpus_of_a_node(classifier: str, node: dict[str, Any], cpus: fl
     assert (found.num_cpus, found.num_gpus) == (cpus, gpus)
 
 
-def test_a_batch_that_only_set_up_tells_is_taken_for_large(register: Any) -> None:
+def test_assumes_large_batch_if_known_only_after_setup(register: Any) -> None:
     class Own:
         def forward(self, items: list[dict[str, Any]]) -> None: ...
 

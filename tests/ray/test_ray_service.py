@@ -118,18 +118,18 @@ def test_answers_errors(name: str, body: bytes, status: int, code: str, text: st
         ("GET /openapi.json", {"openapi": "3.1.0"}),
     ],
 )
-def test_answers_what_a_client_asks_first(name: str, part: dict[str, Any]) -> None:
+def test_answers_metadata_and_readiness(name: str, part: dict[str, Any]) -> None:
     answer: HttpAnswer = served(lambda replica: ask(replica, name))
     assert answer.status == 200
     assert part.items() <= json.loads(answer.body).items()
 
 
-def test_says_where_the_time_went() -> None:
+def test_reports_time_of_each_part() -> None:
     answer: HttpAnswer = served(lambda replica: ask(replica, INFER, b"x", "timing=1"))
     assert "node.compute" in answer.headers["Server-Timing"]
 
 
-def test_makes_spans_where_the_process_exports_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makes_spans_if_process_exports_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of Ray's tracing, say."""
     kept = KeptSpans()
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: kept.provider)
@@ -160,7 +160,7 @@ def test_limits_the_queue_time_of_each_pipe(monkeypatch: pytest.MonkeyPatch, giv
     assert limits == [target, target]
 
 
-def test_gives_a_handle_the_result_the_dict_or_the_error() -> None:
+def test_handle_gets_result_dict_or_error() -> None:
     async def use(replica: PipeReplica) -> tuple[Any, Any]:
         return await replica.infer(b"1"), await replica.infer({"data": b"2", "id": 7})
 
@@ -232,7 +232,7 @@ def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str,
     assert served(use, gate[1]) == (b"old", b"new")
 
 
-def test_keeps_the_pipe_where_another_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
+def test_keeps_pipe_if_new_one_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:
     async def use(replica: PipeReplica) -> Any:
         with pytest.raises(ValueError, match="no backend 'Identiti'"):  # which keeps a replica from starting
             await replica.reconfigure({"classifier.backend": "Identiti"})

@@ -28,7 +28,7 @@ def options(**given: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_plan_says_what_the_arguments_do_not() -> None:
+def test_plan_sets_options_that_arguments_omit() -> None:
     found = options()
     assert found["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": 1.0}
     assert (found["max_ongoing_requests"], found["max_queued_requests"], found["num_replicas"]) == (200, 100, 1)
@@ -47,12 +47,12 @@ def test_serve_scales_between_two_numbers() -> None:
     assert type(policy).__name__ == "QueueTime"
 
 
-def test_a_wrong_configuration_is_refused_where_the_application_is_built() -> None:
+def test_refuses_wrong_configuration_when_app_is_built() -> None:
     with pytest.raises(ConfigError, match="key 'instance_num'"):
         serve.app({"config": str(ROOT / "configs/demo.toml"), "classifier.instance_num": "many"})
 
 
-def test_the_file_in_configs_is_what_serve_build_writes(tmp_path: Path) -> None:
+def test_config_file_equals_output_of_serve_build(tmp_path: Path) -> None:
     code = 'from torchpipe_py.ray import app\n\ndemo = app({"config": "configs/demo.toml"})\n'
     (tmp_path / "built.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "build", "built:demo"]

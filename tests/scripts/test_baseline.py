@@ -62,7 +62,7 @@ def test_preprocessing_gives_the_pixels_of_opencv(jpeg: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"no image", encode(picture(20, 20))[:30]], ids=["empty", "text", "cut"])
-def test_preprocessing_refuses_bytes_that_are_no_image(data: bytes) -> None:
+def test_preprocessing_refuses_invalid_images(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a readable image"):
         baseline.preprocess(data)
 

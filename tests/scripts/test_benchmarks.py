@@ -31,7 +31,7 @@ def test_each_round_has_all_subjects_with_their_clients() -> None:
     assert {key: len(rounds) for key, rounds in report.loads.items()} == dict.fromkeys(asked, 2)
 
 
-def test_what_a_call_raises_ends_the_measurement() -> None:
+def test_error_of_a_call_ends_the_measurement() -> None:
     def call() -> None:
         raise MemoryError("no memory is left")
 
@@ -59,7 +59,7 @@ def test_a_missed_target_is_the_exit_status_and_in_the_json(tmp_path: Path, caps
     assert written["rows"][0]["rounds"][0]["qps"] == 10
 
 
-def test_json_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path, capsys: Any) -> None:
+def test_refuses_unwritable_json_before_measuring(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench.make_parser().parse_args(["decode", "--json", str(tmp_path / "none" / "figures.json")])
     assert "cannot be written: no such folder: " in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_a_decoder_that_decodes_nothing_is_not_measured() -> None:
         compared(Decoder(decode, 1), flat(10))
 
 
-def test_the_reason_is_the_line_that_says_what_happened() -> None:
+def test_reason_is_the_informative_line() -> None:
     assert (
         reason(RuntimeError("Critical error:\nFile x\n\nencountered:\n\nbad stream\nno longer valid")) == "bad stream"
     )

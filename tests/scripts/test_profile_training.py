@@ -94,7 +94,7 @@ def profile(device: str = "H200", gpu: Any = None, **seconds: float) -> Profile:
     return Profile(2, 8, 2.0, stages, gpu, operators, device)
 
 
-def test_lines_of_a_gpu() -> None:
+def test_reports_lines_of_a_gpu() -> None:
     gpu = gpu_use([annotation(WAIT, 0, 25), annotation(STEP, 25, 100), *kernel(1, MODEL, 30, 90, MAIN, 26)])
     lines = described(profile(gpu=gpu, waiting=0.5, decode=0.4, read=0.1, transfer=0.01))
     assert lines[0] == "2 steps on H200, 1000.0 ms each, 4 images/s"
@@ -126,7 +126,7 @@ def test_lines_of_a_gpu() -> None:
         ),
     ],
 )
-def test_the_verdict_names_the_longest_stage_and_what_helps(
+def test_verdict_names_longest_stage_and_remedy(
     device: str, seconds: dict[str, float], found: str, option: str
 ) -> None:
     line = verdict(profile(device, **seconds))
@@ -137,7 +137,7 @@ def test_the_verdict_names_the_longest_stage_and_what_helps(
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_on_the_cpu(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profiles_on_cpu(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nine steps, of three batches an epoch: the next epoch begins on its own."""
     trace, figures, checkpoint = tmp_path / "trace.json", tmp_path / "figures.json", tmp_path / "last.pt"
     more = ["--steps", "4", "--trace", trace, "--json", figures, "--checkpoint", checkpoint, "--amp"]

@@ -264,7 +264,7 @@ def test_two_images_of_one_name_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("side", "reason"), [(10_000, r"10000x10000, its target .* is 27x25"), (30_000, r"too large an image \(")]
 )
-def test_an_image_that_is_large_is_named(folder: Path, side: int, reason: str) -> None:
+def test_names_too_large_image(folder: Path, side: int, reason: str) -> None:
     path = folder / "train" / "blurry" / "scene_1" / "1.png"
     head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     head = struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
@@ -274,7 +274,7 @@ def test_an_image_that_is_large_is_named(folder: Path, side: int, reason: str) -
 
 
 @needs_dali
-def test_a_checkpoint_of_something_else_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_refuses_checkpoint_of_another_kind(folder: Path, tmp_path: Path, capsys: Any) -> None:
     last = tmp_path / "last.pt"
     last.write_bytes(b"junk")
     assert "cannot be read as a checkpoint" in told(capsys, *options(folder, "--checkpoint", last))

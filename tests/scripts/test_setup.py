@@ -34,7 +34,7 @@ def set_up(venv: Path, python: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_downloads_and_the_installation_are_told(tmp_path: Path, status: int) -> None:
+def test_reports_downloads_and_installation(tmp_path: Path, status: int) -> None:
     (tmp_path / "printed").write_text(PRINTED, encoding="utf-8")
     installs = f'cat "{tmp_path}/printed"; {TOLD}; exit {status}'
     python = tmp_path / "venv" / "bin" / "python"

@@ -113,7 +113,9 @@ def test_the_checkpoint_knows_its_network_and_its_classes(trained: Path, tmp_pat
         ("data", None, "no such folder"),
     ],
 )
-def test_errors(trained: Path, tmp_path: Path, capsys: Any, name: str, content: bytes | None, message: str) -> None:
+def test_reports_errors_in_one_line(
+    trained: Path, tmp_path: Path, capsys: Any, name: str, content: bytes | None, message: str
+) -> None:
     path = tmp_path / "given.toml"
     if content is not None:
         path.write_bytes(content)

@@ -156,7 +156,7 @@ def test_damaged_files_are_named(packed: Path, capsys: Any) -> None:
 
 
 @needs_dali
-def test_records_of_something_else_are_named(packed: Path, capsys: Any) -> None:
+def test_names_records_of_another_kind(packed: Path, capsys: Any) -> None:
     path = packed / "val.tfrecord"
 
     def wrote(*records: bytes) -> str:
@@ -177,7 +177,7 @@ def test_records_of_something_else_are_named(packed: Path, capsys: Any) -> None:
     assert "labels.txt: expected a name of a class in each line" in told(capsys, packed)
 
 
-def test_a_pipe_refuses_it(packed: Path, capsys: Any) -> None:
+def test_pipe_refuses_tfrecords(packed: Path, capsys: Any) -> None:
     capsys.readouterr()
     assert train.main(["--data", str(packed), "--toml", "configs/preprocess_cpu.toml"]) == 2
     assert "add --dali, or train from class folders, or from LMDB (pack_folder" in capsys.readouterr().err
@@ -198,7 +198,7 @@ def test_a_set_that_is_there_is_not_packed_over(folder: Path, packed: Path, caps
         (packed / name).unlink()
 
 
-def test_what_cannot_be_packed_leaves_nothing(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_failed_packing_leaves_no_file(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     (folder / "val" / "red" / "01.jpg").write_bytes(b"")
     assert tfrecord.main(["--data", str(folder), "--out", str(out)]) == 2

@@ -179,7 +179,7 @@ def test_a_reset_within_an_epoch_begins_the_next(folder: Path) -> None:
 
 
 @needs_dali
-def test_pngs_will_do(tmp_path: Path) -> None:
+def test_accepts_pngs(tmp_path: Path) -> None:
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.png").write_bytes(encode(picture(SIZE, SIZE), ".png"))
     with loader_of(tmp_path, False) as loader:
@@ -444,7 +444,7 @@ for decoder in range(8):
 
 
 @needs_dali
-def test_a_file_that_is_no_image_beside_large_ones_does_not_crash(tmp_path: Path, jpeg: bytes) -> None:
+def test_invalid_file_beside_large_images_does_not_crash(tmp_path: Path, jpeg: bytes) -> None:
     """In a process of its own: DALI's decoder alone would end it with a segmentation fault every second time."""
     (tmp_path / "good.jpg").write_bytes(jpeg)
     (tmp_path / "bad.jpg").write_bytes(b"no image")
@@ -459,7 +459,7 @@ def test_a_file_that_is_no_image_beside_large_ones_does_not_crash(tmp_path: Path
 
 
 @needs_dali
-def test_data_or_devices_that_do_not_fit(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_refuses_data_or_devices_that_do_not_fit(folder: Path, tmp_path: Path, capsys: Any) -> None:
     assert "--decode gpu needs a CUDA device" in told(capsys, *options(folder, "--decode", "gpu"))
     assert "11 images are fewer than --batch-size 100" in told(capsys, *options(folder, "--batch-size", 100))
     line = told(capsys, *options(tmp_path / "nowhere"))
@@ -475,7 +475,7 @@ def test_a_name_that_is_not_utf8_is_refused(folder: Path, capsys: Any) -> None:
     assert "/\\udcff/01.jpg': DALI takes only names that are UTF-8" in told(capsys, *options(folder))
 
 
-def test_without_dali_it_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_missing_dali_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for name in ("nvidia.dali", "nvidia.dali.fn"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "NVIDIA DALI is not installed: pip install -e '.[dali]'" in told(capsys, *options(folder))
@@ -502,7 +502,7 @@ def test_without_dali_it_says_what_to_install(folder: Path, monkeypatch: pytest.
         (["--toml", "pipe.toml", "--decode", "cpu"], "--decode is an option of --dali"),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], reason: str, capsys: Any) -> None:
+def test_refuses_contradictory_options(arguments: list[str], reason: str, capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         train.main(["--data", "nowhere", *arguments])
     assert reason in capsys.readouterr().err

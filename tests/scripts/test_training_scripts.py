@@ -65,7 +65,7 @@ def test_it_learns_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path, ca
 
 
 @pytest.mark.slow
-def test_two_processes(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trains_with_two_processes(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one, and another of rank 1."""
     (folder / "val" / "red" / "01.jpg").write_bytes(b"no image")
     more = ("--ddp", "--epochs", 2, "--batch-size", 2, "--bad-samples", "mask")
@@ -89,7 +89,9 @@ def test_two_processes(folder: Path, tmp_path: Path, capsys: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("more", [["--amp", "bf16"], ["--dp", "--devices", "cpu", "cpu"]])
-def test_other_ways_to_train(folder: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_trains_with_each_option(
+    folder: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     printed = ran(capsys, *options(folder, write_toml(tmp_path), "--epochs", 1, *more))
     assert [seen for _, seen in accuracies(printed)] == [5]
 
@@ -115,7 +117,7 @@ def test_errors_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert str(folder / "train" / "red" / "01.jpg") in told(capsys, folder, toml, "--epochs", 1)
 
 
-def test_a_checkpoint_of_something_else(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_checkpoint_of_another_kind(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml, last = write_toml(tmp_path), tmp_path / "last.pt"
     last.write_bytes(b"junk")
     assert f"{last}: cannot be read as a checkpoint" in told(capsys, folder, toml, "--checkpoint", last)
@@ -135,7 +137,7 @@ def test_a_checkpoint_of_something_else(folder: Path, tmp_path: Path, capsys: py
     assert f"{last}: holds no weights of --arch small; it was trained with --arch resnet18" in line
 
 
-def test_fine_tuning(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tunes_given_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml, first, second = write_toml(tmp_path), tmp_path / "first.pt", tmp_path / "second.pt"
     one = options(folder, toml, "--epochs", 1, "--max-steps", 1, "--lr", 0)  # a step that changes no weight
     ran(capsys, *one, "--seed", 1, "--checkpoint", first)
@@ -187,7 +189,7 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_at_once(
     assert reason in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_cannot_be_finished_leaves_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_checkpoint_keeps_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(state: Any, path: Path) -> None:
         path.write_bytes(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos\nframe #0")

@@ -210,7 +210,7 @@ def test_a_corrupt_file_is_a_remark(data: Path, tmp_path: Path, capsys: pytest.C
     assert "corrupt" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_data_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measure(["--data", str(tmp_path / "nowhere")]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"tricks: --data {tmp_path / 'nowhere'}: expected the folders train/ and val/ in it")

@@ -89,9 +89,7 @@ def h264(path):
         ((GOP + 1,), range(GOP), 1),
     ],
 )
-def test_gives_frames_in_memory_of_their_own_and_begins_again_at_a_key_frame(
-    library, tmp_path, broken, given, decoders
-):
+def test_frames_own_their_memory_and_resume_at_key_frames(library, tmp_path, broken, given, decoders):
     library.broken = broken
     frames, _ = play(h264(tmp_path / "a.mp4"))
     assert [round(25 * frame.pts) for frame in frames] == list(given)
@@ -99,7 +97,7 @@ def test_gives_frames_in_memory_of_their_own_and_begins_again_at_a_key_frame(
     assert library.made == decoders
 
 
-def test_gives_up_a_file_of_which_nothing_can_be_decoded_and_refuses_large_frames(library, tmp_path, monkeypatch):
+def test_refuses_undecodable_file_and_large_frames(library, tmp_path, monkeypatch):
     monkeypatch.setattr(source_module, "MOST_BROKEN", 1)
     library.broken = tuple(range(1000))
     frames, stats = play(h264(tmp_path / "a.mp4"))
@@ -111,7 +109,7 @@ def test_gives_up_a_file_of_which_nothing_can_be_decoded_and_refuses_large_frame
     assert "frames of 16777217x2 pixels" in stats["last_error"]
 
 
-def test_gives_up_a_stream_for_a_gpu_that_does_not_exist(library, tmp_path, monkeypatch):
+def test_stream_fails_on_missing_gpu(library, tmp_path, monkeypatch):
     monkeypatch.setattr(nvdec, "cuda_device", cuda_device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -121,7 +119,7 @@ def test_gives_up_a_stream_for_a_gpu_that_does_not_exist(library, tmp_path, monk
 
 
 @pytest.mark.parametrize(("codec", "why"), [("mpeg4", "mpeg4 of format yuv420p"), ("libx264", "PyNvVideoCodec")])
-def test_the_cpu_decodes_what_the_gpu_cannot(library, tmp_path, monkeypatch, caplog, codec, why):
+def test_cpu_decodes_files_that_the_gpu_cannot(library, tmp_path, monkeypatch, caplog, codec, why):
     if codec == "libx264":
         monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -110,7 +110,7 @@ def unread(video, **keys):
         yield streams, stream
 
 
-def test_says_which_frames_are_due(video):
+def test_reports_due_frames(video):
     with unread(video) as (streams, stream):
         assert not streams._is_due(-1, 1)
         for seen in (time.monotonic() - 50, time.monotonic()):
@@ -123,7 +123,7 @@ def test_says_which_frames_are_due(video):
         assert not streams._is_due(-1, 500), "it is late"
 
 
-def test_drops_older_frames_where_the_pipe_is_too_slow(video):
+def test_drops_older_frames_if_pipe_is_too_slow(video):
     with bright("Slow") as run, Streams(run, {"a": {"source": str(video)}}) as streams:
         frames = list(streams)
         counts = streams.stats()["a"]
@@ -144,7 +144,7 @@ def test_serves_streams_by_their_weight(video):
     assert taken["b"] == pytest.approx(15, abs=6)
 
 
-def test_gives_back_one_turn_that_a_stream_missed(video):
+def test_makes_up_for_one_missed_turn(video):
     with unread(video, weight=2) as (streams, stream):
         streams._used = 10
         for used, turn in ((3, 9.5), (9.7, 9.7), (10.5, 10.5)):
@@ -187,7 +187,7 @@ def test_adds_and_removes_streams(video):
             streams.remove("a")
 
 
-def test_streams_that_were_removed_leave_nothing(video):
+def test_removed_streams_leave_no_state(video):
     def open_files():
         return len(os.listdir("/proc/self/fd"))
 
@@ -202,7 +202,7 @@ def test_streams_that_were_removed_leave_nothing(video):
         eventually(lambda: len(streams._order) == 1)  # the last frame of the last one may be in the pipe
 
 
-def test_a_thread_that_cannot_be_started_costs_only_its_stream(video, monkeypatch):
+def test_failed_thread_start_affects_only_its_stream(video, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
@@ -248,7 +248,7 @@ def test_opens_a_network_stream_again(video, caplog):
     assert "5XX" in caplog.text
 
 
-def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
+def test_blocked_read_affects_only_its_stream(video, monkeypatch):
     stuck = threading.Event()
     read = stream_module.read_pictures
 
@@ -271,7 +271,7 @@ def test_a_read_that_never_returns_costs_only_its_stream(video, monkeypatch):
     eventually(lambda: not any(thread.name.endswith(" stuck") for thread in threading.enumerate()))
 
 
-def test_a_device_may_be_absent_and_one_without_a_frame_has_failed(monkeypatch):
+def test_waits_for_absent_device_and_fails_without_frames(monkeypatch):
     with bright() as run, Streams(run, {"a": {"source": "/dev/no-such-camera"}}) as streams:
         eventually(lambda: "; opening it again in" in streams.stats()["a"].get("last_error", ""))
         monkeypatch.setattr(stream_module, "read_pictures", lambda options, stop: (each for each in ()))
@@ -285,7 +285,7 @@ def test_a_file_whose_clock_jumps_plays_on(tmp_path):
         assert [frame.number for frame in streams] == list(range(10))
 
 
-def test_a_clock_that_goes_back_makes_no_frame_old(video, monkeypatch):
+def test_clock_step_back_makes_no_frame_stale(video, monkeypatch):
     pictures = [Picture(pts, lambda: None) for pts in (0, 0.02, 7200, 7200.02, 0, 0.02)]
     monkeypatch.setattr(stream_module, "read_pictures", lambda options, stop: (each for each in pictures))
     seen = []
@@ -373,12 +373,12 @@ def test_reads_a_file_with_defaults_and_variables(video, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("password", ["secret", "1/secret", "1?secret", "se@cret"])
-def test_masks_passwords_that_are_written_out(password):
+def test_masks_passwords_in_urls(password):
     (options,) = read_streams({"a": {"source": f"rtsp://u:{password}@h/live?token=secret"}})
     assert "cret" not in options.masked(options.shown) + options.masked(f"cannot open {options.source}")
 
 
-def test_masks_what_comes_from_the_environment(monkeypatch):
+def test_masks_values_of_environment_variables(monkeypatch):
     monkeypatch.setenv("TOKEN", "s3cr3tTOKEN")
     (options,) = read_streams({"a": {"source": "https://h/live/${TOKEN}/index.m3u8"}})
     assert options.masked("404 of https://h/live/s3cr3tTOKEN/seg-17.ts") == "404 of https://h/live/***/seg-17.ts"

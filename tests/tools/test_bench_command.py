@@ -66,7 +66,9 @@ ALONE = "--request_client 1 --warmup 0"
     ],
     ids=["in turn", "warm-up is not counted", "several images a call"],
 )
-def test_what_is_sent(files: str, options: str, most: int, seen: Any, figures: Any, bench: Bench, images: Any) -> None:
+def test_sends_images_in_turn(
+    files: str, options: str, most: int, seen: Any, figures: Any, bench: Bench, images: Any
+) -> None:
     with steering() as backend:
         run = bench(STEERED.format(most), images(**{name: name for name in files}), *options.split())
     assert run.status == 0, run.err
@@ -81,7 +83,9 @@ def test_what_is_sent(files: str, options: str, most: int, seen: Any, figures: A
 # --- what is reported
 
 
-def test_demo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reports_throughput_of_demo(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
     path = tmp_path / "report.json"
     options = ["--img_dir", str(DEMO_IMAGES), "--total_number", "200", "--labels_from_names", "--json", str(path)]
@@ -145,7 +149,9 @@ def test_interrupt_reports_what_was_done(bench: Bench, images: Any, register: Re
         ('backend = "Identty"\n', (), "key 'backend': no backend 'Identty'; did you mean 'Identity'?"),
     ],
 )
-def test_runs_that_cannot_start(config: str, options: Any, why: str, bench: Bench, images: Any, tmp_path: Path) -> None:
+def test_refuses_invalid_arguments(
+    config: str, options: Any, why: str, bench: Bench, images: Any, tmp_path: Path
+) -> None:
     root = str(tmp_path / "root")
     Path(root).mkdir()
     run = bench(config, images(a="a"), *(text.replace("ROOT", root) for text in options))

@@ -122,7 +122,7 @@ def test_nothing_hides_a_box_and_arrows_lead_to_later_columns(picture: Picture) 
 
 @given(pictures())
 @settings(max_examples=15)
-def test_every_text_is_there_and_harmless(picture: Picture) -> None:
+def test_texts_are_complete_and_escaped(picture: Picture) -> None:
     drawing = svg(picture)
     root = ElementTree.fromstring(drawing)
     assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {

@@ -166,7 +166,7 @@ def test_labels_are_those_of_the_output(capsys: pytest.CaptureFixture[str]) -> N
         ("response_cache { enable: false }", ""),
     ],
 )
-def test_what_is_not_carried_over(capsys: pytest.CaptureFixture[str], text: str, note: str) -> None:
+def test_notes_settings_that_are_not_converted(capsys: pytest.CaptureFixture[str], text: str, note: str) -> None:
     scale("net", 2.0)
     configured("net", f"{ONNX}\n{text}")
     notes = [line for line in converted(capsys).splitlines() if line.startswith(" ")]
@@ -197,7 +197,7 @@ def test_torchscript_takes_its_tensors_by_their_numbers(capsys: pytest.CaptureFi
         ("version_policy: { specific: { versions: [1, 2] } }", ["1", "2"]),
     ],
 )
-def test_versions(capsys: pytest.CaptureFixture[str], policy: str, written: list[str]) -> None:
+def test_converts_each_version(capsys: pytest.CaptureFixture[str], policy: str, written: list[str]) -> None:
     for version in ("1", "2", "10", "02", "x"):
         scale("net", 2.0, version)
     configured("net", f"{ONNX}\n{policy}")
@@ -206,14 +206,14 @@ def test_versions(capsys: pytest.CaptureFixture[str], policy: str, written: list
     assert sorted(paths) == sorted("net.toml" if version == "1" else f"net/{version}.toml" for version in written)
 
 
-def test_files_that_are_there_stay_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keeps_existing_files_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
     scale("net", 2.0)
     converted(capsys)
     assert refused(capsys) == "torchpipe: out/net.toml: there already; --force replaces, --out FOLDER takes another\n"
     converted(capsys, "--force")
 
 
-def test_a_class_that_was_filled_in_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keeps_classes_that_the_user_completed(capsys: pytest.CaptureFixture[str]) -> None:
     configured("own", f'backend: "python" {tensors("input", "x")} {tensors("output", "y")}', "1")
     converted(capsys)
     assert "kept" not in converted(capsys, "--force")
@@ -237,14 +237,14 @@ def test_each_model_and_version_has_its_own_class(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_models_whose_names_make_one_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_models_whose_names_make_one_class(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("c-d", "c_d"):
         configured(name, f'backend: "python" {tensors("input", "x")} {tensors("output", "y")}', "1")
     converted(capsys)
     assert [parse_toml(f"out/{name}.toml")[name]["backend"] for name in ("c-d", "c_d")] == ["triton_c_d", "triton_c_d_"]
 
 
-def test_models_whose_names_make_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_models_whose_names_make_one_file(capsys: pytest.CaptureFixture[str]) -> None:
     scale("net.a", 2.0), scale("net a", 3.0)
     problem = (
         "torchpipe: models/net.a/config.pbtxt:1: name: 'net.a' and 'net a' would both be out/net_a.toml; rename one"
@@ -298,7 +298,7 @@ def test_nothing_serves_an_ensemble_of_itself(capsys: pytest.CaptureFixture[str]
         ("", step("net", {}, {"y": "OUT"}), ":5: input_map: 'net' takes 'x', which is missing"),
     ],
 )
-def test_malformed_input(capsys: pytest.CaptureFixture[str], config: str, steps: str, problem: str) -> None:
+def test_refuses_malformed_input(capsys: pytest.CaptureFixture[str], config: str, steps: str, problem: str) -> None:
     scale("net", 2.0)
     Path("models/net/config.pbtxt").write_bytes(config.encode("latin-1"))
     if steps:
@@ -308,7 +308,7 @@ def test_malformed_input(capsys: pytest.CaptureFixture[str], config: str, steps:
     assert (said.count("\n"), Path("out").exists()) == (1, False)
 
 
-def test_what_is_no_repository(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_folders_that_are_not_repositories(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys) == "torchpipe: models: No such file or directory\n"
     Path("models/.git").mkdir(parents=True)
     Path("models/notes").mkdir()
@@ -323,7 +323,7 @@ def test_what_is_no_repository(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys).startswith("torchpipe: models/net/config.pbtxt:1: no version in models/net, a folder with")
 
 
-def test_text_format(folder: Path) -> None:
+def test_reads_protobuf_text_format(folder: Path) -> None:
     text = "max_batch_size: 0x10; name: 'a\\'\\x42' \"\\103 # d\" # e\n, dynamic_batching < preserve_ordering: t >"
     Path("config.pbtxt").write_text(text, encoding="utf-8")
     message = read_pbtxt("config.pbtxt")

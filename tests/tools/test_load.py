@@ -189,7 +189,7 @@ def test_open_loop_sends_its_total(serve: Serve, images: Images) -> None:
     assert "poisson arrivals at 400 images/s, seed 0" in done.stdout
 
 
-def test_a_stall_shows_only_from_when_calls_were_due(serve: Serve, images: Images) -> None:
+def test_stall_counts_from_due_time(serve: Serve, images: Images) -> None:
     """Two connections wait for the second that the server stands still: two calls of 600, and 200 that were due."""
     until = [0.0]
 
@@ -372,7 +372,7 @@ class OnlyHttp(socketserver.BaseRequestHandler):
         (("compare", "/nowhere/a.json", "/nowhere/b.json"), "compare /nowhere/a.json: No such file"),
     ],
 )
-def test_runs_that_cannot_start(
+def test_refuses_invalid_arguments(
     options: tuple[object, ...], why: str, serve: Serve, images: Images, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -393,7 +393,9 @@ def test_runs_that_cannot_start(
         assert named(why) in refused(capsys, *usual, *map(named, options))
 
 
-def test_without_thriftpy2(images: Images, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_thriftpy2_is_named(
+    images: Images, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     find_spec: Any = lambda name: None  # noqa: E731
     monkeypatch.setattr("torchpipe_py.tools.load.run.importlib.util.find_spec", find_spec)
     said = refused(capsys, "--img_dir", images(a="ok:a"))

@@ -123,7 +123,7 @@ def test_replies_to_something_else_are_refused(speaks: Any, reply: bytes, why: s
         (lambda priority: wire.HttpWire("host", "/infer", priority), b"\r\nX-Priority: 1\r\n"),
     ],
 )
-def test_sends_the_priority_that_is_not_normal(make: Any, sent: bytes) -> None:
+def test_sends_priority_unless_normal(make: Any, sent: bytes) -> None:
     low, normal = (make(priority).request(0, 1, [b"a"]) for priority in (1, 0))
     assert sent in low
     assert sent not in normal
@@ -131,7 +131,7 @@ def test_sends_the_priority_that_is_not_normal(make: Any, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("body", [b"\x1b[2Jgone\n", rb'{"code": "\u001b[2Jgone", "error": "\u001b[2Jgone"}'])
-def test_what_a_service_says_does_not_reach_the_terminal_as_it_is(body: bytes) -> None:
+def test_escapes_texts_of_a_service(body: bytes) -> None:
     reply = b"HTTP/1.1 500 \r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     (error,), tally = wire.HttpWire("host", "/infer").answers(reply, 0, 1), Tally()
     tally.count(error_name(error), error, 1)
@@ -236,7 +236,7 @@ NOISE = random.Random(0)
     ],
     ids=["steady", "stall", "growth", "slow", "a little slow", "unsent", "two calls", "small growth"],
 )
-def test_stability(latencies_ms: list[float], changes: dict[str, float], reason: str | None) -> None:
+def test_verdict_of_stability(latencies_ms: list[float], changes: dict[str, float], reason: str | None) -> None:
     figures: dict[str, Any] = {"offered": 100.0, "answered": 1000, "window": 10.0, "unsent": 0, **changes}
     fields = judge.stability(np.array(latencies_ms) * MS, **figures)
     assert fields["stable"] is (reason is None)
@@ -332,7 +332,7 @@ def test_cpu_time_of_processes_that_come_and_go(
     assert use.server == server
 
 
-def test_gpu_samples() -> None:
+def test_reads_gpu_samples() -> None:
     lines = ["1, NVIDIA X, 10, 500, 1000", "0, NVIDIA Y, [N/A], 5, 10", "1, NVIDIA X, 30, 700, 1000", "1, NVIDIA X, 9"]
     first, second = summarize_gpus(lines)
     assert (first["name"], first["utilization_mean"], first["memory_used_max_mib"]) == ("NVIDIA Y", None, 5)

@@ -65,7 +65,7 @@ def test_charts_escape_names_and_stay_in_their_frame() -> None:
     assert chart("", x, y, [], ("limit", 5)).count("<polyline") == 1
 
 
-def test_progress_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_progress_output_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError
@@ -143,7 +143,7 @@ def test_a_build_for_cuda_goes_with_a_pytorch_for_the_cpu(package: Path) -> None
     assert torch.library.register_fake is register
 
 
-def test_a_broken_one_is_told_with_what_to_install(package: Path) -> None:
+def test_broken_library_is_reported_with_remedy(package: Path) -> None:
     (package / "__init__.py").write_text("raise OSError('libcudart.so.99:\\n  no such file')", encoding="utf-8")
     with pytest.raises(ToolError) as caught:
         torchvision_models()

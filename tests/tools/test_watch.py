@@ -41,7 +41,7 @@ def test_writes_a_line_for_each_frame(files, capfd):
     assert capfd.readouterr().err.splitlines()[-1].split()[2:6] == ["ended", "5", "0", "5"]
 
 
-def test_what_cannot_start_leaves_the_file_of_results_as_it_was(files):
+def test_failed_start_keeps_file_of_results(files):
     (files / "out.ndjson").write_text("{}\n")
     (files / "cameras.toml").write_text('[gate]\nsource = "gone.mp4"\n')
     assert watch(files, "small.toml", "--out", str(files / "out.ndjson")) == 1
@@ -56,7 +56,7 @@ def test_counts_the_frames_that_fps_skips(files, capfd):
 
 
 @pytest.mark.parametrize(("reconnect", "state"), [(True, "never reached"), (False, "failed")])
-def test_a_camera_that_was_never_reached_says_why(reconnect, state):
+def test_unreachable_camera_reports_reason(reconnect, state):
     with reserved_port() as port, pipe({"backend": "Identity"}) as run:
         source = f"rtsp://viewer:secret@127.0.0.1:{port}/live"
         with Streams(run, {"door": {"source": source, "reconnect": reconnect}}) as streams:
@@ -69,7 +69,7 @@ def test_a_camera_that_was_never_reached_says_why(reconnect, state):
     assert "secret" not in table
 
 
-def test_a_frame_without_a_result_says_why(files, capfd):
+def test_frame_without_result_reports_reason(files, capfd):
     assert watch(files, "wrong.toml") == 1
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert len(lines) == 5

@@ -438,7 +438,7 @@ def epochs(dataset: Any, toml: str, **options: Any) -> list[Any]:
     ],
 )
 @pytest.mark.parametrize("policy", ["mask", "skip"])
-def test_augmented_batches_are_the_same_whoever_makes_them(
+def test_augmented_batches_do_not_depend_on_workers(
     tmp_path: Path, toml: str, options: dict[str, Any], policy: str
 ) -> None:
     dataset = write_images(tmp_path / "images", 14, corrupt=[3], missing=[8, 9])
@@ -462,7 +462,7 @@ def test_a_sample_is_augmented_by_its_own_seed_whatever_its_batch(dataset: Image
     assert not any(torch.equal(drawn[index], anew[index]) for index in range(11))
 
 
-def test_a_sample_that_comes_again_is_augmented_anew(dataset: ImageFiles, toml: str) -> None:
+def test_repeated_sample_is_augmented_anew(dataset: ImageFiles, toml: str) -> None:
     plain = DataLoader(dataset, 3, sampler=[2, 2, 5, 2])  # type: ignore[arg-type]
     with wrap_dataloader_torchpipe("single", plain, toml, transforms_batch=CROP) as loader:
         images = torch.cat([batch.images for batch in loader])
@@ -557,7 +557,7 @@ def test_the_script_flips_half_of_the_images_and_nothing_else_by_default() -> No
     assert abs(int(is_same.sum()) - 200) < 5 * math.sqrt(400 / 4)
 
 
-def test_the_script_has_one_order_whatever_that_of_the_names() -> None:
+def test_script_orders_augmentations_independently_of_arguments() -> None:
     images, seeds = noise(8), seeds_of(8)
     both = [augmentations(names)(images, seeds=seeds) for names in (shared.AUGMENTS, shared.AUGMENTS[::-1])]
     assert torch.equal(*both)
@@ -607,12 +607,12 @@ def test_impossible_parameters_are_refused(made: Any, message: str) -> None:
         (torch.zeros(3, 4, 4, dtype=torch.int64), "CutOut takes uint8 or floats in 0..255, got torch.int64"),
     ],
 )
-def test_other_inputs_are_refused(images: Any, message: str) -> None:
+def test_refuses_values_that_are_not_image_batches(images: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         CutOut(1, 2)(images)
 
 
-def test_other_seeds_channels_and_steps_are_refused() -> None:
+def test_refuses_invalid_seeds_channels_and_steps() -> None:
     images = torch.zeros(2, 3, 4, 4)
     for seeds in (5, [1, 2], torch.tensor([1]), torch.tensor([1.0, 2.0]), torch.zeros(2, 1, dtype=torch.int64)):
         for takes in (CUTOUT, CHAIN):
@@ -624,7 +624,7 @@ def test_other_seeds_channels_and_steps_are_refused() -> None:
         Compose([CUTOUT, "gridmask"])  # type: ignore[list-item]
 
 
-def test_augmentations_travel_to_workers() -> None:
+def test_augmentations_can_be_pickled() -> None:
     images, seeds = noise(3), seeds_of(3)
     assert torch.equal(pickle.loads(pickle.dumps(CHAIN))(images, seeds=seeds), CHAIN(images, seeds=seeds))
 

@@ -146,7 +146,7 @@ def test_a_database_that_is_cut_short_is_refused(folder: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_a_database_of_something_else_is_refused(tmp_path: Path, header: str, message: str) -> None:
+def test_refuses_database_of_another_kind(tmp_path: Path, header: str, message: str) -> None:
     lmdb = pytest.importorskip("lmdb")
     with lmdb.open(str(tmp_path / "other")) as database, database.begin(write=True) as transaction:
         transaction.put(b"header", header.encode("latin-1"))

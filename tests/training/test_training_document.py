@@ -368,7 +368,7 @@ def test_both_solutions_and_the_validation_name_the_same_class_for_every_image(
 
 
 @NO_DIM
-def test_bytes_that_are_no_image_are_an_error_that_the_example_prints(
+def test_example_prints_error_of_invalid_image(
     solution_1: Predict, solution_2: Predict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken, empty = tmp_path / "broken.jpg", tmp_path / "empty.jpg"

@@ -151,7 +151,7 @@ def test_masks_take_labels_of_several_kinds(toml: str, label: Any, ignored: Any)
     ],
 )
 @pytest.mark.parametrize("policy", ["raise", "mask"])
-def test_a_dataset_of_something_else(toml: str, item: Any, message: str, policy: str) -> None:
+def test_refuses_datasets_of_other_samples(toml: str, item: Any, message: str, policy: str) -> None:
     dataset = Items(lambda index: item)
     with wrapped(dataset, toml, bad_samples=policy) as loader, pytest.raises(TrainingError, match=message):
         next(loader)
@@ -203,7 +203,7 @@ NO_CUDA = [] if torch.cuda.is_available() else [
         *NO_CUDA,
     ],
 )
-def test_what_cannot_be_wrapped(
+def test_refuses_loaders_that_cannot_be_wrapped(
     dataset: ImageFiles, toml: str, given: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     before = set(multiprocessing.active_children())
@@ -219,7 +219,7 @@ def test_what_cannot_be_wrapped(
 
 
 @pytest.mark.parametrize(("transform", "dtype"), [(TensorToTensor(), "torch.float32"), (None, "torch.uint8")])
-def test_images_of_different_sizes(dataset: ImageFiles, transform: Any, dtype: str) -> None:
+def test_images_of_different_sizes_are_errors(dataset: ImageFiles, transform: Any, dtype: str) -> None:
     toml = {"backend": "S[DecodeMat,Mat2Tensor]", "device": "cpu"}
     message = (
         rf"the images of a batch differ: sample 0 \(.*\) is 3x30x40 of {dtype}, sample 1 \(.*\) is 3x31x41 .*resize_h"
@@ -228,7 +228,7 @@ def test_images_of_different_sizes(dataset: ImageFiles, transform: Any, dtype: s
         next(loader)
 
 
-def test_code_that_fails_is_no_bad_sample(dataset: ImageFiles, toml: str, register: Any) -> None:
+def test_failing_code_is_not_a_bad_sample(dataset: ImageFiles, toml: str, register: Any) -> None:
     class Breaks:
         def forward(self, items: list[dict[str, Any]]) -> None:
             for item in items:
@@ -303,7 +303,7 @@ def test_tensors_of_every_kind_are_labels(toml: str) -> None:
         assert (tensor.dtype, tensor.layout) == (label.dtype, label.layout)
 
 
-def test_what_cannot_leave_a_worker_is_an_error(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpicklable_sample_is_an_error(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> None:
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
@@ -353,7 +353,7 @@ def test_a_dead_worker_is_an_error_after_the_batches_before_it(
             next(loader)
 
 
-def test_a_worker_of_spawn(dataset: ImageFiles, toml: str) -> None:
+def test_loader_works_with_spawn(dataset: ImageFiles, toml: str) -> None:
     plain = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
     with wrap_dataloader_torchpipe("single", plain, toml, TensorToTensor(), OnTheCpu(), 0.5) as loader:
         spawned = taken(loader)

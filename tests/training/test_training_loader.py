@@ -52,7 +52,7 @@ def generators_are_left_alone() -> Iterator[None]:
     assert states() == before
 
 
-def test_a_batch_is_what_the_pipe_gives_for_each_image(dataset: ImageFiles, toml: str) -> None:
+def test_batch_equals_outputs_of_pipe(dataset: ImageFiles, toml: str) -> None:
     with wrapped(dataset, toml, transforms_gpu=None) as loader, pipe(toml) as run:
         batches = list(loader)
         assert [tuple(batch.images.shape) for batch in batches] == [(4, 3, 24, 20)] * 2 + [(3, 3, 24, 20)]
@@ -120,9 +120,7 @@ def test_a_sample_is_augmented_by_seed_epoch_and_index(dataset: ImageFiles, toml
 
 
 @pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2}, {"workers": 2, "cpu_percentage": 1.0}])
-def test_a_sample_that_comes_again_in_an_epoch_is_augmented_anew(
-    dataset: ImageFiles, toml: str, options: dict[str, Any]
-) -> None:
+def test_sample_repeated_in_epoch_is_augmented_anew(dataset: ImageFiles, toml: str, options: dict[str, Any]) -> None:
     share = options.get("cpu_percentage", 0.0)
 
     def images(*indices: int) -> Any:
@@ -358,7 +356,7 @@ def test_a_loop_that_stops_early_goes_on(dataset: ImageFiles, toml: str, workers
 
 
 @pytest.mark.parametrize("end", ["close", "error", "drop"])
-def test_nothing_is_left_of_a_loader(dataset: ImageFiles, toml: str, end: str) -> None:
+def test_closed_loader_leaves_no_threads_or_processes(dataset: ImageFiles, toml: str, end: str) -> None:
     before, children = threads(), set(multiprocessing.active_children())
     loader = wrapped(dataset, toml, workers=2, prefetch=1)
     next(loader)

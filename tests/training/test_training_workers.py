@@ -153,7 +153,7 @@ class Batches:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_of_nothing_is_left_out(tmp_path: Path, toml: str, workers: int) -> None:
+def test_skips_batch_without_samples(tmp_path: Path, toml: str, workers: int) -> None:
     dataset = write_images(tmp_path / "images", 3)
     context = "spawn" if workers else None
     plain = DataLoader(dataset, batch_sampler=Batches(), num_workers=workers, multiprocessing_context=context)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ class Unreadable(Exception):
         super().__init__(f"cannot read {path}")
 
 
-def test_what_a_worker_raises_arrives_at_its_batch(tmp_path: Path, toml: str) -> None:
+def test_worker_error_is_raised_at_its_batch(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 12, corrupt=[6])
     with decoded_by(2, dataset, toml, transforms_gpu=None) as loader:
         assert next(loader).number == 0
@@ -220,7 +220,7 @@ def test_what_a_worker_raises_arrives_at_its_batch(tmp_path: Path, toml: str) ->
         (Unreadable("a.jpg"), "Unreadable: cannot read a.jpg"),
     ],
 )
-def test_errors_arrive_as_they_are_or_as_ours(error: Exception, arrives: str) -> None:
+def test_errors_keep_their_class_or_become_training_errors(error: Exception, arrives: str) -> None:
     arrived = Failure.of(error).error(TrainingError)
     assert str(arrived).startswith(arrives)
     assert type(arrived) is (TrainingError if isinstance(error, (Unsendable, Unreadable)) else type(error))
@@ -237,7 +237,7 @@ if multiprocessing.parent_process() is None:
     register_backend(NowhereElse, "NowhereElse")
 
 
-def test_a_pipe_that_workers_cannot_build(dataset: ImageFiles) -> None:
+def test_reports_pipe_that_workers_cannot_build(dataset: ImageFiles) -> None:
     with (
         decoded_by(1, dataset, {"backend": "NowhereElse"}) as loader,
         pytest.raises(ConfigError, match=r"no backend 'NowhereElse'.*register your own first"),
@@ -245,7 +245,7 @@ def test_a_pipe_that_workers_cannot_build(dataset: ImageFiles) -> None:
         next(loader)
 
 
-def test_what_cannot_be_sent_to_workers_is_named(dataset: ImageFiles, toml: str) -> None:
+def test_names_objects_that_cannot_be_sent_to_workers(dataset: ImageFiles, toml: str) -> None:
     for name in ("transforms_gpu", "transforms_batch", "collate_labels"):
         with pytest.raises(TrainingError, match=f"{name} cannot be sent to the workers .*top of a module"):
             decoded_by(1, dataset, toml, **{name: lambda value: value})
@@ -261,7 +261,7 @@ class Refused:
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_a_worker_that_cannot_start_is_not_a_dead_one(dataset: ImageFiles, toml: str, decode: bool) -> None:
+def test_failed_worker_start_is_reported_as_such(dataset: ImageFiles, toml: str, decode: bool) -> None:
     plain = DataLoader(dataset, batch_size=4, num_workers=1, worker_init_fn=Refused())  # type: ignore[arg-type]
     with (
         wrap_dataloader_torchpipe("single", plain, toml, workers_decode=decode) as loader,
@@ -312,7 +312,7 @@ class Faults(ImageFiles):
         return encoded, faults
 
 
-def test_workers_that_are_closed_did_not_fail(dataset: ImageFiles, toml: str) -> None:
+def test_closing_workers_is_not_a_failure(dataset: ImageFiles, toml: str) -> None:
     """After a DataLoader of its own, a program has PyTorch's handler, which raises for each worker that failed."""
     with wrapped(dataset, toml, workers=2) as loader:
         next(iter(loader))
