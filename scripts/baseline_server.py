@@ -4,9 +4,9 @@
     python scripts/baseline_server.py --engine resnet50.engine --port 8888
     python scripts/baseline_server.py --onnx configs/demo/model.onnx --size 64 --port 8888
 
-It is what the benchmarks compare the pipeline with, and speaks the same ``idl/inference.thrift`` (``ping`` and
+The benchmarks compare the pipeline with it. It serves the same ``idl/inference.thrift`` (``ping`` and
 ``infer_batch``) from a thread per connection. The calling thread decodes and resizes with OpenCV, copies to and from
-the GPU by PyCUDA (PyTorch where that is missing, or by ``--cuda torch``), and applies softmax in NumPy. The engine
+the GPU by PyCUDA (or PyTorch, if that is missing or with ``--cuda torch``), and applies softmax in NumPy. The engine
 takes RGB values 0 to 255 as float32 N×3×H×W, mean and std inside, and gives logits. Without a GPU, ``--onnx`` runs an
 ONNX model by ONNX Runtime in TensorRT's place; ImageNet's mean and std are written into it.
 """

@@ -1,6 +1,6 @@
 """``python scripts/bench.py NAME|all``: limit, baselines and the pipe in one run, on a CPU.
 
-Exit status 0 when every target is met, 1 when one is missed, 3 when one was not decided.
+Exit status: 0 every target is met, 1 one is missed, 3 one is undecided.
 """
 
 from __future__ import annotations

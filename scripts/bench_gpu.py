@@ -4,8 +4,8 @@
 with a model in each worker and with engine processes for all; ``mosec``: these against mosec; ``baseline``: a service
 with a locked engine against the pipe's, CPU decode against GPU decode, and the accuracy of all. Needs a CUDA device,
 TensorRT and torchvision. Engines are built at the first run (minutes) and kept in ``--work``; those of
-``--version-compatible`` TensorRT's lean runtime takes too.
-Exit status 0 when every target is met, 1 when one is missed, 2 where it cannot run.
+``--version-compatible`` also run on TensorRT's lean runtime.
+Exit status: 0 every target is met, 1 one is missed, 2 it cannot run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python scripts/run.py NAME ...``: the tools that few need. ``NAME --help`` explains the options of each."""
+"""``python scripts/run.py NAME ...``: rarely used tools. ``NAME --help`` explains the options of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``python scripts/site_pages.py FOLDER``: the pages of README.md and docs/ as mkdocs takes them, with ``mkdocs.yml``.
+"""``python scripts/site_pages.py FOLDER``: README.md and docs/ as pages for mkdocs, with ``mkdocs.yml``.
 
-README.md becomes the first page, the other pages of the repository's root stand beside those of ``docs``; links are
-rewritten for that. Files that pages link to are copied. ``api.md`` has the public names of the packages.
+README.md becomes the first page, the other pages of the repository's root are beside those of ``docs``; links are
+rewritten accordingly. Files that pages link to are copied. ``api.md`` has the public names of the packages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(target: Path) -> None:
 
 
 def page_link(source: Path, link: str, pages: Path) -> str:
-    """Where ``link`` of ``source`` leads on the site; a file that is not a page is copied to it."""
+    """The target of a link of ``source`` on the site; a file that is not a page is copied to it."""
     path = (source.parent / link).resolve()
     if path == ROOT / "README.md":
         return "index.md"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One call of ``infer_batch`` with nothing but a socket: what a client in any language has to write and to read.
+"""One call of ``infer_batch`` by a socket alone: the bytes that a client in any language writes and reads.
 
     python scripts/socket_client.py photo.jpg --port 8888
 
@@ -20,7 +20,7 @@ CALL, EXCEPTION = 0x80010001, 3  # version 1 and the kind of message
 
 
 def read(stream: BinaryIO, form: str) -> Any:
-    """One value; ``form`` is of ``struct``."""
+    """Read one value; ``form`` is a format of ``struct``."""
     data = stream.read(struct.calcsize(form))
     if len(data) < struct.calcsize(form):
         raise ConnectionError("the service closed the connection without an answer")
@@ -42,7 +42,7 @@ def read_struct(stream: BinaryIO) -> dict[int, Any]:
 
 
 def infer_batch(host: str, port: int, image: bytes) -> tuple[str, float]:
-    """Label and score; ``RuntimeError`` with what the service answers else."""
+    """Label and score; ``RuntimeError`` with any other answer of the service."""
     with socket.create_connection((host, port), timeout=30) as sock, sock.makefile("rb") as stream:
         name = b"infer_batch"
         head = struct.pack(f">II{len(name)}si", CALL, len(name), name, 1)  # 1: the call's sequence number

@@ -1,4 +1,4 @@
-"""How good a trained model is on labelled images, served by a pipe or run by PyTorch; on a GPU, or the CPU.
+"""Accuracy of a trained model on labelled images, served by a pipe or run by PyTorch; on a GPU, or the CPU.
 
 python scripts/test_gpu.py --checkpoint last.pt --data DIR/val --toml configs/preprocess_gpu.toml --solution both
 """

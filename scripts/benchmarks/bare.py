@@ -1,7 +1,7 @@
-"""What runs without a pipe, in processes of its own: the limits and baselines of the benchmarks.
+"""Limits and baselines of the benchmarks: programs without a pipe, in separate processes.
 
-``nodes``, ``classifier`` and ``cpp`` prepare something there, and return what measures it with so many clients for so
-many seconds, and a remark.
+``nodes``, ``classifier`` and ``cpp`` prepare a program there, and return a function that measures it, by clients and
+seconds, and a remark.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _prepared: list[Measure] = []  # of this process
 
 
 def child() -> ProcessPoolExecutor:
-    """A process of its own, so that nothing of what it runs stays here or on the device."""
+    """A separate process, whose end frees its memory here and on the device."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
 class Processes:
-    """``count`` processes with the same program, which are loaded at the same time; ``remark`` is that of one."""
+    """``count`` processes with the same program, loaded at the same time; ``remark`` is the program's."""
 
     def __init__(self, count: int, program: Callable[..., tuple[Measure, str]], *args: Any) -> None:
         self._children = [child() for _ in range(count)]
@@ -41,7 +41,7 @@ class Processes:
             raise
 
     def load(self, clients: int, seconds: float) -> Load:
-        """What they do together with so many clients each; the latencies are those of the slowest."""
+        """Load all processes with ``clients`` each; return their sum, with the latencies of the slowest one."""
         loads: list[Load] = self._in_all(_measure, clients, seconds)
         return Load(sum(one.qps for one in loads), max(one.p50 for one in loads), max(one.p99 for one in loads))
 
@@ -72,7 +72,7 @@ def measure_nodes(
 ) -> None:
     """Images per second of the backends of a chain of nodes, in ``count`` processes of one thread each.
 
-    Each takes a JPEG ``batch`` times and runs one node after the other. Latencies are those of a batch.
+    Each process runs one node after the other on ``batch`` copies of a JPEG. Latencies are per batch.
     """
     with closing(Processes(count, nodes, config, batch)) as processes:
         for _ in range(rounds):
@@ -150,7 +150,7 @@ class Classifier:
 
 
 def work() -> Callable[[Sequence[bytes]], Any]:
-    """What a service of another library does with a batch, as the environment has it: the classifier, or a pause."""
+    """The work of another library's service on a batch, by the environment: the classifier, or a pause."""
     pause = float(os.environ.get("BENCH_SLEEP_MS", "0")) / 1000
     if not pause:
         return Classifier(os.environ["BENCH_MODEL"], int(os.environ["BENCH_SIZE"]))
@@ -187,7 +187,7 @@ def classifier(model: str, size: int) -> tuple[Measure, str]:
 def cpp(config: dict[str, Any]) -> tuple[Measure, str]:
     """The pipe of the C++ library: its threads and its allocator stay out of the benchmark's process."""
     for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # it warns of much
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # it logs many warnings
     # NOTE: importing it tries for most of a minute to compile extensions that nothing here needs.
     import torchpipe
 

@@ -81,7 +81,7 @@ class Report:
     until: float = float("inf")
 
     def measure(self, subjects: Sequence[Subject], clients: Sequence[int], seconds: float, rounds: int) -> None:
-        """Load each subject with each number of clients. A round has all of them: a drift of the machine hits all."""
+        """Load each subject with each number of clients, all in each round, so that a drift of the machine hits all."""
         counts = dict.fromkeys([*clients, *(count for subject in subjects for count in subject.clients)])
         for _ in range(rounds):
             for count in counts:
@@ -104,7 +104,7 @@ class Report:
         return Load(**figures, note=rounds[-1].note, more=more)
 
     def ratio(self, ours: tuple[str, int], theirs: tuple[str, int]) -> float:
-        """Of the calls per second: the median of the rounds' ratios, since a busy machine changes between rounds."""
+        """Ratio of calls per second: the median of the rounds' ratios, since a busy machine varies between rounds."""
         pairs = zip(self.loads[ours], self.loads[theirs], strict=True)
         return statistics.median(one.qps / other.qps for one, other in pairs)
 
@@ -222,18 +222,18 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def keep_to(cores: str) -> None:
-    """Run this thread, and what it starts from now on, on these cores: ``0,1``. Empty: no change."""
+    """Run this thread, and threads and processes that it starts, on these cores: ``0,1``. Empty: no change."""
     if cores:
         os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def progress(line: str) -> None:
-    """Print what is known so far to stderr."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -248,9 +248,9 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def in_threads(call: Call, images: int = 1) -> Callable[[int, float], Load]:
-    """A subject's ``load``: threads in a closed loop, each of which calls once at least. A call is so many images.
+    """A subject's ``load``: threads in a closed loop, at least one call each. A call is so many images.
 
-    It raises what a call has raised.
+    It raises the error of a call.
     """
 
     def load(clients: int, seconds: float) -> Load:
@@ -292,12 +292,12 @@ def load_of(latencies: Sequence[float], wall: float, images: int = 1) -> Load:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them is below; 0 if there are none."""
+    """The quantile at ``share``; 0 without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def python(*args: str, environment: Mapping[str, str] | None = None, **kwargs: Any) -> subprocess.Popen[str]:
-    """This interpreter in a process of its own, with the packages and scripts of the checkout importable."""
+    """Start this interpreter in a new process, with the packages and scripts of the checkout importable."""
     env = {**os.environ, **(environment or {})}
     paths = [str(REPOSITORY), str(REPOSITORY / "server"), str(REPOSITORY / "scripts"), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

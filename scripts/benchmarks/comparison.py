@@ -1,6 +1,6 @@
-"""The pipe's service against the usual recipe behind the same IDL: throughput, latency, CPU, GPU, memory, accuracy.
+"""The pipe's service against the usual recipe with the same IDL: throughput, latency, CPU, GPU, memory, accuracy.
 
-``against_baseline`` does it on a CPU, where ONNX Runtime replaces TensorRT on both sides.
+``against_baseline`` runs on a CPU, where ONNX Runtime replaces TensorRT on both sides.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ Answer = tuple[str | None, float]
 """A label, None for an image that cannot be decoded, and its score."""
 
 Service = AbstractContextManager[tuple[int, int]]
-"""A service that is not started yet; started, its port and process id."""
+"""A service, to be started; its value is its port and process id."""
 
 
 # -- the report ---------------------------------------------------------------------------------------------------
 
 
 class Table(NamedTuple):
-    """As the documents have it: a column for each of ``head``, text in every cell."""
+    """A table of the documents: a column for each of ``head``, text in every cell."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
     def text(self) -> str:
-        """In Markdown, in aligned columns."""
+        """The table in Markdown, with aligned columns."""
         return f"{self.title}\n{aligned([self.head, *self.rows])}"
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What a service answers for a folder of images; ``right`` is None where no label is known.
+    """A service's answers for a folder of images; ``right`` is None if no label is known.
 
-    Against the first service of the table, ``agreeing`` images have the same label, and scores are at most ``apart``.
+    ``agreeing`` images have the same label as with the table's first service; scores differ by at most ``apart``.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Accuracy:
 
 @dataclass
 class Comparison(Report):
-    """A report that is shown as the documents' tables first."""
+    """A report that begins with the documents' tables."""
 
     tables: list[Table] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
 
     def show(self) -> None:
-        """Print the tables, then what every report prints."""
+        """Print the tables, then the usual report."""
         for table in self.tables:
             print(f"\n{table.text()}")
         super().show()
@@ -121,7 +121,7 @@ class Comparison(Report):
 
 @dataclass(frozen=True)
 class Running:
-    """A service that is started: its name in the tables, its port, and the process whose descendants belong to it."""
+    """A started service: its name in the tables, its port, and the process whose descendants belong to it."""
 
     name: str
     port: int
@@ -176,7 +176,7 @@ def as_documented(side: int, **model: Any) -> Tables:
 
 
 def start(report: Report, stack: ExitStack, services: Mapping[str, Service]) -> list[Running]:
-    """Those that start, until ``stack`` ends; the others are remarks."""
+    """Start services, until ``stack`` ends; one that fails becomes a remark."""
     running: list[Running] = []
 
     def enter(name: str, service: Service) -> None:

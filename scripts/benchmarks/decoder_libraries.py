@@ -1,6 +1,6 @@
-"""The image decoders that are compared: how each library decodes a batch, and what it needs.
+"""The image decoders to compare, each with its requirements.
 
-Each is made by a function that takes a ``Setting``; it raises ``NotMeasured`` where a library or a GPU is missing.
+A function of a ``Setting`` makes each decoder; it raises ``NotMeasured`` if a library or a GPU is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NotMeasured(Exception):
 
 
 class Setting(NamedTuple):
-    """``threads`` decode at once; a call of a decoder that takes several images has ``batch``."""
+    """``threads`` decode at once; a decoder of several images gets ``batch`` in a call."""
 
     threads: int
     batch: int
@@ -44,7 +44,7 @@ class Decoder(NamedTuple):
 
 
 def by_opencv(encoded: bytes, upright: bool = True) -> np.ndarray:
-    """uint8 H×W×3 RGB, turned by its EXIF orientation if ``upright``; ``ValueError`` for what is not an image."""
+    """uint8 H×W×3 RGB, turned by its EXIF orientation if ``upright``; ``ValueError`` for invalid bytes."""
     flags = cv2.IMREAD_COLOR_RGB if upright else cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     try:
         mat = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
@@ -179,7 +179,7 @@ def pipe_gpu(decoder: str, setting: Setting) -> Decoder:
 
 
 GPU_INSTANCES = 4
-"""Of a pipe's decoder, at most: more share the same engines."""
+"""Maximum instances of a pipe's decoder on a GPU: more would share the same engines."""
 
 DECODERS: Mapping[str, Callable[[Setting], Decoder]] = {
     "OpenCV": opencv,
@@ -197,10 +197,10 @@ DECODERS: Mapping[str, Callable[[Setting], Decoder]] = {
     "pipe, DecodeTensor, torchvision": partial(pipe_gpu, "torchvision"),
     "pipe, DecodeTensor, nvImageCodec": partial(pipe_gpu, "nvimgcodec"),
 }
-"""What makes each decoder, by the name of its row."""
+"""Functions that make each decoder, by the name of its row."""
 
 
-# -- what they share ----------------------------------------------------------------------------------------------
+# -- helpers --------------------------------------------------------------------------------------------
 
 
 def pipe(
@@ -222,7 +222,7 @@ def pipe(
 
 
 def library(name: str, package: str) -> Any:
-    """The module, or ``NotMeasured`` with what to install."""
+    """Import a module; ``NotMeasured`` says what to install if it is missing."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as error:  # the latter two: installed, but not for this machine
@@ -244,5 +244,5 @@ def as_tensor(torch: Any, encoded: bytes) -> Any:
 
 
 def from_planes(tensor: Any) -> np.ndarray:
-    """From C×H×W on any device."""
+    """A tensor C×H×W on any device as an array H×W×C."""
     return np.ascontiguousarray(tensor.permute(1, 2, 0).cpu().numpy())

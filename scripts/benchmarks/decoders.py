@@ -3,10 +3,10 @@
     python scripts/run.py decoders
     python scripts/run.py decoders --img_dir DIR --threads 1,8
 
-Without ``--img_dir`` it decodes pictures that it draws: 256×192, 500×375, 1080×1080 and 12 megapixels. A
+Without ``--img_dir`` it draws the pictures: 256×192, 500×375, 1080×1080 and 12 megapixels. A
 decoder on a GPU, and DALI and nvImageCodec, get several images a call. A decoder whose library or GPU is missing is a
 remark that says what to install. Differences are absolute, in levels of 255, from what OpenCV decodes; a decoder that
-does not apply the EXIF orientation is compared with the image as it is stored.
+does not apply the EXIF orientation is compared with the stored image.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PICTURES: dict[str, dict[str, Any]] = {
     "1080x1080": {"width": 1080, "height": 1080},
     "12 megapixels": {"width": 4000, "height": 3000},
 }
-"""That are drawn, by title: the arguments of ``picture``."""
+"""Pictures to draw: arguments of ``picture`` by title."""
 ORIENTATION = 0x0112  # the EXIF tag
 BATCH, BATCH_PIXELS = 32, 64_000_000
 """Images of a call, and their pixels together, at most."""
@@ -52,9 +52,9 @@ Images = Mapping[str, bytes]
 
 @dataclass
 class Difference:
-    """Of one decoder: over all values of the images that it decodes; ``refused`` says why it does not, by file.
+    """Differences of one decoder from OpenCV, over all values of all images; ``refused`` has reasons by file.
 
-    ``shapes`` are the images of another size than OpenCV's, which are not compared.
+    ``shapes`` are images with another size than OpenCV's, which are not compared.
     """
 
     turns: bool
@@ -93,7 +93,7 @@ def read_images(folder: Path, limit: int) -> tuple[dict[str, bytes], dict[str, s
 
 
 def _check_whole(encoded: bytes) -> None:
-    """``ValueError`` or ``OSError`` for what is not a JPEG, or is cut off, which OpenCV fills with gray."""
+    """Raise ``ValueError`` or ``OSError`` unless it is a complete JPEG: OpenCV fills a truncated one with gray."""
     from PIL import Image
 
     if not encoded.startswith(b"\xff\xd8"):
@@ -142,7 +142,7 @@ def compared(decoder: Decoder, images: Images) -> Difference:
 
 
 def _turns(decoder: Decoder) -> bool:
-    """Whether it applies the EXIF orientation."""
+    """Whether the decoder applies the EXIF orientation."""
     encoded = sideways()
     try:
         pixels, upright = decoder.pixels(decoder.decode([encoded])[0]), by_opencv(encoded)
@@ -152,7 +152,7 @@ def _turns(decoder: Decoder) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The line of an error that says what happened; DALI's is after a traceback of its own."""
+    """The informative line of an error's message; DALI's follows a traceback."""
     text = str(error).partition("encountered:\n")[2] or str(error)
     return text.strip().partition("\n")[0] or type(error).__name__
 
@@ -161,7 +161,7 @@ def reason(error: Exception) -> str:
 
 
 def next_batch(decoder: Decoder, images: Sequence[bytes]) -> Callable[[], object]:
-    """A call that decodes the next ``decoder.batch`` of the images, again and again, from any number of threads."""
+    """A function that decodes the next ``decoder.batch`` of the images, endlessly, from any number of threads."""
     repeated = list(itertools.islice(itertools.cycle(images), len(images) * decoder.batch))
     batches = [repeated[start : start + decoder.batch] for start in range(0, len(repeated), decoder.batch)]
     following = itertools.cycle(batches).__next__
@@ -169,7 +169,7 @@ def next_batch(decoder: Decoder, images: Sequence[bytes]) -> Callable[[], object
 
 
 def compare(title: str, images: Images, args: argparse.Namespace) -> Report:
-    """Each decoder with each number of threads."""
+    """Measure each decoder with each number of threads."""
     pixels = max(encoded.shape[0] * encoded.shape[1] for encoded in map(by_opencv, images.values()))
     batch = max(1, min(BATCH, BATCH_PIXELS // pixels))
     size = sum(map(len, images.values())) / len(images) / 1000
@@ -216,12 +216,12 @@ def compare(title: str, images: Images, args: argparse.Namespace) -> Report:
 
 
 def made(name: str, subject: Subject) -> bool:
-    """Whether it is of the decoder of this name."""
+    """Whether a subject belongs to the decoder of this name."""
     return subject.name.startswith(f"{name}, {{}} thread")
 
 
 def attempted(report: Report, what: str, action: Callable[[], object]) -> bool:
-    """``report.attempt``, but what is missing, or the package says, is a remark without the name of an exception."""
+    """``report.attempt``, but remarks about known errors omit the name of the exception."""
     try:
         action()
     except (NotMeasured, TorchpipeError) as error:
@@ -234,7 +234,7 @@ def attempted(report: Report, what: str, action: Callable[[], object]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None, decoders: Mapping[str, Callable[[Setting], Decoder]] = DECODERS) -> int:
-    """0 when measured, 1 when no decoder works, 2 after a line that says why there is nothing to decode."""
+    """Return 0, 1 if no decoder works, or 2 if there is nothing to decode."""
     parser = ArgumentParser(description="Compare JPEG decoders: speed, pixels, EXIF orientation.")
     add_options(parser)
     parser.set_defaults(seconds=0.25, rounds=3)

@@ -1,11 +1,11 @@
-"""What a service still answers in time when more comes than it can take: its goodput.
+"""Goodput: requests that a service answers in time under overload.
 
 A backend of 20 ms with two instances takes 100 requests/s. Requests come by an open loop, whatever the service does:
 the latency of an answer counts from when its request was due, that of a refusal from when it was sent. A client leaves
 at its deadline, three times what a request takes alone, and three in ten of those without an answer in time try once
 more.
 
-``python -m benchmarks.goodput`` is a front that refuses everything at once: what clients and machine leave for others.
+``python -m benchmarks.goodput`` is a front that refuses everything at once: the limit of clients and machine.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torchpipe_py.tools.load.arrivals import poisson_times
 
 COMPUTE_S, INSTANCES = 0.02, 2
 CAPACITY = INSTANCES / COMPUTE_S
-OFFERED = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)  # times the capacity
-DEADLINES = 3  # a client waits so many times as long as a request takes alone
-AGAIN = 0.3  # the share of those without an answer in time who try once more
+OFFERED = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0)  # loads, as multiples of the capacity
+DEADLINES = 3  # a client's deadline, as a multiple of the time of a lone request
+AGAIN = 0.3  # share of the clients without an answer in time that retry once
 BURST_CV = 4.0
-STEP = (0.5, 2.0), (2.0, 3.0), (0.5, 3.0)  # times the capacity, for so many seconds
+STEP = (0.5, 2.0), (2.0, 3.0), (0.5, 3.0)  # (load as a multiple of the capacity, seconds)
 WASTED, REFUSALS_P99, NORMAL = "wasted %", "refusals' p99 ms", "s until normal"
 OURS, FRONT = "torchpipe-serve", "refusing front"
 SERVICES = (FRONT, OURS, "mosec", "litserve", "triton")
@@ -63,7 +63,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Service(NamedTuple):
-    """Where requests go; ``computed`` counts those that its backend has begun, as far as it says."""
+    """A service to send requests to; ``computed`` counts requests that its backend began, if it reports them."""
 
     port: int
     path: str
@@ -72,7 +72,7 @@ class Service(NamedTuple):
 
 @dataclass
 class Outcomes:
-    """What became of the requests of one run; seconds. ``missed`` are the due times of those never answered in time."""
+    """The outcomes of one run's requests, in seconds. ``missed`` are the due times of requests not answered in time."""
 
     good: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ ARRIVALS = {"Poisson": poisson, "bursts": bursts}
 
 
 def goodput(args: argparse.Namespace) -> Report:
-    """Goodput at each load of each service, what it computed for nobody, and how soon it is normal after a step."""
+    """Goodput at each load of each service, its wasted computation, and its recovery time after a step."""
     report = Report(
         f"goodput: {COMPUTE_S * 1000:.0f} ms x {INSTANCES} instances take {CAPACITY:.0f} requests/s; QPS are answers "
         f"within {DEADLINES} x a lone request's time, open loop"
@@ -132,7 +132,7 @@ def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Ite
         options = ["--workers", "1", "--http-port", str(http)]
         port = stack.enter_context(serving(config, options, BACKEND.format(seconds=COMPUTE_S)))
         yield OURS, Service(port, "/infer", lambda: sum(node["requests"] for node in stats(http)["nodes"].values()))
-    # At their best: they wait no longer than clients, as far as they can be told.
+    # Their best settings: they wait no longer than clients, if that can be set.
     settings = {"SLEEP_MS": 1000 * COMPUTE_S, "WORKERS": INSTANCES, "BATCH": 1, "WAIT_MS": 0, "TIMEOUT_S": 0.04}
     for name, options in {"mosec": ["--timeout", "60", "--capacity", "3"], "litserve": []}.items():
         if name in wanted and is_installed(name, report):
@@ -143,7 +143,7 @@ def _services(stack: ExitStack, report: Report, args: argparse.Namespace) -> Ite
 
 
 def _measured(service: Service, dues: Sequence[float], seconds: float) -> tuple[Load, Outcomes]:
-    """Send a request at each due time; goodput, latency of what was answered in time, and what went to waste."""
+    """Send a request at each due time; return goodput, latency of answers in time, and wasted computation."""
     loop, free, outcomes = new_loop(), list[Streams](), Outcomes()
     times = [perf_counter()]
     for _ in range(6):
@@ -170,7 +170,7 @@ async def _send(
     start = perf_counter() + 0.05
 
     async def request(offset: float) -> None:
-        """One request, and perhaps another one."""
+        """Send a request, and perhaps retry it."""
         due = start + offset
         for _ in range(2):
             sent = perf_counter()

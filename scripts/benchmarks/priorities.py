@@ -1,4 +1,4 @@
-"""Single requests beside a flood of low priority: what each has left of what it does alone."""
+"""Single requests beside a flood of low priority: the throughput of each, relative to running alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services in processes of their own: measured by the load tester, ``/stats`` and the system."""
+"""Services in separate processes, measured by the load tester, ``/stats`` and the system."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchpipe_py.tools.load.measure import HAND_OVER_TIMES, hand_over_figures, 
 MIB = 2**20
 Tables = Mapping[str, Mapping[str, Any]]
 
-_WARMUP = ["--warmup", "5"]  # the default, 5 % of a slice of a second, is one call of each client
+_WARMUP = ["--warmup", "5"]  # calls per client; the default, 5 %, would be one call in so short a run
 _START_SECONDS = 600.0  # engines may have to be built
 _END_SECONDS = 60.0
 _REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
@@ -38,14 +38,14 @@ _REPORT_SECONDS = 60.0  # for the load tester to start, to warm up and to end
 
 @contextmanager
 def serving(config: str | Tables, options: Sequence[str] = (), code: str = "") -> Iterator[int]:
-    """``torchpipe-serve`` on a file or on tables, with the backends that ``code`` registers; the port it listens on."""
+    """Run ``torchpipe-serve`` on a file or tables, with the backends that ``code`` registers; yield its port."""
     with serving_process(config, options, code) as (port, _):
         yield port
 
 
 @contextmanager
 def serving_process(config: str | Tables, options: Sequence[str] = (), code: str = "") -> Iterator[tuple[int, int]]:
-    """The same; the port and the process id, whose descendants are the service's other processes."""
+    """``serving``, with the port and the process id, whose descendants are the service's other processes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "service.toml")
         if not isinstance(config, str):
@@ -59,7 +59,7 @@ def serving_process(config: str | Tables, options: Sequence[str] = (), code: str
 
 
 def printed_port(log: str) -> int | None:
-    """The port of a line ``... on HOST:PORT ...``, which a service prints once it serves."""
+    """The port in the line ``... on HOST:PORT ...`` that a service prints once it serves."""
     line = re.search(r" on \S+:(\d+) .*\n", log)
     return int(line[1]) if line else None
 
@@ -120,7 +120,7 @@ def load_in(report: Mapping[str, Any]) -> Load:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
+    """An unused port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -131,7 +131,7 @@ def free_port() -> int:
 
 
 def observed(http: int, port: int, images: Path, clients: int, seconds: float) -> Load:
-    """A run with a note of what the nodes and the machine did meanwhile; ``http`` is the port of ``/stats``."""
+    """A run, with a remark about the work of nodes and machine; ``http`` is the port of ``/stats``."""
     before = stats(http)
     report = client_report(port, images, clients, seconds)
     after = stats(http)
@@ -155,7 +155,7 @@ def stats(http: int) -> dict[str, Any]:
 
 
 def pss_mib(pid: int) -> float:
-    """Memory of a process and all its descendants; what several of them map counts once."""
+    """Memory of a process and all its descendants in MiB; shared memory counts once."""
     total = 0
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         with suppress(psutil.Error):

@@ -16,13 +16,13 @@ from benchmarks.common import Report, Subject, image_folder, progress
 from benchmarks.services import Tables, free_port, gpu_mib, observed, pss_mib, run_clients, serving, stats
 from torchpipe_py import parse_toml
 
-CLIENTS = (10, 40)  # of the benchmark on a CPU
+CLIENTS = (10, 40)  # numbers of clients on a CPU
 WORKERS = 2
 
 
 @dataclass
 class Service:
-    """A service to measure, and its memory in MiB: on the GPU beside what was in use before."""
+    """A service to measure, and its memory in MiB, on the GPU in addition to the use before."""
 
     what: str
     config: Tables
@@ -35,7 +35,7 @@ class Service:
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Its name in the table."""
         processes = f", {self.engines} engine processes" if self.is_shared and self.engines > 1 else ""
         how = f"shared{processes}" if self.is_shared else "separate"
         return f"{self.what}, {self.workers} worker{'s' * (self.workers > 1)}, {how}"
@@ -71,7 +71,7 @@ def measure(
     seconds: float,
     rounds: int,
 ) -> None:
-    """Start the service, load it, and end it. Prints what it measures."""
+    """Start the service, load it, and end it; print the results."""
     http, unused_mib = free_port(), gpu_mib()
     with service.started("--http-port", str(http)) as port:
         run_clients(port, folder, max(clients), 0.5)

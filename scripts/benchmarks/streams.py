@@ -1,4 +1,4 @@
-"""Video on a model that is too slow for it: how old results are, how fair it is, and what broken sources cost others.
+"""Video on a model that is too slow for it: age of results, fairness, and the cost of broken sources for others.
 
 The model sleeps, and takes half of the frames. Files are played as live; broken sources come over HTTP.
 """
@@ -32,25 +32,25 @@ from torchpipe_py.streams.config import read_streams
 from torchpipe_py.streams.source import read_pictures
 
 COUNTS, FPS, INSTANCES = (2, 16, 64), 25, 2
-FRAMES = 250  # of a file
-COMPUTE_MS = (1.0, 20.0)  # of the model, for a file at full speed
+FRAMES_PER_FILE = 250
+COMPUTE_MS = (1.0, 20.0)  # compute times of the model, for a file at full speed
 FILE = "a file of 720p, model of {:g} ms: {}"
 LATE_FRAMES = 2
 WARM_UP_SECONDS = 2.0
 BROKEN = ("killed", "frozen", "garbled")
-BREAK_SECONDS = (0.5, 2.0)  # until a source breaks
+BREAK_SECONDS = (0.5, 2.0)  # range of the time until a source breaks
 
 
 def streams(args: argparse.Namespace) -> Report:
-    """Streams as live in growing numbers, some of them broken, and files at full speed."""
+    """Measure live streams in growing numbers, some of them broken, and files at full speed."""
     keep_freed_memory()  # as ``torchpipe watch`` and the service do
     report = Report(f"streams: {FPS} fps each, for a model that takes half of them; QPS are frames, latency their age")
     with tempfile.TemporaryDirectory() as folder:
         video, short, file = (Path(folder, name) for name in ("a.ts", "b.ts", "c.ts"))
-        # NOTE: so long that no file is opened again: all would be at once, and lose turns.
+        # NOTE: files long enough that none is reopened: all would be at once, and lose turns.
         _write_video(video, 160, 120, round(FPS * (args.seconds + WARM_UP_SECONDS + 10)))
-        _write_video(short, 160, 120, FRAMES)
-        _write_video(file, 1280, 720, FRAMES)
+        _write_video(short, 160, 120, FRAMES_PER_FILE)
+        _write_video(file, 1280, 720, FRAMES_PER_FILE)
         deviations: dict[int, list[float]] = {count: [] for count in COUNTS}
         late: list[int] = []
         for number in range(args.rounds):
@@ -88,7 +88,7 @@ def _model(compute_s: float) -> Iterator[pipe]:
 
 
 def _live(report: Report, video: Path, count: int, seconds: float) -> float:
-    """How far one is from its share at most, as a part of it.
+    """The largest relative deviation of a stream from its share.
 
     Every other stream weighs twice as much, where they compete for an instance.
     """
@@ -118,7 +118,7 @@ def _holds() -> NDArray[np.float64]:
 
 
 def _compute_s(count: int) -> float:
-    """Of a model that takes half of the frames of so many streams."""
+    """The compute time, in seconds, of a model that can process half of the frames of ``count`` streams."""
     return INSTANCES / (FPS * count / 2)
 
 
@@ -155,16 +155,16 @@ def _file(report: Report, video: Path, compute_s: float) -> None:
     start = monotonic()
     for picture in read_pictures(options, threading.Event()):
         image = picture.to_image()
-    decoding = Load(FRAMES / (monotonic() - start))
+    decoding = Load(FRAMES_PER_FILE / (monotonic() - start))
     with _model(compute_s) as run:
         start = monotonic()
-        deque(run.map({"data": image} for _ in range(FRAMES)), maxlen=0)
-        model = Load(FRAMES / (monotonic() - start))
+        deque(run.map({"data": image} for _ in range(FRAMES_PER_FILE)), maxlen=0)
+        model = Load(FRAMES_PER_FILE / (monotonic() - start))
         start = monotonic()
         with Streams(run, {"a": table}) as frames:
             numbers = [frame.number for frame in frames]
-        both = Load(FRAMES / (monotonic() - start))
-    assert numbers == list(range(FRAMES)), "frames are missing, or out of order"
+        both = Load(FRAMES_PER_FILE / (monotonic() - start))
+    assert numbers == list(range(FRAMES_PER_FILE)), "frames are missing, or out of order"
     for what, load in (("decoding", decoding), ("model", model), ("both", both)):
         report.add(FILE.format(1000 * compute_s, what), 1, load)
 
@@ -213,7 +213,7 @@ class _Source:
             kind = sock.recv(4096).split()[1].decode().strip("/")
             sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: video/mp2t\r\nConnection: close\r\n\r\n")
             breaks_at = monotonic() + self._random.uniform(*BREAK_SECONDS) if self._is_broken else float("inf")
-            step = len(self._video) // FRAMES
+            step = len(self._video) // FRAMES_PER_FILE
             at = 2 * FPS * step
             sock.sendall(self._video[:at])
             while not self._is_closed.wait(1 / FPS):

@@ -1,1 +1,1 @@
-"""What the demo and the examples are made of: pictures, networks, and a client."""
+"""Parts of the demo and the examples: pictures, networks, and a client."""

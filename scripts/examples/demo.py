@@ -1,4 +1,4 @@
-"""Draw a small labelled JPEG set, train a small network on it, and write what the demo pipeline needs.
+"""Draw a small labelled JPEG set, train a small network on it, and write the files of the demo pipeline.
 
     python scripts/run.py demo --out configs/demo
 
@@ -40,7 +40,7 @@ def draw_set(seed: int, part: int, per_class: int) -> tuple[list[bytes], torch.T
 
 
 def preprocess(jpeg: bytes) -> np.ndarray:
-    """uint8 3×SIDE×SIDE, RGB: what ``DecodeMat``, ``ResizeMat``, ``cvtColorMat`` and ``Mat2Tensor`` make of a JPEG."""
+    """A JPEG as ``DecodeMat``, ``ResizeMat``, ``cvtColorMat`` and ``Mat2Tensor`` output it: uint8 3×SIDE×SIDE, RGB."""
     picture = cv2.resize(cv2.imdecode(np.frombuffer(jpeg, np.uint8), cv2.IMREAD_COLOR), (SIDE, SIDE))
     return np.ascontiguousarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB).transpose(2, 0, 1))
 

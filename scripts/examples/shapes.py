@@ -41,7 +41,7 @@ def box(x: float, y: float, width: float, height: float) -> np.ndarray:
 
 
 def stroke(start: np.ndarray, end: np.ndarray, half_width: float) -> np.ndarray:
-    """A thick line, with ends that stand out by half its width."""
+    """A thick line whose ends extend by half its width."""
     along = (end - start) / np.linalg.norm(end - start) * half_width
     across = np.array([-along[1], along[0]], dtype=np.float32)
     return np.stack([start - along + across, end + along + across, end + along - across, start - along - across])
@@ -125,7 +125,7 @@ def coverage(label: str, rng: Random, height: int, width: int) -> np.ndarray:
 def draw_picture(label: str, rng: Random, size: tuple[int, int] | None = None) -> np.ndarray:
     """One picture of ``label``: uint8 H×W×3, BGR.
 
-    ``size`` is its height and width in pixels; by default each is 96 to 640, small ones as likely as large ones.
+    ``size`` is its height and width in pixels; by default each is 96 to 640, uniform in the logarithm.
     """
     if size is None:
         long_side = math.exp(rng.uniform(math.log(112), math.log(640)))

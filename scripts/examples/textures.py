@@ -1,4 +1,4 @@
-"""Draw a JPEG classification set whose classes differ by fine textures alone, so that how pixels are made counts.
+"""Draw a JPEG classification set whose classes differ by fine textures alone, so that decoding and resizing matter.
 
     python scripts/run.py textures --out DIR --train 200 --val 50
 
@@ -92,7 +92,7 @@ def draw(split: str, kind: int, number: int) -> np.ndarray:
 
 
 def _clouds(rng: np.random.Generator, strengths: tuple[float, ...]) -> np.ndarray:
-    """Smooth noise, each octave of three times the detail and a strength (standard deviation in levels) of its own."""
+    """Smooth noise; each octave has three times the detail, and its strength (standard deviation in levels)."""
     total = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
     for octave, strength in enumerate(strengths):
         rows, columns = 3 * 3**octave, 4 * 3**octave

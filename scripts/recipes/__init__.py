@@ -1,1 +1,1 @@
-"""What the training scripts share: options, model, data, epochs, checkpoints."""
+"""Common parts of the training scripts: options, model, data, epochs, checkpoints."""

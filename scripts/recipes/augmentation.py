@@ -2,7 +2,7 @@
 
 The order is: resize to ``ENLARGED`` times the size, rotate, crop a part of random area and aspect ratio to the size,
 twist the colours, erase, flip, normalise. Without ``crop`` images are resized to the size at once. Only ``train.py``
-with a pipe, whose TOML says the size, crops from images of that size.
+with a pipe, whose TOML sets the size, crops from images of that size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 AUGMENTS = ("crop", "color", "cutout", "gridmask")
 
 ENLARGED = 1.2
-"""Both sides of the image that is rotated and cropped, over those of the result."""
+"""Sides of the image before rotation and crop, relative to those of the result."""
 
 
 def enlarged(size: int) -> int:
@@ -21,7 +21,7 @@ def enlarged(size: int) -> int:
 ROTATION = 20.0
 """Degrees, either way; corners become black."""
 AREA, ASPECT_RATIO = (0.3, 1.0), (3 / 4, 4 / 3)
-"""Of the crop: its area as a share of the image's, and width over height (drawn evenly in its logarithm)."""
+"""Ranges of the crop: area as a share of the image's, and width over height (uniform in the logarithm)."""
 BRIGHTNESS = CONTRAST = SATURATION = 0.5
 """Factors are drawn from 1 - this to 1 + this."""
 HUE = 0.3

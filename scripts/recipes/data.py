@@ -65,7 +65,7 @@ class FlipAndNormalise(Augmentation):
 def augmentations(names: Sequence[str], size: int | None = None) -> Compose:
     """For ``transforms_batch``: the chosen ``AUGMENTS`` in their order, then flip and normalise.
 
-    ``size``: both sides in pixels of what ``crop`` makes; ``None``: those of the images.
+    ``size``: both sides of the crop in pixels; ``None``: those of the images.
     """
     steps: dict[str, Callable[[], Augmentation]] = {
         "crop": lambda: RandomResizedCrop(size, scale=shared.AREA, ratio=shared.ASPECT_RATIO, degrees=shared.ROTATION),

@@ -1,4 +1,4 @@
-"""What a training reads: a folder of classes, an LMDB database packed from one, or either of them kept in memory.
+"""Datasets of a training: a folder of classes, an LMDB database packed from one, or either of them in memory.
 
     python scripts/run.py lmdb --data DIR --out OUT
 
@@ -23,9 +23,9 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.training import ImageFolder, LmdbImages, TrainingError, UnreadableFile, pack_folder
 
 PARTS = ("train", "val")
-"""Of a training's data: what it learns from, and what it is validated with."""
+"""Parts of a training's data: training and validation."""
 IN_MEMORY_SHARE = 0.8
-"""Of the available memory that ``--in-memory`` may fill: the training itself needs some."""
+"""Share of the available memory that ``--in-memory`` may fill; the training itself needs some, too."""
 
 
 def open_dataset(data: Path, part: str) -> ImageFolder | LmdbImages:
@@ -48,10 +48,10 @@ def agreed_classes(data: Path, train: Any, val: Any) -> list[str]:
 
 
 class InMemory:
-    """A dataset of ``(encoded bytes, label)`` whose files are read once, here, and kept: ``size`` bytes.
+    """A dataset of ``(encoded bytes, label)`` that reads all files at once and keeps them: ``size`` bytes.
 
-    It has the ``classes`` of ``dataset``. A file that cannot be read raises its ``UnreadableFile`` when it is asked
-    for, as it does from the disk. A process that is not forked from this one gets a copy.
+    It has the ``classes`` of ``dataset``. A file that cannot be read raises ``UnreadableFile`` when its item is
+    requested, as from the disk. A process that is not forked from this one gets a copy.
     """
 
     def __init__(self, dataset: ImageFolder | LmdbImages) -> None:
@@ -77,7 +77,7 @@ class InMemory:
 
 
 def check_memory(datasets: Sequence[ImageFolder | LmdbImages], args: argparse.Namespace) -> None:
-    """``TrainingError`` if the encoded files do not fit into the memory that is available now."""
+    """Raise ``TrainingError`` if the encoded files do not fit into the available memory."""
     forks = multiprocessing.get_start_method(allow_none=True) in (None, "fork")
     workers = 0 if forks and not args.workers_decode else args.workers
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.ddp else 1  # each has a copy
@@ -92,7 +92,7 @@ def check_memory(datasets: Sequence[ImageFolder | LmdbImages], args: argparse.Na
 
 
 def encoded_bytes(dataset: ImageFolder | LmdbImages) -> int:
-    """Bytes of its files, or of its database, which is a little larger; a file that is missing has none."""
+    """Bytes of its files, or of its database, which is a little larger; a missing file counts 0."""
     if isinstance(dataset, LmdbImages):
         return (dataset.path / "data.mdb").stat().st_size
     return sum(os.path.getsize(path) for path, _ in dataset.samples if os.path.exists(path))

@@ -1,4 +1,4 @@
-"""Networks to train, and what is read of their checkpoints."""
+"""Networks to train, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ def make_model(arch: str, classes: int, seed: int) -> nn.Module:
 
 
 def start_from(model: nn.Module, weights: str, arch: str, classes: Sequence[str]) -> str:
-    """Give ``model`` the weights of a file, or torchvision's where it is "pretrained"; a line that says which it has.
+    """Give ``model`` the weights of a file, or torchvision's if it is "pretrained"; return a line that names them.
 
-    The classifier's are left as they are where the weights are of other classes. ``TorchpipeError`` for what does not
-    fit otherwise.
+    The classifier's weights stay as they are if the file has other classes. ``TorchpipeError`` for any other misfit.
     """
     if weights == PRETRAINED and arch == SMALL:
         raise TrainingError(f"--weights {weights}: of torchvision's classifiers, chosen by --arch")
@@ -88,7 +87,7 @@ def _small(classes: int) -> nn.Module:
 
 
 def load_checkpoint(path: Path | None) -> dict[str, Any] | None:
-    """The state, on the CPU; ``None`` where there is none. ``TrainingError`` for a file that is not a checkpoint."""
+    """The state, on the CPU; ``None`` if the file is missing. ``TrainingError`` for a file that is not a checkpoint."""
     if path is None or not path.exists():
         return None
     try:
@@ -101,13 +100,13 @@ def load_checkpoint(path: Path | None) -> dict[str, Any] | None:
 
 
 def check_complete(path: Path, state: dict[str, Any], names: Iterable[str]) -> None:
-    """``TrainingError`` for a checkpoint that no training can go on from."""
+    """Raise ``TrainingError`` for a checkpoint from which no training can continue."""
     if missing := [name for name in names if name not in state]:
         raise TrainingError(f"{path}: is incomplete: it lacks {', '.join(missing)}; name another --checkpoint")
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Replace the file, which is always whole; ``TrainingError`` where that fails."""
+    """Replace the file atomically; ``TrainingError`` if that fails."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +120,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def check_classes(path: Path, trained: Sequence[str], classes: Sequence[str]) -> None:
-    """``TrainingError`` where a checkpoint's classes are not those of the data, in their order."""
+    """Raise ``TrainingError`` if a checkpoint's classes are not those of the data, in their order."""
     if list(trained) != list(classes):
         only = {"only trained": set(trained) - set(classes), "only in the folder": set(classes) - set(trained)}
         odd = [f"{where}: {', '.join(sorted(names)[:3])}" for where, names in only.items() if names]

@@ -25,7 +25,7 @@ MOST_SIDE = 32_768
 MOST_AHEAD = 256
 """Batches made ahead."""
 
-# Types of options that several scripts have.
+# Types of common options.
 batch_size = at_least(1, 65_536)
 epochs = at_least(1, 1_000_000)
 learning_rate = number("a learning rate from 0 to 1000", 0, 1000)
@@ -33,7 +33,7 @@ whole_seed = number("a whole number of 64 bits", -(2**63), 2**63 - 1, int)
 
 
 def checkpoint_file(text: str) -> Path:
-    """The type of a checkpoint, whose folder is made if it is missing."""
+    """The type of a checkpoint's path, whose folder is created if missing."""
     path = Path(text)
     folder = next((parent for parent in path.parents if os.path.lexists(parent)), path.parent)
     if not text:
@@ -67,7 +67,7 @@ NOT_OF_DALI = {
 
 
 class Place:
-    """Where this process runs. ``kind``, ``local_rank`` and ``devices`` are what the loader takes."""
+    """The process's rank and devices. ``kind``, ``local_rank`` and ``devices`` are arguments of the loader."""
 
     def __init__(self, kind: str = "single", devices: Any = None, local_rank: int | None = None) -> None:
         self.kind, self.devices, self.local_rank = kind, devices, local_rank
@@ -76,7 +76,7 @@ class Place:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Place:
-        """As the options say. With ``--ddp`` it joins the process group: NCCL, or gloo on the CPU."""
+        """The place for the options. With ``--ddp``, join the process group: NCCL, or gloo on the CPU."""
         if args.dp:
             return cls("dp", args.devices)
         if not args.ddp:
@@ -179,7 +179,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check_options(parser: ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """``args`` with the defaults that depend on others; exits with one line where options do not go together."""
+    """``args`` with defaults that depend on others; exits with one line for contradictory options."""
     if not args.dali:
         if args.toml is None:
             parser.error("the following arguments are required: --toml, or --dali to train without a pipe")
@@ -204,12 +204,12 @@ def to_device(text: str) -> int | str:
 
 
 def guarded(name: str, work: Callable[[], object]) -> int:
-    """The exit status: 0; 2 with one line on stderr where ``work`` raises what a user can mend; 130 after Ctrl-C."""
+    """Run ``work``; return 0, 2 with one line on stderr for an error that a user can mend, or 130 after Ctrl-C."""
     try:
         work()
     except (TorchpipeError, OSError) as error:
         sys.stderr.write(f"{name}: {'; '.join(str(error).splitlines())}\n")  # at once, beside other ranks'
         return 2
     except KeyboardInterrupt:
-        return 130  # as a shell after Ctrl-C
+        return 130  # as in a shell after Ctrl-C
     return 0

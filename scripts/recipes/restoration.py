@@ -4,8 +4,8 @@
     python scripts/run.py restoration --data_source DIR --crop 96 --epochs 20 --checkpoint last.pt
 
 ``DIR/train/blurry`` and ``DIR/train/sharp`` have images of the same names, in folders or not; ``DIR/val``, or
-``DIR/test``, has pairs to validate with. Each epoch prints the L1 loss, and the PSNR of what the network makes of the
-validation pairs' middle, beside that of the inputs as they are. Started again with its checkpoint, it goes on with the
+``DIR/test``, has pairs to validate with. Each epoch prints the L1 loss, and the PSNR of the network's outputs for the
+middle of the validation pairs, beside that of the inputs. Started again with its checkpoint, it continues with the
 next epoch.
 """
 
@@ -43,15 +43,15 @@ from torchpipe_py.training import TrainingError
 from torchpipe_py.training.options import choose_devices
 
 PICTURES = ("configs/demo/images", "configs/examples/scenes")
-"""What ``--make`` blurs."""
+"""Folders of the pictures that ``--make`` blurs."""
 BLUR = 1.6
 """Standard deviation of the blur, in pixels."""
 HELD_OUT = 7
-"""``--make`` keeps one picture in so many to validate with."""
+"""``--make`` uses every so many-th picture for validation."""
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """N×3×H×W of -1 to 1 to the same: what is missing in an image is learned, and added to it."""
+    """Maps N×3×H×W of -1 to 1 to the same; it learns the difference to the target, and adds it."""
 
     def __init__(self, width: int = 32, blocks: int = 4) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def psnr(images: Any, targets: Any) -> Any:
 
 
 def make_pairs(folder: Path) -> str:
-    """Write pairs of the pictures of this repository, PNGs; what it wrote, in a line."""
+    """Write pairs of this repository's pictures as PNGs; return a line that describes them."""
     if (folder / "train").exists():
         raise TrainingError(f"--make: {folder / 'train'} is there already; leave --make out to train on it")
     root = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ def _epoch(model: nn.Module, optimiser: torch.optim.Optimizer, loader: PairLoade
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def validate(model: nn.Module, loader: PairLoader) -> tuple[float, float]:
-    """The mean PSNR of what ``model`` makes of the inputs, and of the inputs, in dB."""
+    """The mean PSNR in dB of the outputs of ``model``, and of the inputs."""
     model.eval()
     restored, given = [], []
     for inputs, targets in loader:
@@ -157,7 +157,7 @@ def _loader(args: argparse.Namespace, pairs: Pairs, device: torch.device, is_tra
 
 
 def _held_out(args: argparse.Namespace) -> Pairs:
-    """Of ``val``, else of ``test``; empty without both."""
+    """The validation pairs, of ``val`` or otherwise ``test``; empty without both."""
     folders = [folder for folder in (args.data_source / "val", args.data_source / "test") if folder.is_dir()]
     return find_pairs(folders[0], args.img, args.gt) if folders else []
 
@@ -170,7 +170,7 @@ def _save(args: argparse.Namespace, parts: dict[str, Any], epoch: int) -> None:
 
 
 def _resume(args: argparse.Namespace, parts: dict[str, Any]) -> int:
-    """The first epoch to train; that of the checkpoint where there is one."""
+    """Load the checkpoint, if there is one; return the first epoch to train."""
     path = args.checkpoint
     if path is None or not path.exists():
         return 0

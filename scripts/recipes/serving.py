@@ -1,4 +1,4 @@
-"""From a checkpoint of a training to the configuration of a pipe that serves it."""
+"""The configuration of a pipe that serves a training's checkpoint."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def serving_config(
     folder: Path,
     classes: Sequence[str],
 ) -> dict[str, Any]:
-    """What ``pipe`` takes: the nodes of ``toml``, then the model, whose result is ``(class name, score)``.
+    """A configuration for ``pipe``: the nodes of ``toml``, then the model, whose result is ``(class name, score)``.
 
     ``toml`` gives Tensors 1×3×``size``×``size`` of 0..255, in the last node of its only way; ``precision`` is "fp32" or
-    "fp16". TensorRT runs the model where it works, else ONNX Runtime. The model, its labels, and the whole as
-    ``served.toml`` are written into ``folder``, which may be moved then; TensorRT keeps its engine there too.
-    Raises ``TorchpipeError``: ``TrainingError``, ``ToolError`` and what ``pipe`` raises.
+    "fp16". TensorRT runs the model if it works, otherwise ONNX Runtime. The model, its labels, and all as
+    ``served.toml`` are written to ``folder``, which may be moved later; TensorRT keeps its engine there, too.
+    Raises ``TorchpipeError``: ``TrainingError``, ``ToolError`` and the errors of ``pipe``.
     """
     model = load_model(checkpoint_path, arch, classes)
     check_preprocessing(toml, size)
@@ -70,7 +70,7 @@ def serving_config(
 
 
 def check_preprocessing(toml: Config, size: int) -> None:
-    """``TrainingError`` where the result for a small JPEG is no Tensor 1×3×``size``×``size``."""
+    """Raise ``TrainingError`` unless the result for a small JPEG is a Tensor 1×3×``size``×``size``."""
     decoder = Decoder(toml, choose_devices("single", None, None))
     decoder.close()
     shape = tuple(decoder.trial.shape[-3:])

@@ -47,10 +47,10 @@ class Session:
             self._say(start_from(self.bare, args.weights, args.arch, loaders.classes))
         self.bare = self.bare.to(self.device)
         if self.device.type == "cuda":
-            self.bare = self.bare.to(memory_format=torch.channels_last)  # what tensor cores want
+            self.bare = self.bare.to(memory_format=torch.channels_last)  # the layout for tensor cores
         self.model = place.wrap(self.bare)
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.bare = self.model.module  # with synchronised batch norms it is another one
+            self.bare = self.model.module  # another module with synchronised batch norms
         self._optimiser = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=1e-2)
         total = max(1, args.epochs * len(loaders.train))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -59,7 +59,7 @@ class Session:
         self._dtype = PRECISIONS[args.amp]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=args.amp == "fp16")
         self._steps = self._steps_now = 0
-        # Of this epoch: the losses, on the device, since to ask for one is to wait for the step; samples; seconds.
+        # Of this epoch: losses, on the device, since reading one waits for the step; samples; seconds.
         self._loss: Any = torch.zeros((), dtype=torch.float64, device=self.device)
         self._samples = 0
         self._timed = 0.0, 0  # seconds of it in this run, and the samples before those
@@ -81,7 +81,7 @@ class Session:
     # -- one epoch ------------------------------------------------------------------------------------------------
 
     def _train_epoch(self) -> bool:
-        """``False`` if it was left early."""
+        """Train an epoch; return ``False`` if it was left early."""
         loader, args = self._loaders.train, self._args
         self.model.train()
         done, quiet = loader.state_dict()["position"], True if self._place.rank else None

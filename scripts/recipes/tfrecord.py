@@ -34,14 +34,14 @@ Records = list[tuple[int, int]]
 
 _LENGTH, _CHECKSUM = struct.Struct("<Q"), struct.Struct("<I")
 _AROUND = _LENGTH.size + 2 * _CHECKSUM.size
-"""Bytes of a record beside its data: their number, and a checksum of it and of them."""
+"""Bytes of a record around its data: the length, and checksums of length and data."""
 
 
 class TfRecordImages:
     """The images of ``folder/part.tfrecord``.
 
     ``classes`` are the lines of ``labels.txt``; ``records`` those of the file; ``index`` is a file of these for DALI,
-    written beside it if missing or of another file. ``TrainingError`` for a file that is cut short, has no record, or
+    written beside it if missing or outdated. ``TrainingError`` for a file that is cut short, has no record, or
     is not a TFRecord of images.
     """
 
@@ -80,12 +80,12 @@ class TfRecordImages:
 
 
 def has_records(data: Path) -> bool:
-    """Whether a training's ``--data`` has a TFRecord in place of folders."""
+    """Whether a training's ``--data`` is a TFRecord instead of folders."""
     return (data / f"{PARTS[0]}.tfrecord").is_file()
 
 
 def refuse_records(data: Path) -> None:
-    """``TrainingError`` for ``--data`` that only DALI reads."""
+    """Raise ``TrainingError`` for ``--data`` that only DALI reads."""
     if has_records(data):
         ways = "add --dali, or train from class folders, or from LMDB (pack_folder, LmdbImages)"
         raise TrainingError(
@@ -114,7 +114,7 @@ def write_record(file: BinaryIO, data: bytes) -> tuple[int, int]:
 
 
 def scan_records(path: Path) -> Records:
-    """Every record, by the lengths in the file, whose checksums are compared; ``TrainingError`` names what is wrong."""
+    """Every record, by the lengths in the file, whose checksums are compared; ``TrainingError`` for a damaged file."""
     records: Records = []
     size = path.stat().st_size
     with open(path, "rb", buffering=0) as file:  # a buffer would read 8 KB for 12 bytes
@@ -161,7 +161,7 @@ def _crc_table() -> list[int]:
 
 
 def index_text(records: Sequence[tuple[int, int]]) -> str:
-    """As DALI reads it: first byte and size of a record in each line."""
+    """The index for DALI: first byte and size of a record in each line."""
     return "".join(f"{start} {size}\n" for start, size in records)
 
 
@@ -237,7 +237,7 @@ def _features(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def pack(data: Path, out: Path, seed: int) -> None:
-    """Pack both parts; a line for each. The files appear when all are complete.
+    """Pack both parts; return a line for each. The files appear when all are complete.
 
     ``TrainingError`` if one of them exists, the classes of the parts differ, or ``labels.txt`` cannot hold their names.
     """
@@ -263,7 +263,7 @@ def pack(data: Path, out: Path, seed: int) -> None:
             size = path.stat().st_size / 1e6
             print(f"{out / path.name}: {len(images)} images, {size:.1f} MB, {perf_counter() - began:.1f} s", flush=True)
         files = [f"{part}.tfrecord{suffix}" for suffix in (".idx", "") for part in PARTS]
-        for name in (LABELS, *files):  # without the last ones a training finds nothing
+        for name in (LABELS, *files):  # the last ones make them visible to a training
             os.replace(unfinished / name, out / name)
 
 

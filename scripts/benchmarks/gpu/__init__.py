@@ -1,1 +1,1 @@
-"""On a GPU: what the machine can do, the classic recipe, the pipe and the service."""
+"""Benchmarks on a GPU: the machine's limit, the classic recipe, the pipe and the service."""

@@ -1,4 +1,4 @@
-"""The usual recipe behind the service's IDL: ``scripts/baseline_server.py`` describes it."""
+"""The usual recipe with the service's IDL; see ``scripts/baseline_server.py``."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class OnnxModel:
 
 
 def choose_library(wanted: str) -> tuple[str, str]:
-    """``pycuda`` or ``torch``, and why PyCUDA was not chosen by ``auto``; ``BackendUnavailable`` if it is demanded."""
+    """``pycuda`` or ``torch``, and the reason if ``auto`` did not choose PyCUDA; ``BackendUnavailable`` if required."""
     if wanted == "torch":
         return "torch", ""
     try:
@@ -256,8 +256,8 @@ class Handler:
 
 
 def make_server(listener: socket.socket, baseline: Baseline) -> TThreadedServer:
-    """A thread per connection; buffered transport and binary protocol, which are thriftpy2's defaults."""
-    transport = TServerSocket(client_timeout=None)  # connections may be idle forever
+    """A server with a thread per connection, and thriftpy2's defaults: buffered transport, binary protocol."""
+    transport = TServerSocket(client_timeout=None)  # connections may stay idle
     transport.sock, transport.listen = listener, lambda: None  # it listens already, so its port is known
     return TThreadedServer(TProcessor(IDL.InferenceService, Handler(baseline)), transport, daemon=True)
 

@@ -36,21 +36,21 @@ from benchmarks.services import serving_process
 from benchmarks.sharing import sharing
 
 CLIENTS, DECODE_CLIENTS = (10, 20), (1, 5, 10)
-DOCUMENTED_SIDE = 1080  # pixels of the images of the comparison of decoders
-LIMIT = 3  # cores of the service there
+DOCUMENTED_SIDE = 1080  # pixels of the images in the comparison of decoders
+SERVICE_CORES = 3  # of the service in that comparison
 WORKERS = 4
 AS_DOCUMENTED = "torchpipe_py, configs/resnet50.toml"
 
 
 def add_options(parser: argparse._ActionsContainer) -> None:
-    """Those of this benchmark alone."""
+    """Add the options of this benchmark."""
     model = "ONNX model without mean and std (default: ResNet-50 with random weights; for accuracy, the demo's)"
     parser.add_argument("--model", metavar="FILE", help=model)
     add_folder_options(parser)
 
 
 def against_baseline(engines: Engines, args: argparse.Namespace) -> Comparison:
-    """Each part that fails is a remark."""
+    """Compare the services; a part that fails becomes a remark."""
     report = Comparison(f"baseline: over Thrift, client processes on the same machine, {cores()} cores")
     report.until = monotonic() + args.most_seconds
     library, problem = choose_library(args.cuda)
@@ -67,7 +67,7 @@ def against_baseline(engines: Engines, args: argparse.Namespace) -> Comparison:
 
 
 def _baseline(report: Report, engines: Engines, library: str) -> dict[str, Service]:
-    """The locked engine, which is built here; none if that fails."""
+    """Build the locked engine; ``None`` if that fails."""
     services: dict[str, Service] = {}
     name = f"TensorRT, locked, {LIBRARIES[library]}"
 
@@ -102,9 +102,9 @@ def _services(report: Comparison, engines: Engines, args: argparse.Namespace, li
 
 
 def _decoders(report: Comparison, engines: Engines, args: argparse.Namespace) -> None:
-    """The services have ``LIMIT`` cores, the clients the others."""
+    """The services have ``SERVICE_CORES`` cores, the clients the others."""
     usable = sorted(os.sched_getaffinity(0))
-    limited, others = usable[:LIMIT], usable[LIMIT:]
+    limited, others = usable[:SERVICE_CORES], usable[SERVICE_CORES:]
     if not others:
         report.remarks.append(f"there are {len(usable)} cores: services and clients share them")
     names = [f"{what}, {len(limited)} cores" for what in (CPU, GPU)]

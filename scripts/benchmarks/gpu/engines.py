@@ -20,8 +20,8 @@ SIDE = 224
 class Engines:
     """ResNet-50 as ONNX and as engines for several largest batches, made at their first use and kept in a folder.
 
-    ``version_compatible``: engines that TensorRT's lean runtime takes too, which builds none. ``model``: an ONNX model
-    in ResNet-50's place, that takes N×3×``side``×``side`` normalised as ImageNet is.
+    ``version_compatible``: engines that also run on TensorRT's lean runtime. ``model``: an ONNX model
+    in place of ResNet-50, which takes N×3×``side``×``side`` normalised as ImageNet is.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ def cpu_pipe(engines: Engines, *, decoders: int, most: int, instances: int) -> d
 def gpu_pipe(engines: Engines, *, most: int, instances: int, checks: str = "node") -> dict[str, Any]:
     """Images in, ``(label, score)`` out; decoded by nvJPEG, resized and classified in one node.
 
-    ``checks`` says where JPEGs are checked: "node", in one before that on the GPU, and what does not pass is decoded on
-    the CPU; "inside", in ``DecodeTensor``; "none", nowhere.
+    ``checks`` is the place where JPEGs are checked: "node", in a node before, whose refused files are decoded on the
+    CPU; "inside", in ``DecodeTensor``; "none", nowhere.
     """
     node = engines.node(most, instance_num=instances, postprocessor="SoftmaxMax", unchecked=checks != "inside")
     backend = "SyncTensor[S[DecodeTensor,ResizeTensor,TensorrtTensor]]"
@@ -100,7 +100,7 @@ def gpu_pipe(engines: Engines, *, most: int, instances: int, checks: str = "node
 
 
 class Context:
-    """An execution context of an engine for batches of one size, its static buffers, and a stream of its own."""
+    """An execution context of an engine for batches of one size, with static buffers and a separate stream."""
 
     def __init__(self, trt: Any, engine: Any, batch: int) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""What the classic recipe makes of a GPU machine, and what a pipe does in one process."""
+"""The classic recipe on a GPU machine, against a pipe in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def running(config: dict[str, Any], encoded: bytes) -> Iterator[Callable[[], obj
 
 
 def opencv(encoded: bytes) -> Subject:
-    """Decoding and resizing by OpenCV in threads, which do nothing else."""
+    """Decoding and resizing by OpenCV in threads, without anything else."""
     import cv2
     import numpy as np
 

@@ -19,7 +19,7 @@ BAR = 1.5
 
 
 class Setting(NamedTuple):
-    """Of mosec: processes that decode, processes with the engine, images of a batch at most, milliseconds it waits."""
+    """A setting of mosec: decoding processes, engine processes, largest batch, and its timeout in milliseconds."""
 
     decoders: int
     owners: int
@@ -31,7 +31,7 @@ class Setting(NamedTuple):
 
 
 def settings(most: int) -> list[Setting]:
-    """Those that are tried: a quarter of the cores is left to the rest of the work, and others beside the likeliest."""
+    """The settings to try: three quarters of the cores decode, and variations of this."""
     usual, most = max(2, 6 * cores() // 8), min(most, 32)
     tried = [(usual, 1, most, 1), (usual, 1, most, 2), (usual, 1, most, 5), (usual, 2, most, 1), (usual, 1, 8, 1)]
     return [Setting(*each) for each in dict.fromkeys([*tried, (cores(), 1, most, 1)])]

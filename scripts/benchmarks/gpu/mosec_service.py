@@ -1,6 +1,6 @@
 """mosec with a stage of processes that decode and one of processes that have the engine: JPEG in, label out.
 
-The environment says how: ``BENCH_SETTING``, a ``Setting`` of ``mosec.py``; ``BENCH_NODE``, a node of a configuration
+The environment sets ``BENCH_SETTING``, a ``Setting`` of ``mosec.py``; ``BENCH_NODE``, a node of a configuration
 that takes Mats of ``BENCH_SIDE`` squared and whose result is ``(label, score)``; both as JSON.
 """
 

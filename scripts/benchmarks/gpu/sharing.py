@@ -21,14 +21,14 @@ from benchmarks.sharing import Service, measure, sharing
 CPU, GPU = "CPU decode", "GPU decode"
 CHECKED = {"node": GPU, "inside": f"{GPU} (checked inside)", "none": f"{GPU} (unchecked)"}
 FEW, MANY = 20, 100  # clients
-MOST = 8  # workers of the comparison with mosec
-CONTEXTS = 4  # of the bare engine
+MOST = 8  # workers in the comparison with mosec
+CONTEXTS = 4  # execution contexts of the bare engine
 ALL = [(what, workers, False) for what in (CPU, GPU) for workers in (1, 2, 4, 8)]
 ALL += [(what, workers, True) for what in (CPU, GPU) for workers in (2, 4, 8, 12)]
 
 
 def shared(engines: Engines, args: argparse.Namespace) -> Report:
-    """One service after the other: idle ones would still hold memory and contexts."""
+    """Measure one service after the other: idle ones would still hold memory and contexts."""
     report = Report(f"shared: over Thrift, client processes on the same {cores()} cores")
     report.until = monotonic() + args.most_seconds
     chosen = [service for which in ALL for service in services_of(engines, args, *which)]
@@ -44,7 +44,7 @@ def shared(engines: Engines, args: argparse.Namespace) -> Report:
 
 
 def config_of(engines: Engines, workers: int, most: int, checks: str = "") -> dict[str, Any]:
-    """What each of so many workers runs: GPU decode with these ``checks``, or CPU decode without.
+    """The configuration of each worker: GPU decode with these ``checks``, or CPU decode without any.
 
     CPU decode has threads for three quarters of the cores together, and a worker 2 to 8 of them. ``most``: images in a
     batch of the model.
@@ -94,7 +94,7 @@ def limits_alone(report: Report, engines: Engines, args: argparse.Namespace) -> 
 
 
 def engine_alone(engines: Engines, most: int) -> tuple[Measure, str]:
-    """Builds the engine where it is not there yet; for a process of its own."""
+    """Build the engine if it is missing, and measure it; runs in a separate process."""
     return BareEngine(engines.engine(most), most).load, ""
 
 

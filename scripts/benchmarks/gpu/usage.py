@@ -1,4 +1,4 @@
-"""How busy a GPU is while something runs, and how much of its memory is in use."""
+"""Samples of a GPU's use and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERVAL = 0.05  # seconds between two samples; the driver renews its figure abo
 
 
 class GpuSample(NamedTuple):
-    """``seconds`` since the beginning; ``busy``: percent of the last instants in which a kernel ran; MiB in use."""
+    """``seconds`` since the start; ``busy``: percent of the sampling period in which a kernel ran; MiB in use."""
 
     seconds: float
     busy: float
@@ -20,9 +20,9 @@ class GpuSample(NamedTuple):
 
 
 class GpuUsage:
-    """A context that samples a GPU by NVML, from a thread of its own: all processes' work and memory together.
+    """A context that samples a GPU by NVML on a separate thread: work and memory of all processes together.
 
-    ``samples`` is empty, and ``missing`` says why, where NVML (package ``nvidia-ml-py``) or the GPU is not there.
+    Without NVML (package ``nvidia-ml-py``) or a GPU, ``samples`` is empty and ``missing`` is the reason.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class GpuUsage:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
             self._nvml = pynvml
-        except Exception as error:  # pynvml has an exception of its own for each reason
+        except Exception as error:  # pynvml has a separate exception for each reason
             self.missing = f"the GPU's use is not measured (pip install nvidia-ml-py): {error}"
 
     @property

@@ -20,20 +20,20 @@ PATHS = {"mosec": "/inference", "litserve": "/predict"}
 
 
 class Peer(NamedTuple):
-    """A service that takes images at ``path``; all its processes descend from ``pid``."""
+    """A service that accepts images at ``path``; all its processes descend from ``pid``."""
 
     port: int
     pid: int
     path: str
 
     def load(self, images: Path, clients: int, seconds: float) -> Load:
-        """What client processes measure."""
+        """Load it by client processes."""
         options = ["--transport", "http", "--path", self.path, "--server_pid", str(self.pid)]
         return run_clients(self.port, images, clients, seconds, options)
 
 
 def is_installed(name: str, report: Report) -> bool:
-    """Whether a library can be imported; if it cannot, the report has a remark."""
+    """Whether a library can be imported; otherwise the report gets a remark."""
     if importlib.util.find_spec(name) is not None:
         return True
     report.remarks.append(f"no {name}: not installed (extra 'bench')")
@@ -56,7 +56,7 @@ def serving_module(
 
 
 def _answers(port: int, path: str) -> bool:
-    """Whether it answers an image."""
+    """Whether the service answers an image."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection, suppress(OSError):
         connection.request("POST", path, picture())
         return connection.getresponse().status == 200

@@ -1,4 +1,4 @@
-"""Import of DALI, and one line for what its pipelines raise."""
+"""Import of DALI, and errors of its pipelines in one line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from torchpipe_py.training import TrainingError
 
 SEARCH_SECONDS = 60.0
-"""How long to look for the image that DALI could not decode: it does not name it."""
+"""Maximum time to search for the image that DALI could not decode, since DALI does not name it."""
 
 DECODERS = ("decoders.image", "peek_image_shape")
 
 
 def dali(name: str = "") -> Any:
-    """The module ``nvidia.dali``, or ``.name`` in it; ``TrainingError`` that says what to install without it."""
+    """The module ``nvidia.dali``, or ``.name`` in it; if it is missing, ``TrainingError`` says what to install."""
     try:
         return import_module(f"nvidia.dali{name}")
     except ImportError as error:
@@ -26,7 +26,7 @@ def dali(name: str = "") -> Any:
 
 
 def explained(error: RuntimeError, images: Iterable[tuple[str, Callable[[], bytes]]]) -> TrainingError:
-    """The error of a pipeline as one line. ``images``: names, and functions that read what DALI was to decode."""
+    """The error of a pipeline as one line. ``images``: names, and functions that read their bytes."""
     text = str(error)
     operator = re.search(r"operator `nvidia\.dali\.fn\.([\w.]+)`", text)
     lines = text.partition("encountered:")[2].split("\n") if operator else text.split("\n")
@@ -38,7 +38,7 @@ def explained(error: RuntimeError, images: Iterable[tuple[str, Callable[[], byte
 
 
 def _first_bad(images: Iterable[tuple[str, Callable[[], bytes]]]) -> str:
-    """The name of the first image that Pillow cannot decode either, and why; empty where there is none."""
+    """The name of the first image that Pillow cannot decode either, and the reason; empty if there is none."""
     from PIL import Image
 
     ends = monotonic() + SEARCH_SECONDS

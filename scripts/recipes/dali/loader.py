@@ -1,4 +1,4 @@
-"""Labelled images from DALI, behind the interface that a training's session uses."""
+"""Labelled images from DALI, with the interface that a training's session uses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DaliLoader:
     """``for images, labels in loader``: one epoch of ``Batch``es, float32 N×3×size×size, normalised, and int64 N.
 
     Both are on ``device``; labels are those of ``dataset``. ``reset()`` begins the next epoch. A state continues with
-    exactly the next batch, anywhere in an epoch: it is DALI's own checkpoint of the pipeline, which has where its
-    reader and its random numbers are and decodes nothing anew. With several ranks ``state_dict`` is a collective call,
+    exactly the next batch, anywhere in an epoch: it is DALI's own checkpoint of the pipeline, with the positions of its
+    reader and random numbers, and decodes nothing again. With several ranks ``state_dict`` is a collective call,
     and has the checkpoint of each. ``TrainingError`` for a state of other data or options, for an image that cannot be
     read or decoded, without DALI, and for ``decode="gpu"`` without a CUDA device.
     """
@@ -44,8 +44,8 @@ class DaliLoader:
         self._statistics = LoaderStatistics()
         self._position = 0
         self._is_over = False
-        self._needs_reset = False  # what ``checkpoints`` gives is of the end of the epoch before
-        self._has_made = False  # a batch, since the iterator was opened
+        self._needs_reset = False  # the checkpoint is that of the previous epoch's end
+        self._has_made = False  # whether the iterator has made a batch since it was opened
         self._iterator: Any = self._open(None)
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class DaliLoader:
     # -- DALI ---------------------------------------------------------------------------------------------------------
 
     def _open(self, checkpoint: bytes | None) -> Any:
-        """DALI's iterator over a new pipeline, which goes on from ``checkpoint``."""
+        """DALI's iterator over a new pipeline, which continues from ``checkpoint``."""
         policies = dali(".plugin.base_iterator").LastBatchPolicy
         self._has_made = False
         try:

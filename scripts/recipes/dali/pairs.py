@@ -25,9 +25,9 @@ ROTATED = range(5, 9)
 
 @dataclass(frozen=True)
 class PairOptions:
-    """What a loader of pairs does.
+    """Options of a loader of pairs.
 
-    ``crop``: both sides of what is cut out, in pixels, of images whose height is ``resize`` before, or stays.
+    ``crop``: both sides of the crop in pixels, from images that are first resized to the height ``resize``, if set.
     ``is_training``: shuffled anew in each epoch, cropped anywhere, flipped in either direction; otherwise in their
     order, cropped in the middle.
     """
@@ -71,7 +71,7 @@ def find_pairs(folder: Path, inputs: str, targets: str) -> Pairs:
 
 
 def check_pairs(pairs: Pairs, options: PairOptions) -> None:
-    """``TrainingError`` for a pair of different sizes, an image smaller than the crop, or what is not an image."""
+    """Raise ``TrainingError`` for a pair of different sizes, an image smaller than the crop, or an invalid image."""
     for paths in pairs:
         (width, height), other = map(_size_of, paths)
         if (width, height) != other:
@@ -92,7 +92,7 @@ def _size_of(path: Path) -> tuple[int, int]:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # Pillow does not decode it
             with Image.open(path) as image:
                 width, height = image.size
-                # NOTE: of a PNG without this chunk Pillow would decode all pixels to look for another one.
+                # NOTE: without this chunk, Pillow would decode all pixels of a PNG to look for another one.
                 is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in ROTATED
     except Image.DecompressionBombError as error:
         raise TrainingError(f"{path}: too large an image ({error})") from error
@@ -131,7 +131,7 @@ class PairSource:
 class PairLoader:
     """``for inputs, targets in loader``: one epoch of float32 N×3×crop×crop, -1 to 1, on ``device``.
 
-    The last batch may be smaller. At its end an epoch is reset by itself: the next ``for`` is the next epoch. A state
+    The last batch may be smaller. An epoch resets itself at its end: the next ``for`` is the next epoch. A state
     continues with exactly the next batch. ``TrainingError`` as ``check_pairs``, without DALI, for an image that cannot
     be decoded, and for a state of other pairs or options.
 
@@ -232,7 +232,7 @@ def _make_pipeline(pairs: Pairs, options: PairOptions, device: torch.device, che
 
 
 def _transformed(encoded: Any, options: PairOptions, position: tuple[Any, Any], flips: tuple[Any, Any]) -> Any:
-    """The same for both images of a pair, since position and flips are."""
+    """The image cropped and flipped; alike for both of a pair, since position and flips are the same."""
     fn = dali(".fn")
     images = fn.decoders.image(checked(encoded), device="cpu", output_type=dali(".types").RGB)
     if options.resize is not None:

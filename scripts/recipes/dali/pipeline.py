@@ -1,4 +1,4 @@
-"""The graphs of a training and of its validation: what DALI does with each image, and CutOut, which DALI lacks."""
+"""DALI's graphs for training and validation, and CutOut, which DALI lacks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from recipes.dali.errors import dali
 from recipes.data import MEAN, STD
 
 READER = "reader"
-"""The name of the operator that reads, which gives an iterator of DALI the length of an epoch."""
+"""The name of the reading operator, from which DALI's iterator gets the length of an epoch."""
 
 
 @dataclass(frozen=True)
 class DaliOptions:
-    """What a loader of DALI does.
+    """Options of a loader by DALI.
 
     ``size``: both sides in pixels. ``decode``: "cpu", all but the last copy on the CPU, or "gpu", all but reading on
     the GPU. ``is_training``: shuffled, flipped at random, ``augments`` (of ``augmentation.AUGMENTS``) applied, an
@@ -44,9 +44,9 @@ class DaliOptions:
 
 
 def make_pipeline(reader: Any, options: DaliOptions, device: torch.device, checkpoint: bytes | None = None) -> Any:
-    """The built pipeline: float32 N×3×size×size, normalised, on ``device``, and then what ``reader`` says of each.
+    """The built pipeline: float32 N×3×size×size, normalised, on ``device``, then the ``reader``'s outputs.
 
-    It goes on from ``checkpoint``. ``RuntimeError`` of DALI where it cannot be built.
+    It continues from ``checkpoint``. DALI raises ``RuntimeError`` if it cannot be built.
     """
     images_of = _training_images if options.is_training else _validation_images
 
@@ -70,7 +70,7 @@ def make_pipeline(reader: Any, options: DaliOptions, device: torch.device, check
 
 
 def dali_seed(seed: int) -> int:
-    """``seed`` as DALI takes one: it would draw another one for -1."""
+    """``seed`` for DALI, which would draw a random one for -1."""
     return seed % 2**31
 
 
@@ -80,7 +80,7 @@ def _validation_images(encoded: Any, options: DaliOptions) -> Any:
 
 
 def _training_images(encoded: Any, options: DaliOptions) -> Any:
-    """In the order, and with the numbers, of ``recipes.augmentation``."""
+    """Training images, augmented in the order and with the numbers of ``recipes.augmentation``."""
     fn = dali(".fn")
     size, uniform = options.size, fn.random.uniform
     images = _decoded(encoded, options)
@@ -128,10 +128,10 @@ def _decoded(encoded: Any, options: DaliOptions) -> Any:
 
 
 def checked(encoded: Any) -> Any:
-    """Encoded images once all heads of the batch are parsed, which raises for what is not an image."""
+    """Encoded images, after all heads of the batch are parsed, which raises for an invalid image."""
     fn = dali(".fn")
-    # NOTE: before any is decoded: DALI's decoder parses and decodes at the same time, and what is not an image makes it
-    # raise while it decodes others, often into memory that is freed by then.
+    # NOTE: before decoding: DALI's decoder parses and decodes at the same time, so an invalid image would make it raise
+    # while it decodes others, often into memory that is freed by then.
     sizes = fn.peek_image_shape(encoded)
     as_it_is = fn.cast(sizes[:1] * 0 - 1, dtype=dali(".types").INT32)
     return fn.reshape(encoded, shape=as_it_is)  # copies nothing, and waits for the sizes

@@ -1,6 +1,6 @@
-"""What DALI reads, files or a TFRecord: its operator, and the position and label of each image that it gives.
+"""DALI's readers of files and TFRecords, which output each image with its position and label.
 
-With several ranks all make the same number of steps in training: what is read is padded by its first images to a
+With several ranks all make the same number of training steps: the images are padded by the first ones to a
 multiple of the ranks, as ``DistributedSampler`` does. In validation each image is read by one rank, once.
 """
 
@@ -51,7 +51,7 @@ class FileReader:
         self._options = options
         self._positions = positions_of(len(paths), options)
         self.outputs = ("indices",)
-        """The names of what comes with each image."""
+        """The names of the outputs beside the image."""
 
     def __len__(self) -> int:
         """Images of this rank in an epoch."""

@@ -1,1 +1,1 @@
-"""What is measured of trainings: loaders side by side, where the time goes, single tricks, consistency."""
+"""Measurements of trainings: loaders side by side, profiles, single tricks, consistency."""

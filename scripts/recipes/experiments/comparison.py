@@ -35,12 +35,12 @@ from torchpipe_py.tools.options import at_least
 from torchpipe_py.training import TrainingError
 from torchpipe_py.training.errors import library
 
-PICTURE = (375, 500)  # height and width in pixels of the JPEGs that are drawn
-LEAST = 3  # batches to warm a loader up with, and to measure it by
-LONG_EPOCH = 50_000  # images: with short epochs the throughput would be that of their beginnings and ends
-LEAST_BATCHES = 12  # of an epoch that is timed: DALI has two ready when it begins
-EPOCHS_SHARE = 0.6  # of the time for both parts
-LONGEST = 4.0  # times the seconds that a measurement of a slow loader may take
+PICTURE = (375, 500)  # height and width of the drawn JPEGs in pixels
+LEAST = 3  # fewest batches for the warm-up, and for the measurement
+LONG_EPOCH = 50_000  # images: short epochs would measure their beginnings and ends
+LEAST_BATCHES = 12  # in a timed epoch, since DALI has two ready when it begins
+EPOCHS_SHARE = 0.6  # the epochs' share of the time for both parts
+LONGEST = 4.0  # longest measurement of a slow loader, as a multiple of the seconds set
 
 
 class Comparison:
@@ -86,7 +86,7 @@ class Comparison:
         progress(f"{row.format(setting.workers)}: {load.qps:.0f} images/s")
 
     def throughput(self) -> Report:
-        """Each loader without a network: images flipped and normalised. Remarks name the best setting of each."""
+        """Measure each loader without a network: images flipped and normalised. Remarks name its best setting."""
         args = self._args
         report = Report(f"throughput: loaders alone, flipped and normalised, on {_named(self._device)}", "images/s")
         self.reports["throughput"] = report
@@ -209,9 +209,9 @@ class Network:
 
 
 def images_per_second(loaders: Loaders, setting: Setting, seconds: float) -> float:
-    """From the end of one batch to that of another, once the loader flows.
+    """Images per second, from the end of one batch to that of another, after a warm-up.
 
-    Workers finish batches of theirs at about the same time, so warm-up and measurement have a batch of each at least.
+    Workers finish their batches at about the same time, so warm-up and measurement have at least one of each.
     """
     enough = max(LEAST, setting.workers + 1)
     batches = _endless(loaders.train)

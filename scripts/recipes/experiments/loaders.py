@@ -1,8 +1,8 @@
 """Loaders of a training side by side: torchvision's ``DataLoader``, NVIDIA DALI, and ours.
 
 All make the same batches of a folder's JPEGs: float32 N×3×size×size on the device, augmented alike
-(``recipes.augmentation``), flipped at random and normalised; for validation resized and normalised. They resample in
-ways of their own: torchvision antialiases, DALI rotates and crops in two steps, ours in one. ``workers`` are processes,
+(``recipes.augmentation``), flipped at random and normalised; for validation resized and normalised. They resample
+differently: torchvision antialiases, DALI rotates and crops in two steps, ours in one. ``workers`` are processes,
 or the threads of DALI.
 """
 
@@ -29,11 +29,11 @@ AHEAD = 4  # batches that each worker of a DataLoader may be ahead: with two the
 
 
 class Setting(NamedTuple):
-    """What is loaded, and how.
+    """Data and settings of a loader.
 
     ``data`` has the folders ``train`` and ``val``, each with a folder of JPEGs for each class. ``augments`` are of
     ``augmentation.AUGMENTS``. An epoch has ``least`` images at least, each equally often. No loader checks files first:
-    they are known to be whole.
+    they are known to be intact.
     """
 
     data: Path
@@ -57,7 +57,7 @@ class Loaders(NamedTuple):
 
 @contextmanager
 def torchvision(setting: Setting) -> Iterator[Loaders]:
-    """What most trainings have: Pillow in the workers of a DataLoader, pinned memory, a copy to the device."""
+    """The usual loader: Pillow in the workers of a DataLoader, pinned memory, a copy to the device."""
     transforms = library("torchvision.transforms", "torchvision", "this loader")
     datasets = library("torchvision.datasets", "torchvision", "this loader")
     size, large = setting.size, enlarged(setting.size)
@@ -184,5 +184,5 @@ def _dataloader(dataset: Any, setting: Setting, split: str, **more: Any) -> Any:
 
 
 def device_of(name: str | None) -> Any:
-    """The device of this name; by default the first GPU, or the CPU where there is none."""
+    """The device of this name; by default the first GPU, or the CPU without any."""
     return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))

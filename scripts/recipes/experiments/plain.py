@@ -68,7 +68,7 @@ class Decoded:
 
 
 class PlainLoader:
-    """Endless batches of ``Decoded``, on ``device``; what ``Session`` takes for the loader of a training.
+    """Endless batches of ``Decoded``, on ``device``; with the interface that ``Session`` needs.
 
     ``raw``: images come as uint8, and are flipped and normalised on the device, a batch at a time. ``pinned``: memory
     from which copies are asynchronous; ``ahead``: they are made on a separate stream, one batch ahead.
@@ -103,7 +103,7 @@ class PlainLoader:
         return len(self._loader)
 
     def batches(self) -> Generator[Batch, None, None]:
-        """One epoch after another; to close it is to end the workers."""
+        """Batches of one epoch after another; closing the generator ends the workers."""
         device = self.devices[0]
         while True:
             for images, labels in CudaPrefetcher(self._loader, device) if self._ahead else self._loader:

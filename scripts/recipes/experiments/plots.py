@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def rows_of(report: Report) -> list[Row]:
-    """What a report measured."""
+    """The measured rows of a report."""
     rows = []
     for name, workers in report.loads:
         match = re.fullmatch(r"(.+), batches of (\d+), \{\} workers", name)
@@ -38,9 +38,9 @@ def rows_of(report: Report) -> list[Row]:
 
 
 def plot_all(reports: Mapping[str, Report], usage: Mapping[str, Sequence[GpuSample]], folder: Path) -> list[Path]:
-    """Write what the reports have figures for: ``time``, ``validation``, ``throughput``, ``gpu``; the files' paths.
+    """Write a plot for each kind of figures: ``time``, ``validation``, ``throughput``, ``gpu``; return their paths.
 
-    ``usage``: by row of ``epochs`` the samples of the GPU's use.
+    ``usage``: samples of the GPU's use by row of ``epochs``.
     """
     paths = []
     if "epochs" in reports and (rows := rows_of(reports["epochs"])):

@@ -3,8 +3,8 @@
     python scripts/run.py profile --data DIR --toml configs/preprocess_cpu.toml --steps 30 --trace trace.json
 
 Trains as scripts/train.py does, and writes no checkpoint. The first steps are only warm-up. The next ``--steps`` are
-timed: on a GPU each part of a step is waited for, so that its work does not end up in the next part; this makes steps
-slower than they are. As many again run under PyTorch's profiler, which sees operators, and on a GPU kernels and copies.
+timed: on a GPU each part of a step is waited for, so that its work does not count for the next part; this slows
+steps down. As many again run under PyTorch's profiler, which sees operators, and on a GPU kernels and copies.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ HELP = {
     "backward": _NETWORK,
     "optimiser": dict.fromkeys(_NETWORK, _UPDATES),
 }
-"""What helps a stage that takes most of the time, by where the model runs."""
+"""Hints for the longest stage, by the device of the model."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Its own time in milliseconds, without that of operators it calls; on the GPU where there is one. Of all steps."""
+    """An operator's own time over all steps in milliseconds, without operators it calls; on the GPU if there is one."""
 
     name: str
     calls: int
@@ -78,12 +78,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of ``steps`` steps with ``images`` images in ``wall`` seconds.
+    """The profile of ``steps`` steps with ``images`` images in ``wall`` seconds.
 
-    ``stages``: seconds of each, by the names of ``WHERE``; "transfer" is ``None`` without a GPU. What runs on other
+    ``stages``: seconds of each, by the names of ``WHERE``; "transfer" is ``None`` without a GPU. Work on other
     threads overlaps with the loop. ``gpu`` is ``None`` on the CPU, and where the profiler sees no kernel. ``workers``:
-    as many processes that decode, whose seconds are added up; 0: this process decodes, on a thread of its own if there
-    is ``prefetch``.
+    number of decoding processes, whose seconds are added up; 0: this process decodes, on a separate thread with
+    ``prefetch``.
     """
 
     steps: int
@@ -160,7 +160,7 @@ def timed(session: Session, loader: TorchpipeLoader, steps: int) -> tuple[int, f
 
 def traced(session: Session, loader: TorchpipeLoader, steps: int) -> Any:
     """The profiler, after so many steps; the GPU is waited for after each step."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports on stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no reports on stderr that it starts and stops
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device.type == "cuda" else [])]
     with profiled(activities=kinds) as profiler:
         for _ in range(steps):
@@ -187,7 +187,7 @@ def _synchronise(session: Session) -> None:
 
 
 def _operators(profiler: Any, on_gpu: bool) -> list[Operator]:
-    """Longest first; without annotations, and without what runs on the GPU itself: that is its operator's time."""
+    """Operators, longest first; without annotations and GPU kernels, whose time counts for their operators."""
     field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = [
         Operator(operator.key, operator.count, getattr(operator, field) / 1e3)
@@ -197,7 +197,7 @@ def _operators(profiler: Any, on_gpu: bool) -> list[Operator]:
     return sorted(operators, key=lambda operator: operator.milliseconds, reverse=True)
 
 
-# -- what is shown ------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------
 
 
 def described(profile: Profile) -> list[str]:
@@ -224,12 +224,12 @@ def described(profile: Profile) -> list[str]:
 
 
 def verdict(profile: Profile) -> str:
-    """How long the training waited, the stage that takes longest, and the options that help."""
+    """The share of time spent waiting, the longest stage, and the options that help."""
     waited = f"the training loop waited for data {profile.waited:.0%} of the time"
     if profile.waited < SMALL_WAIT:
         largest = _longest(profile, COMPUTE)
         return f"{waited}: data is fast enough, {largest} takes longest; what helps: {HELP[largest][profile.runs_on]}"
-    # The transforms of a batch are part of the wait; what reads and decodes runs beside the loop, and overlaps.
+    # The transforms of a batch are part of the wait; reading and decoding run beside the loop, and overlap.
     inside = 0.0 if profile.workers else profile.stages["transform"] or 0.0
     is_inside = inside > 0.5 * profile.waited * profile.wall
     largest = "transform" if is_inside else _longest(profile, ("read", "decode", "transfer"))

@@ -1,4 +1,4 @@
-"""What a GPU did while a training ran, from the events of a torch.profiler trace."""
+"""The use of a GPU during a training, from the events of a torch.profiler trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT, STEP = "next(loader)", "training step"
 
 @dataclass(frozen=True)
 class Copies:
-    """From host to device, of one kind of host memory: how many, bytes, and milliseconds on the copy engine."""
+    """Copies from one kind of host memory to the device: number, bytes, and milliseconds on the copy engine."""
 
     count: int
     bytes: int
@@ -39,9 +39,9 @@ class GpuUse:
 
 
 def gpu_use(events: Sequence[Event]) -> GpuUse | None:
-    """Of a chrome trace's ``traceEvents``, between the first and the last annotation; ``None`` without any kernel.
+    """The GPU's use between the first and last annotation of a trace's ``traceEvents``; ``None`` without any kernel.
 
-    ``ValueError`` without the annotations.
+    Raises ``ValueError`` without annotations.
     """
     waits, steps = (_annotated(events, name) for name in (WAIT, STEP))
     if not waits or not steps:
@@ -67,7 +67,7 @@ def gpu_use(events: Sequence[Event]) -> GpuUse | None:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not touch, in order."""
+    """The union of spans as sorted spans that do not touch."""
     apart: list[Span] = []
     for start, end in sorted(spans):
         if apart and start <= apart[-1][1]:
@@ -117,7 +117,7 @@ def _stream(event: Event) -> tuple[Any, Any]:
 
 
 def _streams_of_the_step(events: Sequence[Event], kernels: Sequence[Event], steps: Sequence[Span]) -> set[Any]:
-    """Those with kernels that the thread of the step launched during one: what the pipe's threads launch is not."""
+    """Streams with kernels that the training thread launched during a step, without those of the pipe's threads."""
     threads = {event["tid"] for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP}
     launched = {
         event["args"].get("correlation")

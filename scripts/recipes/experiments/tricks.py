@@ -1,4 +1,4 @@
-"""What makes a training faster, trick by trick, measured on this machine.
+"""Measurements of what makes a training faster on this machine, trick by trick.
 
     python scripts/run.py tricks
     python scripts/run.py tricks --data DIR --arch resnet50 --sections 3 5 8
@@ -56,7 +56,7 @@ SECTIONS = {
     7: "mixed precision",
     8: "the rest",
 }
-CLASSES = 8  # of scripts/run.py textures
+CLASSES = 8  # in the output of scripts/run.py textures
 ON_CPU = """
 [preprocess]
 backend = "S[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor]"
@@ -84,7 +84,7 @@ Measure = Callable[[], float]
 class Row:
     """One trick: images/s of the training ``without`` and ``by`` it, and the median of the rounds' ratios.
 
-    A row without these has a ``remark``: another figure, or what is missing.
+    A row without these has a ``remark``: another figure, or a missing requirement.
     """
 
     section: int
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Trick:
-    """``without`` and ``by`` name trainings. ``missing`` says what a machine lacks to try it."""
+    """``without`` and ``by`` name trainings. ``missing``: a requirement that the machine lacks."""
 
     section: int
     name: str
@@ -159,7 +159,7 @@ class Bench:
         return list(map(str, [*given, "--workers", args.workers, "--seed", 0, *self._device, *changes]))
 
     def parsed(self, *changes: object) -> argparse.Namespace:
-        """Those of ``train.py``."""
+        """The options, parsed by ``train.py``."""
         return make_parser().parse_args(self.options(*changes))
 
     def train(self, *changes: object) -> float:
@@ -169,13 +169,13 @@ class Bench:
             return self.speed(Session(args, Place.of(args), loaders), iter(partial(next_batch, loaders.train), None))
 
     def plain(self, **changes: Any) -> float:
-        """The same with a ``PlainLoader``."""
+        """Images per second of a training with a ``PlainLoader``."""
         args, files = self.parsed(), open_dataset(self.args.data, "train")
         if not isinstance(files, ImageFolder):
             raise TrainingError(f"needs a folder of files: {self.args.data / 'train'}")
         device = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
         loader = PlainLoader(files, device, args.batch_size, args.workers, **changes)
-        # NOTE: a session asks its loaders for these alone, as long as it neither validates nor saves.
+        # NOTE: a session needs only these of its loaders if it neither validates nor saves.
         loaders: Any = SimpleNamespace(train=loader, classes=files.classes)
         session = Session(args, Place.of(args), loaders)
         with closing(loader.batches()) as batches:
@@ -195,7 +195,7 @@ class Bench:
         return images / (perf_counter() - began)
 
     def epoch(self, *changes: object) -> float:
-        """Images per second that the second epoch of a training reports, in processes of its own."""
+        """Images per second of the second epoch of a training in separate processes."""
         command = [str(REPOSITORY / "scripts" / "train.py"), *self.options("--epochs", 2, *changes)]
         if "--ddp" in changes:
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *command]
@@ -238,7 +238,7 @@ class Bench:
         return self._folder / name
 
     def _output(self, command: list[str]) -> str:
-        """What a process of this Python prints; ``TrainingError`` with its last line on stderr where it fails."""
+        """The output of a process of this Python; if it fails, ``TrainingError`` with its last line on stderr."""
         process = python(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         printed, said = process.communicate()
         if process.returncode:
@@ -321,7 +321,7 @@ def _row(trick: Trick, figures: Mapping[str, Sequence[float]], failed: Mapping[s
 
 
 def hardware() -> Row:
-    """What the machine has, and the commands that show what it does."""
+    """The machine's hardware, and commands that show its use."""
     memory = available_memory()
     has = [f"{usable_cores()} cores", f"{gigabytes(memory)} of memory available" if memory is not None else ""]
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -359,7 +359,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 @contextmanager
 def images(args: argparse.Namespace) -> Iterator[Path]:
-    """A folder for what is made; ``args.data`` is set to a set of textures in it, if there is no ``--data``."""
+    """A folder for generated files; without ``--data``, ``args.data`` is set to a set of textures in it."""
     with tempfile.TemporaryDirectory() as folder:
         if args.data is None:
             args.data = Path(folder, "textures")
