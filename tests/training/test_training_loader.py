@@ -293,7 +293,7 @@ class Endless:
 def test_epochs_without_an_end_or_a_length(dataset: ImageFiles, toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with wrap_dataloader_torchpipe("single", DataLoader(Endless(dataset), 4, sampler=range(5)), toml) as loader:  # type: ignore[arg-type]
         assert [batch.indices.tolist() for batch in loader] == [[0, 1, 2, 3], [4]]
-    monkeypatch.setattr(training_plan, "MOST", 1000)
+    monkeypatch.setattr(training_plan, "MOST_SAMPLES", 1000)
     with (
         wrap_dataloader_torchpipe("single", DataLoader(dataset, 4, sampler=Endless()), toml) as loader,  # type: ignore[arg-type]
         pytest.raises(TrainingError, match="more than 1110 samples for one epoch, and does not end"),

@@ -48,12 +48,12 @@ def readers_problem(path: str) -> str:
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables that could be a key, for a process that does not need one."""
-    kept = {}
+    others = {}
     for name in list(environment):
         value = environment.get(name)  # None if another thread has just removed it
         if value is not None and (_of_text(value) is None or os.path.lexists(value)):  # a path may look like base64
-            kept[name] = value
-    return kept
+            others[name] = value
+    return others
 
 
 def keep_out_of_core_files() -> None:
@@ -80,8 +80,8 @@ def _of_file(path: str) -> bytes:
         return content
     key = _of_text(text)
     if key is None:
-        held = _size(text) if text.isprintable() else f"{min(len(content), _MOST)} bytes"
-        problem = f"it holds {'more than ' if len(content) > _MOST else ''}{held}" if text else "it is empty"
+        size = _size(text) if text.isprintable() else f"{min(len(content), _MOST)} bytes"
+        problem = f"it holds {'more than ' if len(content) > _MOST else ''}{size}" if text else "it is empty"
         raise ConfigError(f"key_file {path}: {problem}; a key is 32 raw bytes, {FORMS}. {HOW}")
     return key
 

@@ -29,8 +29,8 @@ class FilterPlan:
 
     def create(self) -> Filter:
         """The function, or a new instance."""
-        made: Filter = self.source if self.params is None else self.source.create(self.params)
-        return made
+        function: Filter = self.source if self.params is None else self.source.create(self.params)
+        return function
 
 
 @dataclass(frozen=True)
@@ -304,11 +304,11 @@ class Binder:
             if key in self.node.params
         ]
         self.used.update(key for _, key in present)
-        found = [(name, key) for name, key in present if key in self.node.own] or present
-        for name, key in found:
-            if name != found[0][0]:
-                self.problems.add(self.node.at(key).error(f"another name of {found[0][0]!r}, which is there too"))
-        return found[0][1] if found else None
+        names = [(name, key) for name, key in present if key in self.node.own] or present
+        for name, key in names:
+            if name != names[0][0]:
+                self.problems.add(self.node.at(key).error(f"another name of {names[0][0]!r}, which is set, too"))
+        return names[0][1] if names else None
 
     def _all_params(self, scope: str) -> dict[str, Value]:
         """All bare keys, overridden by the keys of this scope, whose prefix is removed."""

@@ -199,8 +199,8 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
             problems.warn_once(f"{node.at('device_id')}: nothing uses it: {reason}")
     else:
         binders[-1].check_keys([], {})
-        mine = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
-        for key in sorted(key for key in mine if _setting(node, key) != _setting(owner, key)):
+        own_keys = {*unused, *node.own.intersection(NODE_KEYS)} - {"backend", *LOGICAL_KEYS}
+        for key in sorted(key for key in own_keys if _setting(node, key) != _setting(owner, key)):
             problems.add(node.at(key).error(f"shares the instances of {node.owner!r}, where this key belongs"))
     return tuple(backends), filter_, binders
 
@@ -211,8 +211,8 @@ def _setting(node: NodeSpec, key: str) -> Any:
 
 def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> None:
     """Warn if isolation is requested and nothing is isolated: a custom decoder may not declare that it decodes."""
-    wanted = any(node.decode_isolation != "none" for node in spec.nodes.values())
-    if wanted and not any(decodes(backend) for plan in plans.values() for backend in plan.backends):
+    is_requested = any(node.decode_isolation != "none" for node in spec.nodes.values())
+    if is_requested and not any(decodes(backend) for plan in plans.values() for backend in plan.backends):
         logger.warning(
             '%s: decode_isolation = "process", but no backend says that it decodes (Isolation.MOVES); none is isolated',
             spec.place,

@@ -108,14 +108,14 @@ class _Parser:
         self._expect(")")
         return name
 
-    def _name(self, wanted: str) -> str:
+    def _name(self, expected: str) -> str:
         if self.index < len(self.tokens):
             token, column = self.tokens[self.index]
             if token not in "[](),&":
                 self.index += 1
                 return token
-            raise self._error(f"expected {wanted}, found {quoted(token)}", column)
-        raise self._error(f"expected {wanted}, found the end", len(self.text))
+            raise self._error(f"expected {expected}, found {quoted(token)}", column)
+        raise self._error(f"expected {expected}, found the end", len(self.text))
 
     def _take(self, mark: str) -> bool:
         if self.index < len(self.tokens) and self.tokens[self.index][0] == mark:

@@ -185,14 +185,14 @@ _CONVERTERS = {(MAT, TENSOR): "Mat2Tensor", (TENSOR, MAT): "Tensor2Mat"}
 _NAMES = {MAT: "Mat", TENSOR: "Tensor"}
 
 
-def _advice(name: str, wanted: str, given: str) -> str:
-    if wanted == ENCODED and given in _NAMES:
+def _advice(name: str, target: str, source: str) -> str:
+    if target == ENCODED and source in _NAMES:
         return f"; the image is decoded already: leave {name} out"
-    converter = _CONVERTERS.get((given, wanted))
+    converter = _CONVERTERS.get((source, target))
     if converter is None:
         return ""
-    if _CONVERTERS.get((wanted, given)) == name:
+    if _CONVERTERS.get((target, source)) == name:
         return f"; leave {name} out"
-    twin = name.removesuffix(_NAMES[wanted]) + _NAMES[given]
-    instead = f"{twin} takes {given}, or " if twin in BUILT_IN_BACKENDS else ""
+    twin = name.removesuffix(_NAMES[target]) + _NAMES[source]
+    instead = f"{twin} takes {source}, or " if twin in BUILT_IN_BACKENDS else ""
     return f"; {instead}put {converter} before it"

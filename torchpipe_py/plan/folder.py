@@ -92,18 +92,18 @@ def parse_folder(path: str | os.PathLike[str]) -> Folder:
 
 def find_models(folder: str) -> dict[str, dict[str, str]]:
     """The files of a folder by model and version. ``ConfigError`` for TOML files whose names are not valid."""
-    found: dict[str, dict[str, str]] = {}
+    models: dict[str, dict[str, str]] = {}
     try:
         for name, path in _entries(folder):
             if name.endswith(".toml"):
-                _add(found, name.removesuffix(".toml"), FIRST_VERSION, path)
+                _add(models, name.removesuffix(".toml"), FIRST_VERSION, path)
             elif os.path.isdir(path):
                 for version, file in _entries(path):
                     if version.endswith(".toml"):
-                        _add(found, name, version.removesuffix(".toml"), file)
+                        _add(models, name, version.removesuffix(".toml"), file)
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
-    return found
+    return models
 
 
 def _entries(folder: str) -> list[tuple[str, str]]:
@@ -112,16 +112,16 @@ def _entries(folder: str) -> list[tuple[str, str]]:
         return sorted((entry.name, entry.path) for entry in entries if not entry.name.startswith("."))
 
 
-def _add(found: dict[str, dict[str, str]], name: str, version: str, path: str) -> None:
+def _add(models: dict[str, dict[str, str]], name: str, version: str, path: str) -> None:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{path}: the name of a model is letters from a to z, digits, '_' and '-'")
     if not _VERSION.fullmatch(version):
         raise ConfigError(f"{path}: a version is a number from 1, as {os.path.join(name, '2.toml')}")
-    versions = found.setdefault(name, {})
+    versions = models.setdefault(name, {})
     if version in versions:
         raise ConfigError(f"{path}: version {version} of {name!r} is {versions[version]}, too")
     versions[version] = path
-    if sum(map(len, found.values())) > MOST_MODELS:
+    if sum(map(len, models.values())) > MOST_MODELS:
         raise ConfigError(f"{path}: more than {MOST_MODELS} files")
 
 
@@ -150,11 +150,11 @@ def models_of(spec: PipelineSpec, graph: Graph) -> tuple[Model, ...]:
     """
     if not spec.parts:
         return tuple(Model(root, FIRST_VERSION, root) for root in graph.entered)
-    found = []
+    models = []
     for key in sorted(spec.parts, key=lambda key: (key.partition("/")[0], int(key.partition("/")[2]))):
         name, _, version = key.partition("/")
         roots = [root for root in graph.entered if root.startswith(f"{key}/")]
         for root in roots:
             own = name if len(roots) == 1 else f"{name}.{root.rpartition('/')[2]}"
-            found.append(Model(own, version, root))
-    return tuple(found)
+            models.append(Model(own, version, root))
+    return tuple(models)

@@ -70,14 +70,14 @@ def same_shared(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 def shared_files(tables: Mapping[str, Any]) -> dict[str, tuple[int, int, int]]:
     """Files that the shared nodes name, with the current inode, size and modification time of each."""
-    found = {}
+    versions = {}
     for node in load_config(tables).nodes.values():
         for value in node.params.values() if node.shared else ():
             for path in _paths(value, node.place.source):
                 with suppress(OSError):
                     status = os.stat(path)
-                    found[path] = status.st_ino, status.st_size, status.st_mtime_ns
-    return found
+                    versions[path] = status.st_ino, status.st_size, status.st_mtime_ns
+    return versions
 
 
 def _paths(value: Value, source: str) -> list[str]:
@@ -88,14 +88,14 @@ def _paths(value: Value, source: str) -> list[str]:
 
 def sections(pipeline: Pipeline) -> list[Section]:
     """All shared nodes in the order of the graph, each in exactly one section."""
-    found: list[Section] = []
-    taken: set[str] = set()
+    result: list[Section] = []
+    assigned: set[str] = set()
     for name in pipeline.graph.order:
-        if pipeline.spec.nodes[name].shared and name not in taken:
+        if pipeline.spec.nodes[name].shared and name not in assigned:
             nodes = _chain(pipeline, name)
-            taken.update(nodes)
-            found.append(Section(nodes))
-    return found
+            assigned.update(nodes)
+            result.append(Section(nodes))
+    return result
 
 
 def engine_part(pipeline: Pipeline) -> Pipeline:
@@ -123,14 +123,14 @@ def worker_part(pipeline: Pipeline, remote: Callable[[Section, str], BackendPlan
     ``remote(section, label)`` returns the backend that this node runs. All nodes before it keep Tensors on the CPU
     unless the configuration says otherwise: another process cannot take them from a GPU.
     """
-    found = sections(pipeline)
-    inner = {name for section in found for name in section.nodes[1:]}
-    named = {section.nodes[-1]: section.head for section in found}
+    parts = sections(pipeline)
+    inner = {name for section in parts for name in section.nodes[1:]}
+    named = {section.nodes[-1]: section.head for section in parts}
     plans = {name: _renamed(plan, named) for name, plan in pipeline.plans.items() if name not in inner}
-    before = {name for section in found for name in pipeline.graph.upstream[section.head]}
+    before = {name for section in parts for name in pipeline.graph.upstream[section.head]}
     for name in before.union(pipeline.spec.nodes[name].owner for name in before).intersection(plans):
         plans[name] = replace(plans[name], backends=tuple(backend.on_cpu() for backend in plans[name].backends))
-    for section in found:
+    for section in parts:
         plan = plans[section.head]
         next_ = pipeline.spec.nodes[section.nodes[-1]].next
         spec = replace(plan.spec, next=next_, instance_num=(1,), batching_timeout=0.0, ordered_by="")

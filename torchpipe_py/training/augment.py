@@ -20,9 +20,9 @@ from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.training.prefetch import SideStreams
 
 GAMMA, STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd: counters never repeat
-ATTEMPTS = 10  # of RandomResizedCrop, as many as torchvision makes
-MOST = 255.0  # the value of white
-MIDDLE_GREY = 128.0  # of contrast, as in DALI
+CROP_ATTEMPTS = 10  # as in torchvision
+WHITE = 255.0
+MIDDLE_GREY = 128.0  # unchanged by contrast, as in DALI
 
 LUMA = (0.299, 0.587, 0.114)
 """Weights of R, G and B in Y of the colour space Y'IQ."""
@@ -197,7 +197,7 @@ class RandomResizedCrop(Augmentation):
     ``size`` aliases, so let the pipe resize to about ``size``. Values are not rounded.
     """
 
-    draws = 2 * ATTEMPTS + 4
+    draws = 2 * CROP_ATTEMPTS + 4
 
     def __init__(
         self,
@@ -251,8 +251,8 @@ class RandomResizedCrop(Augmentation):
     def _boxes(self, drawn: np.ndarray, height: int, width: int) -> tuple[np.ndarray, ...]:
         """Top, left, height and width of each crop, in whole pixels."""
         lowest, highest = self._ratio or (width / height, width / height)
-        areas = _within(self._scale, drawn[:, :ATTEMPTS].T) * (height * width)
-        ratios = np.exp(_within((math.log(lowest), math.log(highest)), drawn[:, ATTEMPTS : 2 * ATTEMPTS].T))
+        areas = _within(self._scale, drawn[:, :CROP_ATTEMPTS].T) * (height * width)
+        ratios = np.exp(_within((math.log(lowest), math.log(highest)), drawn[:, CROP_ATTEMPTS : 2 * CROP_ATTEMPTS].T))
         wide, tall = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
         fits = (wide > 0) & (wide <= width) & (tall > 0) & (tall <= height)
         # If none fits: the largest in the middle.
@@ -313,7 +313,7 @@ class ColorTwist(Augmentation):
         # NOTE: not a matrix product, whose sums depend on the size of the batch, and on a GPU on TF32.
         floats = images.to(torch.float32)
         result = torch.addcmul(offset, floats[:, 0:1], red)
-        return result.addcmul_(floats[:, 1:2], green).addcmul_(floats[:, 2:3], blue).clamp_(0.0, MOST)
+        return result.addcmul_(floats[:, 1:2], green).addcmul_(floats[:, 2:3], blue).clamp_(0.0, WHITE)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
@@ -385,8 +385,8 @@ def _whole(name: str, value: Any, least: int) -> int:
 
 def _value(name: str, value: Any) -> Any:
     """Of a pixel."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= MOST:
-        raise ValueError(f"{name} is a number from 0 to {MOST:g}, got {value!r}")
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= WHITE:
+        raise ValueError(f"{name} is a number from 0 to {WHITE:g}, got {value!r}")
     return value
 
 

@@ -121,31 +121,31 @@ class Batcher:
                     seed(sample.key(self.options.seed, epoch))
                     sample.image = self._transformed(sample.image, name)
             shares = self._shares(samples)
-            kept = [sample for share in shares for sample in share]
-            masked = sum(bool(sample.kind) for sample in kept)
-            self.statistics.count(masked=masked, skipped=len(samples) - len(kept))
-            if not kept:
+            remaining = [sample for share in shares for sample in share]
+            masked = sum(bool(sample.kind) for sample in remaining)
+            self.statistics.count(masked=masked, skipped=len(samples) - len(remaining))
+            if not remaining:
                 return None
             if stacks is None:
                 stacks = self._stacks(shares, self.streams)
             else:
                 for stack in stacks:
                     self.streams.adopt(stack)
-            stacked = [kept] if self._is_gathered else [share for share in shares if share]
+            stacked = [remaining] if self._is_gathered else [share for share in shares if share]
             if self.options.transforms_batch is not None:
                 for place, share in enumerate(stacked):
                     seed(key_of(BATCH, self.options.seed, epoch, planned.number))
                     stacks[place] = self._batch_transformed(stacks[place], share, epoch)
             if self._is_gathered:
-                images, labels = stacks[0], self._labels(kept, self.devices[0])
+                images, labels = stacks[0], self._labels(remaining, self.devices[0])
             else:
                 pairs = zip(shares, self.devices, strict=True)
                 images, labels = stacks, [self._labels(share, device) for share, device in pairs if share]
         return Batch(
             images,
             labels,
-            mask=torch.tensor([not _is_blank(sample) for sample in kept], dtype=torch.bool),
-            indices=torch.tensor([sample.index for sample in kept], dtype=torch.int64),
+            mask=torch.tensor([not _is_blank(sample) for sample in remaining], dtype=torch.bool),
+            indices=torch.tensor([sample.index for sample in remaining], dtype=torch.int64),
             epoch=epoch,
             number=planned.number,
             on_cpu=planned.on_cpu,
@@ -225,17 +225,17 @@ class Batcher:
 
     def _blank_like(self, samples: Sequence[Sample]) -> Any:
         """Zeros like the images of this batch, if any is blank; all images must have one shape and dtype."""
-        there = [sample for sample in samples if sample.image is not None]
-        for sample in there:
-            image, first = sample.image, there[0].image
+        present = [sample for sample in samples if sample.image is not None]
+        for sample in present:
+            image, first = sample.image, present[0].image
             if (image.shape, image.dtype) != (first.shape, first.dtype):
                 raise TrainingError(
-                    f"the images of a batch differ: {self._reader.name(there[0].index)} is {shown_dims(first.shape)} "
+                    f"the images of a batch differ: {self._reader.name(present[0].index)} is {shown_dims(first.shape)} "
                     f"of {first.dtype}, {self._reader.name(sample.index)} is {shown_dims(image.shape)} of "
                     f"{image.dtype}; end the TOML with one size (resize_h, resize_w), or crop in the transforms"
                 )
         # NOTE: PyTorch fills so many zeros in parallel, and then each of its threads spins for 10 ms.
-        return torch.zeros_like(there[0].image, device="cpu") if 0 < len(there) < len(samples) else self._blank
+        return torch.zeros_like(present[0].image, device="cpu") if 0 < len(present) < len(samples) else self._blank
 
     def _batch_transformed(self, images: Any, samples: Sequence[Sample], epoch: int) -> Any:
         assert self.options.transforms_batch is not None

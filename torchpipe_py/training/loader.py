@@ -16,7 +16,7 @@ from torchpipe_py.training.plan import PlannedBatch, Planner, digest_of
 from torchpipe_py.training.prefetch import BackgroundIterator, moved_to, tensors_in
 from torchpipe_py.training.ranks import RankGroup, Step
 from torchpipe_py.training.workers.reader import BatchReader
-from torchpipe_py.training.workers.transfer import Made
+from torchpipe_py.training.workers.transfer import ReadResult
 
 DRAIN_SECONDS = 5.0
 STATE_VERSION = 1
@@ -40,7 +40,7 @@ class Source:
 
     def ahead(
         self, epoch: int, plan: Sequence[PlannedBatch], depth: int
-    ) -> Generator[tuple[PlannedBatch, Made], None, None]:
+    ) -> Generator[tuple[PlannedBatch, ReadResult], None, None]:
         """Yield the finished batches of ``plan`` in order; an error is raised after the batches before it.
 
         While one is decoded, a separate thread reads and starts up to ``depth`` more. It does not use the global
@@ -48,43 +48,43 @@ class Source:
         """
         under_way = threading.Semaphore(depth + 1)
 
-        def started() -> Generator[tuple[PlannedBatch, Made], None, None]:
+        def started() -> Generator[tuple[PlannedBatch, ReadResult], None, None]:
             batches = self._reader.read(epoch, plan)
             for planned in plan:
                 with self.statistics.stage("read"):
-                    made = next(batches)
+                    result = next(batches)
                 under_way.acquire()
-                if self._decoder is not None and made.samples is not None and not planned.on_cpu:
-                    made.decoded = self._decoder.start(made.samples)
-                yield planned, made
+                if self._decoder is not None and result.samples is not None and not planned.on_cpu:
+                    result.decoded = self._decoder.start(result.samples)
+                yield planned, result
 
         items = BackgroundIterator(started(), depth, "torchpipe-read") if depth else started()
         try:
-            for planned, made in items:
-                if made.decoded is not None:
+            for planned, result in items:
+                if result.decoded is not None:
                     with self.statistics.stage("decode"):
-                        made.samples, made.decoded = made.decoded(), None  # it refers to each image
-                        made.stacks = self.batcher.stacked(planned, made.samples)
-                elif made.batch is not None and self._streams.are_any:
-                    made.batch = self._copied(made.batch)
+                        result.samples, result.decoded = result.decoded(), None  # it refers to each image
+                        result.stacks = self.batcher.stacked(planned, result.samples)
+                elif result.batch is not None and self._streams.are_any:
+                    result.batch = self._copied(result.batch)
                 under_way.release()
-                yield planned, made
+                yield planned, result
         finally:
             under_way.release(depth + 1)
             items.close()
 
-    def batch(self, epoch: int, planned: PlannedBatch, made: Made) -> Batch | None:
+    def batch(self, epoch: int, planned: PlannedBatch, result: ReadResult) -> Batch | None:
         """Complete the batch, on the training thread; ``None`` if every sample was bad and is skipped."""
-        if made.figures is not None:
-            self.statistics.add(made.figures)
-        if made.failure is not None:
-            raise made.failure.error(TrainingError)
-        if made.samples is not None:
+        if result.figures is not None:
+            self.statistics.add(result.figures)
+        if result.failure is not None:
+            raise result.failure.error(TrainingError)
+        if result.samples is not None:
             with self.statistics.stage("transform"):
-                return self.batcher.batch(epoch, planned, made.samples, made.stacks)
-        if made.label is not None:
-            self.batcher.label = made.label
-        return made.batch
+                return self.batcher.batch(epoch, planned, result.samples, result.stacks)
+        if result.label is not None:
+            self.batcher.label = result.label
+        return result.batch
 
     def close(self) -> None:
         """End the workers and the pipes. Idempotent."""
@@ -295,8 +295,8 @@ class TorchpipeLoader:
         try:
             self._begin()
             assert self._ahead is not None
-            for planned, made in self._ahead:
-                batch = self._source.batch(self.epoch, planned, made)
+            for planned, result in self._ahead:
+                batch = self._source.batch(self.epoch, planned, result)
                 if batch is None and self._ranks is not None:
                     batch = self._filler(planned.number)
                 position = planned.number + 1

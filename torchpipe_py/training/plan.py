@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchpipe_py.training.errors import TrainingError
 
-MOST = 1_000_000  # maximum samples of an epoch, in addition to ten times those of the dataset
+MOST_SAMPLES = 1_000_000  # in an epoch, in addition to ten times the samples of the dataset
 
 # Purposes of a key; the same numbers with different purposes give unrelated keys.
 ORDER, CPU_BATCH, SAMPLE, BATCH, WORKERS = range(5)
@@ -90,7 +90,7 @@ class Planner:
 
     def __init__(self, dataloader: Any, seed: int, cpu_percentage: float) -> None:
         self._batches, self._samplers = dataloader.batch_sampler, samplers_of(dataloader)
-        self._most = 10 * (length_of(dataloader.dataset) or 0) + MOST
+        self._most = 10 * (length_of(dataloader.dataset) or 0) + MOST_SAMPLES
         self._seed, self._cpu_percentage = seed, cpu_percentage
 
     def plan(self, epoch: int) -> list[PlannedBatch]:

@@ -36,9 +36,9 @@ class RankGroup:
 
     def settle(self, error: Exception | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``facts``; if any rank has an ``error``, all raise."""
-        told = None if error is None else f"{type(error).__name__}: {error}"
+        problem = None if error is None else f"{type(error).__name__}: {error}"
         gathered: list[Any] = [None] * self.count
-        dist.all_gather_object(gathered, (told, facts), group=self._group)
+        dist.all_gather_object(gathered, (problem, facts), group=self._group)
         if error is not None:
             raise error
         for rank, (message, _) in enumerate(gathered):

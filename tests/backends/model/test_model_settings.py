@@ -181,7 +181,7 @@ def test_accepts_alternative_names_of_keys(register: Register) -> None:
         assert plan_pipeline({"backend": name, **given}).plans["node"].backends[0].params["size"] == 7
     both = plan_pipeline({"global": {"length": 3}, "node": {"backend": name, "size": 7}})
     assert both.plans["node"].backends[0].params["size"] == 7
-    with pytest.raises(ConfigError, match="key 'length': another name of 'size', which is there too"):
+    with pytest.raises(ConfigError, match="key 'length': another name of 'size', which is set, too"):
         plan_pipeline({"backend": name, "size": 7, "length": 7})
 
 

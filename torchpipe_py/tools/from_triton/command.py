@@ -252,41 +252,43 @@ class _File:
         inputs, outputs = config.all("input", Message), config.all("output", Message)
         names, root = [tensor.text("name") for tensor in inputs], self._new("input")
         sources = {name: (root, f"[{name!r}]" if len(names) > 1 else "") for name in names}
-        made, taken, steps = {root: names}, dict[str, list[str]](), scheduling.all("step", Message)
-        placed = [self._place(step, sources, made) for step in steps]
+        outputs_of, inputs_of, steps = {root: names}, dict[str, list[str]](), scheduling.all("step", Message)
+        placed = [self._place(step, sources, outputs_of) for step in steps]
         for step, (node, model, version) in zip(steps, placed, strict=True):
-            taken[node], given = model.names(version, "input"), step.pairs("input_map")
-            for name, tensor in given.items():
-                checked(step, "input_map", name, taken[node])
+            inputs_of[node], input_map = model.names(version, "input"), step.pairs("input_map")
+            for name, tensor in input_map.items():
+                checked(step, "input_map", name, inputs_of[node])
                 checked(step, "input_map", tensor, sources)
-            if missing := [name for name in taken[node] if name not in given] or [""] * (not given):
+            if missing := [name for name in inputs_of[node] if name not in input_map] or [""] * (not input_map):
                 raise step.error(f"input_map: {model.name!r} takes {missing[0]!r}, which is missing", "input_map")
             by_index = model.backend == "TorchTensor"
-            self._join(node, {name: sources[given[name]] for name in taken[node]}, by_index)
-        wanted = {
+            self._join(node, {name: sources[input_map[name]] for name in inputs_of[node]}, by_index)
+        results = {
             tensor.text("name"): sources[checked(tensor, "name", tensor.text("name"), sources)] for tensor in outputs
         }
         ends = [node for node in self._tables if node not in self._next]
-        if list(wanted.values()) == _parts(ends[0], made[ends[0]]) and len(ends) == 1:
-            self._note_names(config, "output", list(wanted), made[ends[0]])
+        if list(results.values()) == _parts(ends[0], outputs_of[ends[0]]) and len(ends) == 1:
+            self._note_names(config, "output", list(results), outputs_of[ends[0]])
         else:
-            self._join(self._new("output"), wanted, True, outputs)
+            self._join(self._new("output"), results, True, outputs)
         readers = self._next.get(root, [])
         if len(names) == len(readers) == 1 and "map" not in self._tables[readers[0]]:
             del self._tables[root], self._next[root]
-            self._note_names(config, "input", names, taken.get(readers[0], []))
+            self._note_names(config, "input", names, inputs_of.get(readers[0], []))
         else:
             body = 'item["result"] = item["data"]'
             self._tables[root]["backend"] = self._class(root, "The ensemble's inputs.", body, inputs, ())
         for node, following in self._next.items():
             self._tables[node]["next"] = ",".join(dict.fromkeys(following))
 
-    def _note_names(self, config: Message, kind: str, there: list[str], here: list[str]) -> None:
-        if there != here:
-            names = ", ".join(here) or "data"
-            self._note(config, kind, f"{kind} {', '.join(there)}: clients of /v2 name it {names} here")
+    def _note_names(self, config: Message, kind: str, before: list[str], after: list[str]) -> None:
+        if before != after:
+            names = ", ".join(after) or "data"
+            self._note(config, kind, f"{kind} {', '.join(before)}: clients of /v2 name it {names} here")
 
-    def _place(self, step: Message, sources: dict[str, Source], made: dict[str, list[str]]) -> tuple[str, Model, str]:
+    def _place(
+        self, step: Message, sources: dict[str, Source], outputs_of: dict[str, list[str]]
+    ) -> tuple[str, Model, str]:
         """Add the node of a step, and its outputs to ``sources``; returns node, model and version."""
         model = self._models[checked(step, "model_name", step.text("model_name"), self._models)]
         version = str(step.one("model_version", int, -1))
@@ -296,8 +298,8 @@ class _File:
         if owner is None:
             self._owners[model.name, version] = node
             self._tables[node] = self._node(model, version)
-        made[node] = model.names(version, "output")
-        parts = dict(zip(made[node], _parts(node, made[node]), strict=True))
+        outputs_of[node] = model.names(version, "output")
+        parts = dict(zip(outputs_of[node], _parts(node, outputs_of[node]), strict=True))
         for name, tensor in step.pairs("output_map").items():
             checked(step, "output_map", name, parts)
             if tensor in sources:
@@ -312,19 +314,19 @@ class _File:
         self._tables[name] = {}
         return name
 
-    def _join(self, node: str, wanted: Mapping[str, Source], is_list: bool, outputs: Sequence[Message] = ()) -> None:
+    def _join(self, node: str, tensors: Mapping[str, Source], is_list: bool, outputs: Sequence[Message] = ()) -> None:
         """Pass tensors to a node: directly if they are all outputs of one node, else through a class.
 
         The class gathers them as a list or by name; with ``outputs`` the node itself is that class.
         """
-        nodes = list(dict.fromkeys([source for source, _ in wanted.values()]))
+        nodes = list(dict.fromkeys([source for source, _ in tensors.values()]))
         keys = {source: f"from_{source}" if index else "data" for index, source in enumerate(nodes)}
-        if outputs or [part for _, part in wanted.values()] != [""]:
-            values = [(name, f"item[{keys[source]!r}]{part}") for name, (source, part) in wanted.items()]
+        if outputs or [part for _, part in tensors.values()] != [""]:
+            values = [(name, f"item[{keys[source]!r}]{part}") for name, (source, part) in tensors.items()]
             listed = ", ".join([value if is_list else f"{name!r}: {value}" for name, value in values])
             gathered = values[0][1] if len(values) == 1 else f"[{listed}]" if is_list else f"{{{listed}}}"
             entry = node if outputs else self._new(f"{node.replace('.', '_')}_inputs")
-            doc = f"Gathers {', '.join(wanted)}."
+            doc = f"Gathers {', '.join(tensors)}."
             self._tables[entry]["backend"] = self._class(entry, doc, f'item["result"] = {gathered}', (), outputs)
             if entry != node:
                 self._next[entry] = [node]
@@ -335,9 +337,9 @@ class _File:
             self._next.setdefault(source, []).append(node)
 
 
-def _parts(node: str, made: Sequence[str]) -> list[Source]:
+def _parts(node: str, outputs: Sequence[str]) -> list[Source]:
     """The sources of a node's outputs."""
-    return [(node, f"[{index}]" if len(made) > 1 else "") for index in range(len(made))]
+    return [(node, f"[{index}]" if len(outputs) > 1 else "") for index in range(len(outputs))]
 
 
 def _is_off(value: Any) -> bool:

@@ -35,8 +35,8 @@ FIELDS = {
 """The known fields of messages, by the field that holds the message."""
 
 MOST_DEPTH = 50
-MOST_BYTES = 2**20  # of a file
-MOST_TEXT = 4096  # characters of a name
+MOST_FILE_BYTES = 2**20
+MOST_CHARACTERS = 4096  # of a name
 
 _ESCAPE = re.compile(r"\\(?:[abfnrtv'\"\\]|[0-7]{1,2}(?![0-7])|[0-3][0-7]{2}|x[0-9a-fA-F]{2})")
 _TOKEN = re.compile(
@@ -85,8 +85,10 @@ class Message:
 
     def text(self, name: str) -> str:
         text = str(self.one(name, str, ""))
-        if not text.isprintable() or len(text) > MOST_TEXT:
-            raise self.error(f"{name}: expected at most {MOST_TEXT} printable characters, got {quoted(text)}", name)
+        if not text.isprintable() or len(text) > MOST_CHARACTERS:
+            raise self.error(
+                f"{name}: expected at most {MOST_CHARACTERS} printable characters, got {quoted(text)}", name
+            )
         return text
 
     def number(self, name: str, default: int) -> int:
@@ -108,8 +110,8 @@ class Message:
 
     def message(self, name: str) -> Message:
         """A message; an empty one if the field is missing."""
-        found: Message = self.one(name, Message, Message(self.file, self.line))
-        return found
+        message: Message = self.one(name, Message, Message(self.file, self.line))
+        return message
 
 
 _KINDS = {str: "a text in quotes", int: "a whole number", bool: "true or false", Word: "a name", Message: "{ … }"}
@@ -199,8 +201,8 @@ def read_pbtxt(path: str) -> Message:
     """The file's ``ModelConfig``. Raises ``OSError``, or ``ConfigError`` with file and line."""
     if not os.path.isfile(path):
         raise ConfigError(f"{path}: not a regular file")
-    if os.path.getsize(path) > MOST_BYTES:
-        raise ConfigError(f"{path}: more than {MOST_BYTES} bytes")
+    if os.path.getsize(path) > MOST_FILE_BYTES:
+        raise ConfigError(f"{path}: more than {MOST_FILE_BYTES} bytes")
     content = read_bytes(path)
     try:
         return _Parser(content.decode(), path).message()

@@ -78,9 +78,9 @@ def _read_model(name: str, folder: str) -> dict[str, Model]:
     if "ensemble_scheduling" in config.fields:
         backend = "ensemble"
     elif not backend and versions:
-        there = os.listdir(os.path.join(folder, versions[-1]))
-        usual = {file: each for each, files in {**FILES, "python": ("model.py",)}.items() for file in files}
-        backend = next((usual[file] for file in there if file in usual), "")
+        files = os.listdir(os.path.join(folder, versions[-1]))
+        backends = {file: kind for kind, names in {**FILES, "python": ("model.py",)}.items() for file in names}
+        backend = next((backends[file] for file in files if file in backends), "")
     if not backend:
         raise config.error("backend: is missing, and no file has a name that says it")
     if not config.text("runtime").endswith(".py"):
@@ -89,8 +89,8 @@ def _read_model(name: str, folder: str) -> dict[str, Model]:
         raise config.error(f"no version in {folder}, a folder with a number from 1 as its name")
     policy, versions = config.message("version_policy"), versions or ["1"]
     if "specific" in policy.fields:
-        given = sorted(policy.message("specific").all("versions", int))
-        versions = [checked(policy, "specific", str(version), versions) for version in given]
+        selected = sorted(policy.message("specific").all("versions", int))
+        versions = [checked(policy, "specific", str(version), versions) for version in selected]
     elif "all" not in policy.fields:
         versions = versions[-(policy.message("latest").number("num_versions", 1) or 1) :]
     return {name: Model(name, folder, config, versions, backend)}

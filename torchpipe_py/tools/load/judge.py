@@ -15,12 +15,12 @@ from torchpipe_py.tools.load.records import Records
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p99_9": 99.9}
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED, EXIT_SLO_MISSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-LATE_MS = 1.0  # from which a send counts as late; on an idle machine a process wakes up about 0.1 ms late
-TESTER_LIMIT = 0.01  # of all sends, late while their client was free
-WAITING_LIMIT = 0.01  # of all sends, late while their client waited for a reply
-ACHIEVED_LIMIT = 0.95  # of the offered rate
-GROWTH_LIMIT = 2.0  # of the median latency, from the first half of the run to the second
-GROWTH_LEAST_MS = 10.0  # and at least by this; less is noise
+LATE_MS = 1.0  # a later send counts as late; on an idle machine a process wakes up about 0.1 ms late
+TESTER_LIMIT = 0.01  # largest share of sends that were late while their client was free
+WAITING_LIMIT = 0.01  # largest share of sends that were late while their client waited for a reply
+ACHIEVED_LIMIT = 0.95  # smallest share of the offered rate
+GROWTH_LIMIT = 2.0  # largest ratio of median latencies in the run's second and first half
+GROWTH_LEAST_MS = 10.0  # smaller growth is noise
 
 _NS_PER_MS = 1e6
 _STEPS_PER_DECADE = 12

@@ -31,9 +31,9 @@ try:
 except ImportError:
     psutil = None
 
-CLIENT_LIMIT = 0.9  # of a core, for one client process
-MACHINE_LIMIT = 0.95  # of all cores: saturated
-TESTER_SHARE_LIMIT = 0.5  # of the CPU time a saturated machine spent
+CLIENT_LIMIT = 0.9  # largest share of a core for a client process
+MACHINE_LIMIT = 0.95  # share of all cores from which the machine is saturated
+TESTER_SHARE_LIMIT = 0.5  # largest share of a saturated machine's CPU time
 JUDGED_FROM_S = 0.5  # CPU clocks tick 100 times a second: shorter runs are not judged
 
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")

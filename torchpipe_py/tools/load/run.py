@@ -25,16 +25,16 @@ from torchpipe_py.tools.load.report import csv_text, describe_run, load_fields, 
 from torchpipe_py.tools.options import parse_load
 from torchpipe_py.tools.report import ToolError, check_outputs, progress_bar, write_json, write_text
 
-EXIT_ALL_FAILED = 1  # of bench
-OUTSIDE_LIMIT = 0.2  # of the clients' time, between their calls
+EXIT_ALL_FAILED = 1  # exit status of bench
+OUTSIDE_LIMIT = 0.2  # largest share of the clients' time between calls
 VARIABLES = {"clients": "request_client", "rate": "rate"}
 MOST_POINTS = 1000
-TOLERANCE = 0.03  # between the best rate and the lowest failed one
+TOLERANCE = 0.03  # relative distance of the best rate and the lowest failed one
 MOST_PROBES = 20
 
 _CLOSE_S = 10.0  # for backends that do not return after Ctrl-C
 _FIRST, _UP, _DOWN = 0.8, 1.25, 0.5  # factors for the estimate, a rate that held, one that did not
-_LOWEST = 1 / 256  # of the estimate: the lowest rate tried
+_LOWEST = 1 / 256  # lowest rate tried, relative to the estimate
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
 """Runs a load with these options and returns the report."""

@@ -27,7 +27,7 @@ from torchpipe_py.training.options import LoaderOptions
 from torchpipe_py.training.plan import WORKERS, PlannedBatch, key_of
 from torchpipe_py.training.prefetch import moved_to
 from torchpipe_py.training.samples import Sample, SampleReader
-from torchpipe_py.training.workers.transfer import ON_THEIR_WAY, Made, Sent, Slots
+from torchpipe_py.training.workers.transfer import ON_THEIR_WAY, ReadResult, Sent, Slots
 
 KEPT_BYTES = 2**28
 """Freed memory that each malloc heap keeps at its end: enough for the files of a batch."""
@@ -50,7 +50,7 @@ class BatchKey(NamedTuple):
 class ReadBatches:
     """The dataset of workers that read: maps a ``BatchKey`` to its samples.
 
-    A worker returns ``Sent``, also for errors; in the training process it becomes ``Made``.
+    A worker returns ``Sent``, also for errors; in the training process it becomes ``ReadResult``.
     """
 
     worker_init_fn: Callable[[int], None] | None = None
@@ -71,23 +71,23 @@ class ReadBatches:
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 
-    def __getitem__(self, key: BatchKey) -> Made | Sent:
+    def __getitem__(self, key: BatchKey) -> ReadResult | Sent:
         if get_worker_info() is None:
-            return self._made(key)
+            return self._read_batch(key)
         try:
-            made = self._made(key)
+            result = self._read_batch(key)
         except Exception as error:
-            made = Made(failure=Failure.of(error))
-        made.figures = self._statistics.taken()
+            result = ReadResult(failure=Failure.of(error))
+        result.figures = self._statistics.taken()
         try:
-            return Sent.of(made)
+            return Sent.of(result)
         except Exception as error:
             problem = f"batch {key.planned.number} cannot be sent to the training process"
             failure = TrainingError(f"{problem}: {type(error).__name__}: {first_line(error)}")
-            return Sent.of(Made(failure=Failure.of(failure)))
+            return Sent.of(ReadResult(failure=Failure.of(failure)))
 
-    def _made(self, key: BatchKey) -> Made:
-        return Made(list(self._samples.read(key.epoch, key.planned)))
+    def _read_batch(self, key: BatchKey) -> ReadResult:
+        return ReadResult(list(self._samples.read(key.epoch, key.planned)))
 
 
 class DecodedBatches(ReadBatches):
@@ -126,7 +126,7 @@ class DecodedBatches(ReadBatches):
         except Exception as error:
             self._error = error
 
-    def _made(self, key: BatchKey) -> Made:
+    def _read_batch(self, key: BatchKey) -> ReadResult:
         if self._error is not None:
             raise self._error
         planned, streams = key.planned, self._batcher.streams
@@ -134,14 +134,14 @@ class DecodedBatches(ReadBatches):
             samples = self._decoded(key)
             stacks = self._batcher.stacked(planned, samples)
         if all(sample.kind for sample in samples):
-            return Made(samples)  # for the training process, which has the last label as a template
+            return ReadResult(samples)  # for the training process, which has the last label as a template
         with self._statistics.stage("transform"), streams.active():
             batch = self._batcher.batch(key.epoch, planned, samples, stacks)
             assert batch is not None
             images = moved_to(batch.images, self._written)
             labels = moved_to(batch.labels, lambda tensor: tensor.detach().cpu())
             streams.synchronize()
-        return Made(batch=Batch(images, labels, **vars(batch)), label=self._batcher.label)
+        return ReadResult(batch=Batch(images, labels, **vars(batch)), label=self._batcher.label)
 
     def _written(self, tensor: Any) -> Any:
         return self._slots.write(tensor.detach()) if tensor.is_cuda else tensor
@@ -208,14 +208,14 @@ class BatchReader:
                 pipe = self._loader._iterator._worker_result_queue._reader
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
-    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[Made]:
+    def read(self, epoch: int, plan: Sequence[PlannedBatch]) -> Iterator[ReadResult]:
         """Yield the outcome of each batch. ``TrainingError`` for a worker that died."""
         self._keys[:] = [BatchKey(epoch, planned) for planned in plan]
         given = 0
         try:
-            for made in self._loader:
+            for result in self._loader:
                 given += 1
-                yield made.received() if isinstance(made, Sent) else made
+                yield result.received() if isinstance(result, Sent) else result
         except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
             ended = _end_of_a_worker(error)
             if not ended:
@@ -277,8 +277,8 @@ def _start_method(dataloader: Any) -> str:
     return method
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+def _as_it_is(result: Any) -> Any:
+    return result
 
 
 @contextmanager

@@ -22,7 +22,7 @@ ON_THEIR_WAY = 4
 
 
 @dataclass
-class Made:
+class ReadResult:
     """The outcome of reading a batch: its samples, or the whole batch, or a failure.
 
     ``label``: the last one that the worker has seen; ``figures``: the worker's counts. In the training process
@@ -39,7 +39,7 @@ class Made:
 
 
 class Sent(NamedTuple):
-    """A ``Made`` as a message: pickled, with bytes and GPU Tensors outside the pickle, other Tensors in shared memory.
+    """A pickled ``ReadResult``, with bytes and GPU Tensors outside the pickle, other Tensors in shared memory.
 
     NOTE: a queue pickles on its own thread and drops objects that it cannot pickle, and the training would wait for
     them forever: so this is pickled earlier. multiprocessing would also use a file descriptor for each Tensor.
@@ -50,11 +50,11 @@ class Sent(NamedTuple):
     memory: Any
 
     @classmethod
-    def of(cls, made: Made) -> Sent:
-        """Pack a ``Made``; raises the errors of pickling, and ``RuntimeError`` if no shared memory is left."""
+    def of(cls, result: ReadResult) -> Sent:
+        """Pack a ``ReadResult``; raises the errors of pickling, and ``RuntimeError`` if no shared memory is left."""
         content = BytesIO()
         pickler = _Pickler(content)
-        pickler.dump(made)
+        pickler.dump(result)
         memory = None
         if pickler.size:
             memory = torch.empty(pickler.size, dtype=torch.uint8).share_memory_()
@@ -62,10 +62,10 @@ class Sent(NamedTuple):
                 _tensor_at(memory, place).copy_(tensor)
         return cls(content.getvalue(), pickler.beside, memory)
 
-    def received(self) -> Made:
-        """Unpack the ``Made``."""
-        made: Made = _Unpickler(self).load()
-        return made
+    def received(self) -> ReadResult:
+        """Unpack the ``ReadResult``."""
+        result: ReadResult = _Unpickler(self).load()
+        return result
 
 
 class _Pickler(pickle.Pickler):
