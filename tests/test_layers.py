@@ -30,7 +30,7 @@ PACKAGE = [
     "proc",
     "runtime",
     "methods streams",
-    "tools tools.report",
+    "tools tools.report tools.statistics",
     "tools.options",
     "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
     "tools.parity",

@@ -27,7 +27,7 @@ from recipes.serving import PRECISIONS, check_preprocessing, load_model, serving
 from torchpipe_py import pipe
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.tools.options import at_least
-from torchpipe_py.tools.parity.figures import wilson
+from torchpipe_py.tools.statistics import wilson_interval
 from torchpipe_py.training import ImageFolder, UnreadableFile, wrap_dataloader_torchpipe
 
 SOLUTIONS = ("pipe", "torch")
@@ -57,7 +57,7 @@ def score(labels: Sequence[int], predictions: Sequence[int], classes: int) -> di
     right = np.bincount(true[true == named], minlength=classes)
     images, times_named = np.bincount(true, minlength=classes), np.bincount(named + 1, minlength=classes + 1)[1:]
     there, hits = images > 0, int(right.sum())
-    low, high = wilson(hits, len(true))
+    low, high = wilson_interval(hits, len(true))
     return {
         "images": len(true),
         "unread": int((named == NO_PREDICTION).sum()),

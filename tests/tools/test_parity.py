@@ -1,4 +1,4 @@
-"""``torchpipe parity``: figures against hand computation, every outcome of an image, the reports, the exit status."""
+"""``torchpipe parity``: every outcome of an image, the reports, the exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from small_zoo import use_small_zoo
 
 from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main
-from torchpipe_py.tools.parity.figures import Prediction, paired, wilson
+from torchpipe_py.tools.parity.figures import Prediction
 from torchpipe_py.tools.parity.results import Unusable, read_pixels, read_prediction
 from torchpipe_py.tools.parity.run import Settings, compare_configs, shown_name
 from torchpipe_py.tools.report import ToolError
@@ -99,19 +99,6 @@ def parity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Parity:
         return Run(status, printed.out, printed.err, json_file, html_file)
 
     return run
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("counts", "interval"),
-    [((81, 263), (0.2553, 0.3662)), ((15, 148), (0.0624, 0.1605)), ((0, 20), (0, 0.1611)), ((29, 29), (0.883, 1))],
-)
-def test_intervals_from_the_literature(counts: tuple[int, int], interval: tuple[float, float]) -> None:
-    """Newcombe 1998, tables I and II."""
-    assert wilson(*counts) == pytest.approx(interval, abs=1e-4)
-    assert paired(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=1e-4)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import logger
 from torchpipe_py.tools.options import at_least
-from torchpipe_py.tools.parity.figures import paired
+from torchpipe_py.tools.statistics import paired_interval
 from torchpipe_py.training import ImageFolder, TrainingError
 
 CPU, PILLOW = "cpu decode", "cpu decode, PillowResizeMat"
@@ -162,7 +162,7 @@ class Rows:
         other, reference = self.rows[against - 1], self._predictions[against]
         right, before = predictions.classes == self._labels, reference.classes == self._labels
         counts = [int(part.sum()) for part in (right & before, right & ~before, ~right & before, ~right & ~before)]
-        low, high = paired(*counts)
+        low, high = paired_interval(*counts)
         return {
             "against": against,
             "recall_diff": row["recall"] - other["recall"],

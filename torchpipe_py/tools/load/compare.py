@@ -7,25 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.files import read_bytes
 from torchpipe_py.tools.load.judge import EXIT_FAILED, EXIT_OK
 from torchpipe_py.tools.options import number, parse_load
 from torchpipe_py.tools.report import ToolError, aligned
+from torchpipe_py.tools.statistics import RESAMPLES, ratio_interval
 
-RESAMPLES = 2000
 LEAST_SECONDS = 5  # whole seconds of each run that resampling needs
-CONFIDENCE = 95
 
 _FIGURES = {"QPS": "qps", "results/s": "goodput", "calls/s": "calls_per_s"}
 _LATENCIES = {"mean": "mean", "p50": "p50", "p90": "p90", "p99": "p99", "p99.9": "p99_9", "max": "max"}
 _IRRELEVANT = {"json", "csv", "html", "progress", "img_dir", "host", "port", "server_pid", "sweep", "search"}
 
 _HOW = f"""\
-The interval of the QPS ratio is a percentile bootstrap of {CONFIDENCE} %: the images with a result in each whole second
-of a run are drawn {RESAMPLES} times with replacement, for both runs, and the ratios of their means sorted. It reflects
+The interval of the QPS ratio is a percentile bootstrap of 95 %: the images with a result in each whole second of
+a run are drawn {RESAMPLES} times with replacement, for both runs, and the ratios of their means sorted. It reflects
 variation within a run, not between runs; repeat runs to measure that."""
 
 
@@ -80,31 +77,20 @@ def comparison(a: dict[str, Any], b: dict[str, Any]) -> str:
     kinds = sorted({*a["errors"], *b["errors"]})
     rows += [(f"  {kind}", *(str(run["errors"].get(kind, 0)) for run in (a, b)), "") for kind in kinds]
     # Whole seconds, without the first, in which clients start, and the last, which is incomplete.
-    interval = ratio_interval(*(run["images_ok_per_second"][1:-1] for run in (a, b)))
+    seconds = [run["images_ok_per_second"][1:-1] for run in (a, b)]
+    interval = ratio_interval(*seconds) if min(map(len, seconds)) >= LEAST_SECONDS else None
     if interval is None:
         line = f"no interval: both runs must have {LEAST_SECONDS} whole seconds"
     else:
         low, high = interval
         meaning = "which includes 1: no difference is shown" if low <= 1 <= high else "which excludes 1"
-        line = f"{CONFIDENCE} % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
+        line = f"95 % interval {low:.3f} to {high:.3f}, {meaning}\n{_HOW}"
     lines = [*aligned(rows, ("", "A", "B", "B/A")), "", f"QPS ratio B/A: {line}", *differences(a, b)]
     for name, run in (("A", a), ("B", b)):
         doubts = [*run["warnings"], *([] if run["valid"] else ["the run is not valid"])]
         doubts += [f"unstable: {reason}" for reason in run.get("unstable_because", ())]
         lines += [f"{name}: {doubt}" for doubt in doubts]
     return "\n".join(lines)
-
-
-def ratio_interval(a: Sequence[int], b: Sequence[int], seed: int = 0) -> tuple[float, float] | None:
-    """A percentile bootstrap of mean(b) / mean(a); None for too few values, or if ``a`` is all zero."""
-    if min(len(a), len(b)) < LEAST_SECONDS or not any(a):
-        return None
-    draw, tail = np.random.default_rng(seed).choice, (100 - CONFIDENCE) / 2
-    runs, ratios = (np.asarray(a), np.asarray(b)), np.full(RESAMPLES, np.inf)
-    means_a, means_b = (np.array([draw(run, len(run)).mean() for _ in range(RESAMPLES)]) for run in runs)
-    np.divide(means_b, means_a, out=ratios, where=means_a > 0)
-    low, high = np.percentile(ratios, (tail, 100 - tail)).tolist()
-    return low, high
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
@@ -11,15 +10,13 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.image.files import label_of
+from torchpipe_py.tools.statistics import paired_interval, wilson_interval
 
 AMPLIFICATION = 16
 """Factor by which shown differences are amplified."""
 
 VIEW_SIDE = 320
 """Longer side in pixels above which a picture is shrunk for the page."""
-
-Z_95 = 1.959963984540054
-"""Standard deviations around the mean that contain 95 % of a normal distribution."""
 
 FIGURES = ("max", "mean", "share", "shift")
 """The fields of ``Difference``, in the order of every table."""
@@ -133,17 +130,8 @@ def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
     return found
 
 
-def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a share, within 0..1 and not empty even if ``hits == total``."""
-    share, ratio = hits / total, Z_95 * Z_95 / total
-    middle = (share + ratio / 2) / (1 + ratio)
-    half = Z_95 / (1 + ratio) * math.sqrt(share * (1 - share) / total + ratio / (4 * total))
-    low = 0.0 if hits == 0 else max(0.0, middle - half)
-    return low, 1.0 if hits == total else min(1.0, middle + half)
-
-
 def _share(hits: int, total: int) -> Share:
-    return Share(hits, total, hits / total, *wilson(hits, total))
+    return Share(hits, total, hits / total, *wilson_interval(hits, total))
 
 
 def _classes(compared: Sequence[Compared]) -> list[tuple[Compared, Prediction, Prediction]]:
@@ -189,26 +177,8 @@ def accuracy(compared: Sequence[Compared]) -> Accuracy | None:
         return None
     both, only_a, only_b = (right.count(pair) for pair in ((True, True), (True, False), (False, True)))
     a, b = _share(both + only_a, len(right)), _share(both + only_b, len(right))
-    low, high = paired(both, only_a, only_b, len(right) - both - only_a - only_b)
+    low, high = paired_interval(both, only_a, only_b, len(right) - both - only_a - only_b)
     return Accuracy(a, b, 100 * (a.share - b.share), 100 * low, 100 * high)
-
-
-def paired(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, float]:
-    """The 95 % interval of A's share less B's over the same images, within -1..1.
-
-    Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions based on paired
-    data", method 10 without the correction of continuity.
-    """
-    total = both + only_a + only_b + neither
-    a, b = _share(both + only_a, total), _share(both + only_b, total)
-    margins = (both + only_a) * (only_b + neither) * (both + only_b) * (only_a + neither)
-    phi = (both * neither - only_a * only_b) / math.sqrt(margins) if margins else 0.0
-
-    def margin(down: float, up: float) -> float:
-        return math.sqrt(down * down - 2 * phi * down * up + up * up)
-
-    middle = a.share - b.share
-    return middle - margin(a.share - a.low, b.high - b.share), middle + margin(b.share - b.low, a.high - a.share)
 
 
 def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE) -> np.ndarray:
