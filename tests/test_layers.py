@@ -31,10 +31,9 @@ PACKAGE = [
     "runtime",
     "methods streams",
     "tools tools.report tools.statistics",
-    "tools.options",
+    "tools.options tools.compare_models",
     "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
-    "tools.parity",
-    "ray tools.from_triton tools.quantize tools.tune",
+    "ray tools.from_triton tools.parity tools.quantize tools.tune",
     "cli",
 ]
 CLIENT = ["errors", "contract", "values", "core", "connection", "client", "aio"]

@@ -17,6 +17,7 @@ import numpy as np
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import describe
+from torchpipe_py.tools.compare_models.figures import largest_difference
 from torchpipe_py.tools.report import ToolError
 
 PROTOBUF_LIMIT = 2**31  # bytes; a single ONNX file cannot be larger
@@ -116,7 +117,7 @@ def compare_outputs(model: Callable[[Any], Any], session: Any, inputs: Iterable[
             if tuple(expected.shape) != actual.shape:
                 shapes = f"{shown_dims(expected.shape)} in PyTorch, {shown_dims(actual.shape)} in ONNX"
                 raise ToolError(f"an output is {shapes}")
-            difference, largest = _apart(expected.double().numpy(), actual)
+            difference, largest = largest_difference(expected.double().numpy(), actual)
             worst, scale = float(np.maximum(worst, difference)), max(scale, largest)  # NOTE: NaN is kept
     return worst, scale
 
@@ -168,7 +169,7 @@ def check_batch(model: Any, size: Size) -> list[Any]:
         if not bool(output.isfinite().all()):
             raise ToolError(f"output {index} holds NaN or infinity for random images: are the weights complete?")
         for row, alone in zip(output, single, strict=True):
-            difference, scale = _apart(row[None].double().numpy(), alone[index].double().numpy())
+            difference, scale = largest_difference(row[None].double().numpy(), alone[index].double().numpy())
             if not difference <= TOLERANCE * scale:
                 apart = f"{difference:.2g} apart, of {scale:.2g}"
                 raise ToolError(f"output {index} of an image depends on the others of its batch: {apart}")
@@ -216,10 +217,3 @@ def _shape(size: Size) -> tuple[int, int, int]:
     if isinstance(size, int):
         return 3, size, size
     return (3, *size) if len(size) == 2 else size
-
-
-def _apart(expected: Any, actual: Any) -> tuple[float, float]:
-    """The largest absolute difference, and the largest expected magnitude."""
-    if not expected.size:
-        return 0.0, 0.0
-    return float(abs(expected - actual).max()), float(abs(expected).max())

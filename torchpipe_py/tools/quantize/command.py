@@ -15,10 +15,11 @@ from torchpipe_py.errors import counted
 from torchpipe_py.files import output_problem, replace_file
 from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.plan.config import Tables
-from torchpipe_py.tools.parity.command import text_report
-from torchpipe_py.tools.parity.figures import accuracy, agreement
-from torchpipe_py.tools.parity.results import is_tensor, refusal
-from torchpipe_py.tools.parity.run import PipeRunner, Settings, compare_configs, images_of, read_images
+from torchpipe_py.tools.compare_models.figures import accuracy, agreement
+from torchpipe_py.tools.compare_models.images import PipeRunner, images_of, read_images
+from torchpipe_py.tools.compare_models.report import text_report
+from torchpipe_py.tools.compare_models.results import is_tensor, refusal
+from torchpipe_py.tools.compare_models.run import Settings, compare_configs
 from torchpipe_py.tools.quantize.quantiser import Arrays, Quantiser, search
 from torchpipe_py.tools.quantize.target import Target, find_target
 from torchpipe_py.tools.report import ToolError, aligned, clip, refuse_existing

@@ -14,6 +14,7 @@ from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, model_byt
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import describe, nearest
 from torchpipe_py.files import file_kind
+from torchpipe_py.tools.compare_models.figures import changed_classes
 from torchpipe_py.tools.export.onnx_file import open_session, quiet
 from torchpipe_py.tools.report import ToolError
 
@@ -168,7 +169,7 @@ def search(quantiser: Quantiser, fp32: Sequence[str], most: int, max_drop: float
 
     def changes(kept: Sequence[str]) -> float:
         quantiser.write(trial, fp32=[*fp32, *kept])
-        return float(100 * np.mean(_outputs(quantiser, trial).argmax(1) != wanted.argmax(1)))
+        return 100 * changed_classes(wanted, _outputs(quantiser, trial))
 
     if changes([]) <= max_drop:
         return []

@@ -10,8 +10,9 @@ from typing import Any
 from torchpipe_py.errors import ConfigError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.registry import canonical
-from torchpipe_py.tools.parity.figures import accuracy, agreement, spreads
-from torchpipe_py.tools.parity.run import Settings, compare_configs, images_of
+from torchpipe_py.tools.compare_models.figures import accuracy, agreement, spreads
+from torchpipe_py.tools.compare_models.images import images_of
+from torchpipe_py.tools.compare_models.run import Settings, compare_configs
 from torchpipe_py.tools.report import ToolError
 from torchpipe_py.tools.tune.shapes import Shape, copied
 

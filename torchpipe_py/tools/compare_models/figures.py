@@ -1,22 +1,15 @@
-"""Statistics of arrays and of lists of images; runs no pipe."""
+"""How far two versions differ: by the values of an image or an output, and by the classes of all images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.image.files import label_of
 from torchpipe_py.tools.statistics import paired_interval, wilson_interval
-
-AMPLIFICATION = 16
-"""Factor by which shown differences are amplified."""
-
-VIEW_SIDE = 320
-"""Longer side in pixels above which a picture is shrunk for the page."""
 
 FIGURES = ("max", "mean", "share", "shift")
 """The fields of ``Difference``, in the order of every table."""
@@ -119,6 +112,21 @@ def difference(a: np.ndarray, b: np.ndarray) -> Difference:
     )
 
 
+def largest_difference(expected: np.ndarray, actual: np.ndarray) -> tuple[float, float]:
+    """The largest absolute difference of two outputs of one shape, and the largest expected magnitude.
+
+    NaN if any value is.
+    """
+    if not expected.size:
+        return 0.0, 0.0
+    return float(np.abs(expected - actual).max()), float(np.abs(expected).max())
+
+
+def changed_classes(expected: np.ndarray, actual: np.ndarray) -> float:
+    """The share of rows of logits whose largest one is another."""
+    return float(np.mean(expected.argmax(1) != actual.argmax(1)))
+
+
 def spreads(compared: Sequence[Compared]) -> dict[str, Spread]:
     """A ``Spread`` for each figure of ``Difference``; empty if no pixels were compared."""
     pairs = [(image.name, image.difference) for image in compared if image.difference is not None]
@@ -179,26 +187,3 @@ def accuracy(compared: Sequence[Compared]) -> Accuracy | None:
     a, b = _share(both + only_a, len(right)), _share(both + only_b, len(right))
     low, high = paired_interval(both, only_a, only_b, len(right) - both - only_a - only_b)
     return Accuracy(a, b, 100 * (a.share - b.share), 100 * low, 100 * high)
-
-
-def shrink(pixels: np.ndarray, reduce: Callable[..., Any], side: int = VIEW_SIDE) -> np.ndarray:
-    """H×W×C with each k×k block reduced to one value, with the least k so that no side exceeds ``side``."""
-    height, width, channels = pixels.shape
-    k = -(-max(height, width) // side)
-    if k == 1:
-        return pixels
-    padded = np.pad(pixels, ((0, -height % k), (0, -width % k), (0, 0)), mode="edge")
-    blocks = padded.reshape(padded.shape[0] // k, k, padded.shape[1] // k, k, channels)
-    shrunk: np.ndarray = reduce(blocks, axis=(1, 3))
-    return shrunk
-
-
-def pictures(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A, B and their amplified difference as uint8; only the first channel unless there are one or three.
-
-    A shrunk difference keeps the largest value of each block.
-    """
-    shown = shrink(a, np.mean), shrink(b, np.mean), shrink(np.abs(b - a), np.max) * AMPLIFICATION
-    some = (each if each.shape[2] in (1, 3) else each[:, :, :1] for each in shown)
-    first, second, third = (np.clip(np.rint(each), 0, 255).astype(np.uint8) for each in some)
-    return first, second, third

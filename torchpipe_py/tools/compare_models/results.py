@@ -14,7 +14,7 @@ from torchpipe_py.backends.image.mat import COLORS, OF_MATS, OF_TENSORS
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.errors import TorchpipeError, counted, describe
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.tools.parity.figures import Prediction
+from torchpipe_py.tools.compare_models.figures import Prediction
 from torchpipe_py.tools.report import ToolError
 
 
