@@ -171,6 +171,12 @@ def rescale(times: Sequence[float], rate: float) -> list[float]:
     return [time * factor for time in times]
 
 
+def repeated(times: Sequence[float], count: int) -> list[float]:
+    """``count`` times: the pattern again and again, with gaps of 1 in between."""
+    span = times[-1] - times[0] + 1
+    return [times[number % len(times)] + number // len(times) * span for number in range(count)]
+
+
 def cut(times: Iterable[float], calls: int | None, seconds: float | None) -> Times:
     """The first ``calls`` times, before ``seconds``; None means no limit. ``ToolError`` if a time is too late."""
 
