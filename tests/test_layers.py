@@ -31,7 +31,7 @@ PACKAGE = [
     "runtime",
     "methods streams",
     "tools tools.report tools.statistics",
-    "tools.options tools.compare_models",
+    "tools.options tools.compare_models tools.team",
     "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
     "ray tools.from_triton tools.parity tools.quantize tools.tune",
     "cli",

@@ -19,12 +19,13 @@ from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.registry import import_all
 from torchpipe_py.tools.load.arrivals import load_images, poisson_times
 from torchpipe_py.tools.report import write_json
+from torchpipe_py.tools.statistics import mean_interval
 from torchpipe_py.tools.tune import tune
+from torchpipe_py.tools.tune.candidates import Candidate, copied, knobs_of, shapes_of
+from torchpipe_py.tools.tune.measure import Goal, Loops, Point, Service
 from torchpipe_py.tools.tune.report import lines_of
-from torchpipe_py.tools.tune.search import Goal
-from torchpipe_py.tools.tune.shapes import Candidate, Shape, copied, knobs_of, shapes_of
-from torchpipe_py.tools.tune.verify import Service, Trial, gains_of, interval_of, pairs_of, turn
-from torchpipe_py.tools.tune.worker import Team
+from torchpipe_py.tools.tune.search import Trial
+from torchpipe_py.tools.tune.verify import measure_open_loops
 
 DEMO = REPOSITORY / "configs" / "demo" / "images"
 EXAMPLES = REPOSITORY / "configs" / "examples"
@@ -37,24 +38,30 @@ CASES = {
 }
 SWEEP = {"instance_num": (1, 2), "max": (1, 8), "threads": (1, 2), "batching_timeout": (0, 2)}
 PASSES = (1, 4, 8)  # of the sweep: over all settings, the best quarter and the best eighth
+LEAST_OF_SWEEP, MOST_SPREAD, MOST_OF_BUDGET = 0.95, 1.21, 1.0
 FINALISTS, PAIRS = 3, 24  # closed loops of the tuned one beside each finalist's
 CLIENTS = 20
 
 
-class Paced(Service):
+class Paced:
     """Measures in seconds that are longer while the machine is slower: a shared one varies within seconds.
 
     ``pace`` measures the answers per second of a reference beside each open loop; ``usual`` of them make it a second.
     """
 
-    def __init__(self, team: Team, pace: Callable[[], float], usual: float) -> None:
-        super().__init__(team)
-        self._pace, self._usual = pace, usual
+    def __init__(self, loops: Loops, pace: Callable[[], float], usual: float) -> None:
+        self._loops, self._pace, self._usual = loops, pace, usual
+        self.busy = loops.busy
 
-    def open_loop(self, dues: Sequence[float], grace_s: float) -> list[float]:
-        """Sorted latencies, in seconds of the usual pace."""
+    def figure(self, candidate: Candidate, number: int) -> float:
+        """Answers per second of a closed loop; those that it is compared with follow at once."""
+        return self._loops.figure(candidate, number)
+
+    def point(self, candidate: Candidate, rate: float, number: int) -> Point:
+        """One open loop, in seconds of the usual pace."""
         pace = self._pace() / self._usual
-        return [pace * each for each in super().open_loop([due / pace for due in dues], grace_s / pace)]
+        found = self._loops.point(candidate, rate * pace, number)
+        return Point(rate, pace * found.p50, pace * found.p99)
 
 
 def tuning(args: argparse.Namespace) -> Report:
@@ -85,76 +92,78 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
 
     with ExitStack() as stack:
 
-        def team(engines: int = 0) -> Team:
-            return stack.enter_context(closing(Team(config, bodies, imports, cores, engines)))
+        def service(engines: int = 0) -> Service:
+            return stack.enter_context(closing(Service(bodies, imports, cores, engines)))
 
-        reference = Service(team())
-        reference.build(Candidate(Shape.of("reference", tables), len(cores)))
-        span = max(0.4, CLIENTS / reference.closed_loop(CLIENTS, 1.0))
+        reference, unchanged = service(), Candidate("reference", tables, len(cores))
+        span = max(0.4, CLIENTS / reference.closed_loop(unchanged, CLIENTS, 1.0))
 
         def answers() -> float:
-            return max(1.0, reference.closed_loop(CLIENTS, span))
+            return reference.closed_loop(unchanged, CLIENTS, span)
 
         if "found" not in done:
-            paces = [answers()]
+            paces, began, paused = dict[str, float](), monotonic(), 0.0
 
             def on_progress(phase: str, share: float, left: float) -> None:
-                if phase == "calibrate":
-                    paces.append(answers())
+                nonlocal paused
+                if phase not in paces:
+                    paused -= monotonic()
+                    paces[phase] = answers()
+                    paused += monotonic()
 
             found = tune(config, images, imports=imports, budget=args.budget, progress=on_progress)
             progress("\n".join(lines_of(found)))
             if not found["best"]:
                 raise RuntimeError(found["verdict"])
-            done |= {"found": found, "pace": statistics.median(paces)}
+            done |= {"found": found, "pace": statistics.median(paces.values()), "took": monotonic() - began - paused}
             save()
         found, usual, rates, turns = done["found"], done["pace"], done["rates"], done["turns"]
         best, slo = found["best"], found["slo_p99"]
-        swept, service = _settings(tables, len(cores)), Service(team())
+        swept, sweeping = _settings(tables, len(cores)), service()
         ranked = list(swept)
         for number, part in enumerate(PASSES):
             ranked = ranked[: len(swept) // part]
             for name in ranked:
                 if len(rates.setdefault(name, [])) <= number:
-                    service.build(swept[name])
-                    rates[name].append(service.closed_loop(CLIENTS, 2 * span) * usual / answers())
+                    rates[name].append(sweeping.closed_loop(swept[name], CLIENTS, 2 * span) * usual / answers())
                     save()
             ranked.sort(key=lambda name: -statistics.mean(rates[name]))
-        shape = Shape.of("tuned", copied(found["tuned"] or tables, config))
-        tuned = Candidate(shape, best["workers"], engines=best["engines"])
-        paced, gains = Paced(team(tuned.engines), answers, usual), done["gains"]
+        config_of_tuned = copied(found["tuned"] or tables, config)
+        tuned, gains = Candidate("tuned", config_of_tuned, best["workers"], best["engines"]), done["gains"]
+        measuring = service(tuned.engines)
+        seconds = max(args.seconds, 5 * slo)  # as in tune
 
-        def loop(_: int) -> float:
-            return paced.closed_loop(CLIENTS, span)
+        def paced(seed: int) -> tuple[Paced, Goal]:
+            # NOTE: each round has arrivals of its own, since a few hundred may have no burst by chance.
+            goal = Goal(slo, None, list(islice(poisson_times(1.0, seed), 20_000)), seconds)
+            return Paced(Loops(measuring, goal, CLIENTS, span), answers, usual), goal
 
         for name in ranked[:FINALISTS]:
-            gains[name] = gains.get(name) or gains_of(pairs_of(paced, tuned, swept[name], range(PAIRS), loop))
-            save()
+            if name not in gains:
+                trial = Trial(tuned)
+                trial.measure(paced(0)[0], swept[name], range(PAIRS))
+                gains[name] = trial.gains
+                save()
         top = min(ranked[:FINALISTS], key=lambda name: statistics.mean(gains[name]))
-        entered = {"tuned": tuned, top: swept[top]}
-        trials = {name: Trial.around(each, best["predicted"], best["rate"]) for name, each in entered.items()}
+        trials = {"tuned": Trial(tuned), top: Trial(swept[top])}
         for number in range(args.rounds):
-            # NOTE: each round has arrivals of its own, since a few hundred may have no burst by chance.
-            times = list(islice(poisson_times(1.0, number), 20_000))
-            goal = Goal(slo, None, times, max(args.seconds, 5 * slo))  # as in tune
+            measurer, goal = paced(number)
             for name in list(trials)[:: -1 if number % 2 else 1]:
                 figures = turns.setdefault(name, [])
                 if len(figures) <= number:
-                    turn(paced, trials[name], goal)
-                    figures.append((trials[name].centre, min(60.0, trials[name].p99s[-1])))
-                    progress(f"{case}, round {number + 1}: {name}: {figures[-1][0]:.0f}/s")
+                    trials[name].figures = [measurer.figure(trials[name].candidate, number)]
+                    measure_open_loops(trials[name], measurer, goal)
+                    figures.append(trials[name].limit)
+                    progress(f"{case}, round {number + 1}: {name}: {figures[-1]:.0f}/s")
                     save()
     for name, figures in rates.items():
         report.add(f"{case}, closed loop: {name}", swept[name].workers, Load(statistics.mean(figures)))
-    limits = {name: [limit for limit, _ in turns[name]] for name in trials}
-    for name, figures in limits.items():
-        report.loads[f"{case}: {name}", trials[name].candidate.workers] = [Load(each) for each in figures]
-    _require(report, f"{case}: tuned to the best of {len(swept)}, closed loops", [*map(math.exp, gains[top])], low=0.95)
-    ratios = [one / other for one, other in zip(limits["tuned"], limits[top], strict=True)]
-    _require(report, f"{case}: the same, limits in open loops", ratios, low=0.95)
-    _require(report, f"{case}: measured to predicted", [each / best["predicted"] for each in limits["tuned"]], high=0.1)
-    p99s = [p99 / best["p99_predicted"] for _, p99 in turns["tuned"]]
-    _require(report, f"{case}: p99, measured to predicted", p99s, high=0.2)
+    for name, trial in trials.items():
+        report.loads[f"{case}: {name}", trial.candidate.workers] = [Load(each) for each in turns[name]]
+    _require(report, f"{case}: tuned to the best of {len(swept)}, closed loops", [*map(math.exp, gains[top])])
+    ratios = [one / other for one, other in zip(turns["tuned"], turns[top], strict=True)]
+    _require(report, f"{case}: the same, limits in open loops", ratios)
+    report.require(f"{case}: seconds of tune, of its budget", done["took"] / args.budget, high=MOST_OF_BUDGET)
 
 
 def _settings(tables: Tables, cores: int) -> dict[str, Candidate]:
@@ -166,20 +175,20 @@ def _settings(tables: Tables, cores: int) -> dict[str, Candidate]:
         keys = sorted({key for _, key in knobs})
         for values in product(*(SWEEP[key] for key in keys)):
             chosen = dict(zip(keys, values, strict=True))
-            name = ", ".join([f"{shape.name}, {workers} workers", *(f"{key} {chosen[key]}" for key in keys)])
-            swept[name] = Candidate(shape, workers, tuple((node, key, float(chosen[key])) for node, key in knobs))
+            name = ", ".join([f"{shape.shape}, {workers} workers", *(f"{key} {chosen[key]}" for key in keys)])
+            setting = Candidate(shape.shape, shape.config, workers)
+            for node, key in knobs:
+                setting = setting.changed(node, key, chosen[key])
+            swept[name] = setting
     return swept
 
 
-def _require(report: Report, name: str, ratios: Sequence[float], **bar: float) -> None:
-    """Hold the median ratio, or with ``high`` its distance from 1, against the bar.
-
-    If the ratios' 95 % interval is wider than ``high`` (or 10 %) to both sides, there is a remark instead.
-    """
-    ends = [math.exp(bound) for bound in interval_of([math.log(ratio) for ratio in ratios])]
-    name += f" (95 % interval {ends[0]:.2f} to {ends[1]:.2f}, {len(ratios)} turns)"
+def _require(report: Report, name: str, ratios: Sequence[float]) -> None:
+    """Hold the median ratio against the bar, or leave it open if the 95 % interval is wider than 10 % to both sides."""
+    low, high = (math.exp(bound) for bound in mean_interval([math.log(ratio) for ratio in ratios]))
+    name += f" (95 % interval {low:.2f} to {high:.2f}, {len(ratios)} turns)"
     middle = statistics.median(ratios)
-    if ends[1] > ends[0] * (1 + bar.get("high", 0.1)) ** 2:
+    if high > low * MOST_SPREAD:
         report.leave_open(f"CANNOT TELL {name}: {middle:.2f}")
     else:
-        report.require(name, abs(middle - 1) if "high" in bar else middle, **bar)
+        report.require(name, middle, low=LEAST_OF_SWEEP)

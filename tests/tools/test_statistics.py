@@ -7,7 +7,14 @@ import statistics
 
 import pytest
 
-from torchpipe_py.tools.statistics import mean_interval, paired_interval, quantile, ratio_interval, wilson_interval
+from torchpipe_py.tools.statistics import (
+    crossing,
+    mean_interval,
+    paired_interval,
+    quantile,
+    ratio_interval,
+    wilson_interval,
+)
 
 
 def test_quantile_is_a_measured_value() -> None:
@@ -73,3 +80,16 @@ def test_wilson_intervals_are_those_of_newcombe(hits: int, total: int, interval:
 def test_paired_interval_is_that_of_newcombe() -> None:
     """Newcombe 1998, table II."""
     assert paired_interval(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ys", "x"),
+    [
+        ((-2, -1, 1), 105),
+        ((-3, -2, -1), 1.15 * 110),
+        ((1, 2, 3), 90 / 1.15),
+        ((0.5, -1, 2), 100 + 10 / 3),  # the first one contradicts least
+    ],
+)
+def test_crossing_has_the_fewest_contradictions(ys: tuple[float, ...], x: float) -> None:
+    assert crossing((90, 100, 110), ys, 1.15) == pytest.approx(x)

@@ -45,10 +45,12 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def check_outputs(files: Mapping[str, Path | None]) -> None:
-    """``ToolError`` if two options, by their names, would write one file."""
+def check_outputs(files: Mapping[str, Path | None], source: Path | None = None) -> None:
+    """``ToolError`` if two options, by their names, would write one file, or one would replace ``source``."""
     flags: dict[str, str] = {}
     for flag, path in files.items():
+        if path is not None and source is not None and path.exists() and source.exists() and path.samefile(source):
+            raise ToolError(f"--{flag} {path}: would replace the input {source}")
         if path is not None and (path.is_file() or not path.exists()):  # not a device
             other = flags.setdefault(os.path.realpath(path), flag)
             if other != flag:
@@ -114,6 +116,15 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
     except OSError as error:
         raise ToolError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def finite(value: Any) -> Any:
+    """The data with None for NaN and infinity, which JSON cannot represent."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

@@ -68,3 +68,20 @@ def paired_interval(both: int, only_a: int, only_b: int, neither: int) -> tuple[
         return math.sqrt(down * down - 2 * phi * down * up + up * up)
 
     return a - b - margin(a - a_low, b_high - b), a - b + margin(b - b_low, a_high - a)
+
+
+def crossing(xs: Sequence[float], ys: Sequence[float], step: float) -> float:
+    """The x at which noisy values that rise with x cross 0, interpolated; beyond all xs by a factor of ``step``.
+
+    The points that contradict the crossing are as few and as near to 0 as can be.
+    """
+    ordered = sorted(zip(xs, ys, strict=True))
+
+    def contradiction(cut: int) -> float:
+        return sum(max(0.0, y) for _, y in ordered[:cut]) - sum(min(0.0, y) for _, y in ordered[cut:])
+
+    cut = min(range(len(ordered) + 1), key=contradiction)
+    if cut in (0, len(ordered)):
+        return step * ordered[-1][0] if cut else ordered[0][0] / step
+    (low, below), (high, above) = ordered[cut - 1 : cut + 1]
+    return low + below / (below - above) * (high - low)

@@ -108,6 +108,20 @@ def text_report(outcome: Comparison) -> Iterator[str]:
         yield from map(clip, lines)
 
 
+def summary(outcome: Comparison) -> str:
+    """How results differ, in a few words; empty if nothing was compared."""
+    agreed, right = agreement(outcome.compared), accuracy(outcome.compared)
+    if not outcome.compared:
+        return ""
+    if agreed is None:
+        mean = spreads(outcome.compared)["mean"]
+        return f"pixels differ by {mean.mean:.2f} of 255 on average, by {mean.worst:.2f} in the worst image"
+    words = f"the same class for {agreed.hits} of {agreed.total} images"
+    if right is not None:
+        words += f", accuracy {right.a.share:.1%} before and {right.b.share:.1%} after"
+    return words
+
+
 def lists(outcome: Comparison) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Title and rows (name, A, B) of each list of differing images."""
     yield "different classes", [(name, str(a), str(b)) for name, a, b in disagreeing(outcome.compared)]

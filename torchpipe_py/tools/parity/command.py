@@ -42,7 +42,7 @@ def run_parity(args: argparse.Namespace) -> int:
     b, tables, notes = _against(args)
     settings = Settings(args.a, b, args.img_dir, args.model, args.worst, tables=tables)
     views = WorstViews(args.worst) if args.html is not None else None
-    parity = compare_configs(settings, views and views.keep)
+    parity = compare_configs(settings, None if views is None else views.keep)
     parity.notes += notes
     parity.judge(args.max_mean, args.min_agreement, args.max_drop)
     print("\n".join(text_report(parity)))

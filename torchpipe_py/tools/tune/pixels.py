@@ -1,20 +1,23 @@
-"""Changes that change results, which ``--allow-pixels`` tries, and what ``torchpipe parity`` says of them."""
+"""Settings that change results, which ``--allow-pixels`` tries, and how far the results differ."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from torchpipe_py.errors import ConfigError
+from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.plan.binding import BackendPlan
 from torchpipe_py.registry import canonical
-from torchpipe_py.tools.compare_models.figures import accuracy, agreement, spreads
+from torchpipe_py.tools.compare_models.figures import agreement
 from torchpipe_py.tools.compare_models.images import images_of
+from torchpipe_py.tools.compare_models.report import summary
 from torchpipe_py.tools.compare_models.run import Settings, compare_configs
 from torchpipe_py.tools.report import ToolError
-from torchpipe_py.tools.tune.shapes import Shape, copied
+from torchpipe_py.tools.tune.candidates import Candidate, copied, is_valid, with_other_sharing
 
 LEAST_AGREEMENT = 0.95
 """The least share of images whose class must stay the same."""
@@ -24,7 +27,7 @@ MOST_IMAGES = 200
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another value of ``key``, or other backends, by the name of those that they replace."""
+    """A replaced setting, or replaced backends by the name of the old ones."""
 
     name: str
     key: str = ""
@@ -35,35 +38,59 @@ class Alternative:
 
 _GPU_TWINS = ("Decode", "Resize", "PillowResize", "ResizePad", "ResizeShorter", "LetterBox", "CenterCrop", "cvtColor")
 
+_ON_GPU = {"Mat2Tensor": "Identity", **{f"{name}Mat": f"{name}Tensor" for name in _GPU_TWINS}}
+
 ALTERNATIVES = (
     Alternative("nearest interpolation", "interpolation", "nearest"),
     Alternative("OpenCV's resize", backends={"PillowResizeMat": "ResizeMat", "PillowResizeTensor": "ResizeTensor"}),
-    Alternative(
-        "GPU decode",
-        backends={"Mat2Tensor": "Identity", **{f"{name}Mat": f"{name}Tensor" for name in _GPU_TWINS}},
-        needs_gpu=True,
-    ),
+    Alternative("GPU decode", backends=_ON_GPU, needs_gpu=True),
     Alternative("fp16", "precision", "fp16", needs_gpu=True),
 )
-UNAVAILABLE = (
-    "decoding at a reduced size: no backend has a key for it",
-    "int8: torchpipe quantize makes the model and measures its loss",
-)
+UNAVAILABLE = ("int8: torchpipe quantize makes the model and measures its loss",)
 
 
-def changed(shape: Shape, alternative: Alternative) -> Shape | None:
+def alternatives_of(
+    shapes: Sequence[Candidate], img_dir: str | None, images: Sequence[bytes], has_gpu: bool
+) -> tuple[list[Candidate], dict[str, str], list[str]]:
+    """The shapes with each alternative, the first of ``shapes`` being the user's file.
+
+    Returns those whose results differ little enough on the images of the folder, or on ``images``; how they differ by
+    the alternative's name; and why others are not tried.
+    """
+    found, parity, not_tried = list[Candidate](), dict[str, str](), list(UNAVAILABLE)
+    plain = [shapes[0], *(shape for shape in shapes[1:] if not shape.heads)]
+    with TemporaryDirectory() as folder:
+        for number, body in enumerate([] if img_dir else images):
+            Path(folder, f"{number}.jpg").write_bytes(body)
+        for alternative in ALTERNATIVES:
+            changes = [change for shape in plain if (change := with_alternative(shape, alternative)) is not None]
+            try:
+                if alternative.needs_gpu and not has_gpu:
+                    raise ToolError("there is no GPU")
+                if not changes:
+                    raise ToolError("no node of the file can change to it")
+                parity[alternative.name] = parity_of(shapes[0], changes[0], img_dir or folder)
+            except TorchpipeError as error:
+                not_tried.append(f"{alternative.name}: {error}")
+                continue
+            found += changes
+            if alternative.needs_gpu:  # a node that decodes on the GPU can be shared
+                found += [shared for shared in map(with_other_sharing, changes) if shared is not None]
+    return found, parity, not_tried
+
+
+def with_alternative(shape: Candidate, alternative: Alternative) -> Candidate | None:
     """The shape with an alternative; ``None`` if that changes nothing or is refused."""
     tables = copied(shape.config, shape.config.source)
-    for name in shape.units:
-        for backend in shape.pipeline.plans[name].backends:
+    for name, plan in shape.nodes.items():
+        for backend in plan.backends:
             for part in backend.parts():
                 _set(tables[name], part, alternative)
         _replace(tables[name], alternative)
-    try:
-        made = Shape.of(f"{shape.name}, {alternative.name}", tables)
-    except ConfigError:
+    if tables == shape.config:
         return None
-    return None if made.units == shape.units else replace(made, alternative=alternative.name)
+    other = replace(shape, shape=f"{shape.shape}, {alternative.name}", config=tables, alternative=alternative.name)
+    return other if is_valid(other) else None
 
 
 def _set(table: dict[str, Any], part: BackendPlan, alternative: Alternative) -> None:
@@ -93,22 +120,18 @@ def _replace(table: dict[str, Any], alternative: Alternative) -> None:
     table["backend"] = f"SyncTensor[{expression}]" if needs_stream else expression
 
 
-def parity_of(written: Shape, other: Shape, img_dir: str) -> tuple[str, bool]:
-    """How results of another shape differ from those of the original file, in words, and whether few enough do.
+def parity_of(written: Candidate, other: Candidate, img_dir: str) -> str:
+    """How results of another shape differ from those of the original file, in words.
 
-    Compares at most ``MOST_IMAGES`` images of the folder. Raises ``TorchpipeError`` if they cannot be compared.
+    Compares at most ``MOST_IMAGES`` images of the folder. Raises ``TorchpipeError`` if they cannot be compared, or
+    differ too much.
     """
-    paths = images_of(img_dir)
-    paths = paths[:: -(-len(paths) // MOST_IMAGES)]
-    tables = {written.name: written.config, other.name: other.config}
-    parity = compare_configs(Settings(written.name, other.name, img_dir, paths=paths, tables=tables))
-    if not parity.compared:
-        raise ToolError("parity has no image with comparable results")
-    agreed, right = agreement(parity.compared), accuracy(parity.compared)
-    if agreed is None:
-        mean = spreads(parity.compared)["mean"]
-        return f"pixels differ by {mean.mean:.2f} of 255 on average, by {mean.worst:.2f} in the worst image", True
-    words = f"the same class for {agreed.hits} of {agreed.total} images"
-    if right is not None:
-        words += f", accuracy {right.a.share:.1%} before and {right.b.share:.1%} after"
-    return words, agreed.share >= LEAST_AGREEMENT
+    paths, tables = images_of(img_dir), {written.shape: written.config, other.shape: other.config}
+    some = paths[:: -(-len(paths) // MOST_IMAGES)]
+    outcome = compare_configs(Settings(written.shape, other.shape, img_dir, paths=some, tables=tables))
+    if refused := [image for image in outcome.refused if image.b and not image.a]:
+        raise ToolError(f"{refused[0].name} has no result: {refused[0].b}")
+    words, agreed = summary(outcome), agreement(outcome.compared)
+    if not words or (agreed and agreed.share < LEAST_AGREEMENT):
+        raise ToolError(words or "parity has no image with comparable results")
+    return words

@@ -3,77 +3,77 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from torchpipe_py.errors import counted
 from torchpipe_py.tools import report as shared
 from torchpipe_py.tools.export.config import to_toml
+from torchpipe_py.tools.load.measure import cpu_model
 from torchpipe_py.tools.report import Line, aligned, chart, linear_axis, write_text
-from torchpipe_py.tools.tune.profile import DRIFT, Profile
-from torchpipe_py.tools.tune.search import Goal
-from torchpipe_py.tools.tune.verify import BUSY, Trial, interval_of
+from torchpipe_py.tools.tune.search import NO_TIME, Trial
 
-HEADS = ("", "predicted", "measured", "gain", "95 % interval", "p99 at", "predicted", "measured", "settings")
-CELLS = ("node", "threads", "batch", "instances", "processes", "ms per image", "drift")
+MOST_BY_OTHERS = 0.15
+"""Share of the cores that other programs may use; with more, there is no verdict."""
 
+NO_ENGINES = "engine processes for nodes without a model or GPU decoder: their work would share one GIL"
 
-def finite(value: Any) -> Any:
-    """The data with None for NaN and infinity, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+HEADS = ("", "measured", "gain", "95 % interval", "p99 at", "p99", "settings")
 
 
-def profile_fields(profile: Profile) -> dict[str, Any]:
-    """Each cell under ``CELLS``, and the number of noisy ones."""
-    cells = []
-    for cell, figures in profile.cells.items():
-        milliseconds = [1000 * seconds for seconds in figures.seconds]
-        name, threads = profile.names[cell.unit], cell.threads or None
-        row = (name, threads, cell.size, cell.instances, cell.processes, milliseconds, figures.drift)
-        cells.append(dict(zip(CELLS, row, strict=True)))
-    noisy = sum(figures.drift > DRIFT for figures in profile.cells.values())
-    return {"cells": cells, "noisy_cells": noisy}
-
-
-def trial_fields(trial: Trial, goal: Goal) -> dict[str, Any]:
-    """A measured candidate: figures in requests per second or, with a rate, p99s in seconds.
-
-    p99s are at ``rate``; ``gain`` and its ``interval`` are factors. Two gains have no interval: they do not show noise.
-    """
-    gain = math.exp(statistics.mean(trial.gains)) if trial.gains else None
-    interval = [math.exp(bound) for bound in interval_of(trial.gains)] if len(trial.gains) > 2 else None
-    return {
-        "shape": trial.candidate.shape.name,
-        "workers": trial.candidate.workers,
-        "engines": trial.candidate.engines,
-        "processes": trial.candidate.processes,
-        "parity": trial.parity,
-        "settings": {f"{node}.{key}": value for node, key, value in trial.candidate.knobs},
-        "predicted": trial.predicted.figure(goal),
-        "measured": trial.figure if trial.figures else None,
-        "rate": trial.predicted.rate,
-        "p99_predicted": trial.predicted.p99,
-        "p99_measured": statistics.median(trial.p99s) if trial.p99s else None,
-        "gain": gain,
-        "interval": interval,
-        "gains": trial.gains,
-        "turns": trial.figures,
-        "points": [asdict(point) for point in trial.points],
+def new_report(config: str, cores: int, images: int, slo: float | None, rate: float | None) -> dict[str, Any]:
+    """The report of a run that ends at once."""
+    report: dict[str, Any] = {"config": config, "cpu_model": cpu_model(), "cores": cores, "images": images}
+    report |= {
+        "date": datetime.now(timezone.utc).isoformat(),
+        "slo_p99": slo,
+        "slo_given": slo is not None,
+        "rate": rate,
     }
+    report |= {"profile": {}, "parity": {}, "other_programs": None, "notes": [], "not_tried": [NO_ENGINES]}
+    report |= {"verdict": "interrupted", "failed": "", "gain": None, "gain_interval": (0.0, math.inf)}
+    return report | {"best": None, "tuned": None}
+
+
+def completed(report: dict[str, Any], trials: Sequence[Trial]) -> dict[str, Any]:
+    """The report with the trials as far as they were measured, and what was left out."""
+    yours, others = trials[0] if trials else None, list(trials[1:])
+    others.sort(key=lambda trial: (not trial.points, -trial.gain))
+    failed = [trial for trial in others if not trial.gains]
+    late = [trial for trial in failed if trial.failed == NO_TIME]
+    report["notes"] += [f"{each.candidate} was left out: {each.failed}" for each in failed if each not in late]
+    report["not_tried"] += [f"{counted(len(late), 'further setting')}: {NO_TIME}"] if late else []
+    report["yours"] = None if yours is None else trial_fields(yours, report)
+    report["others"] = [trial_fields(trial, report) for trial in others if trial.gains]
+    complete: dict[str, Any] = shared.finite(report)
+    return complete
+
+
+def trial_fields(trial: Trial, report: Mapping[str, Any]) -> dict[str, Any]:
+    """A measured candidate: ``measured`` is in requests per second or, with a rate, a p99 in seconds.
+
+    ``p99`` is at ``rate``; ``gain`` and its ``interval`` are factors. Two gains have no interval: they do not show
+    noise.
+    """
+    candidate, point = trial.candidate, trial.points[-1] if trial.points else None
+    fields: dict[str, Any] = {"shape": candidate.shape, "workers": candidate.workers, "engines": candidate.engines}
+    fields |= {"processes": candidate.processes, "settings": dict(candidate.settings)}
+    fields |= {"parity": report["parity"].get(candidate.alternative, ""), "rate": point and point.rate}
+    fields |= {"measured": trial.limit if report["rate"] is None else trial.p99, "p99": trial.p99}
+    fields |= {"gain": math.exp(trial.gain) if trial.gains else None, "gains": trial.gains, "figures": trial.figures}
+    fields |= {"interval": [*map(math.exp, trial.interval)] if len(trial.gains) > 2 else None}
+    return fields | {"points": [asdict(point) for point in trial.points]}
 
 
 # --- text
 
 
 def goal_text(report: Mapping[str, Any]) -> str:
-    """In words."""
+    """The goal as text."""
     if report["rate"] is not None:
         return f"the shortest p99 at {report['rate']:g} requests/s"
     why = "" if report["slo_given"] else ", as no --slo-p99 was given"
@@ -99,10 +99,9 @@ def rows_of(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         settings = [trial["shape"], trial["processes"]]
         settings += [f"{key} = {value:g}" for key, value in trial["settings"].items()]
         settings += [trial["parity"]] if trial["parity"] else []
-        figures = [_figure(report, trial[key]) for key in ("predicted", "measured")]
-        p99s = [_ms(trial[key]) for key in ("p99_predicted", "p99_measured")]
-        name, rate = f"no. {number}" if number else "yours", f"{trial['rate'] or 0:.0f}/s"
-        rows.append((name, *figures, gain, interval, rate, *p99s, ", ".join(settings)))
+        name, rate = f"no. {number}" if number else "yours", f"{trial['rate']:.0f}/s" if trial["rate"] else "-"
+        figure = _figure(report, trial["measured"])
+        rows.append((name, figure, gain, interval, rate, _ms(trial["p99"]), ", ".join(settings)))
     return rows
 
 
@@ -112,7 +111,7 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     between = f"95 % interval of the gain: {low or 0:.2f} to {high or math.inf:.2f}"
     parity = f"; {report['best']['parity']}" if report["best"] and report["best"]["parity"] else ""
     why = f"measurements vary too much ({between}): tune with a longer --budget, or"
-    if (report["other_programs"] or 0.0) > BUSY:
+    if (report["other_programs"] or 0.0) > MOST_BY_OTHERS:
         why = f"{_others(report)};"
     if report["failed"]:
         return f"cannot tell: {report['failed']}"
@@ -130,22 +129,13 @@ def _others(report: Mapping[str, Any]) -> str:
 
 def lines_of(report: Mapping[str, Any], has_table: bool = True) -> list[str]:
     """The whole report as text, or without the table of candidates."""
-    profile, calibration = report["profile"], report["calibration"]
     rows = [("goal", goal_text(report))]
     rows.append(("machine", f"{report['cpu_model']}, {report['cores']} cores of it; {report['images']} images"))
-    if profile:
-        drift = f"{profile['noisy_cells']} of {len(profile['cells'])} measurements of nodes drifted by more than 10 %"
-        rows.append(("noise", f"{drift}; {_others(report)}"))
-    if calibration:
-        machine, light = calibration["machine"], calibration["light"]
-        rows.append(("calibration", f"to wake a thread takes {_ms(machine['handover'])}"))
-        rates = [("at the limit", machine), ("at lower rates", light)]
-        for rate, each in rates if report["rate"] is None else [("at the rate", light)]:
-            slower = f"nodes take {each['slower']:.2f} times as long as alone"
-            rows.append(("", f"{rate}, {slower}, and other delays add {_ms(each['tail'])} to the p99"))
-        rows.append(("", f"the prediction of a closed loop is {calibration['residual']:.0%} off"))
-    if report["simulated"]:
-        rows.append(("search", f"{report['simulated']} settings simulated"))
+    rows.append(("noise", _others(report)))
+    if report["profile"]:
+        lone, answers = _ms(report["profile"]["lone"]), report["profile"]["answers"]
+        rows.append(("your file", f"a single request takes {lone}, clients that wait get {answers:.0f} answers/s"))
+    rows += [("search", f"{len(report['others'])} settings measured beside your file")] if report["others"] else []
     table = aligned(rows_of(report), HEADS) if report["yours"] and has_table else []
     return [*aligned(rows), *table, *report["notes"], *(f"not tried: {each}" for each in report["not_tried"])]
 
@@ -168,21 +158,19 @@ def page(report: Mapping[str, Any]) -> str:
     """The HTML file: verdict, plot of latency over rate, the table, and the other lines of the report."""
     is_good = report["verdict"] in ("better", "as good")
     parts = [shared.verdict(verdict_line(report), is_good)]
-    lines, first = [], next(iter(report["others"]), None)
-    for name, trial, color in (("yours", report["yours"], "blue"), ("no. 1", first, "orange")):
-        for key in ("p99", "p50"):
-            points = sorted(
-                (each["rate"], 1000 * each[key])
-                for each in (trial or {"points": ()})["points"]
-                if each[key] is not None
-            )
+    lines = []
+    for name, trial, color in zip(
+        ("yours", "no. 1"), (report["yours"], *report["others"]), ("blue", "orange"), strict=False
+    ):
+        for key in ("p99", "p50") if trial else ():
+            points = sorted((each["rate"], 1000 * each[key]) for each in trial["points"] if each[key] is not None)
             lines += [Line(f"{name}, {key}", points, color, key == "p50", dots=key == "p99")] if points else []
     if lines:
         rates = [point[0] for line in lines for point in line.points if point]
         limit = None if report["rate"] is not None else ("p99 limit", 1000 * report["slo_p99"])
         x = linear_axis("requests per second", min(rates), max(rates))
         parts.append(shared.charts([chart("Latency by rate", x, "ms", lines, limit)]))
-    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 8)))
+    parts.append(shared.table(HEADS, rows_of(report), "Yours and the best", range(1, 6)))
     others = escape("\n".join(lines_of(report, has_table=False)))
     parts.append(f'<pre style="white-space: pre-wrap">{others}</pre>')
     return shared.page(f"Tuning of {report['config']}", parts)
