@@ -117,7 +117,9 @@ class Connection(asyncio.BufferedProtocol):
             self.reader.feed(bytes(owner.received[:nbytes]))
             if self.service is None:
                 self._choose_service()
-            if self.turn is READING:
+            if self.turn is READING and self in owner.scheduled:
+                self.advance()  # NOTE: reads of one round that are put together are copied again and again
+            elif self.turn is READING:
                 owner.schedule(self)
             elif self.reader.pending_bytes > READ_AHEAD_BYTES:
                 self._read(False)

@@ -46,7 +46,7 @@ class Server:
         self.held_bytes = 0  # an upper bound of what the connections hold
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
-        self._scheduled: dict[Connection, None] = {}  # in order
+        self.scheduled: dict[Connection, None] = {}  # in order
         self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
@@ -123,12 +123,12 @@ class Server:
 
         Requests of one round start together, so that instances wake up once for all of them.
         """
-        if not self._scheduled:
+        if not self.scheduled:
             self.loop.call_soon(self._advance)
-        self._scheduled[connection] = None
+        self.scheduled[connection] = None
 
     def _advance(self) -> None:
-        scheduled, self._scheduled = self._scheduled, {}
+        scheduled, self.scheduled = self.scheduled, {}
         for connection in scheduled:
             try:
                 connection.advance()

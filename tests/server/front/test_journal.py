@@ -104,3 +104,19 @@ def test_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -> 
     assert steps == ["pause_reading", "write"]
     connection.advance()
     owner.close_or_hand_over.assert_called_once_with(connection)
+
+
+def test_begins_requests_after_the_round_and_reads_long_messages_in_it(journal: Journal) -> None:
+    owner = Mock(is_ending=False, scheduled={}, received=memoryview(bytearray(9)), held_bytes=0)
+    owner.options.max_held_bytes = 100
+    connection = Connection(owner, Mock(), 1, journal.entry(1), False)
+    connection.connection_made(Mock())
+    connection.service, connection.reader = Mock(), Mock(pending_bytes=9, is_paused=False)
+    connection.reader.next.return_value = None
+    connection.buffer_updated(9)
+    owner.schedule.assert_called_once_with(connection)
+    assert not connection.reader.next.called
+    owner.scheduled[connection] = None
+    connection.buffer_updated(9)
+    assert connection.reader.next.call_count == 1
+    owner.schedule.assert_called_once_with(connection)
