@@ -103,7 +103,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", [*FLAT_ONES, *OTHERS])
-def test_what_comes_out_is_what_went_in(name: str) -> None:
+def test_message_arrives_unchanged(name: str) -> None:
     """What most requests hold goes flat, anything else as a pickle."""
     values = FLAT_ONES.get(name) or OTHERS[name]
     packed = pack(values, {"kept": "data"})
@@ -113,13 +113,13 @@ def test_what_comes_out_is_what_went_in(name: str) -> None:
     assert also == {"kept": "data"}
 
 
-def test_a_dtype_of_another_library() -> None:
+def test_dtype_of_another_library_arrives_unchanged() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     values = {"data": np.ones(3, ml_dtypes.bfloat16)}
     assert shown(through(pack(values))[0]) == shown(values)
 
 
-def test_parts_of_tensors_are_sent_without_the_rest() -> None:
+def test_views_of_tensors_are_sent_without_the_rest() -> None:
     tensors = [torch.rand(3, 1).expand(3, 2000), torch.rand(100, 100)[::3, 1::2], torch.rand(4, 2).conj()]
     (found, _) = through(pack({"data": tensors}))
     for before, after in zip(tensors, found["data"], strict=True):
@@ -131,12 +131,12 @@ def test_parts_of_tensors_are_sent_without_the_rest() -> None:
     ("tensor", "message"),
     [(torch.empty(2, device="meta"), "a tensor on device meta"), (torch.eye(2).to_sparse(), "layout")],
 )
-def test_a_tensor_elsewhere_is_refused(tensor: torch.Tensor, message: str) -> None:
+def test_refuses_tensors_outside_of_cpu_memory(tensor: torch.Tensor, message: str) -> None:
     with pytest.raises(TypeError, match=f"^X: 'data' cannot be pickled: .*{message}"):
         pack_sent([{"data": tensor}], "X")
 
 
-def test_what_cannot_be_pickled_stays_where_it_is() -> None:
+def test_values_that_cannot_be_pickled_stay_here() -> None:
     lock = threading.Lock()
     [sent], packed = pack_sent([{"data": 1, "lock": lock, "trans": lambda x: x}], "X")
     assert sent == through(packed)[0] == {"data": 1}
@@ -146,14 +146,14 @@ def test_what_cannot_be_pickled_stays_where_it_is() -> None:
         pack_outcomes([ItemOutcome({"result": 1, "answer": lock}, {})])
 
 
-def test_a_tensor_that_requires_grad_comes_without() -> None:
+def test_tensor_arrives_without_its_gradient() -> None:
     (found, _) = through(pack({"data": torch.ones(3, requires_grad=True)}))
     assert shown(found["data"]) == shown(torch.ones(3))
     assert not found["data"].requires_grad
 
 
 @pytest.mark.parametrize("value", [np.zeros(10), bytes(2 * INLINE)], ids=["array", "bytes"])
-def test_one_object_twice_stays_one(value: Any) -> None:
+def test_object_under_two_keys_stays_one_object(value: Any) -> None:
     (found, _) = through(pack({"data": value, "same": value}))
     assert found["data"] is found["same"]
 
@@ -173,12 +173,12 @@ ITEMS = (
 
 @settings(max_examples=25, deadline=None)
 @given(values=st.dictionaries(st.text(max_size=5), ITEMS, max_size=4))
-def test_any_dict_comes_out_as_it_went_in(values: dict[str, Any]) -> None:
+def test_any_dict_arrives_unchanged(values: dict[str, Any]) -> None:
     (found, _) = through(pack(values))
     assert {key: shown(value) for key, value in found.items()} == {key: shown(value) for key, value in values.items()}
 
 
-def test_a_message_that_an_error_keeps_in_a_cycle_is_collected() -> None:
+def test_message_in_a_reference_cycle_is_collected() -> None:
     """A process of its own, since a failure is the end of it."""
     program = """
 import gc
@@ -195,7 +195,7 @@ for _ in range(50):
 
 @pytest.mark.parametrize("pack", [pack, Packed.of, lambda values: pack(ItemOutcome.of({}, values, True).changed)])
 @pytest.mark.parametrize("also", [1, [1]])
-def test_another_thread_may_be_about_to_import_torch(pack: Any, also: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_while_another_thread_imports_torch(pack: Any, also: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     values = {"data": np.zeros(2 * INLINE, np.uint8), "also": also}
     assert pack(values).parts[0].nbytes == 2 * INLINE
@@ -216,7 +216,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[pipe]:
                 yield built
 
 
-def test_the_dict_becomes_what_the_backend_made_of_it(run: pipe) -> None:
+def test_changes_of_the_backend_arrive_in_the_dict(run: pipe) -> None:
     """Keys that were added, changed, deleted; what cannot be sent stays, and one object that is there twice is one."""
     array, same, lock = np.zeros(2), b"bytes" * 9999, threading.Lock()
     given = {"removed": 1, "changed": 1, "array": array, "same": same, "lock": lock}
@@ -243,7 +243,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_costs_its_request_alone(run: pipe, name: str) -> None:
+def test_error_fails_its_request_alone(run: pipe, name: str) -> None:
     item, message = ERRORS[name]
     with pytest.raises(Exception, match=message):
         run({**item})

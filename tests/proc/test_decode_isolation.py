@@ -93,14 +93,14 @@ def labels(backend: str) -> list[str]:
         ("Process[DecodeMat]", "Process[DecodeMat] Isolated[DecodeMat]"),
     ],
 )
-def test_a_decoder_and_what_follows_it(backend: str, expected: str) -> None:
+def test_decoder_is_isolated_with_the_backends_after_it(backend: str, expected: str) -> None:
     label, *children = labels(backend)
     first, *others = expected.split()
     assert label == (backend if first == "S" else first)
     assert children == others
 
 
-def test_where_isolation_stands() -> None:
+def test_filters_and_limits_with_isolation() -> None:
     """A filter stays in front of its decoder; the node's key comes first; limits may stay where it is off."""
     config = {"backend": "S[Identity,(or)DecodeMat,ResizeMat]", "resize_h": 8, "resize_w": 8, **PROCESS}
     (plan,) = plan_pipeline(config).plans["node"].backends
@@ -122,12 +122,12 @@ def test_where_isolation_stands() -> None:
         ({"backend": "DecodeMat", "max_second": 3}, "did you mean 'max_seconds'"),
     ],
 )
-def test_what_cannot_be_is_refused(config: Data, message: str) -> None:
+def test_refuses_what_cannot_be_isolated(config: Data, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_pipeline(config)
 
 
-def test_isolation_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_if_nothing_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
     plan_pipeline({"backend": "DecodeMat", **PROCESS})
     assert caplog.text == ""
     plan_pipeline({"backend": "Identity", **PROCESS})
@@ -135,7 +135,7 @@ def test_isolation_of_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("backend", ["DecodeMat,ResizeMat,cvtColorMat", "DecodeMat,ResizeMat,CropMat,cvtColorMat"])
-def test_results_are_those_of_the_backends_in_this_process(jpeg: bytes, backend: str) -> None:
+def test_results_equal_those_without_isolation(jpeg: bytes, backend: str) -> None:
     """Also the color that a backend behind the decoder's process prefers reaches the decoder."""
     png = cv2.imencode(".png", picture(20, 30)[:, :, 0])[1].tobytes()
     backend, params = f"S[{backend}]", {"resize_h": 24, "resize_w": 32, "color": "rgb", "DecodeMat::color": "bgr"}
@@ -164,7 +164,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("act", ENDS)
-def test_a_decoder_that_dies_costs_one_image(hostile: pipe, act: str) -> None:
+def test_dead_decoder_fails_one_image(hostile: pipe, act: str) -> None:
     items: list[Data] = [{"data": data.encode()} for data in ("plain", act, "plain")]
     hostile(items)
     assert [bytes(item["result"]) if "result" in item else None for item in items] == [b"'plain'", None, b"'plain'"]
@@ -174,7 +174,7 @@ def test_a_decoder_that_dies_costs_one_image(hostile: pipe, act: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["spin", "plain"])
-def test_a_decoder_that_takes_too_long_costs_one_image(hostile: pipe, act: str) -> None:
+def test_decoder_beyond_max_seconds_fails_one_image(hostile: pipe, act: str) -> None:
     pid = int(said(hostile, "pid"))
     if act == "plain":
         os.kill(pid, signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_a_decoder_that_takes_too_long_costs_one_image(hostile: pipe, act: str) 
     wait_dead(pid)
 
 
-def test_memory_is_bounded(hostile: pipe) -> None:
+def test_decoder_beyond_max_memory_fails_one_image(hostile: pipe) -> None:
     pid = said(hostile, "pid")
     for data in ("allocate 200", "large 200000", b"plain " + bytes(65 * 2**20)):
         item = ask(hostile, data)
@@ -196,7 +196,7 @@ def test_memory_is_bounded(hostile: pipe) -> None:
     assert ask(hostile, "large 10000")["result"].sum() == 7 * 10000 * 1024 * 4
 
 
-def test_an_exception_is_a_defect_and_an_error_comes_back(hostile: pipe) -> None:
+def test_exception_is_a_defect_and_an_error_is_reported(hostile: pipe) -> None:
     with pytest.raises(BackendError, match="ValueError: no such thing") as info:
         ask(hostile, "defect no such thing " + "x" * 5000)
     assert len(str(info.value)) < 2000
@@ -207,12 +207,12 @@ def test_an_exception_is_a_defect_and_an_error_comes_back(hostile: pipe) -> None
 
 
 @pytest.mark.parametrize("act", [f"open {__file__}", "connect", "run", "fork", "kill", "shrink", "unlink /no/such"])
-def test_a_decoder_reaches_nobody(hostile: pipe, act: str) -> None:
+def test_decoder_reaches_no_file_socket_or_process(hostile: pipe, act: str) -> None:
     act = f"kill {os.getpid()}" if act == "kill" else act
     assert said(hostile, act) == "'PermissionError'"
 
 
-def test_a_decoder_lifts_no_limit(hostile: pipe) -> None:
+def test_decoder_cannot_lift_a_limit(hostile: pipe) -> None:
     with pytest.raises(BackendError, match="not allowed to raise maximum limit"):
         ask(hostile, "capabilities")
     status = Path(f"/proc/{said(hostile, 'pid')}/status").read_text(encoding="ascii")
@@ -220,14 +220,14 @@ def test_a_decoder_lifts_no_limit(hostile: pipe) -> None:
     assert (int(fields["CapEff"], 16), int(fields["CapPrm"], 16), fields["NoNewPrivs"]) == (0, 0, "1")
 
 
-def test_a_decoder_has_no_key_of_a_model(hostile: pipe) -> None:
+def test_decoder_has_no_key_of_a_model(hostile: pipe) -> None:
     """Its memory is a copy of that of the process which forks it."""
     environment = parent_of(int(said(hostile, "pid"))).environ()
     assert "PATH" in environment
     assert "MODEL_KEY" not in environment
 
 
-def test_what_a_decoder_says_is_never_unpickled(hostile: pipe, tmp_path: Path) -> None:
+def test_answer_of_a_decoder_is_never_unpickled(hostile: pipe, tmp_path: Path) -> None:
     path = tmp_path / "owned"
     assert isinstance(ask(hostile, f"say_pickle {path}")["error"], WorkerDied)
     assert not path.exists()
@@ -248,7 +248,7 @@ def test_what_a_decoder_says_is_never_unpickled(hostile: pipe, tmp_path: Path) -
         (DONE, (0, 1, 500_000, 1, 1), b""),
     ],
 )
-def test_numbers_of_an_answer_are_checked(kind: int, numbers: tuple[int, ...], text: bytes) -> None:
+def test_refuses_invalid_numbers_in_an_answer(kind: int, numbers: tuple[int, ...], text: bytes) -> None:
     room = raw.room_for(1000)
     fd = create_memory(room)
     link = Link(fd, room, [fd])
@@ -262,7 +262,7 @@ def test_numbers_of_an_answer_are_checked(kind: int, numbers: tuple[int, ...], t
     assert (mat.shape, color) == ((1000, 1, 1), "bgr")
 
 
-def test_nobody_makes_the_shared_memory_smaller() -> None:
+def test_shared_memory_cannot_be_truncated() -> None:
     """Whoever read it then would be killed."""
     fd = create_memory(raw.room_for(2**20))
     for size in (0, 4096, 16384):
@@ -285,7 +285,7 @@ def wait_dead(pid: int) -> None:
         eventually(lambda: not is_alive(process), f"process {pid} is still there")
 
 
-def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_without_releasing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmap.MADV_REMOVE", 9999)
     image = np.zeros((2500, 2500, 3), np.uint8)
     encoded = cv2.imencode(".png", image)[1].tobytes()
@@ -294,7 +294,7 @@ def test_a_kernel_need_not_take_memory_back(monkeypatch: pytest.MonkeyPatch) -> 
             assert np.array_equal(run({"data": encoded})["result"], image)
 
 
-def test_what_is_killed_while_idle_costs_nothing(hostile: pipe) -> None:
+def test_killing_idle_processes_fails_no_image(hostile: pipe) -> None:
     """A decoder, and the process that decoders come from."""
     pid = int(said(hostile, "pid"))
     os.kill(pid, signal.SIGKILL)
@@ -305,7 +305,7 @@ def test_what_is_killed_while_idle_costs_nothing(hostile: pipe) -> None:
     assert int(said(hostile, "pid")) != pid
 
 
-def test_stopped_processes(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_processes_are_replaced_and_end(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote, "ANSWER_SECONDS", WAIT)
     with pipe({"backend": register(hostile_decoders.Hostile), **PROCESS}) as p:
         parent_of(int(said(p, "pid"))).suspend()
@@ -355,7 +355,7 @@ def test_stopped_children_end_with_their_parent(tmp_path: Path) -> None:
         wait_dead(pid)
 
 
-def test_nothing_is_imported_from_the_working_directory(
+def test_imports_nothing_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jpeg: bytes
 ) -> None:
     for name in ("cv2", "numpy", "pickle", "socket"):

@@ -84,7 +84,7 @@ class Scale(ItemBackend):
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_results_are_those_of_a_plain_pipe(register: Register, graph: str) -> None:
+def test_results_equal_those_of_a_plain_pipe(register: Register, graph: str) -> None:
     """Two workers, many threads, arrays in and out."""
     config = {"global": {"backend": register(Scale), "instance_num": 2}, **GRAPHS[graph]}
 
@@ -106,7 +106,7 @@ def test_results_are_those_of_a_plain_pipe(register: Register, graph: str) -> No
 
 
 @pytest.mark.parametrize("array", [np.zeros(3), torch.zeros(3)], ids=["array", "tensor"])
-def test_a_result_that_is_the_data_changed_in_place(register: Register, array: Any) -> None:
+def test_result_that_is_the_changed_data_leaves_the_callers_data_alone(register: Register, array: Any) -> None:
     class Draw(ItemBackend):
         """``result`` is ``data``, in which it has written, as the drawing functions of OpenCV do."""
 
@@ -125,7 +125,7 @@ def test_a_result_that_is_the_data_changed_in_place(register: Register, array: A
 # -- batches --------------------------------------------------------------------------------------------------------
 
 
-def test_batches_form_of_all_workers_requests(register: Register) -> None:
+def test_batch_holds_requests_of_all_workers(register: Register) -> None:
     gate = Gate(8)
     with workers_of(shared(register(gate.backend)), 2) as workers, gate:
         held = gate.hold(workers[0].pipe, {"data": "first"})
@@ -137,7 +137,7 @@ def test_batches_form_of_all_workers_requests(register: Register) -> None:
     assert [len(batch) for batch in gate.batches] == [1, 6]
 
 
-def test_the_first_request_of_a_node_is_taken_while_another_computes(
+def test_takes_the_first_request_of_a_node_while_another_computes(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchpipe_py.proc.engine.SLEEP_SECONDS", 10 * WAIT)
@@ -154,9 +154,7 @@ def test_the_first_request_of_a_node_is_taken_while_another_computes(
 # -- requests that end before their turn -----------------------------------------------------------------------------
 
 
-def test_a_request_that_is_given_up_while_it_is_written_is_not_run(
-    register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_abandoned_while_it_is_written_is_not_run(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its deadline passes, say: the engine process hears of that before it hears of the request."""
     gate, ask = Gate(), Link.ask
     with workers_of(shared(register(gate.backend))) as (worker,), gate:
@@ -177,7 +175,7 @@ def test_a_request_that_is_given_up_while_it_is_written_is_not_run(
     assert gate.batches == [["held"]]
 
 
-def test_a_request_that_is_given_up_while_it_runs_keeps_its_slot(register: Register) -> None:
+def test_request_abandoned_while_it_runs_keeps_its_slot(register: Register) -> None:
     """Or its backend, which changes arrays in place, would change the next request's."""
     gate = Gate(blocks=lambda data: data[0] == 0)
 
@@ -202,7 +200,7 @@ def test_a_request_that_is_given_up_while_it_runs_keeps_its_slot(register: Regis
 
 
 @pytest.mark.parametrize("has_slot", [True, False])
-def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_slot: bool) -> None:
+def test_abandoned_request_no_longer_counts_as_load(register: Register, has_slot: bool) -> None:
     """Or company at a node behind would be waited for; and while the engine process hangs, memory would grow."""
     gate = Gate()
     with workers_of(shared(register(gate.backend))) as (worker,), gate:
@@ -227,7 +225,7 @@ def test_a_request_that_is_given_up_is_no_load_any_more(register: Register, has_
 # -- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_closed_ends_what_it_has(register: Register) -> None:
+def test_closed_engine_finishes_running_requests_and_fails_others(register: Register) -> None:
     gate = Gate()
     config = shared(register(gate.backend))
     server = EngineServer(plan_pipeline(config))
@@ -247,7 +245,9 @@ def test_an_engine_that_is_closed_ends_what_it_has(register: Register) -> None:
     worker.close()
 
 
-def test_an_engine_that_is_gone_fails_what_it_had(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine_fails_its_requests_and_the_next_runs_the_others(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what waited is run by the next one: nothing is lost, and nothing runs twice."""
     monkeypatch.setattr(client, "HOLD_SECONDS", WAIT)
     gate = Gate(8)
@@ -275,7 +275,7 @@ def test_an_engine_that_is_gone_fails_what_it_had(register: Register, monkeypatc
     assert ran == Counter([0, *range(MOST_SLOTS, 200), "more"])
 
 
-def test_a_backend_may_keep_what_it_gets(register: Register) -> None:
+def test_backend_may_keep_its_input(register: Register) -> None:
     class Before(Backend):
         """``result`` is ``data`` of the request before."""
 
@@ -294,7 +294,9 @@ def test_a_backend_may_keep_what_it_gets(register: Register) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_answers_are_told_in_turns_and_once(register: Register, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+def test_answers_are_delivered_in_turns_and_once(
+    register: Register, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
     """By the thread that watches, one each time that the bell has rung; a large one by a thread of its own, which may
     still copy it when the engine process is gone.
     """
@@ -334,7 +336,7 @@ def test_answers_are_told_in_turns_and_once(register: Register, monkeypatch: pyt
     assert threads == 3 * ["torchpipe-large-answer" if large else threading.current_thread().name]
 
 
-def test_without_an_engine_a_request_waits_for_a_while(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_without_an_engine_fails_after_a_while(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "HOLD_SECONDS", 0.01)
     with workers_of(shared("Identity")) as (worker,):
         lose(worker, worker.server)
@@ -356,7 +358,7 @@ def test_without_an_engine_a_request_waits_for_a_while(register: Register, monke
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "recv_fds", "mmap"])
-def test_a_link_for_which_descriptors_or_memory_are_missing_can_be_made_again(
+def test_link_is_created_once_descriptors_or_memory_are_available(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, told = shared("Identity"), list[bool]()
@@ -421,13 +423,13 @@ for make in (lambda sock: (WorkerLink(sock, Answered()), fork()), client._link):
 """
 
 
-def test_a_process_that_a_backend_forks_does_not_hide_the_end_of_its_own() -> None:
+def test_process_forked_by_a_backend_does_not_hide_the_end_of_its_parent() -> None:
     """Or a worker would wait for an engine process that was killed, as long as a child of that one lives."""
     done = run(sys.executable, "-c", FORK)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_worker_that_is_gone_leaves_nothing_behind(register: Register) -> None:
+def test_dead_worker_leaves_nothing_behind(register: Register) -> None:
     gate = Gate()
     with workers_of(shared(register(gate.backend)), 2) as (gone, other), gate:
         held = gate.hold(other.pipe, {"data": "other"})
@@ -447,7 +449,7 @@ def test_a_worker_that_is_gone_leaves_nothing_behind(register: Register) -> None
     assert gate.batches == [["other"], [1]]
 
 
-def test_links_come_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_links_leave_no_descriptor_or_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "HOLD_SECONDS", WAIT)
 
     def descriptors() -> int:

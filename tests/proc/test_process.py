@@ -72,7 +72,7 @@ def pid_of(process: Process) -> int:
 # -- the same as without ------------------------------------------------------------------------------------------
 
 
-def test_a_registered_class_with_init_and_forward(register: Register) -> None:
+def test_class_with_init_and_forward_runs_in_a_process(register: Register) -> None:
     name = register(process_backends.Duck)
     items = [{"data": number} for number in range(4)]
     with pipe({"backend": f"Process[{name}]", "a": 1, f"{name}::b": [2]}) as p:
@@ -85,13 +85,13 @@ def test_a_registered_class_with_init_and_forward(register: Register) -> None:
         assert 1 <= count <= 3
 
 
-def test_a_process_in_a_process() -> None:
+def test_process_may_run_a_process() -> None:
     mat = picture(120, 160)
     with pipe({"backend": "Process[Process[Identity]]"}) as p:
         np.testing.assert_array_equal(p({"data": mat})["result"], mat)
 
 
-def test_a_batch_goes_as_one(obedient: Process) -> None:
+def test_batch_is_one_call(obedient: Process) -> None:
     items: list[Data] = [{"data": number} for number in range(4)]
     obedient.forward(items)
     assert [item["result"][1:] for item in items] == [(4, number) for number in range(4)]
@@ -99,7 +99,7 @@ def test_a_batch_goes_as_one(obedient: Process) -> None:
     assert obedient.signature() == Signature(outputs=(TensorSpec("pid"),))
 
 
-def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_while_another_thread_imports_opencv(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenCV's folder, which has a module called typing, is the first one meanwhile."""
     folder = os.path.dirname(os.path.realpath(cv2.__file__))
     monkeypatch.setattr(sys, "path", [os.path.join(folder, ""), folder, *sys.path])
@@ -108,7 +108,7 @@ def test_a_process_is_started_while_another_thread_imports_opencv(monkeypatch: p
     started.close()
 
 
-def test_an_answer_that_cannot_be_read(obedient: Process) -> None:
+def test_answer_that_cannot_be_unpickled_fails_its_request(obedient: Process) -> None:
     pid = pid_of(obedient)
     with pytest.raises(TypeError, match=r"the answer of its worker process: .*missing 1 required"):
         forward(obedient, "give_stubborn")
@@ -118,7 +118,7 @@ def test_an_answer_that_cannot_be_read(obedient: Process) -> None:
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_comes_back_with_its_traceback(obedient: Process) -> None:
+def test_exception_arrives_with_its_traceback(obedient: Process) -> None:
     pid = pid_of(obedient)
     with pytest.raises(ValueError, match=r"^no such value$") as info:
         forward(obedient, "raise_value_error")
@@ -139,31 +139,31 @@ def test_an_exception_comes_back_with_its_traceback(obedient: Process) -> None:
         ("die", WorkerDied, r"Process\[X\]: its worker process \d+ died: exit status 5"),
     ],
 )
-def test_an_error_of_setup_is_the_same_kind_here(how: str, kind: type[Exception], message: str) -> None:
+def test_error_of_setup_keeps_its_type(how: str, kind: type[Exception], message: str) -> None:
     unfit = backend(process_backends.Unfit, how=how)
     with pytest.raises(kind, match=message):
         unfit.setup()
     unfit.close()
 
 
-def test_a_class_that_no_other_process_can_import(register: Register) -> None:
+def test_refuses_classes_that_cannot_be_imported(register: Register) -> None:
     class Local(Identity):
         """Stands in a function."""
 
-    with pytest.raises(ConfigError, match=r"X: .*'.*Local'.* must stand at the top level of a module"):
+    with pytest.raises(ConfigError, match=r"X: .*'.*Local'.* must be at the top level of a module"):
         backend(Local).setup()
     stray = type("Stray", (Identity,), {"__module__": "stray"})
     module = type(sys)("stray")
     module.Stray = stray  # type: ignore[attr-defined]
     sys.modules["stray"] = module
     try:
-        with pytest.raises(ConfigError, match="No module named 'stray'; a class must stand at the top level"):
+        with pytest.raises(ConfigError, match="No module named 'stray'; a class must be at the top level"):
             backend(stray).setup()
     finally:
         del sys.modules["stray"]
 
 
-def test_a_filter_or_parameter_that_cannot_be_sent(register: Register) -> None:
+def test_refuses_filters_and_parameters_that_cannot_be_pickled(register: Register) -> None:
     with pytest.raises(ConfigError, match="'how' cannot go to a worker process"):
         backend(process_backends.Unfit, how=threading.Lock()).setup()
     filters = (FilterPlan(lambda data: data),)
@@ -179,14 +179,14 @@ def test_a_filter_or_parameter_that_cannot_be_sent(register: Register) -> None:
     ("word", "ending"),
     [("die", r"killed by signal 9 \(SIGKILL\)"), ("leave", "exit status 3")],
 )
-def test_a_worker_that_dies_fails_what_it_had(obedient: Process, word: str, ending: str) -> None:
+def test_dead_process_fails_its_batch_and_is_replaced(obedient: Process, word: str, ending: str) -> None:
     pid = pid_of(obedient)
     with pytest.raises(WorkerDied, match=rf"^Process\[X\]: its worker process {pid} died: {ending}$"):
         forward(obedient, word)
     assert pid_of(obedient) != pid
 
 
-def test_an_idle_worker_that_was_killed_costs_no_request(obedient: Process) -> None:
+def test_killing_an_idle_process_fails_no_request(obedient: Process) -> None:
     for _ in range(2):
         pid = pid_of(obedient)
         os.kill(pid, signal.SIGKILL)  # it may still be dying when the next request comes
@@ -194,7 +194,7 @@ def test_an_idle_worker_that_was_killed_costs_no_request(obedient: Process) -> N
 
 
 @pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
-def test_only_the_culprits_fail(register: Register, cls: type) -> None:
+def test_only_requests_that_kill_their_process_fail(register: Register, cls: type) -> None:
     with pipe({"backend": f"Process[{register(cls)}]", "instance_num": 2, "batching_timeout": 50}) as p:
         words = ["plain"] * 60
         words[7], words[33] = "leave", "die"
@@ -205,7 +205,7 @@ def test_only_the_culprits_fail(register: Register, cls: type) -> None:
     assert "SIGKILL" in str(errors[33])
 
 
-def test_a_worker_that_cannot_be_started_again(tmp_path: Path) -> None:
+def test_process_that_cannot_be_restarted_fails_requests(tmp_path: Path) -> None:
     unfit = backend(process_backends.Unfit, how=f"once {tmp_path / 'seen'}")
     unfit.setup()
     with pytest.raises(WorkerDied, match="exit status 7"):
@@ -216,7 +216,7 @@ def test_a_worker_that_cannot_be_started_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["memory", "processes"])
-def test_a_worker_for_which_there_is_nothing_left_is_started_later(
+def test_process_is_restarted_once_memory_or_processes_are_available(
     obedient: Process, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     """``/dev/shm`` would say the first, RLIMIT_NPROC the second."""
@@ -240,7 +240,7 @@ def test_a_worker_for_which_there_is_nothing_left_is_started_later(
 # -- the end ------------------------------------------------------------------------------------------------------
 
 
-def test_close_closes_the_backend_and_ends_the_worker(tmp_path: Path) -> None:
+def test_close_closes_the_backend_and_ends_the_process(tmp_path: Path) -> None:
     for word, ends in (("closed", nullcontext()), ("raise", pytest.raises(ValueError, match="will not close"))):
         closing = backend(process_backends.Closing, file=str(tmp_path / word))
         closing.setup()
@@ -253,7 +253,7 @@ def test_close_closes_the_backend_and_ends_the_worker(tmp_path: Path) -> None:
     backend(process_backends.Closing, file="never").close()
 
 
-def test_close_of_a_worker_that_hangs_or_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_a_process_that_hangs_or_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarter, "CLOSE_SECONDS", 0.1)
     for file, number in (("hang", 0), ("stopped", signal.SIGSTOP), ("gone", signal.SIGKILL)):
         closing = backend(process_backends.Closing, file=str(tmp_path / file))
@@ -264,7 +264,7 @@ def test_close_of_a_worker_that_hangs_or_is_gone(tmp_path: Path, monkeypatch: py
         assert not psutil.pid_exists(pid)
 
 
-def test_signals_of_the_group_do_not_end_it(obedient: Process) -> None:
+def test_signals_of_the_group_do_not_end_the_process(obedient: Process) -> None:
     pid = pid_of(obedient)
     os.kill(pid, signal.SIGINT)
     os.kill(pid, signal.SIGTERM)
@@ -308,7 +308,7 @@ GUARD = "if __name__ == '__main__':\n    "
         ("Process[Mine]", "", 'put that under `if __name__ == "__main__":`'),
     ],
 )
-def test_a_script_and_a_class_in_it(tmp_path: Path, backend: str, guard: str, error: str) -> None:
+def test_class_in_the_main_script_needs_a_main_guard(tmp_path: Path, backend: str, guard: str, error: str) -> None:
     (tmp_path / "app.py").write_text(f"{PROGRAM}\n{guard}main()\n", encoding="utf-8")
     done = run(sys.executable, "-W", "error", tmp_path / "app.py", backend)
     assert (done.returncode, done.stdout) == ((1, "") if error else (0, "done\n")), done.stderr
@@ -316,7 +316,7 @@ def test_a_script_and_a_class_in_it(tmp_path: Path, backend: str, guard: str, er
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_class_of_an_imported_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_of_a_file_imported_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it lies a module that it imports, in the worker as well."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour_of_it.py").write_text("FACTOR = 3\n", encoding="utf-8")
@@ -355,7 +355,7 @@ class Triple:
         (None, "no such"),
     ],
 )
-def test_an_import_that_fails(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_failed_import_is_reported_and_undone(tmp_path: Path, text: str | None, problem: str) -> None:
     file = tmp_path / "fails_to_import.py"
     if text is not None:
         file.write_text(text, encoding="utf-8")
@@ -368,7 +368,9 @@ def test_an_import_that_fails(tmp_path: Path, text: str | None, problem: str) ->
 
 
 @pytest.mark.parametrize("cls", [process_backends.Obedient, process_backends.Single])
-def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_longer_than_max_seconds_fails_and_its_process_is_replaced(
+    register: Register, cls: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped, the process would never answer; what is to be answered has a minute, on a busy machine too."""
     monkeypatch.setattr(backends, "loaded_torch", lambda: None)  # importing it takes each process two seconds
     with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
@@ -383,7 +385,7 @@ def test_a_batch_that_takes_too_long_is_ended(register: Register, cls: type, mon
         assert p({"data": "pid"})["result"][0] != pid
 
 
-def test_memory_beyond_the_limit_is_refused(register: Register) -> None:
+def test_memory_beyond_max_memory_is_refused(register: Register) -> None:
     """PyTorch is imported before the limit holds: it maps more than any limit that suits a backend."""
     with pipe({"backend": f"Process[{register(process_backends.Obedient)}]", "max_memory": 64}) as p:
         assert p({"data": "plain", "tensor": torch.ones(2)})["tensor"].tolist() == [1, 1]
@@ -409,7 +411,7 @@ def held(
         yield p
 
 
-def test_the_start_of_another_process_is_no_batch_that_hangs(held: pipe, tmp_path: Path) -> None:
+def test_start_of_a_replacement_is_not_a_hung_batch(held: pipe, tmp_path: Path) -> None:
     future = held.submit({"data": "x"})
     eventually((tmp_path / "entered").exists)
     node = held.stats()["nodes"]["node"]
@@ -419,6 +421,6 @@ def test_the_start_of_another_process_is_no_batch_that_hangs(held: pipe, tmp_pat
 
 
 @pytest.mark.parametrize("held", [0.05], indirect=True)
-def test_a_start_that_takes_too_long(held: pipe) -> None:
+def test_start_of_a_replacement_is_limited(held: pipe) -> None:
     with pytest.raises(WorkerDied, match=r"cannot be started again: .* took longer than 0\.05 s and was ended"):
         held({"data": "x"})

@@ -77,7 +77,7 @@ class Process(HandOverBackend):
         require_machine(self.config.label)
         if is_loading_main():
             raise ConfigError(
-                f"{self.config.label}: a worker process imports the main script for a class that stands in it, and "
+                f"{self.config.label}: a worker process imports the main script for a class in it, and "
                 'the script starts a pipe when imported: put that under `if __name__ == "__main__":`'
             )
         self._setup = describe(self.config, self._colors, self.max_memory)
@@ -268,8 +268,8 @@ class Remote(HandOverBackend):
         return self._engine.expected_wait()
 
     def signature(self) -> Signature:
-        found: Signature = self._signature
-        return found
+        signature: Signature = self._signature
+        return signature
 
     @classmethod
     def batch_range(cls, params: Mapping[str, Any], children: Any) -> tuple[int, int]:

@@ -42,9 +42,9 @@ HOLD_SECONDS = 0.4
 
 START_SECONDS = 60.0  # time for a ready engine process to report its sections
 LARGE_BYTES = 2**22  # copying a larger answer takes milliseconds
-_TURN_SECONDS = 0.02  # for answers, since the thread of ``watch`` has other work, too
+_TURN_SECONDS = 0.02  # time for answers in one call of ``take``: the thread of ``watch`` has other work
 _DIED = "the engine process has died, and the next one is not ready yet"
-_WEIGHT = 1 / 16  # of the last call in the mean time of a call
+_LAST_CALL_WEIGHT = 1 / 16  # in the mean time of a call
 
 ENDED = (EOFError, BrokenPipeError, ConnectionResetError)
 """Exceptions that a link raises if the other process has ended."""
@@ -290,7 +290,7 @@ class HandOverTimes:
             self._totals["requests"] += 1
             for name, begin, end in zip([*self._totals][1:], times, times[1:], strict=False):
                 self._totals[name] += 1000 * (end - begin)
-            self.recent += _WEIGHT * (now - call.asked - self.recent)
+            self.recent += _LAST_CALL_WEIGHT * (now - call.asked - self.recent)
 
     def as_dict(self) -> dict[str, float]:
         """Totals in milliseconds."""

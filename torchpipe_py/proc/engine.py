@@ -68,7 +68,7 @@ class EngineServer:
         self._new: list[socket.socket] = []
         self._is_closed = False
         self._answered = Answered()
-        self._taking = threading.Lock()  # for taking requests, and for the sleepers
+        self._taking = threading.Lock()  # guards taking requests and ``_sleepers``
         self._sleepers: set[object] = {None}  # nodes whose leader sleeps or soon will; None if some have no leader
         self._bell.await_ring(True)
         if self.pipe.draw_from(self):

@@ -174,8 +174,8 @@ def changed(before: bytes, after: bytes) -> list[int]:
     """Indexes of the words that differ."""
     if before == after:
         return []
-    found: list[int] = (np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).nonzero()[0].tolist()
-    return found
+    indexes: list[int] = (np.frombuffer(before, np.uint32) != np.frombuffer(after, np.uint32)).nonzero()[0].tolist()
+    return indexes
 
 
 class Link:

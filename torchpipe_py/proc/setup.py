@@ -102,4 +102,4 @@ def _check_importable(cls: type, label: str) -> None:
 
 
 def _advice(cls: type) -> str:
-    return f"a worker process imports class {cls.__qualname__!r}, so it must stand at the top level of a module"
+    return f"a worker process imports class {cls.__qualname__!r}, so it must be at the top level of a module"

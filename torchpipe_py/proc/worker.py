@@ -124,7 +124,7 @@ def make_backend(setup: Setup, before_main: Any = None) -> Backend:
         plan, postprocessors = Unpickler(setup.pickled, [], [], before_main).load()
     except Exception as error:
         raise ConfigError(
-            f"a worker process cannot import what it needs: {type(error).__name__}: {error}; a class must stand at the "
+            f"a worker process cannot import what it needs: {type(error).__name__}: {error}; a class must be at the "
             "top level of a module that can be imported without side effects, from a folder that sys.path has by its "
             "absolute path: '', the working directory, is left out (PYTHONPATH=$PWD, uvicorn --app-dir $PWD)"
         ) from error

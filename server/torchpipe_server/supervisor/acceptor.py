@@ -42,7 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
         addresses = []
     if not addresses:
         raise OSError(f"neither an address nor a name that has one; {nearest(host, _USUAL)}")
-    family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
+    family, _, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     if _NUMERIC.fullmatch(host) and host != address[0]:
         raise OSError(f"not a full address; did you mean {address[0]!r}?")
     is_dual = address[0] == "::" and socket.has_dualstack_ipv6()

@@ -21,7 +21,7 @@ logger = logging.getLogger("torchpipe_server")
 LOOK_SECONDS = 1.0  # between two checks of a worker's heartbeat
 SHORTEST_HANG_SECONDS = 1.0  # heartbeats every BEAT_SECONDS cannot show a hang sooner
 RESPONDS_SECONDS = 3.0  # without progress, after which a worker counts as not responding
-RETIRE_SECONDS = 0.5  # for a worker with a hung batch or a dead instance to finish its other requests
+RETIRE_SECONDS = 0.5  # in which a worker with a hung batch or a dead instance finishes its other requests
 MOST_UNREAD = 2**12  # messages that a worker may leave unread before its control messages count as misbehaviour
 
 State = Literal["starting", "ready", "draining", "gone"]
@@ -59,7 +59,7 @@ class Child:
         self.name = name
         self.state: State = "starting"
         self.connections: set[int] = set()
-        self.clients: set[Child] = set()  # of an engine process: the workers that it serves
+        self.clients: set[Child] = set()  # the workers that an engine process serves
         self.failure = ""
         self.answered: bool | None = None  # once it ended: whether with every request answered
         self.stats: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Child:
         self.reason: Reason = "died"
         self.must_listen = self.listens = False  # at the port of gRPC
         self.has_served = self.has_streams = False  # whether it got a connection or a client; streams to read
-        self.is_asked = False  # for statistics
+        self.is_asked = False  # to send statistics
         self.started_at = monotonic()
         self.ready_at = 0.0
         self.process = forked.process

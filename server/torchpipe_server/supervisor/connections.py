@@ -54,7 +54,7 @@ class Connections:
         self._fallback_server = Server(loop, self._fallback.services, options, self._left)
         self._sockets: dict[int, socket.socket] = {}
         self._loop = loop
-        self._held: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, with their timers
+        self._waiting: dict[int, asyncio.TimerHandle] = {}  # slots that wait for a worker, with their timers
         self._is_ending = False
         self._silent: Iterator[int] = iter(())  # idle slots without any request so far
         self._looked_at = 0.0  # when they were listed
@@ -69,8 +69,8 @@ class Connections:
         """Take what the system has accepted and close the port; connections no longer wait for a worker."""
         self._acceptor.close()
         self._is_ending = True
-        held, self._held = self._held, {}
-        for slot, timer in held.items():
+        waiting, self._waiting = self._waiting, {}
+        for slot, timer in waiting.items():
             timer.cancel()
             self._give_to_fallback(slot)
         self._fallback_server.drain()
@@ -107,8 +107,8 @@ class Connections:
 
     def became_ready(self, child: Child) -> None:
         """Give a new worker the waiting connections and its share of those that the other workers serve."""
-        held, self._held = self._held, {}
-        for slot, timer in held.items():
+        waiting, self._waiting = self._waiting, {}
+        for slot, timer in waiting.items():
             timer.cancel()
             self._give(slot, child)
         self._fallback_server.shed(self._fallback_server.connections)
@@ -193,7 +193,7 @@ class Connections:
         elif self._is_ending:
             self._give_to_fallback(slot)
         else:
-            self._held[slot] = self._loop.call_later(HOLD_SECONDS, self._hold_no_longer, slot)
+            self._waiting[slot] = self._loop.call_later(HOLD_SECONDS, self._end_wait, slot)
 
     def _give(self, slot: int, child: Child) -> None:
         self.journal.entry(slot)  # clears it: the new worker may die before it has the connection
@@ -217,14 +217,14 @@ class Connections:
     def _close(self, slot: int) -> None:
         self._hang_up(slot)
         self._sockets.pop(slot).close()
-        timer = self._held.pop(slot, None)
+        timer = self._waiting.pop(slot, None)
         if timer is not None:
             timer.cancel()
         self._slots.release(slot)
         self._acceptor.resume()
 
-    def _hold_no_longer(self, slot: int) -> None:
-        del self._held[slot]
+    def _end_wait(self, slot: int) -> None:
+        del self._waiting[slot]
         if self._ready():
             self._place(slot)
         else:

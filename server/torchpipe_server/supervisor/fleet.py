@@ -27,7 +27,7 @@ EXHAUSTED_DELAY = 1.0  # after a lack of descriptors, memory or threads
 SETTLED_SECONDS = 1.0  # a worker that was ready this long works
 RECOVER_SECONDS = 1.0  # within which the successor of a dead worker is expected
 REAP_SECONDS = 1.0  # after the end of a process, for the fork server to report its exit status
-EXIT_STATUS_SECONDS = 0.2  # for that while the service ends
+EXIT_STATUS_SECONDS = 0.2  # the same while the service ends
 
 
 class Fleet:

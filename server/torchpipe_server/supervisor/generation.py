@@ -17,8 +17,8 @@ from torchpipe_server.worker.service import engine_processes, has_engine
 
 logger = logging.getLogger("torchpipe_server")
 
-START_ATTEMPTS = 5  # of a worker that ends before it is ready
-MOST_CHANGES = 16  # waiting for a reload to finish
+START_ATTEMPTS = 5  # failed starts in a row until a worker is given up
+MOST_CHANGES = 16  # that may wait for a reload to finish
 RETRY_MS = 1000  # after a refused change
 
 Change = tuple[Callable[[], Any], Callable[[str], object]]
@@ -29,7 +29,7 @@ class Changes:
     """Changes that wait for a reload to finish, and the callback of the one in progress."""
 
     def __init__(self) -> None:
-        self.done: Callable[[str], object] | None = None  # of the one in progress, not called yet
+        self.done: Callable[[str], object] | None = None  # the callback of the change in progress
         self._waiting: deque[Change] = deque()
 
     def add(self, change: Change) -> None:

@@ -32,12 +32,12 @@ class Repository:
         served: Folder = self._fleet.generation.tables
         files = self._files()
         keys = dict.fromkeys([*served, *(f"{name}/{version}" for name, each in files.items() for version in each)])
-        found = []
+        rows = []
         for key in sorted(keys):
             name, _, version = key.partition("/")
             state, reason = ("READY", "") if key in served else ("UNAVAILABLE", self._problems.get(name, "unloaded"))
-            found.append({"name": name, "version": version, "state": state, "reason": reason})
-        return found
+            rows.append({"name": name, "version": version, "state": state, "reason": reason})
+        return rows
 
     def control(self, action: str, name: str, done: Callable[[int, dict[str, Any]], object]) -> None:
         """``load`` or ``unload`` the model; ``done`` is called with the status and body of the outcome."""

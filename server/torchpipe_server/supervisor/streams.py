@@ -19,9 +19,9 @@ from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snaps
 logger = logging.getLogger("torchpipe_server")
 
 MOST_SUBSCRIBERS = 32
-EVENTS_WAITING = 16  # of a subscriber that does not read; at most 32 MiB for all
+EVENTS_WAITING = 16  # for each subscriber that does not read; at most 32 MiB for all
 HEARTBEAT_SECONDS = 10.0
-SNAPSHOT_SECONDS = 5.0  # for a worker to draw a frame
+SNAPSHOT_SECONDS = 5.0  # time limit for a worker to draw a frame
 
 
 def read_tables(file: str) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ class SharedStreams:
 
     def __init__(self, loop: Loop, file: str, tables: Mapping[str, Any]) -> None:
         self._file, self._next, self._loop = file, tables, loop
-        self._tables = tables  # of the serving generation
+        self._tables = tables  # those of the serving generation
         self._generation: object = None
         self._readers: dict[str, Child] = {}
         self._workers: dict[Child, int] = {}  # with their numbers

@@ -32,7 +32,7 @@ from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 logger = logging.getLogger("torchpipe_server")
 
 STEP_SECONDS = 0.1  # between two checks whether the stop is complete
-ASK_SECONDS = 1.0  # for workers to report their statistics
+ASK_SECONDS = 1.0  # time limit for workers to report their statistics
 ASK_STEP_SECONDS = 0.005  # between two checks whether they have
 EXIT_SECONDS = 5.0  # beyond drain_seconds, for a worker to end
 KILL_SECONDS = 1.0  # after those, for killed workers to end and their requests to be answered

@@ -21,7 +21,7 @@ _PASSING = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)  # no room at the m
 _RECEIVE_BYTES = 2**14  # in one round of the loop, so that it stays short
 _DESCRIPTORS = 64  # at most in one receive from a trusted side
 _LAST_RECEIVES = 256  # more than the system buffers for a process that has ended
-LINE_BYTES = 8 * 2**20  # of a message from an untrusted side
+LINE_BYTES = 8 * 2**20  # limit of a message from an untrusted side
 WITH_DESCRIPTOR = b"+"  # the prefix of a message with a descriptor
 
 

@@ -175,7 +175,7 @@ class Worker:
         options = start.options
         self._loop, self._journal = new_loop(), start.journal
         self._engine: EngineClient | None = None
-        self._provider: Any = None  # of trace spans
+        self._provider: Any = None  # where trace spans go
         self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
         make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
         set_up_process(options)

@@ -87,14 +87,14 @@ LOOKS: dict[str, tuple[float, list[tuple[dict[str, float], str | None]]]] = {  #
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_what_a_worker_shows_for_hang_seconds_is_a_problem(subject: Subject, name: str) -> None:
+def test_heartbeats_show_what_hangs(subject: Subject, name: str) -> None:
     hang_seconds, looks = LOOKS[name]
     for signs, problem in looks:
         subject.show(**signs)
         assert subject.child.problem(hang_seconds) == problem
 
 
-def test_an_instance_that_is_dead_is_told_also_without_hang_seconds(subject: Subject) -> None:
+def test_dead_instance_is_a_problem_without_hang_seconds(subject: Subject) -> None:
     """Its worker may finish what it can, then it is killed; a worker that ends loses its instances."""
     subject.show(beats=1, dead=1)
     subject.child.connections.add(3)
@@ -108,7 +108,7 @@ def test_an_instance_that_is_dead_is_told_also_without_hang_seconds(subject: Sub
 # -- what a worker says ---------------------------------------------------------------------------------------------
 
 
-def test_what_a_worker_says_in_order_is_taken(subject: Subject) -> None:
+def test_takes_messages_in_order(subject: Subject) -> None:
     subject.child.connections.update({3, 4})
     subject.child.ask_stats()
     for slot in (3, 4):
@@ -136,7 +136,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_worker_that_says_what_none_says_is_ended(subject: Subject, name: str) -> None:
+def test_kills_a_worker_that_sends_an_invalid_message(subject: Subject, name: str) -> None:
     data = memoryview(HOSTILE[name])
     subject.sock.setblocking(False)
     while data and not subject.ended:
@@ -149,7 +149,7 @@ def test_a_worker_that_says_what_none_says_is_ended(subject: Subject, name: str)
 
 
 @pytest.mark.parametrize(("state", "unread"), [("starting", 0), ("ready", 1000)])
-def test_a_wish_of_a_client_is_out_of_place(
+def test_kills_a_worker_that_sends_a_control_message_too_early_or_unread(
     subject: Subject, state: module.State, unread: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a worker that serves nobody yet, and of one that reads no answers."""
@@ -162,7 +162,7 @@ def test_a_wish_of_a_client_is_out_of_place(
     assert (subject.process.wait(WAIT) < 0, subject.child.reason) == (True, "misbehaved")
 
 
-def test_a_worker_that_sends_much_leaves_time_for_others(subject: Subject) -> None:
+def test_worker_that_sends_much_leaves_time_for_others(subject: Subject) -> None:
     rounds: list[int] = []
     heard: list[Any] = []
     subject.child._on_message = lambda child, message: heard.append(message)
@@ -177,7 +177,7 @@ def test_a_worker_that_sends_much_leaves_time_for_others(subject: Subject) -> No
     assert max(after - before for before, after in pairwise(rounds)) < 300
 
 
-def test_descriptors_of_a_worker_are_not_taken(subject: Subject) -> None:
+def test_takes_no_descriptors_of_a_worker(subject: Subject) -> None:
     before = psutil.Process().num_fds()
     with open(os.devnull) as file:
         for byte in b'+{"type": "ready", "graph": ""}\n':
@@ -217,7 +217,7 @@ class End:
         self.heard.append((json.loads(line)["number"], text))
 
 
-def test_each_descriptor_comes_with_its_message_in_both_directions() -> None:
+def test_each_descriptor_arrives_with_its_message() -> None:
     """Messages of all sizes, those larger than the socket's buffer too."""
     loop = new_loop(is_fast=False)
     ends = [End(loop, sock) for sock in socket.socketpair()]
@@ -248,7 +248,7 @@ class Taker:
         self.connections.add(slot)
 
 
-def test_new_connections_wait_for_the_next_worker_where_one_has_died() -> None:
+def test_new_connections_wait_for_the_replacement_of_a_dead_worker() -> None:
     """What killed it may come again: those whose worker lives keep it."""
     loop, survivor, successor = new_loop(is_fast=False), Taker(), Taker()
     ready: list[Any] = [survivor]
@@ -260,13 +260,13 @@ def test_new_connections_wait_for_the_next_worker_where_one_has_died() -> None:
         (old,) = survivor.connections
         is_recovering = True
         connections._take(pairs[1][0], "127.0.0.1")
-        (new,) = connections._held
+        (new,) = connections._waiting
         connections.gone(ready[0], old, False)
-        assert (survivor.connections, set(connections._held)) == ({old}, {new})
+        assert (survivor.connections, set(connections._waiting)) == ({old}, {new})
         ready.append(successor)
         is_recovering = False
         connections.became_ready(ready[1])
-        assert (successor.connections, connections._held) == ({new}, {})
+        assert (successor.connections, connections._waiting) == ({new}, {})
         connections.close()
         for _, client in pairs:
             client.close()

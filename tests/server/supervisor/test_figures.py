@@ -94,13 +94,13 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_worker_sends_is_refused(name: str) -> None:
+def test_refuses_invalid_messages(name: str) -> None:
     said = REFUSED[name]
     with pytest.raises((ValueError, RecursionError)):
         parse_message(said if isinstance(said, bytes) else json.dumps(said).encode())
 
 
-def test_what_a_worker_sends_is_taken_and_other_keys_are_left_out() -> None:
+def test_reads_statistics_and_leaves_out_unknown_keys() -> None:
     message: Any = parse_message(json.dumps(end(hand_over=SHARED, more=1)).encode())
     assert (message.answered, message.stats) == (True, {**ONE, "hand_over": SHARED})
 
@@ -108,7 +108,7 @@ def test_what_a_worker_sends_is_taken_and_other_keys_are_left_out() -> None:
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
-def test_two_workers_are_summed() -> None:
+def test_sums_the_statistics_of_workers() -> None:
     before = copy.deepcopy((ONE, TWO))
     figures = service_figures([ONE, TWO], NOTHING)
     assert figures["requests"] == {
@@ -184,7 +184,7 @@ VALUES = {
 }
 
 
-def test_names_types_and_values() -> None:
+def test_metrics_have_names_types_and_values() -> None:
     gpu = {"index": 1, "name": "GPU", "used_bytes": 4, "total_bytes": 9}
     engines = [{"state": "ready"}, {"state": "waiting"}, {"state": "ready"}]
     one = {**ONE, "log_lines_dropped": 8, "hand_over": SHARED}
@@ -210,7 +210,7 @@ def histogram(family: Any) -> tuple[dict[float, float], float, float]:
     return buckets, count, total
 
 
-def test_histograms_are_in_seconds_and_cumulated() -> None:
+def test_histograms_are_cumulative_and_in_seconds() -> None:
     families = parsed(ONE, TWO)
     buckets, count, total = histogram(families["torchpipe_request_seconds"])
     assert (count, total) == (33, pytest.approx(0.099))

@@ -67,7 +67,7 @@ def figures(old: Any, new: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return of_requests, of_node
 
 
-def test_figures_are_those_between_two_snapshots() -> None:
+def test_rates_are_computed_between_two_snapshots() -> None:
     of_requests, of_node = figures(OLD, later())
     assert (of_requests["answers"], of_requests["qps"]) == (290, 95), "a ping is no answer"
     assert of_requests["methods"] == [["infer", 95]]
@@ -94,7 +94,7 @@ def test_snapshots_of_other_processes_give_no_rates(what: str) -> None:
     assert (of_requests["answers"], of_node["batches"]) == (290, [{"label": "2", "count": None}])
 
 
-def test_names_from_the_service_are_never_markup() -> None:
+def test_names_from_the_service_are_escaped() -> None:
     script = (PAGE / "page.js").read_text(encoding="utf-8")
     markup = r"(inner|outer)HTML\s*\+?=[^=]|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc"
     assert not re.search(markup, script)
@@ -137,5 +137,5 @@ EXPRESSIONS: dict[str, Any] = {
 }
 
 
-def test_the_functions() -> None:
+def test_functions_of_the_page_in_node() -> None:
     assert dict(zip(EXPRESSIONS, computed(*EXPRESSIONS), strict=True)) == EXPRESSIONS

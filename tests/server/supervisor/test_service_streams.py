@@ -66,7 +66,7 @@ class Reader:
             self.watched = fields["names"]
 
 
-def test_each_stream_has_one_reader_and_stays_there() -> None:
+def test_each_stream_stays_with_one_worker() -> None:
     loop, names, readers = new_loop(is_fast=False), list("abcde"), [Reader() for _ in range(3)]
     shared = SharedStreams(loop, "cameras.toml", {name: {} for name in names})
     one, two, three = readers
@@ -91,7 +91,7 @@ def test_each_stream_has_one_reader_and_stays_there() -> None:
     loop.close()
 
 
-def test_no_stream_is_read_before_all_workers_have_started(folder: Path) -> None:
+def test_reads_no_stream_before_all_workers_have_started(folder: Path) -> None:
     """Otherwise the next worker that is ready would begin the first one's streams anew."""
     (folder / "one.toml").write_text('[a]\nsource = "a.ts"\n')
     options = Options(str(folder / "small.toml"), streams=str(folder / "one.toml"), workers=2)
@@ -155,7 +155,7 @@ def test_slow_client_loses_oldest_events_and_gets_their_number(monkeypatch: pyte
     loop.close()
 
 
-def test_events_that_the_loop_and_the_supervisor_do_not_take_are_lost_and_counted(
+def test_counts_events_lost_between_worker_and_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "EVENTS_WAITING", 3)
@@ -236,7 +236,7 @@ def next_event(answer: http.client.HTTPResponse) -> dict[str, Any]:
     return found
 
 
-def test_results_are_sent_as_they_come(service: Followed) -> None:
+def test_sends_results_as_they_arrive(service: Followed) -> None:
     with service.ask("/streams/front%20door/events") as answer:
         assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream")
         assert answer.readline() == b": results of frames\n"
@@ -247,7 +247,7 @@ def test_results_are_sent_as_they_come(service: Followed) -> None:
     eventually(lambda: service.streams["front door"]["subscribers"] == 0, "a client that left is followed")
 
 
-def test_the_last_frame_is_a_jpeg(service: Followed) -> None:
+def test_snapshot_is_a_jpeg_of_the_last_frame(service: Followed) -> None:
     cv2 = pytest.importorskip("cv2")
     eventually(lambda: service.ok("yard") > 0)
     with service.ask("/streams/yard/snapshot.jpg") as answer:
@@ -261,7 +261,7 @@ def test_the_last_frame_is_a_jpeg(service: Followed) -> None:
         assert service.get(path) == (status, text)
 
 
-def test_a_frozen_and_a_garbled_source_are_told_and_cost_no_other(service: Followed) -> None:
+def test_frozen_and_garbled_sources_are_reported_and_disturb_no_other(service: Followed) -> None:
     eventually(lambda: all(service.streams[name]["reconnects"] for name in ("frozen", "garbled")))
     streams = service.streams
     assert streams["frozen"]["decoded"] > 0
@@ -306,7 +306,7 @@ def test_sighup_reads_the_streams_again(service: Followed, folder: Path) -> None
         assert answer.read().endswith(b"event: end\ndata: {}\n\n")
 
 
-def test_a_wrong_file_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_an_invalid_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong, config = folder / "wrong.toml", str(folder / "small.toml")
     wrong.write_text('[a]\nsource = "a.ts"\nwieght = 2\n')
     said = f"{wrong}: stream 'a': key 'wieght': unknown; did you mean 'weight'?"

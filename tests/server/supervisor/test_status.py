@@ -60,7 +60,7 @@ TEXT = "text/plain; charset=utf-8"
 NAMES = "content-type", "content-length"
 
 
-def test_paths_and_what_they_answer(served: Served):
+def test_each_path_has_its_status_and_type(served: Served):
     """``HEAD`` has the head of ``GET``; another verb changes nothing, and each port names the other."""
     elsewhere = f"this port is for monitoring, images go to --port {served.port}\n"
     for path, code, kind, text in (
@@ -102,7 +102,7 @@ def test_paths_and_what_they_answer(served: Served):
         *((host, False) for host in ("evil.example", "EVIL.example.:8080", "127.0.0.1.evil.example", "1.2.3.4.5:80")),
     ],
 )
-def test_a_page_of_another_name_reads_nothing(served: Served, host: str, is_served: bool):
+def test_refuses_unknown_host_names(served: Served, host: str, is_served: bool):
     """DNS rebinding: a name that somebody else owns leads to this machine."""
     answers = {path: fetch(served.http_port, path, Host=host) for path in ("/stats", "/", "/graph.svg", "/nowhere")}
     statuses = [answer.status for answer in answers.values()]
@@ -115,7 +115,7 @@ def test_a_page_of_another_name_reads_nothing(served: Served, host: str, is_serv
 
 
 @pytest.mark.parametrize("transport", ["buffered", "framed", "http"])
-def test_the_load_tester_says_that_images_go_to_another_port(
+def test_load_tester_names_the_port_for_images(
     served: Served, transport: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # it would take SIGTERM
@@ -126,7 +126,7 @@ def test_the_load_tester_says_that_images_go_to_another_port(
 
 
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yaml"])
-def test_dashboard_and_alerts_ask_for_metrics_that_there_are(served: Served, file: str) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(served: Served, file: str) -> None:
     ends = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_count", "_sum"]}
     there = {name + end for name, family in served.families().items() for end in ends[family.type]}
     text = (ROOT / "scripts/deploy" / file).read_text()
@@ -150,7 +150,7 @@ KEYS = {
 }
 
 
-def test_every_key_of_the_figures(served: Served):
+def test_statistics_have_all_documented_keys(served: Served):
     stats = served.stats
     (worker, _), (node, _) = stats["workers"], stats["nodes"].values()
     parts = {"": stats, "worker": worker, "node": node, "histograms": node["histograms"]}
@@ -194,7 +194,7 @@ def since(before: Any, now: Any) -> Any:
     return {key: value for key, value in grown.items() if value}
 
 
-def test_figures_are_those_of_what_was_sent(served: Served):
+def test_statistics_and_metrics_count_requests(served: Served):
     """And the metrics are the figures."""
     before = served.stats
     with Client(served.port) as client:
@@ -221,7 +221,7 @@ def test_figures_are_those_of_what_was_sent(served: Served):
     assert found == stats["requests"]["by_method"]
 
 
-def test_a_worker_that_does_not_answer_is_told_as_such_and_the_rest_is_there(served: Served):
+def test_stopped_worker_is_reported_beside_the_statistics_of_the_others(served: Served):
     worker = served.stats["workers"][0]["pid"]
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -250,7 +250,7 @@ class Light(Served, SteeredProcess):
     """Without a model."""
 
 
-def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all(tmp_path: Path):
+def test_counters_never_fall_across_deaths_and_reloads(tmp_path: Path):
     """What a killed worker did since it was last asked, a second ago at most, is in no figure; nothing that was told is
     taken back."""
     with Light(tmp_path, "--workers", "2") as served:
@@ -300,7 +300,7 @@ def test_counters_never_fall_when_a_worker_dies_or_a_reload_replaces_all(tmp_pat
 # -- before and after -----------------------------------------------------------------------------------------------
 
 
-def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: Path):
+def test_alive_but_not_ready_while_loading_and_draining(tmp_path: Path):
     (tmp_path / "hold").touch()
 
     def statuses() -> list[int]:
@@ -334,7 +334,7 @@ def test_it_is_alive_but_not_ready_while_it_loads_and_while_it_drains(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["httptools", "prometheus_client"])
-def test_a_missing_library_is_told(name):
+def test_names_a_missing_library(name):
     code = f"import sys; sys.modules[{name!r}] = None; from torchpipe_server import cli; sys.exit(cli.main())"
     done = run(sys.executable, "-c", code, DEMO, "--host=127.0.0.1", "--port=0", "--http-port=0", cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")

@@ -20,7 +20,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.connections import Fallback
 
 
-def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(tmp_path: Path) -> None:
+def test_lost_request_is_answered_once_though_the_next_worker_dies_too(tmp_path: Path) -> None:
     """The second worker is stopped, so that it never sees the connection it is given; what the first one had noted of
     it must not be taken for the second one's."""
     with (
@@ -42,7 +42,7 @@ def test_a_lost_request_is_answered_once_though_the_next_worker_dies_as_well(tmp
         client.ping()
 
 
-def test_the_process_that_workers_are_forked_from_dies(tmp_path: Path) -> None:
+def test_workers_start_after_the_fork_server_has_died(tmp_path: Path) -> None:
     with SteeredService(tmp_path) as service, Client(service.wait_started().port) as client:
         (worker,) = service.workers
         os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_the_process_that_workers_are_forked_from_dies(tmp_path: Path) -> None:
         assert service.wait() == 0, service.stderr
 
 
-def test_what_a_worker_had_not_read_when_it_was_killed_at_the_stop_is_lost(tmp_path: Path) -> None:
+def test_unread_request_of_a_worker_killed_at_the_stop_counts_as_lost(tmp_path: Path) -> None:
     with SteeredService(tmp_path, "--log-level", "debug") as service, Client(service.wait_started().port) as client:
         client.ping()
         (worker,) = service.workers
@@ -66,7 +66,7 @@ def test_what_a_worker_had_not_read_when_it_was_killed_at_the_stop_is_lost(tmp_p
         assert "; requests lost: 1" in service.stderr
 
 
-def test_reloads_one_upon_the_other_leave_no_worker_behind(tmp_path: Path) -> None:
+def test_interrupted_reloads_leave_no_worker_behind(tmp_path: Path) -> None:
     """A worker that is forked for a reload which starts over meanwhile belongs to nobody, and has to end."""
     with SteeredService(tmp_path, "--workers", "2") as service, Client(service.wait_started().port) as client:
         before = service.workers
@@ -121,7 +121,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteeredService
         yield service.wait_started()
 
 
-def test_nothing_is_ready_without_an_engine_process(service: SteeredService) -> None:
+def test_not_ready_without_an_engine_process(service: SteeredService) -> None:
     """What it had is lost; what comes meanwhile is refused after a moment."""
     (engine,), workers = service.pids("engines"), service.pids()
     with Client(service.port) as client:
@@ -143,7 +143,7 @@ def test_nothing_is_ready_without_an_engine_process(service: SteeredService) -> 
     assert service.stats["restarts_by_reason"]["died"] >= 1
 
 
-def test_reloads_lose_nothing(service: SteeredService) -> None:
+def test_reloads_lose_no_request(service: SteeredService) -> None:
     """Another shared node, none, and one again."""
     eventually(lambda: TOLD in service.stderr)  # of its start, which may be read later
     told = service.stderr.count(TOLD)
@@ -161,7 +161,7 @@ def test_reloads_lose_nothing(service: SteeredService) -> None:
     assert set(clients.tally.ends) == {"ok", "ok-two", "ok-none", "ok-three"}
 
 
-def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path) -> None:
+def test_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path) -> None:
     with sharing(tmp_path, "--drain-seconds", "0.1") as service:
         service.wait_started()
         (engine,) = map(psutil.Process, service.pids("engines"))
@@ -172,7 +172,7 @@ def test_an_engine_process_that_does_not_end_is_named_and_killed(tmp_path: Path)
         assert not is_alive(engine)
 
 
-def test_a_signal_lets_an_engine_process_finish_what_was_accepted(tmp_path: Path) -> None:
+def test_engine_process_finishes_accepted_requests_after_a_signal(tmp_path: Path) -> None:
     with sharing(tmp_path) as service, ExitStack() as stack:
         service.wait_started()
         clients = [stack.enter_context(Client(service.port)) for _ in range(8)]
@@ -186,7 +186,7 @@ def test_a_signal_lets_an_engine_process_finish_what_was_accepted(tmp_path: Path
         assert service.wait() == 0, service.stderr
 
 
-def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
+def test_hung_engine_process_is_replaced_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
     with sharing(tmp_path, "--hang-seconds", "4") as service, Client(service.wait_started().port) as client:
         before = service.pids("engines")
         assert client.error_of("infer_batch", params=IDL.InferenceParams(uuid="u", data=b"block")).code == "worker_died"
@@ -199,7 +199,7 @@ def test_an_engine_process_that_hangs_is_replaced_and_all_end_with_the_superviso
         eventually(lambda: not any(map(is_alive, processes)))
 
 
-def test_a_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:
+def test_shared_node_that_cannot_be_set_up_ends_the_start(tmp_path: Path) -> None:
     with sharing(tmp_path, mark="fail") as process:
         assert process.wait() == 1
         assert process.process.stdout.read() == ""
@@ -229,7 +229,7 @@ def server() -> Iterator[LocalServer]:
 
 
 @pytest.mark.parametrize(("framed", "compact"), FRAMINGS)
-def test_each_method_has_its_declared_error(server, framed, compact):
+def test_fallback_gives_each_method_its_declared_error(server, framed, compact):
     with Client(server.port, framed, compact) as client:
         for method, args in CALLS.items():
             error = client.error_of(method, **args)
@@ -237,7 +237,7 @@ def test_each_method_has_its_declared_error(server, framed, compact):
             assert error.message
 
 
-def test_any_path_over_http_says_when_to_come_back_and_keeps_its_connection(server):
+def test_fallback_over_http_gives_retry_after_and_keeps_the_connection(server):
     with HttpClient(server.port) as client:
         for path in (b"POST /infer", b"GET /openapi.json", b"GET /v2/health/ready", b"HEAD /infer"):
             client.send(path + b" HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nok")
@@ -249,7 +249,7 @@ def test_any_path_over_http_says_when_to_come_back_and_keeps_its_connection(serv
 
 
 @pytest.mark.parametrize("method", ["ping", "no_such_method"])
-def test_what_declares_none_gets_an_application_exception_and_keeps_its_connection(server, method):
+def test_undeclared_exception_becomes_an_application_exception(server, method):
     with Client(server.port) as client:
         for _ in range(2):
             with pytest.raises(TApplicationException, match="Unavailable: no worker is running"):
