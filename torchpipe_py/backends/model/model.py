@@ -15,7 +15,7 @@ from torchpipe_py.backends.model import check, postprocess
 from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.inputs import looks_like_mat
 from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last, noted_normalisation
-from torchpipe_py.backends.model.postprocess import Labelling, OfClasses
+from torchpipe_py.backends.model.postprocess import OfClasses
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
@@ -112,7 +112,8 @@ class ModelBackend(Backend):
             if self.labels and "labels" in own:
                 own["labels"] = self.labels  # the path as resolved, perhaps beside the TOML file
             self._postprocess = postprocess.make_postprocessor(self.postprocessor, config, own)
-        self.layout = check.layout_of(self.max(), isinstance(self._postprocess, (Labelling, postprocess.SoftmaxCpu)))
+        needs_rows = isinstance(self._postprocess, OfClasses) and self._postprocess.takes_rows
+        self.layout = check.layout_of(self.max(), needs_rows)
 
     def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Store the declared inputs and outputs; ``ConfigError`` if the configuration does not fit them."""

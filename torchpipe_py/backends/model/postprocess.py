@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -65,7 +65,7 @@ class PostprocessorParam(Param):
 
 
 def make_postprocessor(cls: type, config: Mapping[str, Any], params: Mapping[str, Any] | None = None) -> Postprocessor:
-    """Create ``cls`` with the values of its annotated parameters, ``params``."""
+    """Create ``cls`` with the values of its annotated parameters."""
     own = params or {}
     postprocessor: Postprocessor = configured(cls, own, {**config, **own})
     return postprocessor
@@ -118,7 +118,7 @@ def _classes(output: Any) -> Any:
     return torch.from_numpy(to_numpy(output).argmax(1).astype(dtype))
 
 
-# -- built-in postprocessors ----------------------------------------------------------------------------------------
+# -- the built-in ones ------------------------------------------------------------------------------------------
 
 
 def read_labels(path: str) -> list[str]:
@@ -131,17 +131,48 @@ def read_labels(path: str) -> list[str]:
 
 
 class OfClasses(Postprocessor):
-    """A postprocessor with labels for the classes of the first output, N×C: the lines of the label file."""
+    """A built-in postprocessor of classes: the first output is N×C, its labels are the lines of the label file.
+
+    Subclasses override ``on_device`` and ``on_host``.
+    """
 
     uses: ClassVar[Collection[str]] = ("labels",)
+    takes_rows: ClassVar[bool] = True
+    """Whether the first output must be N×C, also with ``max = 1``."""
+    takes_planes: ClassVar[bool] = False
+    """Whether it may also be N×C×…."""
+    least_classes: ClassVar[int] = 2
 
     def init(self, config: Mapping[str, Any]) -> None:
         self._path = config.get("labels")
         self._labels = read_labels(self._path) if self._path else None
 
+    def forward(self, outputs: list[Any]) -> list[Any]:
+        return self.on_host(self.on_device(outputs))
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        """Compute, where the outputs are, the tensors to copy to the host."""
+        raise NotImplementedError(type(self).__name__)
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        raise NotImplementedError(type(self).__name__)
+
+    def label(self, index: int) -> int | str:
+        """The label of a class, or else its index."""
+        return index if self._labels is None else self._labels[index]
+
     def check(self, shape: Sequence[int | None]) -> None:
-        """Raise ``ConfigError`` for an output N×C whose number of classes differs from that of the labels."""
+        """``ConfigError`` for a first output of this shape: not N×C, too few classes, another number than of labels."""
+        name = type(self).__name__
+        if self.takes_planes and len(shape) > 2:
+            if self._labels is not None:
+                raise ConfigError(f"{name} of an output NxCx… gives class indices: leave 'labels' out")
+            return
+        if self.least_classes and len(shape) != 2:
+            raise ConfigError(f"{name} takes an output NxC, got {shown_dims(shape)}")
         classes = shape[1] if len(shape) == 2 else None
+        if classes is not None and classes < self.least_classes:
+            raise ConfigError(f"{name} of one class is always that class; Sigmoid gives its score")
         if self._labels is not None and classes not in (None, len(self._labels)):
             lines = f"{self._path} has {counted(len(self._labels), 'line')}"
             raise ConfigError(f"labels: {lines}, the model has {counted(classes, 'class')}")
@@ -153,6 +184,9 @@ class OfClasses(Postprocessor):
 
 class Cpu(OfClasses):
     """Outputs as CPU tensors 1×…, with ``max = 1`` of any shape; several outputs as a list."""
+
+    takes_rows = False
+    least_classes = 0
 
     def init(self, config: Mapping[str, Any]) -> None:
         super().init(config)
@@ -174,6 +208,8 @@ class Cpu(OfClasses):
 class SoftmaxCpu(OfClasses):
     """Softmax of the first output over its classes: a CPU tensor 1×C of probabilities, float32."""
 
+    least_classes = 0
+
     def forward(self, outputs: list[Any]) -> list[Any]:
         return ROWS.of_items(self.on_device(outputs))
 
@@ -187,35 +223,7 @@ class SoftmaxCpu(OfClasses):
         return [replace(output, dtype="float32") for output in self.named(outputs[:1])]
 
 
-class Labelling(OfClasses):
-    """Labels for the classes of the first output, N×C: lines of the label file, or class indices."""
-
-    least_classes = 2
-
-    def label(self, index: int) -> int | str:
-        """The class's label, or its index without labels."""
-        return index if self._labels is None else self._labels[index]
-
-    def forward(self, outputs: list[Any]) -> list[Any]:
-        return self.on_host(self.on_device(outputs))
-
-    def on_device(self, outputs: list[Any]) -> list[Any]:
-        """The tensors to copy to the host, computed on the outputs' device."""
-        raise NotImplementedError(type(self).__name__)
-
-    def on_host(self, tensors: list[Any]) -> list[Any]:
-        raise NotImplementedError(type(self).__name__)
-
-    def check(self, shape: Sequence[int | None]) -> None:
-        """Raise ``ConfigError`` unless the output is N×C with several classes, as many as there are labels."""
-        if len(shape) != 2:
-            raise ConfigError(f"{type(self).__name__} takes an output NxC, got {shown_dims(shape)}")
-        if shape[1] is not None and shape[1] < self.least_classes:
-            raise ConfigError(f"{type(self).__name__} of one class is always that class; Sigmoid gives its score")
-        super().check(shape)
-
-
-class SoftmaxMax(Labelling):
+class SoftmaxMax(OfClasses):
     """``(label, score)``: the most probable class of the first output, N×C, and its softmax probability."""
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
@@ -229,39 +237,49 @@ class SoftmaxMax(Labelling):
         return LABEL_AND_SCORE
 
 
-class ArgMax(Labelling):
+class ArgMax(OfClasses):
     """The label of the largest value; beside ``result``, ``score`` is that value and ``class`` the index.
 
     Of an output N×C×…, a mask say, the class index at each place: a CPU tensor 1×…, ``uint8`` for up to 256 classes,
     else ``int32``.
     """
 
-    scores = staticmethod(_floats)
-
-    def check(self, shape: Sequence[int | None]) -> None:
-        if len(shape) <= 2:
-            super().check(shape)
-        elif self._labels is not None:
-            raise ConfigError(f"{type(self).__name__} of an output NxCx… gives class indices: leave 'labels' out")
+    takes_planes = True
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         self.check(outputs[0].shape)
-        return [_classes(outputs[0]) if outputs[0].ndim > 2 else _best(self.scores(outputs[0]), 1)]
+        return [_largest(outputs[0], _floats)]
 
     def on_host(self, tensors: list[Any]) -> list[Any]:
-        if not tensors[0].is_floating_point():
-            return ROWS.of_items([tensors[0].clone()])
-        best = [(int(index), score) for (score,), (index,) in tensors[0].tolist()]
-        return [Written({"result": self.label(index), "score": score, "class": index}) for index, score in best]
+        return _results_of_largest(tensors[0], self.label)
 
 
-class SoftmaxArgMax(ArgMax):
+class SoftmaxArgMax(OfClasses):
     """The label of the most probable class; beside ``result``, ``score`` is its probability and ``class`` the index."""
 
-    scores = staticmethod(_softmax)
+    takes_planes = True
+
+    def on_device(self, outputs: list[Any]) -> list[Any]:
+        self.check(outputs[0].shape)
+        return [_largest(outputs[0], _softmax)]
+
+    def on_host(self, tensors: list[Any]) -> list[Any]:
+        return _results_of_largest(tensors[0], self.label)
 
 
-class TopK(Labelling):
+def _largest(output: Any, scores: Callable[[Any], Any]) -> Any:
+    """The index of the largest value at each place of N×C×…; of N×C, the largest score and its index."""
+    return _classes(output) if output.ndim > 2 else _best(scores(output), 1)
+
+
+def _results_of_largest(largest: Any, label: Callable[[int], int | str]) -> list[Any]:
+    if not largest.is_floating_point():
+        return ROWS.of_items([largest.clone()])
+    best = [(int(index), score) for (score,), (index,) in largest.tolist()]
+    return [Written({"result": label(index), "score": score, "class": index}) for index, score in best]
+
+
+class TopK(OfClasses):
     """The ``k`` most probable classes, or all where there are fewer: a list of ``(label, probability)``, best first."""
 
     uses: ClassVar[Collection[str]] = ("labels", "k")
@@ -282,7 +300,7 @@ class TopK(Labelling):
         return RANKING
 
 
-class Sigmoid(Labelling):
+class Sigmoid(OfClasses):
     """The classes whose sigmoid is ``threshold`` or more: a list of ``(label, score)``, best first, empty for none."""
 
     uses: ClassVar[Collection[str]] = ("labels", "threshold")
