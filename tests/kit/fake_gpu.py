@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchpipe_py.backends import cuda
-from torchpipe_py.backends.model.cuda_model import CudaModel
+from torchpipe_py.backends.model.tensorrt import TensorrtTensor
 
 
 class FakeStream:
@@ -52,4 +52,4 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: FakeStream())
-    monkeypatch.setattr(CudaModel, "use_graphs", False)
+    monkeypatch.setattr(TensorrtTensor, "use_graphs", False)

@@ -24,29 +24,48 @@ from torchpipe_py.backends.base import BackendConfig
 from torchpipe_py.backends.model import cuda_model
 from torchpipe_py.backends.model import tensorrt as backend
 from torchpipe_py.backends.model.check import to_bounds
-from torchpipe_py.backends.model.cuda_model import CudaModel, Shapes, StagedInput
+from torchpipe_py.backends.model.cuda_model import CudaRunner, StagedInput
 from torchpipe_py.backends.model.inputs import InputSpec
+from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.params import Param
 from torchpipe_py.values import to_str
 
 # -- what GPU models do on the host ------------------------------------------------------------------------------------
 
 
+class Runner(CudaRunner):
+    """Runs a model of one input, which is not declared."""
+
+    def input_specs(self, count: int) -> list[InputSpec]:
+        return [InputSpec("x", torch.float32, (3, None, None))]
+
+
 @cuda.on_stream
-class Model(CudaModel):
-    """Sums of each channel, and what the largest batch saw: N×C×H×W to N×C."""
+class Model(ModelBackend):
+    """Sums of each channel: N×C×H×W to N×C."""
 
     model = Param(to_str, "", doc="none")
     use_graphs = False
-    dims: Any = (3, None, None)
+    default_dtype = torch.float32
+    guard: cuda.Guard
 
     def setup(self) -> None:
         super().setup()
+        self.runner = Runner(self)
         self.sizes_run: list[int] = []
         self.forgotten: list[Shapes] = []
 
-    def input_specs(self, count: int) -> list[InputSpec]:
-        return [InputSpec("x", torch.float32, self.dims)]
+    def read(self, item: dict[str, Any]) -> Any:
+        return self.runner.read(item)
+
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        return self.runner.run_on_host(inputs)
+
+    def run_group(self, shapes: Shapes, items: list[dict[str, Any]], rows: list[list[Any]]) -> None:
+        self.runner.run_group(shapes, items, rows)
+
+    def size_for(self, count: int, shapes: Shapes) -> int:
+        return self.runner.least_size(count)
 
     def enqueue(self, inputs: list[Any]) -> list[Any]:
         self.sizes_run.append(len(inputs[0]))
@@ -61,10 +80,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     cpu_as_gpu(monkeypatch)
 
     def make_model(**settings: Any) -> Model:
-        dims = settings.pop("dims", (3, None, None))
         defaults = {name: param.default for name, param in Model.parameters().items()}
         model = Model(BackendConfig(params={**defaults, "max_batch": to_bounds(16), **settings}))
-        model.dims = dims
         model.setup()
         return model
 

@@ -1,4 +1,4 @@
-"""Models on a GPU: batches staged into buffers that never move, one CUDA graph for each batch size."""
+"""Runs models on a GPU: batches staged into buffers that never move, one CUDA graph for each batch size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.cuda import Guard
 from torchpipe_py.backends.model.check import Layout
 from torchpipe_py.backends.model.inputs import InputSpec, is_mat, request_values, to_numpy
-from torchpipe_py.backends.model.model import ModelBackend, Shapes
+from torchpipe_py.backends.model.model import Shapes
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.errors import InvalidRequest, counted
 
@@ -269,105 +269,124 @@ def finish_of(postprocessor: Any) -> Infer | None:
     return None
 
 
-class CudaModel(ModelBackend):
-    """A model that runs on a GPU as CUDA graphs: subclasses load it, declare its inputs, and enqueue it.
+class CudaBackend(Protocol):
+    """A ``ModelBackend`` that is ``on_stream`` and runs by a ``CudaRunner``."""
 
-    Subclasses are ``on_stream``. A value is a Mat, which is copied as it is and laid out on the GPU, or an array or
-    tensor 1×… on any device.
-    """
-
-    use_graphs = True
     guard: Guard
-    default_dtype: Any = None  # for inputs without a declared type
+    layout: Layout
+    inputs: Sequence[TensorSpec]
+    use_graphs: bool
+    default_dtype: Any
+    """The dtype of inputs whose type the model does not declare."""
+    _postprocess: Any
 
-    def setup(self) -> None:
-        import torch
+    def min(self) -> int: ...
 
-        super().setup()
-        self._torch: Any = torch
-        self._sizes = batch_sizes(self.min(), self.max())
-        self._specs_of: dict[int, Sequence[InputSpec]] = {}
-        self._networks: OrderedDict[Shapes, GraphedNetwork] = OrderedDict()
-        self._finish = finish_of(self._postprocess)
+    def max(self) -> int: ...
 
-    def close(self) -> None:
-        self._networks = OrderedDict()
+    def spread(self, items: Sequence[Data], results: Sequence[Any]) -> None: ...
 
-    def input_specs(self, count: int) -> Sequence[InputSpec]:
-        """The model's inputs; ``count`` is the number in a request, for models that do not declare them."""
-        return [
-            InputSpec(
-                spec.name,
-                getattr(self._torch, spec.dtype) if spec.dtype else self.default_dtype,
-                spec.dims[1:] if spec.dims else None,
-            )
-            for spec in self.inputs or [TensorSpec(f"input {index}") for index in range(count)]
-        ]
+    def write_results(self, items: Sequence[Data], outputs: list[Any]) -> None: ...
+
+    def enqueue(self, inputs: list[Any]) -> list[Any]:
+        """Enqueue the model on the current stream; output tensors, in the model's order."""
 
     def size_for(self, count: int, shapes: Shapes) -> int:
-        """The size that a batch of ``count`` is padded to; ``InvalidRequest`` where the model takes no such shapes."""
-        return self._sizes[bisect_left(self._sizes, count)]
+        """The size that a batch of ``count`` is padded to; ``InvalidRequest`` if the model does not take the shapes."""
 
     def forget(self, shapes: Shapes) -> None:
         """Release the resources of ``enqueue`` for inputs of these shapes."""
 
-    def enqueue(self, inputs: list[Any]) -> list[Any]:
-        """Enqueue the model on the current stream; output tensors, in the model's order."""
-        raise NotImplementedError(type(self).__name__)
+
+class CudaRunner:
+    """Runs a model on a GPU as CUDA graphs, whose shapes it remembers.
+
+    A value is a Mat, which is copied as it is and laid out on the GPU, or an array or tensor 1×… on any device.
+    """
+
+    def __init__(self, backend: CudaBackend) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._backend = backend
+        self.sizes = batch_sizes(backend.min(), backend.max())
+        self._specs_of: dict[int, Sequence[InputSpec]] = {}
+        self._networks: OrderedDict[Shapes, GraphedNetwork] = OrderedDict()
+        self._finish = finish_of(backend._postprocess)
+
+    def close(self) -> None:
+        """Release buffers and graphs."""
+        self._networks = OrderedDict()
+
+    def input_specs(self, count: int) -> Sequence[InputSpec]:
+        """The model's inputs; ``count`` is the number in a request, for models that do not declare them."""
+        specs = self._specs_of.get(count)
+        if specs is None:
+            backend = self._backend
+            specs = self._specs_of[count] = [
+                InputSpec(
+                    spec.name,
+                    getattr(self._torch, spec.dtype) if spec.dtype else backend.default_dtype,
+                    spec.dims[1:] if spec.dims else None,
+                )
+                for spec in backend.inputs or [TensorSpec(f"input {index}") for index in range(count)]
+            ]
+        return specs
+
+    def least_size(self, count: int) -> int:
+        """The smallest size with a graph for a batch of ``count``."""
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def warm_up(self, shapes: Shapes) -> None:
         """Capture every batch size for inputs of these shapes (without batch)."""
         network = self._network(shapes)
-        for size in sorted({self.size_for(size, shapes) for size in self._sizes}):
+        for size in sorted({self._backend.size_for(size, shapes) for size in self.sizes}):
             network.warm_up(size)
-        self.guard.synchronize()
+        self._backend.guard.synchronize()
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Outputs for inputs N×…, in the model's order."""
         specs = self.input_specs(len(inputs))
         tensors = [
-            self._torch.from_numpy(array).to(self.guard.device, spec.dtype)
+            self._torch.from_numpy(array).to(self._backend.guard.device, spec.dtype)
             for array, spec in zip(inputs, specs, strict=True)
         ]
-        return [to_numpy(output) for output in self.enqueue(tensors)]
+        return [to_numpy(output) for output in self._backend.enqueue(tensors)]
 
     def read(self, item: Data) -> tuple[Shapes, list[Any]]:
-        row = request_values(item, self.inputs)
-        specs = self._specs_of.get(len(row))
-        if specs is None:
-            if len(row) > MAX_UNDECLARED_INPUTS:
-                raise InvalidRequest(
-                    f"data holds {len(row)} inputs, more than the {MAX_UNDECLARED_INPUTS} that a model may have"
-                )
-            specs = self.input_specs(len(row))
-            if len(specs) != len(row):
-                raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")
-            self._specs_of[len(row)] = specs
+        """The inputs of one request, and the shape of each, without batch; ``InvalidRequest`` where they do not fit."""
+        row = request_values(item, self._backend.inputs)
+        if len(row) > MAX_INPUTS and not self._backend.inputs:
+            raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_INPUTS} that a model may have")
+        specs = self.input_specs(len(row))
+        if len(specs) != len(row):
+            raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")
         return tuple([spec.row_shape(value) for spec, value in zip(specs, row, strict=True)]), row
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
-        count = len(items)
-        size = self.size_for(count, shapes)
+        """Run requests whose inputs have the same ``shapes``; ``rows`` holds the inputs of each."""
+        backend, count = self._backend, len(items)
+        size = backend.size_for(count, shapes)
         outputs = self._network(shapes).run(rows, size)
         if self._finish is None:
-            self.write_results(items, [output.clone() for output in self.layout.first(outputs, count)])
+            backend.write_results(items, [output.clone() for output in backend.layout.first(outputs, count)])
             return
-        self.guard.synchronize(count)
-        post: Any = self._postprocess
-        self.spread(items, post.on_host(self.layout.first(outputs, count)))
+        backend.guard.synchronize(count)
+        backend.spread(items, backend._postprocess.on_host(backend.layout.first(outputs, count)))
 
     def _network(self, shapes: Shapes) -> GraphedNetwork:
-        network = self._networks.get(shapes)
+        backend, network = self._backend, self._networks.get(shapes)
         if network is None:
             if len(self._networks) == MAX_SHAPES:
-                self.guard.synchronize()  # its graph may still run
-                self.forget(self._networks.popitem(last=False)[0])
+                backend.guard.synchronize()  # its graph may still run
+                backend.forget(self._networks.popitem(last=False)[0])
             specs = self.input_specs(len(shapes))
             buffers = [
-                self._torch.zeros((self.max(), *shape), dtype=spec.dtype, device=self.guard.device)
+                self._torch.zeros((backend.max(), *shape), dtype=spec.dtype, device=backend.guard.device)
                 for spec, shape in zip(specs, shapes, strict=True)
             ]
             network = self._networks[shapes] = GraphedNetwork(
-                buffers, self.enqueue, self.layout, self._finish, self.use_graphs
+                buffers, backend.enqueue, backend.layout, self._finish, backend.use_graphs
             )
         elif len(self._networks) > 1:
             self._networks.move_to_end(shapes)

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from torchpipe_py.backends.base import BatchRange
-from torchpipe_py.backends.cuda import on_stream
+import numpy as np
+
+from torchpipe_py.backends.base import BatchRange, Data
+from torchpipe_py.backends.cuda import Guard, on_stream
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED
-from torchpipe_py.backends.model.cuda_model import CudaModel
+from torchpipe_py.backends.model.cuda_model import CudaRunner
 from torchpipe_py.backends.model.engine import api
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, load_engine
-from torchpipe_py.backends.model.model import Shapes
+from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec, shown_dims
@@ -34,7 +36,7 @@ _DTYPES = (
 
 
 @on_stream
-class TensorrtTensor(CudaModel):
+class TensorrtTensor(ModelBackend):
     """An ONNX model as a TensorRT engine on a GPU, or an engine file: Mats or tensors in, Tensors 1×… out.
 
     The engine is built for batches of ``min`` to ``max`` (shapes like ``4x3x224x224`` where the model leaves more than
@@ -44,6 +46,9 @@ class TensorrtTensor(CudaModel):
     """
 
     needs_cuda = True
+    use_graphs = True
+    default_dtype = None
+    guard: Guard
 
     cache = Param(to_str, "", key="model::cache", kept=True, doc="file that keeps the engine between starts")
     precision = Param(to_str, "fp16", choices=("fp32", "fp16", "int8", "best"), doc="arithmetic of the engine")
@@ -64,7 +69,11 @@ class TensorrtTensor(CudaModel):
         return kind and f"model {file.path}: {wanted}: {kind}"
 
     def setup(self) -> None:
+        import torch
+
         super().setup()
+        self._torch: Any = torch
+        self._runner = CudaRunner(self)
         self._trt = api.load_tensorrt()
         if api.is_lean(self._trt) and not self.version_compatible:
             raise BackendUnavailable(
@@ -80,12 +89,22 @@ class TensorrtTensor(CudaModel):
         if shapes is not None:
             self.check_batches(shapes, self.max())
             if all(spec.dims[1:] == shape for spec, shape in zip(self.inputs, shapes, strict=True)):
-                self.warm_up(shapes)
+                self._runner.warm_up(shapes)
 
     def close(self) -> None:
         self._contexts = {}
         self._scratch = self._engine = None
-        super().close()
+        if hasattr(self, "_runner"):  # else it was not set up
+            self._runner.close()
+
+    def read(self, item: Data) -> tuple[Shapes, list[Any]]:
+        return self._runner.read(item)
+
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        return self._runner.run_on_host(inputs)
+
+    def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
+        self._runner.run_group(shapes, items, rows)
 
     def _load(self) -> Any:
         """The engine, once for all instances."""
@@ -128,8 +147,10 @@ class TensorrtTensor(CudaModel):
         ]
         for size in (self.min(), self.max()):
             if not any(low[0] <= size <= high[0] for ranges in self._profiles for low, high in ranges[:1]):
-                held = ", ".join(f"{ranges[0][0][0]}..{ranges[0][1][0]}" for ranges in self._profiles)
-                raise ConfigError(f"model {self.model}: a batch of {size} is outside the engine's profiles ({held})")
+                ranges_of_batches = ", ".join(f"{ranges[0][0][0]}..{ranges[0][1][0]}" for ranges in self._profiles)
+                raise ConfigError(
+                    f"model {self.model}: a batch of {size} is outside the engine's profiles ({ranges_of_batches})"
+                )
         self.declare(inputs, outputs)
 
     def _declared(self, name: str) -> TensorSpec:
@@ -142,7 +163,9 @@ class TensorrtTensor(CudaModel):
         return {"fp32": EXACT, "fp16": HALF}.get(self.precision, QUANTISED)
 
     def trial_sizes(self, count: int, shapes: Shapes) -> BatchRange:
-        sizes = [size for size in self._sizes if self._profile_for([(size, *shape) for shape in shapes]) is not None]
+        sizes = [
+            size for size in self._runner.sizes if self._profile_for([(size, *shape) for shape in shapes]) is not None
+        ]
         if not sizes:
             raise InvalidRequest(self._no_profile(self.min(), shapes))
         return sizes[0], next((size for size in sizes if size >= count), sizes[-1])
@@ -155,7 +178,7 @@ class TensorrtTensor(CudaModel):
         return getattr(self._torch, kind)
 
     def size_for(self, count: int, shapes: Shapes) -> int:
-        for size in self._sizes:
+        for size in self._runner.sizes:
             if size >= count and self._profile_for([(size, *shape) for shape in shapes]) is not None:
                 return size
         raise InvalidRequest(self._no_profile(count, shapes))

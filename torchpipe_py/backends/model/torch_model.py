@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any, Literal
 
+import numpy as np
+
 from torchpipe_py.backends.base import Data
-from torchpipe_py.backends.cuda import on_stream
+from torchpipe_py.backends.cuda import Guard, on_stream
 from torchpipe_py.backends.model.check import BFLOAT16, EXACT, HALF, TF32
-from torchpipe_py.backends.model.cuda_model import CudaModel, row_tensor
-from torchpipe_py.backends.model.model import Shapes
+from torchpipe_py.backends.model.cuda_model import CudaRunner, row_tensor
+from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.encryption.model_file import ModelFile
@@ -34,7 +36,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "uint8")
 
 
 @on_stream
-class TorchTensor(CudaModel):
+class TorchTensor(ModelBackend):
     """A TorchScript file, or a ``.pt2`` of ``torch.export`` or AOTInductor: Mats or tensors in, Tensors 1×… out.
 
     On a GPU each batch size is captured as a CUDA graph at its first use; ``cuda_graph = false`` is for models that
@@ -75,10 +77,17 @@ class TorchTensor(CudaModel):
             return str(error)
         return ""
 
+    default_dtype: Any = None
+    guard: Guard
+
     def setup(self) -> None:
+        import torch
+
         super().setup()
+        self._torch: Any = torch
         self.use_graphs = bool(self.cuda_graph)
-        self.default_dtype = getattr(self._torch, self.input_type)
+        self.default_dtype = getattr(torch, self.input_type)
+        self._runner = CudaRunner(self)
         if (self.mean or self.std) and not self.default_dtype.is_floating_point:
             raise ConfigError(f"mean and std need a floating input_type, not {self.input_type}")
         self._mean, self._std = (
@@ -97,7 +106,20 @@ class TorchTensor(CudaModel):
 
     def close(self) -> None:
         self._module = None
-        super().close()
+        if hasattr(self, "_runner"):  # else it was not set up
+            self._runner.close()
+
+    def read(self, item: Data) -> tuple[Shapes, list[Any]]:
+        return self._runner.read(item)
+
+    def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        return self._runner.run_on_host(inputs)
+
+    def size_for(self, count: int, shapes: Shapes) -> int:
+        return self._runner.least_size(count)
+
+    def forget(self, shapes: Shapes) -> None:
+        """Nothing is kept for single shapes."""
 
     def tolerance(self) -> float:
         if self.input_type == "float32":
@@ -115,14 +137,14 @@ class TorchTensor(CudaModel):
             with self._torch.inference_mode():
                 outputs = self._module(*inputs)
         except Exception as error:
-            safe_error = self.file.without_words(error)
+            problem = self.file.without_words(error)
             if self.guard.is_cuda and self._torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{self.model} cannot become a CUDA graph ({first_line(safe_error)}); set cuda_graph = false"
-                ) from safe_error
-            if safe_error is error:
+                    f"{self.model} cannot be captured as a CUDA graph ({first_line(problem)}); set cuda_graph = false"
+                ) from problem
+            if problem is error:
                 raise
-            raise safe_error from None
+            raise problem from None
         if isinstance(outputs, dict):
             outputs = list(outputs.values())
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
@@ -136,10 +158,10 @@ class TorchTensor(CudaModel):
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
         if self.guard.is_cuda:
-            super().run_group(shapes, items, rows)
+            self._runner.run_group(shapes, items, rows)
             return
         # On the CPU: no buffers, no graphs.
-        columns = zip(self._specs_of[len(shapes)], shapes, zip(*rows, strict=True), strict=True)
+        columns = zip(self._runner.input_specs(len(shapes)), shapes, zip(*rows, strict=True), strict=True)
         inputs = [
             self._torch.stack([row_tensor(value, shape).to("cpu", spec.dtype) for value in values])
             for spec, shape, values in columns
@@ -179,9 +201,9 @@ def load_module(file: ModelFile, device: Any, is_trusted: bool) -> tuple[Callabl
     except (BackendUnavailable, ConfigError):
         raise
     except Exception as error:
-        safe_error = file.without_words(error)
-        problem = f"PyTorch {torch.__version__} cannot load it: {first_line(safe_error)}"
-        raise ConfigError(f"model {path}: {problem}") from safe_error
+        problem = file.without_words(error)
+        text = f"model {path}: PyTorch {torch.__version__} cannot load it: {first_line(problem)}"
+        raise ConfigError(text) from problem
 
 
 def _distrust(path: str, what_runs: str) -> str:
