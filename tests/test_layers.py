@@ -14,6 +14,7 @@ import pytest
 from kit.waits import run
 
 import torchpipe_py
+from torchpipe_py import Backend, registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -217,3 +218,9 @@ def test_no_command_takes_the_beginning_of_a_flag() -> None:
     folders = ("torchpipe_py", "server", "scripts", "tests/chaos", "tests/fuzz")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert [file for file in files if abbreviating.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_backends_are_at_most_three_classes_deep() -> None:
+    for name in registry.BUILT_IN_BACKENDS:
+        classes = [base for base in registry.default.find_backend(name).__mro__ if issubclass(base, Backend)]
+        assert len(classes) <= 3, name

@@ -56,7 +56,7 @@ def _serve(options: Options) -> int:
     import torchpipe_py
     from torchpipe_py import parse_folder, parse_toml
     from torchpipe_py.idl import load_idl
-    from torchpipe_py.plan.config import backend_names
+    from torchpipe_py.plan.config import used_backends
     from torchpipe_server.supervisor.forker import prepare_fork_server
     from torchpipe_server.supervisor.supervisor import Supervisor
 
@@ -67,7 +67,7 @@ def _serve(options: Options) -> int:
         files = sys.maxsize
     read = parse_folder if os.path.isdir(options.config) else parse_toml
     tables = read(options.config)
-    libraries = ["tensorrt"] if "TensorrtTensor" in backend_names(tables) else []
+    libraries = ["tensorrt"] if "TensorrtTensor" in used_backends(tables) else []
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     if options.http_port > 0 and options.http_port == options.port:
         raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring needs its own port")

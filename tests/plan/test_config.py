@@ -17,7 +17,7 @@ from kit.refusals import refusal
 from torchpipe_py import Backend, ConfigError, UnknownNode, parse_folder, parse_toml, pipe
 from torchpipe_py.plan import build
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
-from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, backend_names, load_config
+from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, load_config, used_backends
 from torchpipe_py.plan.graph import build_graph
 from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
 
@@ -373,10 +373,10 @@ def test_decoding_and_checking_nodes_use_all_cores(
     assert plan_pipeline(tables, processes=processes).plans["node"].spec.instance_num == (expected,)
 
 
-def test_backend_names_of_nested_and_alternative_expressions_of_a_broken_file() -> None:
+def test_used_backends_of_nested_and_alternative_expressions_of_a_broken_file() -> None:
     config = {
         "a": {"backend": "S[DecodeMat,SyncTensor[TensorrtTensor]]", "next": "b"},
         "b": {"backend": "Own&Identity"},
     }
     names = {"S", "DecodeMat", "SyncTensor", "TensorrtTensor", "Own", "Identity"}
-    assert backend_names({**config, "c": {"backend": "X["}}) == names
+    assert used_backends({**config, "c": {"backend": "X["}}) == names

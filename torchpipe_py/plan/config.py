@@ -237,7 +237,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Pr
     return _pipeline(parse_toml(name), Place(name), problems)
 
 
-def backend_names(config: Mapping[str, Any]) -> set[str]:
+def used_backends(config: Mapping[str, Any]) -> set[str]:
     """Names of the backends in a configuration, as far as it can be read."""
     nodes = read_config(config, Problems()).nodes.values()
     return {part.name for node in nodes for call in node.calls for part in call.walk()}

@@ -51,7 +51,7 @@ def spawned(leads_session: bool = False) -> ChildProcess:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
         patch.syspath_prepend(str(Path(__file__).parent.parent))
-        return ChildProcess.spawn("echo", "test_child", leads_session)
+        return ChildProcess.spawn("echo", "test_child_process", leads_session)
 
 
 @pytest.fixture(params=["fork", "spawn"])
