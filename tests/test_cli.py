@@ -221,7 +221,7 @@ def test_closed_stdout_causes_no_traceback():
 
 
 def test_missing_dependency_is_one_line(good: str) -> None:
-    """As where ``pip install --no-deps`` put the client only; what needs none of them works there."""
+    """As after ``pip install --no-deps``, for the client only; commands without dependencies work."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({set(DEPENDENCIES) - {'numpy'}!r}));"
         "from torchpipe_py.cli import main; assert main(['idl']) == 0; raise SystemExit(main(sys.argv[1:]))"

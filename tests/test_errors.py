@@ -74,7 +74,7 @@ def test_output_problem_of_unwritable_places(tmp_path: Path, monkeypatch: pytest
 
 
 def test_output_problem_of_existing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the user were not root, who may write everywhere."""
+    """Access as for a user other than root, who may write everywhere."""
     writable: list[Path] = []
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.W_OK and Path(path) in writable)
     there, new = tmp_path / "there", tmp_path / "new"
@@ -165,7 +165,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(how: str) -> int:
-    """How often the system was asked for a page while 4 images of 6 MB were decoded."""
+    """Page faults while 4 images of 6 MB were decoded."""
     command = [sys.executable, "-c", FAULTS, how]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

@@ -336,7 +336,7 @@ CONFIGURATION_REFUSED = [
     ({"backend": "Most", "min": "1&1&1", "max": "2&3"}, "node", "key 'm"),
     ({"backend": "Range[Most]", "range": "8-19"}, "node: range", 'expected "min,max" with 1 <= min <= max, got '),
     ({"rec": mark("r", "rec.2"), "rec.2": {"instance_num": 2}}, "rec.2: instance_num", "shares the instances of 'rec'"),
-    ({"rac": mark("r"), "rec.2": {}}, "rec.2", "a logical node (name.alias) of 'rec', which is not there, or is a tab"),
+    ({"rac": mark("r"), "rec.2": {}}, "rec.2", "a logical node (name.alias) of 'rec', which is missing, or is a tab"),
     ({"PipelineV3::backend": "Mine", "a": mark("1")}, "global: PipelineV3::backend", "the scheduler is not exchangeab"),
     ({"backend": "Keys", "anything": [1, 2]}, "node: anything", "unknown key"),
 ]

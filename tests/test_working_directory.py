@@ -64,7 +64,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def script(folder: Path, text: str) -> str:
-    """As an installed command it has a folder of its own, which Python puts in front."""
+    """A script in a separate folder, like an installed command; Python puts that first in ``sys.path``."""
     path = folder.parent / "commands" / "command.py"
     path.parent.mkdir()
     path.write_text(text)

@@ -28,7 +28,7 @@ def one_node(
     constants: dict[str, Any] | None = None,
     **attributes: Any,
 ) -> str:
-    """An ONNX model of one operator, from ``x`` of ``dims`` to ``y`` of the same or of what it ``gives``."""
+    """An ONNX model of one operator, from ``x`` of ``dims`` to ``y`` of the same dims or of ``gives``."""
     node = helper.make_node(kind, ["x", *inputs], ["y"], **attributes)
     arrays = {name: np.array(value) for name, value in (constants or {}).items()}
     return save_model(path, [node], {"x": dims}, {"y": dims if gives is None else gives}, arrays, dtype=dtype)
@@ -68,7 +68,7 @@ def refused(config: Data, problem: str) -> None:
 
 
 def reference(model: str | bytes, **feed: Any) -> list[np.ndarray]:
-    """What ONNX Runtime gives for the model."""
+    """The outputs of ONNX Runtime for the model."""
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     return session.run(None, {name: np.asarray(value) for name, value in feed.items()})
 

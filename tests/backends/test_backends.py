@@ -1,4 +1,4 @@
-"""Names to backends, the contract all of them keep, and those that pass on to others."""
+"""Backends by name, their common contract, and backends that call others."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_wrong_parameters_of_a_class_are_refused(register: Register, cls: type, 
 
 
 class Undeclared:
-    """What stands for parameters elsewhere: arguments of ``__init__``, and an attribute that is not annotated."""
+    """Attributes that are not parameters: arguments of ``__init__``, and one without an annotation."""
 
     bias = 1
     max = 4
@@ -278,7 +278,7 @@ def test_refuses_invalid_registrations(thing: Any, problem: str) -> None:
 
 @pytest.mark.usefixtures("register")
 def test_notebook_cell_may_redefine_its_class() -> None:
-    """Only what is defined at the top of ``__main__``: what a function makes may be something else each time."""
+    """Only classes at the top of ``__main__``: each call of a function may make another one."""
     cell = "class Cell(Backend):\n    def forward(self, items):\n        items[0]['result'] = {}\n"
     for number in range(2):
         exec(cell.format(number), names := {"__name__": "__main__", "Backend": Backend})
@@ -382,7 +382,7 @@ def test_first_available_backend_is_chosen(register: Register, caplog: pytest.Lo
 
 
 def test_children_are_closed_in_reverse_even_after_a_failure(register: Register) -> None:
-    """Of setup, or of another one's close."""
+    """A failure in setup, or in the close of another child."""
     steps: list[str] = []
 
     class Step(ItemBackend):

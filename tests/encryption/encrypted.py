@@ -13,7 +13,7 @@ from torchpipe_py.encryption.cipher import Cipher
 
 KEY = bytes(range(100, 132))
 NAME = "secretlayer"
-"""In the names of layers, of weights and of what flows between them."""
+"""Part of the names of layers, weights and tensors."""
 
 
 def encrypt(path: str | Path, key: bytes = KEY, folder: Path | None = None) -> dict[str, str]:

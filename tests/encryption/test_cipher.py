@@ -35,7 +35,7 @@ KEPT = (
 )
 
 
-"""Of 70 bytes, in chunks of 64."""
+"""A file of 70 bytes, in chunks of 64."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ FILTER = Path("/proc/self/coredump_filter")
 
 @pytest.fixture(autouse=True)
 def core_filter() -> Iterator[None]:
-    """Whoever reads a key changes it for the process."""
+    """Restore the core filter, which reading a key changes."""
     before = FILTER.read_text() if FILTER.exists() else ""
     yield
     if before:

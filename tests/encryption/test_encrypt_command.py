@@ -1,4 +1,4 @@
-"""``torchpipe encrypt``: what it writes, and what it says where that cannot be."""
+"""``torchpipe encrypt``: its files and its error messages."""
 
 from __future__ import annotations
 

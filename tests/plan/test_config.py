@@ -1,4 +1,4 @@
-"""The configuration language: what means the same, and what is refused, where, and with which advice; folders."""
+"""The configuration language: equivalent forms, errors with place and advice, and folders."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_warns_of_unused_device_id(register: Register, caplog: pytest.LogCapture
     plan_pipeline({"backend": "S[DecodeMat,Isolated[DecodeMat]]&DecodeMat", "device_id": 1})
     assert caplog.messages == [
         "config: node 'node': key 'device_id': nothing uses it: no backend here works on a CUDA device "
-        "(a Backend of your own says uses_device = True)"
+        "(a custom Backend declares uses_device = True)"
     ]
 
 
@@ -113,7 +113,7 @@ def test_several_roots_without_entry_hint_at_missing_next(caplog: pytest.LogCapt
         (b"a = 1\nb = 2\nc = \n", "not valid TOML: Invalid value (at line 3, column 5): 'c ='"),
         (
             b"[a]\nbackend = Identity\n",
-            "not valid TOML: Invalid value (at line 2, column 11): 'backend = Identity'; a text stands in quotes",
+            "not valid TOML: Invalid value (at line 2, column 11): 'backend = Identity'; put quotes around text",
         ),
         (b"[a]\n[a]\n", "not valid TOML: Cannot declare ('a',) twice (at line 2, column 3): '[a]'"),
         (b"[a]\nx = " + b"9" * 5000, "not valid TOML: "),

@@ -244,9 +244,9 @@ def test_accepts_misfits_after_map_filter_or_jump(nodes: dict[str, Any]) -> None
 
 # -- the order of channels --------------------------------------------------------------------------------------------
 
-DOUBT = (
-    "key 'color': DecodeMat gives BGR, and the model takes the channels as they come; one that was trained on RGB, as "
-    'nearly all in PyTorch are, needs color = "rgb" here; color = "bgr" says that BGR is right'
+WARNING = (
+    "key 'color': DecodeMat outputs BGR, and the model cannot tell; one that was trained on RGB, like nearly all in "
+    'PyTorch, needs color = "rgb" here; set color = "bgr" if BGR is right'
 )
 
 
@@ -261,7 +261,7 @@ DOUBT = (
 def test_warns_once_of_unset_channel_order(backend: str, tmp_path: Path, caplog: Any) -> None:
     keys = node(backend, tmp_path, (3, "h", "w"))
     plan_pipeline(keys)
-    assert caplog.messages == [f"config: node 'node': {DOUBT}"]
+    assert caplog.messages == [f"config: node 'node': {WARNING}"]
     caplog.clear()
     for color in ("rgb", "bgr", "gray"):
         plan_pipeline({**keys, "color": color, **model_of(tmp_path, "c", "h", "w")})

@@ -1,4 +1,4 @@
-"""A plan in two: which nodes go to an engine process together, what is left to the workers, and what is refused."""
+"""Splitting a plan: sections for an engine process, the workers' part, and refused configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own(after: str = "", **keys: Any) -> dict[str, Any]:
 
 
 def parts(config: dict[str, Any]) -> tuple[Pipeline, Pipeline]:
-    """What workers run, and what the engine process does."""
+    """The plans of the workers and of the engine process."""
     plan = plan_pipeline(config)
     return worker_part(plan, lambda section, label: BackendPlan(Backend, f"remote {label}", {})), engine_part(plan)
 
@@ -170,5 +170,5 @@ def test_reports_all_sharing_errors_at_once(config: dict[str, Any], told: list[s
     ],
 )
 def test_lists_shared_nodes(config: dict[str, Any], expected: list[str]) -> None:
-    """A supervisor asks before anything is imported; the workers tell what is wrong."""
+    """A supervisor reads them before importing anything; the workers report errors."""
     assert shared_nodes(config) == expected

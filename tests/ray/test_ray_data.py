@@ -47,7 +47,7 @@ def mapper() -> Iterator[Make]:
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """As Ray Data gives bytes."""
+    """An object array of bytes, as in Ray Data."""
     column = np.empty(len(values), object)
     for row, value in enumerate(values):
         column[row] = value
@@ -55,13 +55,13 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def rows(values: Sequence[Any]) -> dict[str, np.ndarray]:
-    """As ``read_binary_files`` gives them, and a number."""
+    """Rows as of ``read_binary_files``, and a number."""
     paths = np.array([f"{row}.jpg" for row in range(len(values))], np.str_)
     return {"bytes": objects(values), "path": paths, "number": np.arange(len(values))}
 
 
 def types(batch: dict[str, np.ndarray]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Of each column, without how long its texts and itself are. Without rows, bytes have a type of NumPy's own."""
+    """Types of the columns, without lengths of texts and columns. Without rows, bytes have a type of NumPy."""
     kinds = {np.bytes_: "bytes", np.str_: "texts"}
     return {
         name: (

@@ -43,7 +43,7 @@ def gate(register: Any) -> Iterator[tuple[Gate, dict[str, Any]]]:
 
 
 def served(use: Callable[[PipeReplica], Awaitable[Any]], config: Any = IDENTITY, **arguments: Any) -> Any:
-    """What ``use`` makes of a replica on the pipe, which is ended then."""
+    """The result of ``use`` for a replica of the pipe, which is closed afterwards."""
 
     async def run() -> Any:
         given = Arguments("configs/demo.toml", **{**LIMITS, **arguments})
@@ -249,7 +249,7 @@ def test_keeps_pipe_if_new_one_cannot_be_built(caplog: pytest.LogCaptureFixture)
 
 
 class Library:
-    """In place of ``ray.serve.metrics``: ``values`` has what each metric comes to."""
+    """Replaces ``ray.serve.metrics``: ``values`` holds the value of each metric."""
 
     def __init__(self) -> None:
         self.values: Counter[Any] = Counter()

@@ -1,4 +1,4 @@
-"""What Ray Serve is told, without a cluster."""
+"""The options for Ray Serve, without a cluster."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DEMO = ROOT / "configs" / "demo"
 
 
 class FakeModel:
-    """Logits that are the means of the three channels; what is not 1×3×size×size float32 is refused."""
+    """Returns the means of the three channels as logits; refuses all but 1×3×size×size float32."""
 
     description = "a fake"
 

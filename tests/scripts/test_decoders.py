@@ -25,7 +25,7 @@ ALONE = Setting(threads=1, batch=2)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two images, one of them deeper, a file that is no image, one that is cut off, and one of another kind."""
+    """Two images, one of them in a subfolder, an invalid file, a truncated one, and one of another kind."""
     below = tmp_path / "images" / "deep" / "deeper"
     below.mkdir(parents=True)
     (tmp_path / "images" / "a.jpg").write_bytes(encode(picture(40, 60)))

@@ -1,4 +1,4 @@
-"""What lies in scripts/deploy: for systemd, Kubernetes, KServe, Prometheus, Grafana; nginx that asks for certificates,
+"""The files in scripts/deploy: for systemd, Kubernetes, KServe, Prometheus, Grafana; nginx with client certificates,
 HAProxy for several."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_systemd_takes_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
 
 
 def found(pattern: str, path: Path = KUBERNETES) -> list[Any]:
-    """What a pattern finds in a file, comments left out; at least once."""
+    """Matches of a pattern in a file without its comments, at least one."""
     matches = re.findall(pattern, re.sub(r"(?m)^ *#.*", "", path.read_text()))
     assert matches, f"{pattern} is no longer in {path}"
     return matches
@@ -74,7 +74,7 @@ def test_the_pods_run_the_image_with_flags_that_there_are_and_ports_that_it_open
 
 
 def assert_probed(path: Path, options: Options, port: str) -> None:
-    """Its probes ask this port for paths that there are, and a pod has the time that the service takes to end."""
+    """Assert that probes use this port and existing paths, and that a pod has enough time to end."""
     probes = found(r"(\w+)Probe: {httpGet: {path: (\S+), port: (\w+)}", path)
     wanted = {"startup": "/ready", "readiness": "/ready", "liveness": "/live"}
     assert {name: path for name, path, _ in probes} == wanted
@@ -148,7 +148,7 @@ def test_the_dashboard_asks_the_data_source_that_is_chosen() -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """An authority, certificates of a server and a client that it has signed, and one that nobody has."""
+    """An authority, certificates of a server and a client signed by it, and an unsigned one."""
     new = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     commands = [(*new, "-x509", "-days", "2", "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.crt")]
     commands += [(*new, "-x509", "-days", "2", "-subj", "/CN=mallory", "-keyout", "other.key", "-out", "other.crt")]

@@ -30,7 +30,7 @@ def annotation(name: str, start: float, end: float, cat: str = "user_annotation"
 
 
 def kernel(number: int, stream: int, start: float, end: float, tid: int, launched: float) -> list[dict[str, Any]]:
-    """With its launch."""
+    """A kernel and its launch."""
     where = {"device": 0, "stream": stream, "correlation": number}
     return [
         {"cat": "kernel", "name": "k", "tid": stream, "ts": start, "dur": end - start, "args": where},
@@ -86,7 +86,7 @@ def test_spans_are_merged_and_overlaps_measured() -> None:
 
 
 def profile(device: str = "H200", gpu: Any = None, **seconds: float) -> Profile:
-    """Of two steps that took 2 s."""
+    """A profile of two steps that took 2 s."""
     stages: dict[str, float | None] = dict.fromkeys(("read", "decode", "transform", "waiting for data", *COMPUTE), 0.0)
     stages["transfer"] = None
     stages |= {name.replace("waiting", "waiting for data"): value for name, value in seconds.items()}

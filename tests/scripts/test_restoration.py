@@ -81,7 +81,7 @@ def test_both_images_of_a_pair_are_cropped_and_flipped_alike(folder: Path) -> No
 
 @needs_dali
 def test_crops_and_flips_are_anywhere(folder: Path) -> None:
-    """Each crop is a part of the picture as it is, mirrored, upside down or both."""
+    """Each crop is a part of the picture, unchanged, mirrored, upside down or both."""
     path = folder / "one" / "train"
     mat = np.random.default_rng(0).integers(0, 256, (CROP + 2, CROP + 2, 3), np.uint8)
     for name in ("blurry", "sharp"):

@@ -124,7 +124,7 @@ transport.close()
 
 @pytest.fixture(scope="module", params=SERVICES)
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of a service with the demo's model."""
+    """The port of a service with the demo's model."""
     if request.param == "baseline":
         with serving_baseline(baseline.load_model(None, str(DEMO / "model.onnx"), 64), 64) as port:
             yield port

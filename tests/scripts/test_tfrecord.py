@@ -1,4 +1,4 @@
-"""scripts/run.py tfrecord, and a training by DALI on what it wrote."""
+"""scripts/run.py tfrecord, and a training by DALI on its output."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ Taken = tuple[int, int, list[int], list[int], Any]
 
 
 def steps(loader: DaliLoader, epochs: int) -> Iterator[Taken]:
-    """What is left of the epochs up to that one, with all that must be equal."""
+    """The remaining steps of the epochs up to that one, with all properties to compare."""
     while loader.epoch < epochs:
         for batch in loader:
             yield batch.epoch, batch.number, batch.indices.tolist(), batch.labels.tolist(), batch.images.clone()
@@ -445,7 +445,7 @@ for decoder in range(8):
 
 @needs_dali
 def test_invalid_file_beside_large_images_does_not_crash(tmp_path: Path, jpeg: bytes) -> None:
-    """In a process of its own: DALI's decoder alone would end it with a segmentation fault every second time."""
+    """In a separate process: DALI's decoder alone would crash it with a segmentation fault every second time."""
     (tmp_path / "good.jpg").write_bytes(jpeg)
     (tmp_path / "bad.jpg").write_bytes(b"no image")
     command = [sys.executable, "-c", BESIDE_LARGE_IMAGES, tmp_path / "good.jpg", tmp_path / "bad.jpg"]

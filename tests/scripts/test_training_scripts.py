@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ran(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What it prints."""
+    """The output of a training."""
     capsys.readouterr()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

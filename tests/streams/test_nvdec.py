@@ -1,4 +1,4 @@
-"""Streams decoded by a GPU, without one: what is fed to PyNvVideoCodec, and what is done where it cannot decode."""
+"""Streams decoded by a GPU, which is replaced: the input of PyNvVideoCodec, and files that it cannot decode."""
 
 from __future__ import annotations
 

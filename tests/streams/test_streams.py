@@ -101,7 +101,7 @@ def test_streams_are_converted_side_by_side_and_each_enters_in_order(video, monk
 
 @contextmanager
 def unread(video, **keys):
-    """Streams that take no frame, and a stream that nobody reads."""
+    """``Streams`` without frames, and a stream that is not read."""
     with bright() as run:
         streams = Streams(run, in_flight=2)
         streams.close()

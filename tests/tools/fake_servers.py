@@ -40,7 +40,7 @@ class ToyServer(ScriptedServer):
 
     @property
     def images(self) -> list[list[Any]]:
-        """Of each call that has some."""
+        """The images of each call except pings."""
         params = [call.args.params for call in self.calls if call.method != "ping"]
         return [one if isinstance(one, list) else [one] for one in params]
 
@@ -151,7 +151,7 @@ def load(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What the load tester, in this process, says of a run that cannot start: one line, and nothing on stdout."""
+    """The error line of the load tester, in this process, for a run that cannot start; stdout stays empty."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         status = main([*map(str, arguments)])

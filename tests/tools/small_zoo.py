@@ -20,7 +20,7 @@ FILE = "tiny-01234567.pth"
 
 
 def tiny(classes: int = 1000, seed: int = 0) -> nn.Module:
-    """For images of any size; layers are called as in torchvision's ResNet."""
+    """A network for images of any size, with layer names as in torchvision's ResNet."""
     torch.manual_seed(seed)
     layers: dict[str, nn.Module] = {
         "conv1": nn.Conv2d(3, 8, 5, stride=3),

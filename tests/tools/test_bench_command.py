@@ -1,4 +1,4 @@
-"""``torchpipe bench``: what is sent, counted and reported, and the exit status."""
+"""``torchpipe bench``: requests, counts, report, and exit status."""
 
 from __future__ import annotations
 

@@ -71,13 +71,13 @@ def pictures(draw: st.DrawFn) -> Picture:
 
 
 def overlap(a: Rect, b: Rect) -> bool:
-    """By more than what floats lose; a line has no width or no height, and counts."""
+    """Whether boxes overlap by more than rounding; a line, without width or height, counts, too."""
     beside = a.x + SLACK < b.right and b.x + SLACK < a.right
     return beside and a.y + SLACK < b.bottom and b.y + SLACK < a.bottom
 
 
 def spans(layout: Layout) -> list[Rect]:
-    """What each step of each route takes up; an S-curve stays between its two points."""
+    """The extent of each step of each route; an S-curve stays between its two points."""
     return [
         Rect(min(a[0], b[0]), min(a[1], b[1]), abs(a[0] - b[0]), abs(a[1] - b[1]))
         for route in layout.routes

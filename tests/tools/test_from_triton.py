@@ -1,4 +1,4 @@
-"""``torchpipe from-triton``: what it writes runs as the models do, and what it cannot carry over or read is said."""
+"""``torchpipe from-triton``: its files run like the models, and unsupported or unreadable settings are reported."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ensemble(name: str, inputs: str, outputs: str, *steps: str) -> None:
 
 
 def converted(capsys: pytest.CaptureFixture[str], *options: str, status: int = 0) -> str:
-    """What is said of ``models``, converted to ``out``."""
+    """The notes on ``models``, converted to ``out``."""
     assert main(["from-triton", "models", "--out", "out", *options]) == status
     return "".join(capsys.readouterr())
 

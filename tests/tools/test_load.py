@@ -1,4 +1,4 @@
-"""Whole runs of the load tester against toy servers whose answer is written in the image, and their reports."""
+"""Whole runs of the load tester, with reports, against toy servers whose answers are given by the images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 from fake_servers import FRAMED, Images, Serve, ToyServer, command, http_server, load, refused, running
 from kit.waits import WAIT, eventually, is_alive, run
 
-"""An open loop that is stable on the busiest machine: of one call there is no rate that could fall behind."""
+"""An open loop of one call, which is stable on the busiest machine."""
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def test_a_client_process_knows_how_long_it_was_without_a_cpu() -> None:
 
 
 def made_records(*rows: tuple[int, int]) -> Records:
-    """From ``(late, lag)`` in ms: calls that took 1 ms."""
+    """Records of calls that took 1 ms, from ``(late, lag)`` in ms."""
     count = len(rows)
     late, lag = ([row[at] * MS for row in rows] for at in (0, 1))
     due = [number * 10 * MS for number in range(count)]

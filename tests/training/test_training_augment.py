@@ -414,7 +414,7 @@ def test_color_twist_has_the_values_of_dalis() -> None:
 
 
 class CropOnTheCpu:
-    """For ``transforms_cpu``: ends with an augmentation."""
+    """A ``transforms_cpu`` that ends with an augmentation."""
 
     def __call__(self, image: Any) -> Any:
         return Compose([cv2Resize(24, 20), TensorToTensor(), CUTOUT, lambda image: image * 255])(image)

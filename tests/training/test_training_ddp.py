@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(START_SECONDS + RUN_SECONDS + 60)
 
 
 def run_ranks(folder: Path, names: list[str]) -> list[Any]:
-    """What each rank told; ``None`` for one that did not come to an end."""
+    """The report of each rank; ``None`` for one that did not finish."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=main, args=(rank, str(folder), names)) for rank in range(RANKS)]
     for process in processes:
@@ -44,7 +44,7 @@ def run_ranks(folder: Path, names: list[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of each rank what the scenarios gave; one pair of processes runs them all, the deadly one last."""
+    """The scenarios' results of each rank; one pair of processes runs them all, the deadly one last."""
     return run_ranks(tmp_path_factory.mktemp("ranks"), sorted(SCENARIOS, key="a_rank_dies".__eq__))
 
 

@@ -69,7 +69,7 @@ def here(toml: str) -> str:
 
 @dataclass
 class Outcome:
-    """Of steps 1 to 8: ``named`` has the class that the last validation gave each image of ``dataset``."""
+    """The outcome of steps 1 to 8: ``named`` has the last validation's class for each image of ``dataset``."""
 
     folder: Path
     dataset: Any
@@ -102,7 +102,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For PyTorch, whose threads would wait for each other where other tests run beside this one."""
+    """Limit PyTorch to one thread: its threads would wait for each other beside other tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -261,7 +261,7 @@ class ModelWithPreprocessing(torch.nn.Module):
 
 
 class Solution:
-    """What both have: ``init_decodeNode``."""
+    """The common part of both solutions: ``init_decodeNode``."""
 
     def __init__(self, toml_path: str, model: torch.nn.Module | None = None) -> None:
         self.toml_path, self.model = toml_path, model

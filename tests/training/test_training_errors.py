@@ -276,7 +276,7 @@ def test_labels_that_are_tensors_take_no_file_descriptors(dataset: ImageFiles, t
 
 
 class Labelled(ImageFiles):
-    """Each label has a Tensor."""
+    """A dataset whose labels contain Tensors."""
 
     def __getitem__(self, index: int) -> tuple[bytes, Any]:
         return super().__getitem__(index)[0], {"row": torch.tensor([index, 2 * index])}

@@ -34,7 +34,7 @@ class Source:
 
 
 def consume(items: Iterator[int], consumers: int) -> tuple[list[int], list[str]]:
-    """What so many threads took of them, and the errors that ended it, one for each thread at most."""
+    """The items that ``consumers`` threads took, and the errors that ended them, at most one each."""
     taken: list[int] = []
     errors: list[str] = []
 

@@ -37,7 +37,7 @@ pytestmark = FORKS
 
 
 class BatchOffset:
-    """For ``transforms_batch``: random, and by a parameter, so that what it gives has a gradient to carry."""
+    """A ``transforms_batch`` with randomness and a parameter, so that its result requires a gradient."""
 
     def __init__(self) -> None:
         self.layer = torch.nn.Conv2d(3, 3, 1)
@@ -47,14 +47,14 @@ class BatchOffset:
 
 
 class Labels:
-    """For ``collate_labels``: floats."""
+    """A ``collate_labels`` that returns floats."""
 
     def __call__(self, labels: list[Any]) -> Any:
         return torch.tensor(labels, dtype=torch.float64) * 0.5
 
 
 class Keys:
-    """For ``collate_labels``: what cannot be pickled."""
+    """A ``collate_labels`` whose result cannot be pickled."""
 
     def __call__(self, labels: list[Any]) -> Any:
         return dict.fromkeys(labels).keys()
@@ -72,12 +72,12 @@ class Vectors(ImageFiles):
 
 
 def decoded_by(workers: int, dataset: Any, toml: Any, **options: Any) -> Any:
-    """By so many workers; with none, in the training process."""
+    """A loader whose batches are decoded by ``workers`` workers; with 0, in the training process."""
     return wrapped(dataset, toml, workers=workers, workers_decode=bool(workers), **options)
 
 
 def epochs(workers: int, dataset: Any, toml: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Two epochs and what was counted; the second is resumed in its middle."""
+    """Two epochs and their counts; the second is resumed in its middle."""
     with decoded_by(workers, dataset, toml, shuffle=True, seed=5, **options) as loader:
         first = taken(loader)
         loader.reset()
@@ -165,7 +165,7 @@ def test_skips_batch_without_samples(tmp_path: Path, toml: str, workers: int) ->
 
 
 class FailsInWorkers:
-    """For ``transforms_gpu``: raises at its third call in a worker."""
+    """A ``transforms_gpu`` that raises at its third call in a worker."""
 
     def __init__(self) -> None:
         self.home, self.calls = os.getpid(), 0
@@ -254,7 +254,7 @@ def test_names_objects_that_cannot_be_sent_to_workers(dataset: ImageFiles, toml:
 
 
 class Refused:
-    """For ``worker_init_fn``."""
+    """A ``worker_init_fn`` that raises."""
 
     def __call__(self, worker_id: int) -> None:
         raise ConnectionRefusedError("nobody listens")
@@ -271,7 +271,7 @@ def test_failed_worker_start_is_reported_as_such(dataset: ImageFiles, toml: str,
 
 
 class Started:
-    """For ``worker_init_fn``: leaves a file for each worker."""
+    """A ``worker_init_fn`` that leaves a file for each worker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

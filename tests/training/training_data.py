@@ -38,7 +38,7 @@ def write_toml(folder: Path, instances: int = 2) -> str:
 
 
 def write_images(folder: Path, count: int, corrupt: Sequence[int] = (), missing: Sequence[int] = ()) -> ImageFiles:
-    """``count`` JPEGs of three classes; ``corrupt`` ones are no images, ``missing`` ones are not there."""
+    """Write ``count`` JPEGs of three classes; ``corrupt`` ones are not images, ``missing`` ones are not written."""
     folder.mkdir(parents=True, exist_ok=True)
     samples = []
     for number in range(count):
@@ -71,7 +71,7 @@ class RandomOffset:
 
 
 class OnTheCpu:
-    """For ``transforms_cpu``: the geometry of the TOML, and randomness."""
+    """A ``transforms_cpu`` with the geometry of the TOML, and randomness."""
 
     def __call__(self, image: Any) -> Any:
         return RandomOffset()(cv2Resize(24, 20)(image))
@@ -89,7 +89,7 @@ def wrapped(
 
 
 def taken(loader: TorchpipeLoader) -> list[tuple[Any, ...]]:
-    """What is left of the epoch, with all that must be equal."""
+    """The rest of the epoch, with all properties to compare."""
     return [
         (batch.images.cpu().clone(), batch.labels.tolist(), batch.indices.tolist(), batch.mask.tolist(), batch.on_cpu)
         for batch in loader

@@ -1,4 +1,4 @@
-"""What each of two ranks does; run in processes of their own by ``test_training_ddp``."""
+"""The scenarios of two ranks, which ``test_training_ddp`` runs in separate processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def wrapped(
 
 
 def steps(loader: TorchpipeLoader) -> list[tuple[list[int], list[bool], list[int]]]:
-    """Of each step the indices, the mask and the labels."""
+    """Indices, mask and labels of each step."""
     with loader:
         return [(batch.indices.tolist(), batch.mask.tolist(), batch.labels.tolist()) for batch in loader]
 

@@ -64,7 +64,7 @@ class RandomGrayscale:
 
 
 class RandomRotation:
-    """By up to ``degrees`` either way; nearest neighbours, black corners."""
+    """Rotate by up to ``degrees`` either way; nearest neighbours, black corners."""
 
     def __init__(self, degrees: float) -> None:
         self.degrees = degrees

@@ -1,4 +1,4 @@
-"""What the tests of image backends share."""
+"""Helpers for the tests of image backends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(backend: str, data: Any, **config: Any) -> Data:
 
 
 def refusal(backend: str, data: Any, **config: Any) -> str:
-    """What the ``InvalidRequest`` says that is the outcome."""
+    """The message of the ``InvalidRequest`` that is the outcome."""
     item = run(backend, data, **config)
     assert "result" not in item
     assert isinstance(item["error"], InvalidRequest)

@@ -1,4 +1,4 @@
-"""Encoded images to Mats: what headers say, what is refused by them, and what OpenCV makes of the rest."""
+"""Encoded images to Mats: headers, refusals by the header, and decoding by OpenCV."""
 
 from __future__ import annotations
 

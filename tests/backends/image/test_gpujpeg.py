@@ -73,7 +73,7 @@ def test_refuses_kinds_that_gpu_cannot_decode(data: bytes, message: str) -> None
 
 
 def refusal(data: bytes) -> str:
-    """Why the check refuses a file; empty if it does not."""
+    """The reason why the check refuses a file; empty if it does not."""
     try:
         WholeCheck()(data)
     except DecodeError as error:
@@ -193,7 +193,7 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class StandIn:
-    """In the place of a decoder on the GPU: OpenCV's pixels; a file wider than 64 pixels fails."""
+    """Replaces a decoder on the GPU: OpenCV's pixels; a file wider than 64 pixels fails."""
 
     def __init__(self, uses_engines: bool) -> None:
         self.uses_engines = uses_engines

@@ -380,7 +380,7 @@ INF = float("inf")
 def test_converts_tensor_to_mat(
     dtype: torch.dtype, values: list[float], kept: list[float] | str, clamped: list[int]
 ) -> None:
-    """Floats become float32 and integers 8 bits; those that do not fit are refused, or clamped where asked."""
+    """Floats become float32 and integers 8 bits; other values are refused, or clamped on request."""
     tensor = torch.tensor(values, dtype=dtype)[None, None, None]
     given = [tensor, tensor.clone().requires_grad_()] if dtype.is_floating_point else [tensor]
     for data in given:

@@ -19,7 +19,7 @@ SIZE = 2 * SMALL
 
 
 class Holder(threading.Thread):
-    """Holds a reservation from when it has it until it is told to end."""
+    """Holds a reservation until ``end``."""
 
     def __init__(self, memory: DecodingMemory, size: int, limit: int, is_large: bool = False) -> None:
         super().__init__(daemon=True)

@@ -164,7 +164,7 @@ def test_cores_decode_only_files_that_engines_refuse(library: Library, codec: Nv
 
 
 def test_without_engines_it_decodes_on_the_cores_and_logs_that(library: Library, caplog: Any) -> None:
-    """They may be missing, or not wanted, which is no line in the log."""
+    """They may be missing, which is logged, or switched off, which is not."""
     unwanted = gpujpeg.DECODERS["nvimgcodec_cuda"](CPU, STREAM, TRIAL)
     assert caplog.messages == []
     library.works[ENGINES] = False

@@ -48,7 +48,7 @@ def shorter(mat: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
 
 
 def fitted(mat: np.ndarray, size: Size, value: int, interpolation: str = "bilinear") -> np.ndarray:
-    """As large as fits, top left."""
+    """The reference: as large as fits, top left."""
     scale = min(size[0] / mat.shape[0], size[1] / mat.shape[1])
     inside = tuple(max(1, round(side * scale)) for side in mat.shape[:2])
     canvas = np.full((*size, mat.shape[2]), value, np.uint8)
@@ -57,7 +57,7 @@ def fitted(mat: np.ndarray, size: Size, value: int, interpolation: str = "biline
 
 
 def letter_box(mat: np.ndarray, size: Size) -> np.ndarray:
-    """By the formulas of Ultralytics' LetterBox."""
+    """The reference, by the formulas of Ultralytics' LetterBox."""
     height, width = mat.shape[:2]
     scale = min(size[0] / height, size[1] / width)
     new_h, new_w = max(1, round(height * scale)), max(1, round(width * scale))
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def source(self) -> Callable[..., np.ndarray]:
-        """What makes its images: torchvision on a tensor is near to Pillow where these are smooth."""
+        """The function that makes images: torchvision on a tensor is near to Pillow for smooth ones."""
         return picture_of if self.name == "ResizeShorter" else noise
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ DTYPES = (torch.uint8, torch.float16, torch.float32, torch.float64, torch.int64)
 
 @pytest.mark.parametrize("case", ON_TENSORS, ids=str)
 def test_resizes_tensors_of_other_dtypes(case: Case) -> None:
-    """They give what 8 bits give, before these are rounded."""
+    """The results are those for 8 bits before rounding."""
     data = to_tensor(case.source(20, 30))
     if case.name == "PillowResize":
         for dtype in DTYPES[1:]:

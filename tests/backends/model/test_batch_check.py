@@ -1,4 +1,4 @@
-"""An item gets what is its own: models that mix items are refused, and with ``max = 1`` outputs may have any shape."""
+"""Each item gets its own results: models that mix items are refused; with ``max = 1`` outputs have any shape."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MIXES: dict[str, Any] = {
 @pytest.mark.parametrize("name", MIXES)
 @pytest.mark.parametrize("size", [6, "D"], ids=["known", "open"])
 def test_refuses_models_that_mix_items(tmp_path: Path, name: str, size: int | str) -> None:
-    """When the model is loaded where its shape is known, else with the first request, whatever its batch."""
+    """At loading if the model's shape is known, otherwise with the first request, in a batch of any size."""
     kind, attributes, constants = MIXES[name]
     config = node_with(tmp_path, kind, ["N", size], size, attributes, **constants) | {"instance_num": 2}
     if size == 6:
@@ -188,7 +188,7 @@ def shapes(item: Data) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("more", [{}, {"postprocessor": "cpu"}, {"instance_num": 2, "max": 1}])
 def test_serves_detector_with_nms_inside(detector: str, more: Data) -> None:
-    """The shapes differ from call to call, down to no box at all; results are nobody else's memory."""
+    """Shapes differ from call to call, down to no box at all; results do not share memory."""
     items = answer(onnx_node(detector, **more), *(torch.tensor([rows]) for rows in (FOUND, NOTHING, FOUND[:1] * 3)))
     assert [shapes(item) for item in items] == [[(2, 4), (2,), ()], [(0, 4), (0,), ()], [(1, 4), (1,), ()]]
     boxes, scores, count = items[0]["result"]

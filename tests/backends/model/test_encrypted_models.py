@@ -25,7 +25,7 @@ from torchpipe_py.backends.model.engine.cache import EngineCache
 from torchpipe_py.backends.model.engine.precision import check_half, half_model
 from torchpipe_py.backends.model.onnx_graph import model_bytes
 from torchpipe_py.encryption.cipher import Cipher
-from torchpipe_py.encryption.model_file import UNSAID, ModelFile
+from torchpipe_py.encryption.model_file import REDACTED, ModelFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -40,7 +40,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def keys(plain: str) -> dict[str, str]:
-    """Of a node with that model, encrypted."""
+    """Keys of a node with that model, encrypted."""
     return encrypt(plain)
 
 
@@ -70,10 +70,10 @@ def test_refuses_encrypted_aotinductor_package(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [{}, MEAN])
 def test_weights_in_a_second_file_are_refused(plain: str, tmp_path: Path, monkeypatch: Any, more: Any) -> None:
-    """Wherever that is: a library that gets bytes would look in the working directory."""
+    """At any place: a library that gets bytes would look in the working directory."""
     keys = encrypt(with_weights_beside(plain, tmp_path / "m.onnx"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"m\.onnx\.enc: its weights lie in a second file, which is not encrypted"):
+    with pytest.raises(ConfigError, match=r"m\.onnx\.enc: its weights are in a second file, which is not encrypted"):
         pipe({"backend": "OnnxTensor", **keys, **more})
 
 
@@ -116,7 +116,7 @@ def test_refuses_decrypted_model_of_another_backend(keys: dict[str, str], tmp_pa
     text = tmp_path / "m.onnx"
     text.write_text(f"{NAME} is no model")
     said = message(encrypt(text))
-    assert f"not an ONNX file: DecodeError; {UNSAID}" in said
+    assert f"not an ONNX file: DecodeError; {REDACTED}" in said
     assert NAME not in said
     torch.jit.script(torch.nn.ReLU()).save(str(tmp_path / "m.pt"))
     for config, said in (
@@ -160,12 +160,12 @@ def test_errors_do_not_name_layers_or_show_source(
     printed = capfd.readouterr()
     said = f"{caught.value} {caplog.text} {printed.out} {printed.err}"
     assert (NAME in said) == (not is_encrypted)
-    assert (UNSAID in said) == is_encrypted
+    assert (REDACTED in said) == is_encrypted
 
 
 def test_unknown_layer_does_not_reveal_existing_ones(plain: str) -> None:
     content = model_bytes(ModelFile(plain), (), ())
-    for is_secret, said in ((False, f"did you mean '{NAME}_conv'"), (True, f"no layer '{NAME}_com'; {UNSAID}$")):
+    for is_secret, said in ((False, f"did you mean '{NAME}_conv'"), (True, f"no layer '{NAME}_com'; {REDACTED}$")):
         with pytest.raises(ConfigError, match=said):
             half_model(content, (f"{NAME}_com",), is_secret)
 
@@ -175,7 +175,7 @@ def test_a_trial_in_fp16_does_not_name_layers(tmp_path: Path, caplog: Any, capfd
     caplog.set_level(logging.INFO, "torchpipe_py")
     check_half("m.onnx.enc", content, content, (), to_bounds(1), is_normalised=False, is_secret=True)
     printed = capfd.readouterr()
-    assert caplog.messages == [f"m.onnx.enc: its fp16 form is not compared with it: {UNSAID}"]
+    assert caplog.messages == [f"m.onnx.enc: its fp16 form is not compared with it: {REDACTED}"]
     assert NAME not in printed.out + printed.err
 
 
@@ -187,8 +187,8 @@ def test_messages_of_tensorrt_are_left_out_once_a_model_is_encrypted(caplog: pyt
     messages.keep_secret()
     messages.logger.log(1, f"{NAME} failed")
     messages.logger.log(2, f"{NAME} is slow")
-    assert messages.last() == UNSAID
-    assert [record.getMessage() for record in caplog.records] == ["a plain layer", UNSAID, UNSAID]
+    assert messages.last() == REDACTED
+    assert [record.getMessage() for record in caplog.records] == ["a plain layer", REDACTED, REDACTED]
 
 
 # -- what TensorRT keeps ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a request brings for a model: inputs by order or by name, of shapes that ``min`` and ``max`` allow."""
+"""Inputs of a model in a request: by order or by name, of shapes that ``min`` and ``max`` allow."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_numbers_are_a_vector(tmp_path: Path, vector: Any) -> None:
 
 # -- Mats -----------------------------------------------------------------------------------------------------------
 
-PLACE = "does not show where a Mat's channels belong"
+PLACE = "does not define the place of a Mat's channels"
 
 
 @pytest.mark.parametrize(

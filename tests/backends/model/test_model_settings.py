@@ -1,4 +1,4 @@
-"""What is wrong with a model's parameters is told when they are planned: by ``pipe`` and by ``torchpipe check``."""
+"""Errors in a model's parameters are reported at planning, by ``pipe`` and by ``torchpipe check``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``OnnxTensor`` against ONNX Runtime itself, postprocessors of one's own, and what is read of ONNX files."""
+"""``OnnxTensor`` against ONNX Runtime itself, custom postprocessors, and headers of ONNX files."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_different_sizes_in_one_batch_are_never_stretched(register: Register, tm
 
 
 def test_pads_lone_request_to_fixed_batch(fixed_batch: str, classifier: str) -> None:
-    """What is built, works: a batch of two is all that this model takes."""
+    """The model takes only batches of two."""
     (value,) = tensors(1, 3, 8, 8)
     item = answer(onnx_node(fixed_batch, min=2, max=2), value)
     np.testing.assert_allclose(item["result"].numpy(), reference(classifier, x=value)[0], rtol=1e-5, atol=1e-6)
@@ -153,7 +153,7 @@ def test_pads_lone_request_to_fixed_batch(fixed_batch: str, classifier: str) -> 
 
 
 def test_onnx_runtime_reports_nothing(classifier: str, tmp_path: Path) -> None:
-    """From 1.29 on it keeps an identifier at home, and tells its maker which models it loads."""
+    """From 1.29 on it stores an identifier in the home folder, and reports loaded models to its maker."""
     code = f"from torchpipe_py import pipe; pipe({{'backend': 'OnnxTensor', 'model': {classifier!r}}}).close()"
     hidden = ("CI", "ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "XDG_CACHE_HOME", "TF_BUILD", "GITHUB_ACTIONS")
     env = {name: value for name, value in os.environ.items() if name not in hidden} | {"HOME": str(tmp_path)}
@@ -206,7 +206,7 @@ def test_weights_beside_a_model_are_found_and_missed(normalised: Data, tmp_path:
     config = onnx_node(str(path), **normalised)
     assert answer(config, torch.full((3, 2, 2), 128.0))["result"].max() == (2 if normalised else 256)
     (tmp_path / "m.onnx.data").unlink()
-    refused(config, r"m.onnx.data beside it, which is not there: move both together")
+    refused(config, r"m.onnx.data beside it, which is missing: move both together")
 
 
 def test_results_have_labels(classifier: str, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_results_have_labels(classifier: str, tmp_path: Path) -> None:
     refused({**config, "labels": "none.txt"}, r"key 'labels': no such file: none\.txt")
 
 
-# -- postprocessors of one's own ----------------------------------------------------------------------------------
+# -- custom postprocessors ----------------------------------------------------------------------------------------
 
 ZEROS = torch.zeros(1, 3, 8, 8)
 
@@ -327,7 +327,7 @@ SCALE = 0.05
 
 
 def quantised(zero: int = 0) -> onnx.ModelProto:
-    """Conv, Relu, MaxPool, Conv, Relu, each with what it reads through a pair of int8: N×2×6×6 to N×2×2×2."""
+    """Conv, Relu, MaxPool, Conv, Relu, with int8 pairs before each input: N×2×6×6 to N×2×2×2."""
     constants = {"scale": np.float32(SCALE), "zero": np.int8(zero)}
     nodes: list[Any] = []
 
@@ -350,7 +350,7 @@ def quantised(zero: int = 0) -> onnx.ModelProto:
 
 
 def run(content: bytes, x: np.ndarray) -> np.ndarray:
-    """As it is written: nothing is merged."""
+    """Run the model without fusing nodes."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])

@@ -44,14 +44,14 @@ def labels(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("cls", [SoftmaxMax, ArgMax, SoftmaxArgMax, TopK])
 def test_single_class_always_wins(forward: Forward, cls: type) -> None:
-    """As of a model for yes or no with one logit: its probability would always be 1."""
+    """For a yes/no model with one logit, the probability would always be 1."""
     with pytest.raises(ConfigError, match=f"{cls.__name__} of one class is always that class; Sigmoid gives its score"):
         forward(make(cls, {}), [torch.tensor([[-5.0]])])
     assert forward(make(Sigmoid, {}), [torch.tensor([[5.0]])])[0][0][1] == pytest.approx(0.9933, abs=1e-4)
 
 
 def test_reads_label_file_of_windows(tmp_path: Path, forward: Forward) -> None:
-    """A byte order mark is no part of the first label, and a line ends where an editor says it does."""
+    """A byte order mark is not part of the first label, and lines end as in an editor."""
     path = tmp_path / "labels.txt"
     path.write_bytes(b"\xef\xbb\xbfcat\r\nsea\x0blion\r\nox")
     results = forward(make(TopK, {"labels": str(path)}), [torch.tensor([[3.0, 2.0, 1.0]])])

@@ -103,7 +103,7 @@ MEAN = {"mean": "10, 20, 30"}
     [
         ({}, "text", "takes a Mat or a tensor, got str"),
         ({}, torch.zeros(2, 3, 8, 8), "takes one item, 1x…, got 2x3x8x8"),
-        ({}, np.zeros((5, 6, 3), np.float32), "got 5x6x3 of float32, which may be a Mat; Mat2Tensor makes a Tensor of"),
+        ({}, np.zeros((5, 6, 3), np.float32), "got 5x6x3 of float32, which may be a Mat; convert it with Mat2Tensor"),
         # It is the model that says what it does with an image without a pixel; the request is no defect.
         ({}, np.zeros((0, 5, 3), np.uint8), (1, 3, 0, 5)),
         # Broadcast over the three numbers, one channel would become three, and a vector an image.

@@ -1,4 +1,4 @@
-"""What is asked of TensorRT when an engine is built, and what is made of its answer; TensorRT is replaced."""
+"""Calls of TensorRT that build an engine, and the use of their results; TensorRT is replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchpipe_py.backends.model.check import to_bounds
 from torchpipe_py.backends.model.engine import build
 from torchpipe_py.backends.model.engine.build import EngineSpec, cached_engine, new_engine
 from torchpipe_py.backends.model.engine.precision import check_half, half_model, multiplying_layers
-from torchpipe_py.encryption.model_file import UNSAID
+from torchpipe_py.encryption.model_file import REDACTED
 
 Kind = enum.Enum("Kind", "CONVOLUTION DECONVOLUTION MATRIX_MULTIPLY QUANTIZE ACTIVATION")
 Mode = enum.Enum("Mode", "INPUT OUTPUT")
@@ -47,7 +47,7 @@ NO_MATTER = {"Name": "Reformatting CopyNode", "LayerType": "Reformat", "Outputs"
 
 
 class FakeTensorrt:
-    """As much of the module as a build touches. ``told`` is what the inspector says of each engine, in turn."""
+    """The part of the module that a build uses. ``told``: the inspector's output for each engine, in turn."""
 
     def __init__(self, version: str, *told: list[Any], kinds: tuple[Kind, ...] = (Kind.CONVOLUTION,)) -> None:
         self.__version__ = version
@@ -175,11 +175,11 @@ def test_no_message_names_layers_of_an_encrypted_model(caplog: pytest.LogCapture
     cipher: Any = "the model's"
     spec = replace(SPEC, cipher=cipher)
     new_engine(FakeTensorrt("8.6.0", [HALF, FULL]), spec, None)
-    with pytest.raises(ConfigError, match=f"no layer of the engine .*{UNSAID}"):
+    with pytest.raises(ConfigError, match=f"no layer of the engine .*{REDACTED}"):
         new_engine(FakeTensorrt("8.6.0", [FULL], [FULL]), spec, None)
     with pytest.raises(ConfigError, match="3 layers read or write numbers beyond 65504"):
         new_engine(FakeTensorrt("11.4.0"), replace(spec, onnx=small(3e4)), None)
-    assert f"1 of 2 layers run otherwise: {UNSAID}" in caplog.text
+    assert f"1 of 2 layers run otherwise: {REDACTED}" in caplog.text
     assert "conv" not in caplog.text
 
 
