@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_config(watch)
     options.add_watch_options(watch)
     watch.set_defaults(run=_tool("tools.watch", "run_watch"))
-    doctor = commands.add_parser("doctor", help="say what is installed, and what is missing for which feature")
+    doctor = commands.add_parser("doctor", help="report installed libraries, and missing ones by feature")
     doctor.add_argument("--json", type=options.output_file, metavar="FILE", help="write the report")
     doctor.set_defaults(run=_tool("tools.doctor", "run_doctor"))
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
@@ -114,7 +114,7 @@ def _add_config(parser: argparse.ArgumentParser, text: str = "TOML file") -> Non
 
 
 def _add_imports(parser: argparse.ArgumentParser) -> None:
-    text = "modules or .py files with backends and filters of your own, separated by commas; may be repeated"
+    text = "modules or .py files with custom backends and filters, separated by commas; may be repeated"
     parser.add_argument("--import", dest="imports", metavar="CODE", action="append", help=text)
 
 

@@ -24,7 +24,7 @@ class TorchpipeError(Exception):
     retry_after_ms: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: ``code`` and ``message``, and ``retry_after_ms`` if known."""
+        """A dict for JSON: ``code`` and ``message``, and ``retry_after_ms`` if known."""
         wait = {} if self.retry_after_ms is None else {"retry_after_ms": self.retry_after_ms}
         return {"code": self.code, "message": message_of(self), **wait}
 

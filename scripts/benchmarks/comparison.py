@@ -206,7 +206,7 @@ def measure(
 
 @contextmanager
 def on_cores(chosen: Collection[int]) -> Iterator[None]:
-    """Run this thread, and what it starts meanwhile, on these cores."""
+    """Run this thread, and the processes and threads it starts meanwhile, on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, chosen)
     try:
@@ -297,7 +297,7 @@ def against_baseline(args: argparse.Namespace) -> Comparison:
 
 
 def _compare_resnet18(report: Comparison, args: argparse.Namespace, folder: Path, images: Path) -> None:
-    """With random weights, which the time does not depend on; needs torchvision."""
+    """Compare services of a ResNet-18 with random weights, which do not change the time; needs torchvision."""
     import torch
     import torchvision
 

@@ -100,7 +100,7 @@ def run_clients(port: int, images: Path, clients: int, seconds: float, options: 
 
 
 def client_report(port: int, images: Path, clients: int, seconds: float, options: Sequence[str] = ()) -> dict[str, Any]:
-    """The load tester's report of that; ``RuntimeError`` where an image has no result."""
+    """``run_clients``, returning the load tester's report; ``RuntimeError`` if an image has no result."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, str(REPOSITORY / "scripts" / "client_qps.py"), "--json", file.name, "--no-progress"]
         command += ["--img_dir", str(images), "--port", str(port), "--request_client", str(clients)]

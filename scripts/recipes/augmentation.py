@@ -14,7 +14,7 @@ ENLARGED = 1.2
 
 
 def enlarged(size: int) -> int:
-    """Both sides in pixels of the image that is rotated and cropped to ``size``."""
+    """Sides, in pixels, of the image before it is rotated and cropped to ``size``."""
     return round(size * ENLARGED)
 
 

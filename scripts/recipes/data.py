@@ -36,7 +36,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Normalise:
-    """For ``transforms_batch``: N×3×H×W of 0..255 to 0..1, less ``mean``, over ``std``."""
+    """A ``transforms_batch``: N×3×H×W of 0..255 to 0..1, minus ``mean``, divided by ``std``."""
 
     def __init__(self, mean: tuple[float, ...] = MEAN, std: tuple[float, ...] = STD) -> None:
         self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
@@ -63,7 +63,7 @@ class FlipAndNormalise(Augmentation):
 
 
 def augmentations(names: Sequence[str], size: int | None = None) -> Compose:
-    """For ``transforms_batch``: the chosen ``AUGMENTS`` in their order, then flip and normalise.
+    """A ``transforms_batch``: the chosen ``AUGMENTS`` in their order, then flip and normalise.
 
     ``size``: both sides of the crop in pixels; ``None``: those of the images.
     """

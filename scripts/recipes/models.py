@@ -129,7 +129,7 @@ def check_classes(path: Path, trained: Sequence[str], classes: Sequence[str]) ->
 
 
 def load_weights(path: Path, model: nn.Module, weights: Any, arch: str, trained: str | None) -> None:
-    """Into ``model``; ``TrainingError`` where they are of another one. ``trained``: the architecture they are of."""
+    """Load weights into ``model``; ``TrainingError`` for those of another one. ``trained``: their architecture."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -104,7 +104,7 @@ class Place:
         return nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
 
     def summed(self, values: list[float], device: Any) -> list[float]:
-        """Each value, summed over the processes."""
+        """Sums of the values over the processes."""
         if self.kind != "ddp":
             return values
         total = torch.tensor(values, dtype=torch.float64, device=device)

@@ -30,7 +30,7 @@ def run_encrypt(args: argparse.Namespace) -> int:
         _check_names(args.model, out, args.force)
     if args.new_key:
         _make_key(args.new_key)
-        print(f"{args.new_key}: a new key, for its owner alone; without it nobody opens what it encrypts")
+        print(f"{args.new_key}: a new key, readable by its owner only; nothing else decrypts what it encrypts")
     if args.model is None:
         return 0
     cipher = Cipher(*read_key(args.new_key or args.key_file, args.key_env))
@@ -103,7 +103,7 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
         raise ConfigError(f"{path}: {left[0]} cannot be taken into it; save the model in one file")
     if model.ByteSize() >= ONNX_LIMIT:
         raise ConfigError(
-            f"{path}: with its weights in {names} it is larger than 2 GiB, which no ONNX file in one piece can be; "
+            f"{path}: with its weights in {names} it is larger than 2 GiB, the limit of an ONNX file in one piece; "
             "torch.export's .pt2 and TensorRT's engines can, and torchpipe encrypt takes them"
         )
     return io.BytesIO(model.SerializeToString()), f" with {names} inside"

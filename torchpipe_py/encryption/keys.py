@@ -63,7 +63,7 @@ def keep_out_of_core_files() -> None:
         with open("/proc/self/coredump_filter", "w", encoding="ascii") as file:
             file.write("0")
     except OSError as error:
-        logger.info("core files of this process would hold what it decrypts: %s", error)
+        logger.info("core files of this process may contain decrypted models: %s", error)
 
 
 def _of_file(path: str) -> bytes:

@@ -17,7 +17,7 @@ from torchpipe_py.files import ENCRYPTED, content_kind, file_kind
 ENDING = ".enc"
 """Suffix of an encrypted model's name; the suffix before it gives the kind of model."""
 
-UNSAID = "its words are left out, since the model is encrypted"
+REDACTED = "its message is withheld, since the model is encrypted"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ModelFile:
         return Cipher(*read_key(self.key_file, self.key_env)) if self.has_key else None
 
     def source(self) -> str | io.BytesIO:
-        """For libraries that open files: the path of a plain model, or the content of an encrypted one."""
+        """The path of a plain model, or the content of an encrypted one, for libraries that open files."""
         if self.has_key:
             return io.BytesIO(self.read())
         self._check()
@@ -97,7 +97,7 @@ class ModelFile:
 
     def without_words(self, error: Exception) -> Exception:
         """A library's error about the model; without its text for an encrypted model, as it may name layers."""
-        return RuntimeError(f"{type(error).__name__}; {UNSAID}") if self.has_key else error
+        return RuntimeError(f"{type(error).__name__}; {REDACTED}") if self.has_key else error
 
     def _check(self) -> None:
         problem = self.mismatch()

@@ -1,1 +1,1 @@
-"""From TOML to a checked, frozen plan: no threads, no heavy imports."""
+"""Turns TOML into a checked, frozen plan, without threads or heavy imports."""

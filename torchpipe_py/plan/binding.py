@@ -210,7 +210,7 @@ class Binder:
         return params, keys
 
     def _values(self, scope: str, source: Any, position: _Position) -> tuple[dict[str, Any], dict[str, str]]:
-        """The same for a backend or a ``PythonFilter``."""
+        """Parameter values of a backend or a ``PythonFilter``, and the key that each was read from."""
         self._sources[scope] = source
         if source.any_params:
             return self._all_params(scope), {}

@@ -195,7 +195,7 @@ def _bind_node(node: NodeSpec, owner: NodeSpec, registry: Registry, problems: Pr
     if node.owner == node.name:
         binders[-1].check_keys(unused, ignored)
         if node.device_id and "device_id" in node.own and not any(backend.uses_device() for backend in backends):
-            reason = "no backend here works on a CUDA device (a Backend of your own says uses_device = True)"
+            reason = "no backend here works on a CUDA device (a custom Backend declares uses_device = True)"
             problems.warn_once(f"{node.at('device_id')}: nothing uses it: {reason}")
     else:
         binders[-1].check_keys([], {})
@@ -214,7 +214,7 @@ def _warn_of_isolation(spec: PipelineSpec, plans: Mapping[str, NodePlan]) -> Non
     is_requested = any(node.decode_isolation != "none" for node in spec.nodes.values())
     if is_requested and not any(decodes(backend) for plan in plans.values() for backend in plan.backends):
         logger.warning(
-            '%s: decode_isolation = "process", but no backend says that it decodes (Isolation.MOVES); none is isolated',
+            '%s: decode_isolation = "process" isolates nothing: no backend declares that it decodes (Isolation.MOVES)',
             spec.place,
         )
 
@@ -243,7 +243,7 @@ def _check_shared(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: P
         for reason, hint in (
             (
                 others and f"its instances run {others} as well",
-                f"leave the key out, or write nodes of their own for {others}",
+                f"leave the key out, or write separate nodes for {others}",
             ),
             (roots and "it runs another graph", f"share nodes of that graph instead, from {roots} on"),
         ):
@@ -264,7 +264,7 @@ def _check_ordered(spec: PipelineSpec, plans: Mapping[str, NodePlan], problems: 
         place, plan = node.at("ordered_by"), plans[name]
         if node.decode_isolation != ISOLATIONS[0] and any(map(decodes, plan.backends)):
             hint = "decode in a node before it"
-            problems.add(place.error(f"its backend runs in a process of its own, by decode_isolation: {hint}"))
+            problems.add(place.error(f"decode_isolation runs its backend in a separate process: {hint}"))
         if plan.processes > 1 and not node.shared:
             hint = f"set shared = true in [{name}], or use --workers 1"
             problems.add(place.error(f"works in one process only, not in {plan.processes}: {hint}"))

@@ -159,7 +159,7 @@ class Tables(dict[str, Any]):
 
     @classmethod
     def of(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> Tables:
-        """Those of a file, or of a flat dict or a dict of dicts, with ``"global"`` first. Raises ``ConfigError``."""
+        """The tables of a file, a flat dict or a dict of dicts, with ``"global"`` first. Raises ``ConfigError``."""
         if not isinstance(config, Mapping):
             return parse_toml(config)
         tables = cls(_with_global(dict(config), Place(cls.source)))
@@ -212,7 +212,7 @@ def _line_of(error: Exception, text: str) -> str:
         return ""
     line = text.splitlines()[int(place[1]) - 1].strip()
     _, equals, value = line.partition("=")
-    hint = "; a text stands in quotes" if equals and value.strip()[:1].isalpha() else ""
+    hint = "; put quotes around text" if equals and value.strip()[:1].isalpha() else ""
     return f": {quoted(line)}{hint}"
 
 
@@ -225,7 +225,7 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> PipelineS
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any], problems: Problems) -> PipelineSpec:
-    """The same, but add errors to ``problems``; raises only if it is not a configuration at all."""
+    """``load_config``, but errors go to ``problems``; raises only if it is not a configuration at all."""
     if isinstance(config, Mapping):
         return (config if isinstance(config, Tables) else Tables(config)).spec(problems)
     if not isinstance(config, (str, os.PathLike)):
@@ -302,7 +302,7 @@ def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str],
         physical = {name for name, other in nodes.items() if other.owner == name}
         hint = nearest(node.owner, physical)
         raise node.place.error(
-            f"a logical node (name.alias) of {node.owner!r}, which is not there, or is a table without a key; {hint}"
+            f"a logical node (name.alias) of {node.owner!r}, which is missing, or is a table without a key; {hint}"
         )
     if "backend" in node.own and node.calls != owner.calls:
         named, runs = ("&".join(map(str, spec.calls)) for spec in (node, owner))
@@ -399,7 +399,7 @@ def _cleaned(table: Mapping[str, Any], place: Place, problems: Problems) -> dict
                 logger.info("%s: ignored, this is how every pipe is scheduled", here)
             else:
                 hint = nearest(str(value), _SCHEDULER_DEFAULTS)
-                raise here.error(f"the scheduler is not exchangeable (a node's backend stands under 'backend'); {hint}")
+                raise here.error(f"the scheduler is not exchangeable (a node's backend is set by 'backend'); {hint}")
     return cleaned
 
 

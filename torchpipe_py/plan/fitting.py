@@ -26,17 +26,17 @@ class Fact:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of data between two backends: its kind, and the backend and node that produced it.
+    """Known properties of data between two backends: its kind, and the backend and node that produced it.
 
-    The fields are empty if unknown. ``facts`` describes an image, by field names of ``ImageSpec``. ``unsaid`` is the
-    place where the channel order could be set, if it is not set and therefore BGR.
+    The fields are empty if unknown. ``facts`` describes an image, by field names of ``ImageSpec``. ``unset_order`` is
+    the place where the channel order could be set, if it is not set and therefore BGR.
     """
 
     kind: str = ""
     giver: str = ""
     node: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    unsaid: Place | None = None
+    unset_order: Place | None = None
 
 
 UNKNOWN = Known()
@@ -57,8 +57,8 @@ def refuse_misfits(
         known = walk.any_of(backends[name], results[before[0]] if comes_along else UNKNOWN)
         for error in walk.errors:
             problems.add(error)
-        for place in walk.unsaid:
-            problems.warn_once(f"{place}: {_UNSAID}")
+        for place in walk.unset_order:
+            problems.warn_once(f"{place}: {_UNSET_ORDER}")
         # NOTE: a node that is skipped, by its own filter or one upstream, passes its input on unchanged.
         is_certain = all(spec.nodes[each].always_runs for each in (name, *graph.upstream[name]))
         results[name] = known if is_certain else UNKNOWN
@@ -82,22 +82,22 @@ def _first(plan: BackendPlan) -> type[Backend]:
     return plan.cls
 
 
-_UNSAID = (
-    "DecodeMat gives BGR, and the model takes the channels as they come; one that was trained on RGB, as nearly all in "
-    'PyTorch are, needs color = "rgb" here; color = "bgr" says that BGR is right'
+_UNSET_ORDER = (
+    "DecodeMat outputs BGR, and the model cannot tell; one that was trained on RGB, like nearly all in PyTorch, "
+    'needs color = "rgb" here; set color = "bgr" if BGR is right'
 )
 
 
 class _Walk:
     """Follows data through the backends of one node and collects ``errors``.
 
-    ``unsaid`` has the places where the channel order of a model's input could be set but is not.
+    ``unset_order`` has the places where the channel order of a model's input could be set but is not.
     """
 
     def __init__(self, node: NodeSpec, owner: NodeSpec) -> None:
         self._node, self._owner = node, owner
         self.errors: list[ConfigError] = []
-        self.unsaid: list[Place] = []
+        self.unset_order: list[Place] = []
 
     def any_of(self, plans: Sequence[BackendPlan], known: Known) -> Known:
         """Follow data through any one of the plans; it is refused only if all of them refuse it."""
@@ -115,7 +115,11 @@ class _Walk:
             for name, fact in first.facts.items()
             if all(name in other.facts and other.facts[name].value == fact.value for other in others)
         }
-        return replace(first, facts=facts, unsaid=first.unsaid if len({each.unsaid for each in results}) == 1 else None)
+        return replace(
+            first,
+            facts=facts,
+            unset_order=first.unset_order if len({each.unset_order for each in results}) == 1 else None,
+        )
 
     def through(self, plan: BackendPlan, known: Known) -> Known:
         cls = plan.cls
@@ -136,21 +140,21 @@ class _Walk:
             for name, why in cls.image_misfits(plan.params, image).items():
                 fact = known.facts[name]
                 self.errors.append(fact.place.error(f"{fact.shown}, {why}"))
-        if cls.is_model and known.unsaid is not None:
-            self.unsaid.append(known.unsaid)
+        if cls.is_model and known.unset_order is not None:
+            self.unset_order.append(known.unset_order)
         if cls.passes_on:
             return known
-        return Known(cls.gives, plan.label, self._node.name, self._facts(plan, known), self._unsaid(plan, known))
+        return Known(cls.gives, plan.label, self._node.name, self._facts(plan, known), self._unset_order(plan, known))
 
-    def _unsaid(self, plan: BackendPlan, known: Known) -> Place | None:
-        """Where the channel order could be set, if the backend outputs BGR only by default."""
+    def _unset_order(self, plan: BackendPlan, known: Known) -> Place | None:
+        """The place to set the channel order, if the backend outputs BGR only by default."""
         # NOTE: ``color`` of a custom class may have nothing to do with an image.
         if plan.cls.gives in _NAMES and "color" in plan.params:
             return self._place(plan, "color") if plan.params["color"] == "bgr" and "color" not in plan.keys else None
-        return known.unsaid if {plan.cls.takes, plan.cls.gives} <= _NAMES.keys() else None
+        return known.unset_order if {plan.cls.takes, plan.cls.gives} <= _NAMES.keys() else None
 
     def _facts(self, plan: BackendPlan, known: Known) -> dict[str, Fact]:
-        """What is known of the image that the backend outputs."""
+        """Known properties of the image that the backend outputs."""
         cls = plan.cls
         facts = {name: fact for name, fact in known.facts.items() if cls.keeps_sides}
         for side, name in zip(("height", "width"), cls.sides, strict=False):
@@ -168,7 +172,7 @@ class _Walk:
         return facts
 
     def _place(self, plan: BackendPlan, param: str) -> Place:
-        """Where the parameter is set, or could be set."""
+        """The place where the parameter is set, or could be set."""
         if param in plan.keys:
             return self._owner.at(plan.keys[param])
         return replace(self._owner.place, key=plan.cls.parameters()[param].key)

@@ -55,7 +55,7 @@ class Folder(Tables):
         return self._with({key: tables for key, tables in self.items() if key.partition("/")[0] != name})
 
     def having(self, name: str) -> Folder:
-        """The same, with all versions of model ``name`` read again. ``ConfigError`` if the folder does not have it."""
+        """The folder with all versions of model ``name`` read again. ``ConfigError`` if the folder does not have it."""
         files = find_models(self.source)
         if name not in files:
             raise ConfigError(f"no model {name[:80]!r} in {self.source}; {nearest(name[:80], files)}")

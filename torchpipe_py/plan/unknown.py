@@ -16,7 +16,7 @@ SERVICE_FLAGS = (
 """Options of ``torchpipe-serve`` that may be mistaken for keys."""
 
 
-_INSTANCES = "it is 'instance_num' here: the number of instances, each on a thread of its own"
+_INSTANCES = "it is 'instance_num' here: the number of instances, each with its own thread"
 _LARGEST = "the largest batch is 'max' here"
 _PROCESSES = (
     "instances of a node, each on a thread, are 'instance_num' here; --workers of torchpipe-serve are processes"
@@ -49,7 +49,7 @@ ELSEWHERE = {
     "num_threads": _PROCESSES,
     "num_workers": _PROCESSES,
     "output_map": _MAP,
-    "platform": "what a node runs is its 'backend' here",
+    "platform": "it is 'backend' here",
     "preferred_batch_size": f"{_LARGEST}; no size is preferred",
     "request_timeout_s": _DEADLINE,
     "resize_x": "it is 'resize_w' here, in pixels",
@@ -90,7 +90,7 @@ def instead_of(key: str, valid: Iterable[str]) -> str:
 
 
 def elsewhere(key: str) -> str:
-    """The same, for a key of another server or an option of torchpipe-serve; empty for other keys."""
+    """The hint for a key of another server or an option of torchpipe-serve; empty for other keys."""
     if key.replace("-", "_") == "max_batch":
         return f"{_LARGEST}; --max-batch of torchpipe-serve bounds the images of one infer_many"
     if is_service_flag(key):

@@ -30,7 +30,7 @@ class Arguments:
     import_code: str = _argument("", "modules or .py files with backends of your own, by commas", key="import")
     replicas: int = _argument(1, "replicas; with max_replicas the fewest", 1)
     max_replicas: int | None = _argument(None, "the most replicas: Serve scales between the two", 1)
-    scale_on: str = _argument("ongoing", "what it scales on", choices=("ongoing", "queue_time"))
+    scale_on: str = _argument("ongoing", "quantity to scale on", choices=("ongoing", "queue_time"))
     target: float | None = _argument(
         None, "of a replica: ongoing requests (those that fill two rounds of batches), or ms of queue time (50)", 0.001
     )
@@ -55,7 +55,7 @@ SETTINGS: dict[str, tuple[str, Any]] = {
     for each in fields(Arguments)
     if each.metadata
 }
-"""By name: the attribute, and its ``Param``."""
+"""Attributes and their ``Param`` by argument name."""
 
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:

@@ -29,7 +29,7 @@ Batch = dict[str, np.ndarray]
 
 
 class PipeMapper:
-    """For ``Dataset.map_batches``: the rows of a batch go through a pipe together, and its outputs become columns.
+    """A class for ``Dataset.map_batches``: a batch's rows go through a pipe together; its outputs become columns.
 
     ``dataset.map_batches(PipeMapper, fn_constructor_args=("preprocess.toml",), compute=ActorPoolStrategy(size=2))``:
     each actor builds the pipe once. ``config`` and its errors are those of ``pipe``.

@@ -55,7 +55,7 @@ class PipeDeployment(PipeReplica):
         self.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For the policy of ``scale_on=queue_time``."""
+        """Figures for the policy of ``scale_on=queue_time``."""
         return {FIGURE: request_ms(self._served.pipe.stats())}
 
     async def __del__(self) -> None:
@@ -90,7 +90,7 @@ for _method in _UNARY:
 
 
 def add_inference(servicer: Any, server: Any) -> None:
-    """For ``grpc_servicer_functions``: Serve's proxies pass messages on as they are, and to ``PipeDeployment``."""
+    """Make Serve's proxies pass gRPC messages unchanged to ``PipeDeployment``; for ``grpc_servicer_functions``."""
     handlers = {method.name: grpc.unary_unary_rpc_method_handler(None) for method in _UNARY}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(OIP, handlers),))
 
@@ -109,7 +109,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def deployment_options(arguments: Arguments, needed: Resources) -> dict[str, Any]:
-    """For ``serve.deployment``: values of the plan, unless the arguments set them."""
+    """Options of ``serve.deployment``: values of the plan, unless the arguments set them."""
     given = {name: getattr(arguments, name, None) for name in Resources._fields}
     chosen = needed._replace(**{name: value for name, value in given.items() if value is not None})
     options = {

@@ -198,7 +198,7 @@ class PipeReplica:
             await before.end(self._arguments.drain_seconds)
 
     async def end(self) -> None:
-        """Finish what was accepted, and close the pipe."""
+        """Finish accepted requests, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
 
     def _rebuilt(self, user_config: Any) -> ServedPipe | None:

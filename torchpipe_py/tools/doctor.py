@@ -1,4 +1,4 @@
-"""``torchpipe doctor``: what is installed on this machine, and what is missing for which feature."""
+"""``torchpipe doctor``: installed libraries, and missing ones by feature."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Library:
 
     @property
     def remedy(self) -> str:
-        """The command that installs it, or what is wrong with it; ``""`` if it works."""
+        """The command that installs it, or its problem; ``""`` if it works."""
         if self.problem:
             return f"cannot be imported: {self.problem}"
         if self.version:
@@ -96,7 +96,7 @@ def run_doctor(args: Any) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """What the report says, as data; ``libraries`` is a list of ``Library``."""
+    """The report as data; ``libraries`` is a list of ``Library``."""
     libraries = [_library(*entry) for entry in LIBRARIES]
     working = {entry.name for entry in libraries if entry.version and not entry.problem}
     providers = sys.modules["onnxruntime"].get_available_providers() if "onnxruntime" in working else ()

@@ -201,7 +201,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Axis:
-    """From ``low`` to ``high``, logarithmic if ``log``; ``ticks`` are values and their labels."""
+    """An axis from ``low`` to ``high``, logarithmic if ``log``; ``ticks`` are values and their labels."""
 
     label: str
     low: float

@@ -384,7 +384,7 @@ def _whole(name: str, value: Any, least: int) -> int:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Of a pixel."""
+    """Check the value of a pixel."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= WHITE:
         raise ValueError(f"{name} is a number from 0 to {WHITE:g}, got {value!r}")
     return value

@@ -85,7 +85,7 @@ class Batcher:
             self._blank = torch.zeros_like(self._transformed(trial, "a small JPEG"), device="cpu")
 
     def stacked(self, planned: PlannedBatch, samples: Sequence[Sample]) -> list[Any] | None:
-        """For ``batch``: the images of each share as one Tensor, or ``None`` if transforms or an error come first.
+        """The images of each share as one Tensor for ``batch``, or ``None`` if transforms or an error come first.
 
         This runs on the background thread that decodes, so that its many small calls do not delay the training loop.
         """

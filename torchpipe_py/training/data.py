@@ -189,7 +189,7 @@ class LmdbImages:
 
 
 def _classes_and_count(header: bytes, path: Path) -> tuple[list[str], int]:
-    """What the header of a packed folder has; ``TrainingError`` for any other."""
+    """Classes and count in the header of a packed folder; ``TrainingError`` for any other header."""
     try:
         values = json.loads(header)
     except ValueError:

@@ -92,7 +92,7 @@ class DaliLoader:
         self._statistics.pause()
 
     def stats(self) -> dict[str, Any]:
-        """As ``TorchpipeLoader.stats``; without stages, and without bad samples, which end a training."""
+        """Statistics as of ``TorchpipeLoader``, without stages and bad samples, which end a training."""
         return {"epoch": self.epoch, **self._statistics.snapshot()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,9 +42,9 @@ class PairOptions:
 
 
 def find_pairs(folder: Path, inputs: str, targets: str) -> Pairs:
-    """The images of ``folder/inputs`` and of ``folder/targets`` that have the same path in them but for the suffix.
+    """Pairs of images of ``folder/inputs`` and ``folder/targets`` with the same path except for the suffix.
 
-    ``TrainingError`` where one has no other, or two of a folder differ only in their suffix.
+    ``TrainingError`` for an image without a partner, or two images that differ only in their suffix.
     """
     sides = []
     for name in (inputs, targets):

@@ -185,7 +185,7 @@ def erase_squares(images: Sequence[Any], centres: Sequence[Any]) -> list[Any]:
 
 
 def _within(centres: Any, side: int) -> Any:
-    """For centres N×HOLES: bool N×HOLES×side, whether a pixel is in the square."""
+    """Whether each pixel is in the square, bool N×HOLES×side, for centres N×HOLES."""
     half = int(side * augmentation.HOLE_SIDE) // 2
     middle = (centres * side).long().clamp_(max=side - 1)
     offsets = torch.arange(side, device=centres.device) - middle[..., None]

@@ -49,7 +49,7 @@ Epoch = Callable[[], Iterable[tuple[Any, Any]]]
 
 
 class Loaders(NamedTuple):
-    """Each call of ``train`` or ``val`` begins an epoch: ``(images, labels)``, both on the device."""
+    """Loaders of a setting; each call of ``train`` or ``val`` begins an epoch of ``(images, labels)`` on the device."""
 
     train: Epoch
     val: Epoch

@@ -31,12 +31,12 @@ def by_pillow(encoded: bytes) -> np.ndarray:
 
 
 def by_opencv(encoded: bytes) -> np.ndarray:
-    """The same."""
+    """Decode as ``by_pillow`` does."""
     return resized(decoder_libraries.by_opencv(encoded))
 
 
 def by_simplejpeg(encoded: bytes) -> np.ndarray:
-    """The same."""
+    """Decode as ``by_pillow`` does."""
     return resized(library("simplejpeg", "simplejpeg", "TurboJPEG").decode_jpeg(encoded, colorspace="RGB"))
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a training goes: waiting for data, decoding, copies, forward, backward, optimiser.
+"""The time of a training by stage: waiting for data, decoding, copies, forward, backward, optimiser.
 
     python scripts/run.py profile --data DIR --toml configs/preprocess_cpu.toml --steps 30 --trace trace.json
 

@@ -180,7 +180,7 @@ class DecodeMat(ItemBackend):
     keeps_nothing = True
 
     color = Param(to_color, "bgr", choices=MAT_COLORS, doc="channel order of the Mat, or gray for one channel")
-    formats = Param(to_formats, FORMATS, doc="what is read, of jpeg, png, webp, bmp, gif, tiff, pnm")
+    formats = Param(to_formats, FORMATS, doc="formats to read, of jpeg, png, webp, bmp, gif, tiff, pnm")
     max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:

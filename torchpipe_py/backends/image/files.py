@@ -152,7 +152,7 @@ class LoadTensor(ItemBackend):
 
 
 def make_folder(path: str) -> None:
-    """Create the folder if it does not exist; ``ConfigError`` where files cannot be written into it."""
+    """Create the folder if it does not exist; ``ConfigError`` if files cannot be written into it."""
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:

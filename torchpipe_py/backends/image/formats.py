@@ -266,7 +266,7 @@ class PngHeader(ImageHeader):
             raise DecodeError(f"PNG: its image data grow to more than {shown}")
 
     def without_texts(self, data: Bytes) -> Bytes:
-        """The same file without the chunks that libpng inflates and OpenCV does not use.
+        """The file without the chunks that libpng inflates and OpenCV does not use.
 
         NOTE: a text of some kilobytes can grow to gigabytes. libpng's warnings on stderr quote the name of a profile,
         which a client chooses, line ends included.

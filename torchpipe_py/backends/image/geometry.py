@@ -129,7 +129,7 @@ def crop_box(item: Data, height: int, width: int) -> Placement:
 
 
 def wanted_size(item: Data) -> Size:
-    """The dict's ``resize_h`` and ``resize_w``; ``InvalidRequest`` where one is missing or is not an image side."""
+    """The dict's ``resize_h`` and ``resize_w``; ``InvalidRequest`` if one is missing or is not an image side."""
     for key in (HEIGHT_KEY, WIDTH_KEY):
         if key not in item:
             raise InvalidRequest(f"the dict has no {key!r}, the side to resize to, in pixels")
@@ -137,7 +137,7 @@ def wanted_size(item: Data) -> Size:
 
 
 def wanted_pixels(item: Data, key: str, low: int) -> int:
-    """The dict's ``key``, a number of pixels from ``low`` to 2**20; ``InvalidRequest`` where it is not one."""
+    """The dict's ``key``, a number of pixels from ``low`` to 2**20; ``InvalidRequest`` if it is not one."""
     value = item[key]
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()  # of an array with one element, of any dimensions

@@ -113,7 +113,7 @@ class Torchvision:
             raise BackendUnavailable(f"nvJPEG does not work here: {first_line(error)}") from error
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
+        """Decode each image to a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
         try:
             return [image[None] for image in self._decoded(encoded)]
         except self._out_of_memory:

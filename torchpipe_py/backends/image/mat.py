@@ -128,7 +128,7 @@ def interpolation() -> Param:
 
 
 def opencv_resize(interpolation: str) -> Resize:
-    """By ``cv2.resize``."""
+    """A resize by ``cv2.resize``."""
     import cv2
 
     resize, flag = cv2.resize, getattr(cv2, INTERPOLATIONS[interpolation])
@@ -144,7 +144,7 @@ def opencv_resize(interpolation: str) -> Resize:
 
 
 def pillow_resize(interpolation: str) -> Resize:
-    """By Pillow's ``Image.resize``, of ``uint8`` and up to 4 channels."""
+    """A resize by Pillow's ``Image.resize``, of ``uint8`` and up to 4 channels."""
     from PIL import Image
 
     resampling = Image.Resampling[interpolation.upper()]

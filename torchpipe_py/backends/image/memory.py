@@ -13,7 +13,7 @@ from typing import Protocol
 from torchpipe_py.errors import DeadlineExceeded, logger
 
 SMALL = 2**22
-"""Bytes. Smaller amounts are not counted: there are no more of them than decoding threads."""
+"""Bytes up to which an image is not counted, since only decoding threads hold such images."""
 
 LONG = 1.0
 """Seconds after which a wait is logged."""

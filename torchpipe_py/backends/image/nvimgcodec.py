@@ -121,7 +121,7 @@ class NvImageCodec:
             self.uses_engines = False
 
     def decode(self, encoded: Sequence[bytes]) -> list[Any]:
-        """For each image a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
+        """Decode each image to a Tensor 1×3×H×W, uint8, RGB, or a ``DecodeError``."""
         self._trim()
         self._targets += [_Target() for _ in range(len(encoded) - len(self._targets))]
         images: list[Any] = [None] * len(encoded)

@@ -41,7 +41,7 @@ class Operation(NamedTuple):
             value.__set_name__(cls, key)
 
     def placement(self, backend: Any, item: Data, shape: tuple[int, int, int], value_bytes: int) -> Placement:
-        """For an image of ``shape``, height, width and channels; ``InvalidRequest`` for a result that is too large."""
+        """The placement of an image of ``shape`` (height, width, channels); ``InvalidRequest`` if it is too large."""
         height, width, channels = shape
         placement = self.place(backend, item, height, width)
         if placement.crop is None or placement.canvas is not None:  # a crop is never larger than its image

@@ -196,7 +196,7 @@ def area_coefficients(size: int, wanted: int, shrinks: bool) -> Coefficients:
 
 
 def _columns(first: np.ndarray, count: int, size: int) -> np.ndarray:
-    """For each row ``count`` columns from ``first`` on, moved left where they would leave the image."""
+    """``count`` columns from ``first`` on for each row, moved left if they would leave the image."""
     count = min(count, size)
     columns: np.ndarray = np.minimum(first, size - count)[:, None] + np.arange(count)
     return columns

@@ -141,7 +141,7 @@ class Layout:
         return list(outputs) if self.is_whole else [output[:count] for output in outputs]
 
     def of_items(self, outputs: Sequence[Any]) -> list[Any]:
-        """For each item its row 1×… of the output, or the list of its rows of several outputs."""
+        """Each item's row 1×… of the output, or the list of its rows of several outputs."""
         if self.is_whole:
             return [_alone(list(outputs))]
         return [_alone([output[index : index + 1] for output in outputs]) for index in range(len(outputs[0]))]
@@ -297,7 +297,7 @@ class BatchCheck:
     def _differences(
         self, given: Sequence[list[np.ndarray]], wanted: Sequence[list[np.ndarray]], outputs: Sequence[str]
     ) -> str:
-        """How the rows ``given`` differ from those ``wanted`` beyond rounding; an empty string if they do not."""
+        """Differences of the rows ``given`` from those ``wanted`` beyond rounding; empty if there are none."""
         for index, name in enumerate(outputs):
             pairs = [(row[index], want[index]) for row, want in zip(given, wanted, strict=True)]
             for row, want in pairs:

@@ -292,7 +292,7 @@ class CudaBackend(Protocol):
         """Enqueue the model on the current stream; output tensors, in the model's order."""
 
     def size_for(self, count: int, shapes: Shapes) -> int:
-        """The size that a batch of ``count`` is padded to; ``InvalidRequest`` if the model does not take the shapes."""
+        """The size that a batch of ``count`` is padded to; ``InvalidRequest`` for shapes that the model refuses."""
 
     def forget(self, shapes: Shapes) -> None:
         """Release the resources of ``enqueue`` for inputs of these shapes."""
@@ -356,8 +356,8 @@ class CudaRunner:
     def read(self, item: Data) -> tuple[Shapes, list[Any]]:
         """The inputs of one request, and the shape of each, without batch; ``InvalidRequest`` where they do not fit."""
         row = request_values(item, self._backend.inputs)
-        if len(row) > MAX_INPUTS and not self._backend.inputs:
-            raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_INPUTS} that a model may have")
+        if len(row) > MAX_UNDECLARED_INPUTS and not self._backend.inputs:
+            raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_UNDECLARED_INPUTS} that a model may have")
         specs = self.input_specs(len(row))
         if len(specs) != len(row):
             raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")

@@ -90,8 +90,8 @@ def laid_out(value: np.ndarray, dims: Sequence[int | None], name: str) -> np.nda
         return planes if planes_fit else array
     if dims[1] is None and dims[3] is None and (is_gray or looks_like_mat(array)):
         raise InvalidRequest(
-            f"input {name!r} takes {shown_dims((1, *dims[1:]))}, which does not show where a Mat's channels belong; "
-            "a Tensor (Mat2Tensor makes one, 1xCxHxW) and an array of four dimensions are taken as they are"
+            f"input {name!r} takes {shown_dims((1, *dims[1:]))}, which does not define the place of a Mat's channels; "
+            "pass a Tensor (Mat2Tensor makes one, 1xCxHxW) or an array of four dimensions"
         )
     return planes if (is_gray or array.dtype == np.uint8) and dims[1] is not None else array
 
@@ -109,7 +109,7 @@ def fits(shape: Sequence[int], dims: Sequence[int | None]) -> bool:
 
 
 def misfit(name: str, dims: Sequence[int | None], shape: Sequence[int]) -> str:
-    """The sentence for a value of ``shape`` where an item of ``dims`` is wanted."""
+    """The message for a value of ``shape`` if an item of ``dims`` is expected."""
     turned = (*shape[:-3], shape[-1], *shape[-3:-1]) if len(shape) >= 3 else ()
     hint = "; Mat2Tensor makes such a Tensor of H×W×C" if fits(turned[-len(dims) :], dims) else ""
     return f"input {name!r} takes {shown_dims((1, *dims))}, got {shown_dims(shape)}{hint}"
@@ -171,7 +171,7 @@ class InputSpec:
     dims: tuple[int | None, ...] | None = None
 
     def row_shape(self, value: Any) -> tuple[int, ...]:
-        """Shape without the batch of one request's value; ``InvalidRequest`` where it does not fit."""
+        """Shape without the batch of one request's value; ``InvalidRequest`` if it does not fit."""
         shape = self._row_shape(value)
         dims = self.dims
         if dims is not None and not fits(shape, dims):
@@ -200,7 +200,7 @@ class InputSpec:
             if self.dims is None or self.dims[0] is None:
                 raise InvalidRequest(
                     f"input {self.name!r} takes a Tensor or a Mat of uint8, got {'x'.join(map(str, value.shape))} of "
-                    f"{value.dtype}, which may be a Mat; Mat2Tensor makes a Tensor of it"
+                    f"{value.dtype}, which may be a Mat; convert it with Mat2Tensor"
                 )
             if len(self.dims) == 3 and value.shape[2] == self.dims[0]:
                 return value.shape[2], value.shape[0], value.shape[1]

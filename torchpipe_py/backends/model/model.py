@@ -158,9 +158,9 @@ class ModelBackend(Backend):
         self._allowed = shapes
 
     def check_batches(self, shapes: Shapes, count: int = 2) -> None:
-        """Before the first batch: ``ConfigError`` where items of a batch of ``count``, of these shapes, mix.
+        """Raise ``ConfigError`` if the model mixes items of a batch of ``count``; called before the first batch.
 
-        Two show it, and hold up the first request by five times its own work only.
+        A batch of two is enough, and delays the first request by only five times its own work.
         """
         if self._is_checked:
             return
@@ -214,7 +214,7 @@ class ModelBackend(Backend):
                     item[TASK_ERROR_KEY] = error
 
     def read(self, item: Data) -> tuple[Shapes, list[Any]]:
-        """The inputs of one request, and the shape of each, without batch; ``InvalidRequest`` where they do not fit."""
+        """The inputs of one request, and the shape of each, without batch; ``InvalidRequest`` if they do not fit."""
         raise NotImplementedError(type(self).__name__)
 
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:

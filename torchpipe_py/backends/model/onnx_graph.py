@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.signature import TensorSpec
-from torchpipe_py.encryption.model_file import UNSAID, ModelFile, outside_files
+from torchpipe_py.encryption.model_file import REDACTED, ModelFile, outside_files
 from torchpipe_py.errors import ConfigError, counted, nearest
 from torchpipe_py.wire.protobuf import varint
 
@@ -34,7 +34,7 @@ def model_bytes(file: ModelFile, mean: Sequence[float], std: Sequence[float]) ->
 
 def no_layer(name: str, names: Iterable[str], is_secret: bool) -> ConfigError:
     """The error for an unknown layer ``name``; it suggests the nearest one, unless the names are secret."""
-    return ConfigError(f"precision::fp32: no layer {name!r}; {UNSAID if is_secret else nearest(name, names)}")
+    return ConfigError(f"precision::fp32: no layer {name!r}; {REDACTED if is_secret else nearest(name, names)}")
 
 
 _KEEPS_SIGN = frozenset(
@@ -120,7 +120,7 @@ def _load(file: ModelFile) -> Any:
         raise ConfigError(f"model {file.path}: not an ONNX file: {file.kind() or 'it has no graph'}")
     if not isinstance(source, str) and outside_files(model):
         raise ConfigError(
-            f"model {file.path}: its weights lie in a second file, which is not encrypted with it; torchpipe encrypt "
+            f"model {file.path}: its weights are in a second file, which is not encrypted; torchpipe encrypt "
             "takes the ONNX file with both in one folder"
         )
     return model
@@ -136,7 +136,7 @@ def missing_weights(file: ModelFile) -> str:
         return ""
     folder = os.path.dirname(file.path)
     missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
-    return f"its weights lie in {', '.join(missing)} beside it, which is not there: move both together" * bool(missing)
+    return f"its weights lie in {', '.join(missing)} beside it, which is missing: move both together" * bool(missing)
 
 
 def normalized_model(file: ModelFile, mean: Sequence[float], std: Sequence[float]) -> bytes:

@@ -132,7 +132,7 @@ class TensorrtTensor(ModelBackend):
         return cached_engine(self._trt, spec, self.cache, gpu)
 
     def _read_engine(self) -> None:
-        """Names, types and shapes of inputs and outputs; ``ConfigError`` where ``min`` and ``max`` do not fit."""
+        """Names, types and shapes of inputs and outputs; ``ConfigError`` if ``min`` and ``max`` do not fit."""
         engine, trt = self._engine, self._trt
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]

@@ -72,7 +72,7 @@ class Component:
 
     @property
     def heading(self) -> str:
-        """Its roots by name."""
+        """The names of its roots."""
         entered = {arrow.end for arrow in self.arrows}
         roots = [box.name for box in self.boxes if box.is_root]
         roots = roots or [box.name for box in self.boxes if box.name not in entered]
@@ -139,7 +139,7 @@ def depict(pipeline: Pipeline, live: bool = False) -> Picture:
 
 
 def _hidden(name: str, graph: Graph, filter_name: str) -> list[Hidden]:
-    """What the node's filter may skip; for a custom filter both kinds, as far as they hide a node."""
+    """The nodes that the filter may skip; for a custom filter both kinds, as far as they hide a node."""
     word = ALIASES.get(filter_name, filter_name)
     built_in = BUILT_IN.get(word)
     if not word or built_in not in (None, serial_skip, subgraph_skip):
@@ -217,7 +217,7 @@ class Face:
 
 
 def face(box: Box) -> Face:
-    """Name, what it is an alias of, expression, instances and range, filter; below is the room for live figures."""
+    """Name, owner of an alias, expression, instances and range, filter; below is room for live figures."""
     texts = [
         ("name", box.name),
         ("soft", f"= {box.alias_of}" if box.alias_of else ""),

@@ -188,7 +188,7 @@ def _lines(picture: Picture) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """Escape text for Mermaid's double quotes: what it might interpret becomes a code point, as ``#35;``."""
+    """Escape text for Mermaid's double quotes: special characters become code points, as ``#35;``."""
     return _UNSAFE.sub(lambda match: f"#{ord(match[0])};", clean(text))
 
 

@@ -1,1 +1,1 @@
-"""``torchpipe from-triton``: converts a model repository of Triton to TOML files, and lists what is not supported."""
+"""``torchpipe from-triton``: converts a model repository of Triton to TOML files, and lists unsupported settings."""

@@ -1,4 +1,4 @@
-"""``torchpipe from-triton``: a TOML file for each model of a repository, with notes on what is not converted."""
+"""``torchpipe from-triton``: a TOML file for each model of a repository, with notes on unconverted settings."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def run_from_triton(args: argparse.Namespace) -> int:
 
 
 class _File:
-    """The TOML file of a model's version, the classes that it needs, and notes on what is not converted.
+    """The TOML file of a model's version, the classes that it needs, and notes on unconverted settings.
 
     ``classes`` are the class names of other files, because one service imports them all.
     """
@@ -149,7 +149,7 @@ class _File:
 
     def texts(self) -> dict[str, str]:
         """The files by their paths."""
-        heading = [f"From {self.model.config.file}{'; what differs:' * bool(self.notes)}", *self.notes]
+        heading = [f"From {self.model.config.file}{'; differences:' * bool(self.notes)}", *self.notes]
         comments = "".join(f"# {' '.join(line.split())}\n" for line in heading)
         code = {self.code_path: CODE.format(toml=self.path, path=self.code_path) + self._code} if self._code else {}
         return {self.path: f"{comments}\n{to_toml(self._tables)}", **code}

@@ -1,4 +1,4 @@
-"""What clients send and when: each client's share of the images, and the schedule of ``--arrivals``."""
+"""The plan of a load: each client's share of the images, and the schedule of ``--arrivals``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Times = array
 
 @dataclass(frozen=True)
 class Payload:
-    """What all clients send: a body for each image, its expected label, or None if unknown, and its file."""
+    """The content of requests: a body for each image, its expected label, or None if unknown, and its file."""
 
     bodies: list[bytes]
     labels: list[str | None]
@@ -163,7 +163,7 @@ def _column(path: Path, lines: Iterable[str], column: str) -> Iterator[tuple[int
 
 
 def rescale(times: Sequence[float], rate: float) -> list[float]:
-    """The same pattern at a mean of ``rate`` calls per second: n calls take n / rate seconds."""
+    """Scale a pattern to a mean of ``rate`` calls per second: n calls take n / rate seconds."""
     span = times[-1] - times[0]
     factor = (len(times) - 1) / rate / span if span > 0 else math.inf
     if not factor < math.inf:

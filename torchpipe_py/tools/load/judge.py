@@ -105,7 +105,7 @@ def histogram(latencies: np.ndarray) -> list[tuple[float, float, int]]:
 
 
 def late_sends(records: Records, load: Load) -> dict[str, Any]:
-    """How many calls were sent late: through the tester's own fault, if that caused most of the delay, or else because
+    """Counts of late calls: through the tester's own fault, if that caused most of the delay, or otherwise because
     their client waited for the reply to an earlier call. It is not the tester's fault if replies take too long for the
     offered rate even without the time that it had no CPU.
     """
@@ -211,7 +211,7 @@ def judge(report: dict[str, Any], slo_ms: float | None) -> dict[str, Any]:
 
 
 def _bound(report: dict[str, Any], slo_ms: float, low: float, high: float) -> None:
-    """For a run that the tester limits: the verdict is valid if both bounds of the p99 are on one side of the SLO."""
+    """The verdict on a run that the tester limits: valid if both bounds of the p99 are on one side of the SLO."""
     is_clear = low > slo_ms or (high <= slo_ms and report.get("stable", True))
     report["valid"] = is_clear and not report["interrupted"]
     share = report["tester_share_of_cpu"]

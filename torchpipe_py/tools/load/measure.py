@@ -1,4 +1,4 @@
-"""What a run costs: CPU time of server, tester and machine; GPUs; a service's nodes and engine processes."""
+"""The cost of a run: CPU time of server, tester and machine; GPUs; a service's nodes and engine processes."""
 
 from __future__ import annotations
 

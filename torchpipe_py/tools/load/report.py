@@ -61,7 +61,7 @@ _COLUMNS = {
 
 
 def describe_run(settings: Mapping[str, Any], payload: Payload, libraries: Sequence[str]) -> dict[str, Any]:
-    """The first part of the report: what is run, and where. ``libraries`` are packages to list with versions."""
+    """The first part of the report: settings and machine. ``libraries`` are packages to list with versions."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in libraries:
         try:

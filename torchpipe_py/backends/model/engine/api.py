@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchpipe_py.backends.model.onnx_graph import no_layer
-from torchpipe_py.encryption.model_file import UNSAID
+from torchpipe_py.encryption.model_file import REDACTED
 from torchpipe_py.errors import BackendUnavailable
 
 logger = logging.getLogger("torchpipe_py.tensorrt")
@@ -215,7 +215,7 @@ class Messages:
                 trt.ILogger.__init__(self)
 
             def log(self, severity: Any, message: str) -> None:
-                message = UNSAID if is_secret() else message
+                message = REDACTED if is_secret() else message
                 if severity in failures:
                     errors.append(message.strip())
                 logger.log(levels.get(severity, logging.DEBUG), "%s", message)

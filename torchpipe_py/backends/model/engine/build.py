@@ -24,7 +24,7 @@ from torchpipe_py.backends.model.engine.precision import (
 from torchpipe_py.backends.model.onnx_graph import node_name
 from torchpipe_py.backends.signature import shown_dims
 from torchpipe_py.encryption.cipher import Cipher
-from torchpipe_py.encryption.model_file import UNSAID
+from torchpipe_py.encryption.model_file import REDACTED
 from torchpipe_py.errors import BackendUnavailable, ConfigError, logger
 
 KEY_FORMAT = 1  # raise it if engines must be rebuilt for a reason that no other part of the key shows
@@ -209,7 +209,7 @@ def _parse(trt: Any, spec: EngineSpec, network: Any, trt_logger: Any) -> None:
     if not parser.parse(content):
         problems = [parser.get_error(index) for index in range(parser.num_errors)]
         words = "; ".join(f"{node_name(content, problem.node())}: {problem.desc()}" for problem in problems)
-        words = UNSAID if spec.cipher else words
+        words = REDACTED if spec.cipher else words
         raise ConfigError(f"{spec.model}: TensorRT {trt.__version__} cannot take this ONNX model: {words}")
 
 

@@ -19,7 +19,7 @@ from torchpipe_py.files import ENCRYPTED, replace_file
 
 
 class EngineCache:
-    """An engine file, beside it ``FILE.key`` (what it was built from) and ``FILE.timing`` (TensorRT's measurements).
+    """An engine file, beside it ``FILE.key`` (the inputs of its build) and ``FILE.timing`` (TensorRT's measurements).
 
     Both are written to temporary files and renamed, the key last; it holds the engine's hash, so that a file that is
     cut off or belongs to another key is never loaded. With a ``cipher``, the model's, all three are encrypted.

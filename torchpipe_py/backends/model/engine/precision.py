@@ -11,7 +11,7 @@ import numpy as np
 
 from torchpipe_py.backends.model.check import HALF, QUANTISED, Bounds
 from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, no_layer
-from torchpipe_py.encryption.model_file import UNSAID
+from torchpipe_py.encryption.model_file import REDACTED
 from torchpipe_py.errors import ConfigError, logger
 
 FP16_MAX = 65504.0
@@ -20,7 +20,7 @@ MOST_LAYERS = 5  # in a message
 
 def _shown(names: Sequence[str], is_secret: bool) -> str:
     more = f" and {len(names) - MOST_LAYERS} more" if len(names) > MOST_LAYERS else ""
-    return UNSAID if is_secret else ", ".join(names[:MOST_LAYERS]) + more
+    return REDACTED if is_secret else ", ".join(names[:MOST_LAYERS]) + more
 
 
 # -- models in fp16 ----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def check_half(
     try:
         tensors, outputs = _run(_with_all_outputs(full), least, is_normalised), _run(half, least, is_normalised)
     except Exception as error:
-        logger.info("%s: its fp16 form is not compared with it: %s", model, UNSAID if is_secret else error)
+        logger.info("%s: its fp16 form is not compared with it: %s", model, REDACTED if is_secret else error)
         return
     # NOTE: the CPU has few fp16 kernels, and ONNX Runtime does not round between others, which hides overflows.
     if wide := [name for name in _beyond_fp16(full, tensors) if name not in fp32_nodes]:
