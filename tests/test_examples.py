@@ -88,7 +88,7 @@ def test_detector_without_objects_and_with_bytes_that_are_no_image() -> None:
     assert len(good["result"]) == len(SCENES["scene_00.jpg"])
     assert none["result"] == []
     assert "result" not in bad
-    assert "no image" in str(bad["error"])
+    assert "not a JPEG" in str(bad["error"])
 
 
 def test_lines_are_read_and_share_batches_by_width() -> None:

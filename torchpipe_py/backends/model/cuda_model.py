@@ -357,7 +357,8 @@ class CudaRunner:
         """The inputs of one request, and the shape of each, without batch; ``InvalidRequest`` where they do not fit."""
         row = request_values(item, self._backend.inputs)
         if len(row) > MAX_UNDECLARED_INPUTS and not self._backend.inputs:
-            raise InvalidRequest(f"data holds {len(row)} inputs, more than the {MAX_UNDECLARED_INPUTS} that a model may have")
+            most = f"more than the {MAX_UNDECLARED_INPUTS} that a model may have"
+            raise InvalidRequest(f"data holds {len(row)} inputs, {most}")
         specs = self.input_specs(len(row))
         if len(specs) != len(row):
             raise InvalidRequest(f"the model has {counted(len(specs), 'input')}, data holds {len(row)}")
