@@ -131,7 +131,7 @@ def test_warns_if_nothing_is_isolated(caplog: pytest.LogCaptureFixture) -> None:
     plan_pipeline({"backend": "DecodeMat", **PROCESS})
     assert caplog.text == ""
     plan_pipeline({"backend": "Identity", **PROCESS})
-    assert "no backend says that it decodes" in caplog.text
+    assert "no backend declares that it decodes" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["DecodeMat,ResizeMat,cvtColorMat", "DecodeMat,ResizeMat,CropMat,cvtColorMat"])

@@ -323,7 +323,7 @@ def test_a_signal_while_the_next_request_enters_does_not_hold_its_key() -> None:
         ({"ordered_by": "camera"}, 2, "key 'ordered_by': works in one process only, not in 2: set shared = "),
         ({"state_seconds": 3}, 1, "key 'state_seconds': needs ordered_by"),
         ({"ordered_by": "camera", "state_seconds": -1}, 1, "key 'state_seconds': expected at least 0"),
-        ({"ordered_by": "camera", "decode_isolation": "process"}, 1, "runs in a process of its own"),
+        ({"ordered_by": "camera", "decode_isolation": "process"}, 1, "runs its backend in a separate process"),
         ({"orderd_by": "camera"}, 1, "'ordered_by'"),
     ],
 )
