@@ -104,7 +104,7 @@ def _source(file: BinaryIO, path: str) -> tuple[BinaryIO, str]:
     if model.ByteSize() >= ONNX_LIMIT:
         raise ConfigError(
             f"{path}: with its weights in {names} it is larger than 2 GiB, the limit of an ONNX file in one piece; "
-            "torch.export's .pt2 and TensorRT's engines can, and torchpipe encrypt takes them"
+            "torch.export's .pt2 and TensorRT's engines may be larger, and torchpipe encrypt takes them"
         )
     return io.BytesIO(model.SerializeToString()), f" with {names} inside"
 
