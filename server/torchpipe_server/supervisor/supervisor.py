@@ -2,6 +2,23 @@
 
 It runs one loop on one thread and imports no torch. Connections move between two messages, so that clients notice
 neither a reload nor a restart, except for an error for the request that a dead worker had.
+
+The service ends in these steps:
+
+1. SIGTERM or SIGINT: the handler in ``cli`` calls ``stop``, and the loop calls ``_begin_stop``. ``/ready`` says 503.
+2. Clients that read streams get the end of their answers. ``Connections.drain`` accepts what clients have already
+   connected, closes the port, and leaves connections that still wait for a worker to the fallback, which answers with
+   an error.
+3. ``Fleet.drain`` sends "drain" to workers that a reload has replaced, then to all others, and to an engine process
+   once its workers have ended.
+4. In a worker, ``Server.drain`` (``RpcServer.drain`` for gRPC) lets each connection answer its request and closes it.
+   For each the worker sends "gone", and the supervisor closes its copy of the socket.
+5. When no connection is left, or after ``drain_seconds``, ``Worker._end_if_finished`` stops the worker's loop. The
+   worker sends "end", closes its pipe and exits.
+6. ``Fleet._ended`` has ``Connections.died`` answer what the worker left unanswered with ``worker_died``.
+7. ``_step`` looks ten times a second: once no process is left and the fallback is done, the loop stops. What has not
+   ended ``EXIT_SECONDS`` after ``drain_seconds`` is killed, and the loop stops ``KILL_SECONDS`` later.
+8. ``run`` closes what is left and returns whether every accepted request was answered; the exit status is 0 or 1.
 """
 
 from __future__ import annotations
