@@ -14,8 +14,7 @@ from kit.steered import Steered, steering
 from kit.waits import WAIT, all_idle, error_of, eventually
 from torchpipe_server.front import connection
 
-from torchpipe_py.proc import pool
-from torchpipe_py.runtime.nodes.node import RequestQueue
+from torchpipe_py.aging import Aging
 
 ON_SOCKETS = [way for way in WAYS if way not in IN_PROCESS]
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -82,8 +81,7 @@ def test_a_full_pipe_refuses_at_once(house: House, block: Any, way: str) -> None
 def test_low_priority_waits_for_normal_requests(
     house: House, block: Any, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(RequestQueue, "AGING", 2 * WAIT)  # after which it would not
-    monkeypatch.setattr(pool, "AGING", 2 * WAIT)
+    monkeypatch.setattr(Aging, "SECONDS", 2 * WAIT)  # after which it would not
     block(way)
     run, outcomes = house.pipe_of(way), []
 

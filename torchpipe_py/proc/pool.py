@@ -12,6 +12,7 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from torchpipe_py.aging import Aging
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed, WorkerDied, first_line, log_failure
 from torchpipe_py.proc.codec import Packed
 from torchpipe_py.proc.link import FAILED, NOT_RUN, GarbledError, Header, Link
@@ -21,12 +22,6 @@ LOSSES = 3
 
 Place = tuple[Link, int, int]
 """A link, one of its slots, and the number of the call in that slot."""
-
-
-AGING = 1.0
-"""Seconds after which waiting low-priority calls get a turn after every ``AGED`` turns of others."""
-
-AGED = 3
 
 
 class Call:
@@ -94,7 +89,7 @@ class Pool:
         self._waiting: deque[Call] = deque()
         self._large: deque[Call] = deque()
         self._low: deque[Call] = deque()
-        self._since_aged = 0
+        self._aging = Aging()
         self._queues = self._large, self._waiting, self._low  # in order of precedence
         self.links: list[Link] = []
         self.is_closed = False
@@ -242,11 +237,8 @@ class Pool:
         """
         assigned: list[tuple[Call, Place]] = []
         queues = self._queues
-        if self._low and self._low[0].asked + AGING <= perf_counter():
-            self._since_aged += 1
-            if self._since_aged > AGED:
-                self._since_aged = 0
-                queues = self._large, self._low, self._waiting
+        if self._low and self._aging.count_turn(self._low[0].asked, perf_counter()):
+            queues = self._large, self._low, self._waiting
         for queue in queues:
             while queue:
                 call = queue[0]
