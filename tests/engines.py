@@ -14,7 +14,7 @@ import pytest
 from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.client import Watch
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker
-from torchpipe_py.runtime.nodes import hand_over
+from torchpipe_py.runtime import runtime
 
 
 class Watcher:
@@ -47,7 +47,7 @@ class Worker:
         try:
             link(self, server)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(hand_over, "has_handlers", lambda: False)  # a worker of a service has none
+                patch.setattr(runtime, "has_handlers", lambda: False)  # a worker of a service has none
                 self.pipe = pipe_of_worker(plan_pipeline(config), self.engine)
         except BaseException:
             self._end()

@@ -81,9 +81,8 @@ class Options:
     )
     queue_target_ms: float = _option(
         -1.0,
-        "milliseconds: if the oldest request of a node has waited longer for 100 ms, those without a deadline that "
-        "waited twice as long get 'overloaded'; 0: never; -1: 50, or the time of 4 batches, and ten times that while "
-        "no clients leave before they are answered",
+        "milliseconds that a request without a deadline may wait; beyond them it gets 'overloaded'; 0: no limit; -1: "
+        "100, or four times the compute time of its path",
         -1,
     )
     drain_seconds: float = _option(25.0, "seconds for accepted requests to finish after SIGTERM or SIGHUP")

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 
 from torchpipe_py import pipe
-from torchpipe_py.runtime.nodes.hand_over import HandOverNode
 
 WAIT = 60.0
 """Seconds after which something that must happen counts as not happening."""
@@ -74,17 +73,8 @@ def in_threads(count: int, work: Callable[[int], object]) -> None:
         raise errors[0]
 
 
-def idle_count(node: Any) -> int:
-    """How many instances of a node of a pipe are idle."""
-    if isinstance(node, HandOverNode):
-        return len(node.instances) - node.busy()
-    return len(node.idle.to_wake) + len(getattr(node.idle, "_followers", ()))
-
-
 def all_idle(p: pipe) -> pipe:
     """The pipe, once nothing is in flight and all its instances are idle."""
     nodes = p._runtime.nodes.values()
-    eventually(
-        lambda: not p.stats()["inflight"] and all(idle_count(node) == len(node.instances) for node in nodes), str(p)
-    )
+    eventually(lambda: not p.stats()["inflight"] and all(node.is_idle() for node in nodes), str(p))
     return p

@@ -20,9 +20,10 @@ from kit.ends import ROOM, Ends
 from kit.waits import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, WorkerDied, pipe
+from torchpipe_py.aging import Aging
 from torchpipe_py.proc.codec import Packed, pack
 from torchpipe_py.proc.link import NOT_RUN, GarbledError, Link, TooLargeError
-from torchpipe_py.proc.pool import AGED, AGING, LOSSES, Call, Pool
+from torchpipe_py.proc.pool import LOSSES, Call, Pool
 
 Data = dict[str, Any]
 Start = Callable[..., pipe]
@@ -93,8 +94,8 @@ def test_call_of_low_priority_gets_a_turn_once_it_has_waited() -> None:
     a = Asking(1)
     a.ask()
     low = a.ask(priority=1)
-    others = [a.ask() for _ in range(3 * AGED)]
-    low.asked -= 2 * AGING
+    others = [a.ask() for _ in range(3 * Aging.TURNS)]
+    low.asked -= 2 * Aging.SECONDS
     order: list[Call] = []
     while len(order) < 1 + len(others):
         a.ends[0].answer()
@@ -102,16 +103,16 @@ def test_call_of_low_priority_gets_a_turn_once_it_has_waited() -> None:
         order += [call for call in a.ended() if call not in order]
         if low in order:
             break
-    assert 1 <= len(set(order) & set(others)) <= AGED + 1
+    assert 1 <= len(set(order) & set(others)) <= Aging.TURNS + 1
 
 
 def test_call_of_low_priority_waits_for_the_others_before() -> None:
     a = Asking(1)
     a.ask()
     low = a.ask(priority=1)
-    for _ in range(3 * AGED):
+    for _ in range(3 * Aging.TURNS):
         a.ask()
-    for _ in range(1 + 3 * AGED):
+    for _ in range(1 + 3 * Aging.TURNS):
         assert low not in a.ended()
         a.ends[0].answer()
         a.take()

@@ -14,7 +14,7 @@ from kit.backends import EchoFour, Gate
 from kit.waits import WAIT, all_idle, error_of, eventually, outcome
 
 from torchpipe_py import pipe
-from torchpipe_py.runtime.nodes.batching import BatchQueue
+from torchpipe_py.runtime.nodes.queues import BatchQueue
 from torchpipe_py.runtime.request import Request
 
 # -- the queue --------------------------------------------------------------------------------------------------------
@@ -29,11 +29,11 @@ def request(arrived: float, key: object = 0, deadline: float | None = None) -> R
 def batcher(timeout: float = 10.0, *requests: Request) -> BatchQueue:
     made = BatchQueue(timeout, lambda data: data["data"])
     for each in requests:
-        made.add(each)
+        made.put(each)
     return made
 
 
-def test_a_full_batch_closes_at_once_and_leaves_the_rest() -> None:
+def test_full_batch_closes_at_once() -> None:
     requests = [request(0.0) for _ in range(5)]
     waiting = batcher(10.0, *requests)
     assert waiting.take(4, 0.0, quiet=False) == requests[:4]
@@ -46,7 +46,7 @@ def test_a_full_batch_closes_at_once_and_leaves_the_rest() -> None:
     [(None, 0.0, 13.0), (5.0, 0.0, 5.0), (5.0, 2.0, 3.0)],
     ids=["the timeout counts from the oldest arrival", "a deadline hurries", "early enough to compute"],
 )
-def test_a_batch_closes_at_its_time(deadline: float | None, lead_time: float, closes: float) -> None:
+def test_batch_closes_at_timeout_or_before_deadline(deadline: float | None, lead_time: float, closes: float) -> None:
     requests = [request(3.0), request(4.0, deadline=deadline)]
     waiting = batcher(10.0, *requests)
     assert waiting.next_close(4, lead_time) == closes
@@ -54,12 +54,12 @@ def test_a_batch_closes_at_its_time(deadline: float | None, lead_time: float, cl
     assert waiting.take(4, closes, quiet=False, lead_time=lead_time) == requests
 
 
-def test_a_deadline_beyond_the_limit_does_not_hurry_the_batch_before_it() -> None:
+def test_deadline_beyond_the_limit_does_not_close_the_batch() -> None:
     waiting = batcher(10.0, request(0.0), request(0.0, deadline=1.0))
     assert waiting.next_close(limit=1) == 10.0
 
 
-def test_a_bucket_for_each_key_of_which_the_oldest_goes_first() -> None:
+def test_bucket_with_oldest_request_closes_first() -> None:
     late, early, late_too = request(5.0, "first in"), request(4.0, "second in"), request(6.0, "first in")
     waiting = batcher(10.0, late, early, late_too)
     assert [waiting.take(4, 6.0, quiet=True) for _ in range(2)] == [[early], [late, late_too]]
@@ -71,7 +71,7 @@ steps = st.tuples(st.just("step"), st.integers(0, 5), st.none())
 
 
 @given(st.lists(adds | takes | steps, max_size=40), st.integers(0, 8), st.integers(0, 3))
-def test_every_request_comes_out_once(actions: list[tuple[str, int, Any]], timeout: int, lead_time: int) -> None:
+def test_each_request_is_in_one_batch(actions: list[tuple[str, int, Any]], timeout: int, lead_time: int) -> None:
     waiting, now, added, taken = batcher(float(timeout)), 0.0, [], []
 
     def take(limit: int, quiet: bool) -> bool:
@@ -89,7 +89,7 @@ def test_every_request_comes_out_once(actions: list[tuple[str, int, Any]], timeo
     for action, number, extra in actions:
         if action == "add":
             added.append(request(now, number, None if extra is None else now + extra))
-            waiting.add(added[-1])
+            waiting.put(added[-1])
         elif action == "take":
             take(number, extra)
         else:
@@ -115,7 +115,7 @@ HANGS = 60_000
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("instance_num", [1, 2])
-def test_a_lone_request_waits_for_nobody(register: Register, nodes: int, instance_num: int) -> None:
+def test_lone_request_does_not_wait_for_company(register: Register, nodes: int, instance_num: int) -> None:
     name = register(EchoFour)
     config: dict[str, Any] = {"batching_timeout": HANGS, "instance_num": instance_num}
     for index in range(nodes):
@@ -138,7 +138,7 @@ def test_a_lone_request_waits_for_nobody(register: Register, nodes: int, instanc
         ("slow", 0, [["quick"], ["slow"]]),
     ],
 )
-def test_the_leader_waits_for_a_request_on_its_way(
+def test_leader_waits_for_request_on_its_way(
     register: Register, slow: str, timeout: int, batches: list[list[Any]]
 ) -> None:
     """Until that has come, has ended elsewhere, or the time is over."""
@@ -175,7 +175,7 @@ def test_the_leader_waits_for_a_request_on_its_way(
     assert second.batches == batches
 
 
-def test_two_nodes_do_not_wait_for_each_other(register: Register) -> None:
+def test_nodes_that_reach_each_other_do_not_wait_for_each_other(register: Register) -> None:
     """A request at each could still come to the other one: nobody else is under way."""
     gate = Gate(most=4, blocks=lambda data: data == "first")
     config = {
@@ -191,7 +191,7 @@ def test_two_nodes_do_not_wait_for_each_other(register: Register) -> None:
         assert [outcome(each)["data"] for each in (first, second)] == ["first", "second"]
 
 
-def test_two_nodes_of_a_graph_that_is_run_twice_do_not_wait_for_each_other(register: Register) -> None:
+def test_nodes_of_a_graph_run_twice_do_not_wait_for_each_other(register: Register) -> None:
     name = register(EchoFour)
     config = {
         "batching_timeout": HANGS,
@@ -212,7 +212,7 @@ def test_two_nodes_of_a_graph_that_is_run_twice_do_not_wait_for_each_other(regis
 # -- instances ----------------------------------------------------------------------------------------------------
 
 
-def test_leadership_is_handed_on_before_computing(register: Register) -> None:
+def test_leader_hands_over_before_it_computes(register: Register) -> None:
     gate = Gate(most=4)
     with pipe({"backend": register(gate.backend), "instance_num": 3, "batching_timeout": HANGS}) as p, gate:
         futures = []
@@ -227,7 +227,7 @@ def test_leadership_is_handed_on_before_computing(register: Register) -> None:
 
 
 @pytest.mark.parametrize("low", [2, 4])
-def test_a_batch_is_never_smaller_than_the_backend_takes(register: Register, low: int) -> None:
+def test_batch_is_padded_to_backend_minimum(register: Register, low: int) -> None:
     sizes: list[int] = []
 
     class AtLeast(EchoFour):
@@ -265,7 +265,7 @@ def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> 
     assert numbers == [[0, 2], [1, 4], [3], [5], [6], [7]]
 
 
-def test_a_batch_key_that_cannot_be_had_fails_alone(register: Register) -> None:
+def test_failing_batch_key_fails_one_request(register: Register) -> None:
     class Picky(EchoFour):
         """Has no key for what is no string."""
 
@@ -305,7 +305,7 @@ def test_stats(register: Register) -> None:
     assert b["queue_ms"] > 0
 
 
-def test_a_batch_waits_for_requests_that_are_due_and_for_no_others(register: Register) -> None:
+def test_batch_waits_for_due_requests_only(register: Register) -> None:
     gate = Gate(most=4)
     asked: list[tuple[float, float]] = []
     due = [True]

@@ -53,7 +53,7 @@ class Anywhere(Gate):
 
 
 def call(p: pipe, data: Any) -> None:
-    """Call the pipe in another thread: the main thread stands in for nobody."""
+    """Call the pipe in another thread than the main thread."""
     in_threads(1, lambda index: p(data))
 
 
@@ -70,7 +70,7 @@ def chain(*names: str) -> dict[str, Any]:
     return nodes
 
 
-def test_a_blocked_caller_runs_backends_as_far_as_they_allow(register: Register) -> None:
+def test_blocked_caller_runs_backends_that_any_thread_may_run(register: Register) -> None:
     free, bound = register(Where), register(AtHome)
     with pipe(chain(free, f"S[{free},Identity]", bound, f"S[{free},{bound}]")) as p:
         call(all_idle(p), data := {"data": 1})
@@ -82,14 +82,19 @@ def test_a_blocked_caller_runs_backends_as_far_as_they_allow(register: Register)
         assert all(not node["busy"] and not node["queued"] for node in nodes)
 
 
-def test_the_main_thread_and_who_does_not_wait_for_one_answer_run_nothing(register: Register) -> None:
-    """The handler of a signal may raise in the main thread at any time."""
+def test_main_thread_runs_no_backend(register: Register) -> None:
+    """A signal handler may raise there at any time, so another thread stands in for an idle instance."""
     with pipe({"backend": register(Where)}) as p:
         all_idle(p)(data := {"data": 1})
+    assert [thread.name for thread in data["result"]] == ["MainThread-torchpipe"]
+
+
+def test_caller_with_timeout_or_several_requests_runs_nothing(register: Register) -> None:
+    with pipe({"backend": register(Where)}) as p:
         call(p, several := [{"data": 1}, {"data": 2}])
         p(timed := {"data": 1}, timeout=WAIT)
         submitted = outcome(p.submit({"data": 1}))
-    for item in (data, *several, timed, submitted):
+    for item in (*several, timed, submitted):
         assert [thread.name for thread in item["result"]] == ["torchpipe-node-0"]
 
 
@@ -119,7 +124,7 @@ def test_no_more_callers_at_once_than_instances(register: Register) -> None:
     assert most[0] <= 2
 
 
-def test_a_caller_does_not_overtake_what_is_queued(register: Register) -> None:
+def test_caller_does_not_overtake_queued_requests(register: Register) -> None:
     gate = Anywhere()
     with pipe({"backend": register(gate.backend)}) as p, gate:
         standing_in = calling(p, {"data": "slow"})
@@ -162,7 +167,7 @@ def test_close_waits_for_a_caller_that_stands_in(register: Register) -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_looks_like_ctrl_c_in_a_backend_is_a_defect(register: Register, alone: bool) -> None:
+def test_keyboard_interrupt_raised_by_backend_is_a_defect(register: Register, alone: bool) -> None:
     with pipe({"only": {"backend": register(Where)}}) as p:
         for _ in range(3):
             with pytest.raises(BackendError, match="KeyboardInterrupt"):
@@ -173,7 +178,7 @@ def test_what_looks_like_ctrl_c_in_a_backend_is_a_defect(register: Register, alo
         assert p.stats()["nodes"]["only"]["failed"] == 3
 
 
-def test_a_leader_that_waits_for_a_request_on_its_callers_thread_gets_it(register: Register) -> None:
+def test_leader_waits_for_request_on_callers_thread(register: Register) -> None:
     gate, second = Anywhere(), Gate(most=4, blocks=lambda data: False)
     nodes = {
         "a": {"backend": register(gate.backend), "instance_num": 2, "next": "b"},
@@ -183,7 +188,7 @@ def test_a_leader_that_waits_for_a_request_on_its_callers_thread_gets_it(registe
         caller = calling(p, slow := {"data": "slow"})
         gate.wait_entered()
         quick = p.submit({"data": 1})
-        eventually(lambda: p._runtime.nodes["b"]._waiting)
+        eventually(lambda: p.stats()["nodes"]["b"]["queued"])
         gate.open()
         assert outcome(quick)["result"] == 1
         caller.join(WAIT)
@@ -191,7 +196,7 @@ def test_a_leader_that_waits_for_a_request_on_its_callers_thread_gets_it(registe
     assert [len(batch) for batch in second.batches] == [2]
 
 
-def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, restored: Registry) -> None:
+def test_caller_that_stands_in_may_close_the_pipe(register: Register, restored: Registry) -> None:
     def closing(data: Data) -> Status:
         p.close()
         return Status.Run
@@ -213,7 +218,7 @@ def test_a_caller_that_stands_in_may_close_the_pipe(register: Register, restored
     ],
     ids=["one node", "batches", "branches"],
 )
-def test_a_finished_request_is_freed_without_the_collector(restored: Registry, nodes: dict[str, Any]) -> None:
+def test_finished_request_is_freed_without_garbage_collection(restored: Registry, nodes: dict[str, Any]) -> None:
     class Payload:
         """Something that can be referred to weakly."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from kit.backends import Company, Gate
 from kit.waits import WAIT, error_of, outcome
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest, ItemBackend, Overloaded, pipe
+from torchpipe_py.aging import Aging
 from torchpipe_py.runtime.admission import ComputeTimes
-from torchpipe_py.runtime.nodes.batching import BatchQueue
-from torchpipe_py.runtime.nodes.node import RequestQueue
-from torchpipe_py.runtime.request import Request, nobody_waits
+from torchpipe_py.runtime.nodes.queues import BatchQueue, RequestQueue
+from torchpipe_py.runtime.request import Request, ignore_outcome
 
 # -- deadlines --------------------------------------------------------------------------------------------------------
 
@@ -25,7 +24,7 @@ Data = dict[str, Any]
 SOON = 0.02
 
 
-def test_a_met_deadline_changes_the_dict_as_without(register: Register) -> None:
+def test_call_with_met_deadline_changes_dict_as_without_deadline(register: Register) -> None:
     class Rename(ItemBackend):
         """Drops one key, changes one, adds one."""
 
@@ -43,7 +42,7 @@ def test_a_met_deadline_changes_the_dict_as_without(register: Register) -> None:
     assert outcomes == [{"data": 1, "changed": "new", "mine": 1, "result": 1}] * 3
 
 
-def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
+def test_deadline_missed_while_running_leaves_dict_unchanged(register: Register) -> None:
     gate = Gate()
     data: Data = {"data": "slow", "mine": 1}
     timeout = 0.1
@@ -62,7 +61,7 @@ def test_missed_while_running_leaves_the_dict_alone(register: Register) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_task_waits_no_longer_than_its_timeout(register: Register, several: bool) -> None:
+def test_task_waits_no_longer_than_its_timeout(register: Register, several: bool) -> None:
     gate = Gate()
     items: list[Data] = [{"data": "slow"}, {"data": "queued"}] if several else [{"data": "slow"}]
 
@@ -81,7 +80,7 @@ def test_a_task_waits_no_longer_than_its_timeout(register: Register, several: bo
     assert [item.keys() for item in items] == [{"data"}] * len(items)  # nobody touches them any more
 
 
-def test_no_time_at_all() -> None:
+def test_timeout_of_zero_or_less_is_exceeded_at_once() -> None:
     data = {"data": 1}
     with pipe({"backend": "Identity"}) as p:
         for timeout in (0.0, -1.0):
@@ -90,7 +89,7 @@ def test_no_time_at_all() -> None:
     assert data == {"data": 1}
 
 
-def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> None:
+def test_batch_closes_in_time_to_meet_a_deadline(register: Register) -> None:
     """Not exactly at the deadline, when it is missed; a busy machine may miss one, and another that has more time."""
     company = Company(register)
     with pipe(company.nodes) as p, company.gate:
@@ -105,7 +104,7 @@ def test_a_deadline_closes_a_batch_in_time_to_meet_it(register: Register) -> Non
 # -- priorities -------------------------------------------------------------------------------------------------------
 
 
-def test_low_priority_gets_half_of_the_bound(register: Register) -> None:
+def test_low_priority_is_admitted_up_to_half_of_max_inflight(register: Register) -> None:
     """Of what may be in flight; ``test_contract`` shows that normal requests are taken first."""
     gate = Gate()
     with pipe({"backend": register(gate.backend), "max_inflight": 8}) as run, gate:
@@ -127,15 +126,15 @@ def test_refuses_other_priorities(priority: Any) -> None:
 
 
 def waiting(data: str, priority: int, arrived: float) -> Request:
-    request = Request({"data": data}, nobody_waits)
+    request = Request({"data": data}, ignore_outcome)
     request.priority, request.arrived = priority, arrived
     return request
 
 
-def test_fills_batches_up_with_low_priority() -> None:
+def test_low_priority_fills_up_batches() -> None:
     queue = BatchQueue(0.0, lambda data: None)
     for request in (waiting("old", 1, 0.0), waiting("young", 1, 1.5), waiting("new", 0, 2.0), waiting("newer", 0, 2.1)):
-        queue.add(request)
+        queue.put(request)
     batch = queue.take(3, 2.1, True)
     assert batch is not None
     assert [request.data["data"] for request in batch] == ["new", "newer", "old"]
@@ -144,13 +143,13 @@ def test_fills_batches_up_with_low_priority() -> None:
     assert queue.low == 0
 
 
-def test_a_flood_of_normal_requests_lets_one_in_that_has_waited_long() -> None:
+def test_aged_low_priority_request_joins_each_fourth_full_batch() -> None:
     queue = BatchQueue(0.0, lambda data: None)
-    queue.add(waiting("low", 1, 0.0))
+    queue.put(waiting("low", 1, 0.0))
     taken = []
     for turn in range(8):
         for _ in range(2):
-            queue.add(waiting("normal", 0, 2.0 + turn))
+            queue.put(waiting("normal", 0, 2.0 + turn))
         batch = queue.take(2, 2.0 + turn, True)
         assert batch is not None
         taken.append([request.data["data"] for request in batch].count("low"))
@@ -158,40 +157,46 @@ def test_a_flood_of_normal_requests_lets_one_in_that_has_waited_long() -> None:
 
 
 @pytest.mark.parametrize(("more", "waited", "filled"), [(1.0, 0.0, 1), (1.0, 1.5, 2), (0.01, 0.0, 8)])
-def test_batches_stay_short_for_normal_requests(more: float, waited: float, filled: int) -> None:
+def test_low_priority_lengthens_batches_little(more: float, waited: float, filled: int) -> None:
     """Each further request takes ``more`` times as long as the first one, 2 ms."""
     times = ComputeTimes()
     for size in (1, 2, 4, 8):
         times.add(size, 0.002 * (1 + more * (size - 1)), 2.0)
     queue = BatchQueue(0.0, lambda data: None)
     for _ in range(32):
-        queue.add(waiting("low", 1, 2.0 - waited))
+        queue.put(waiting("low", 1, 2.0 - waited))
     assert len(queue.take(8, 2.0, True, times=times) or ()) == 8, "no normal request came lately"
-    queue.add(waiting("normal", 0, 2.0))
+    queue.put(waiting("normal", 0, 2.0))
     assert len(queue.take(8, 2.0, True, times=times) or ()) == filled, "little longer than alone, until they age"
     assert len(queue.take(8, 2.0, True, times=times) or ()) == (4 if more == 1 else 8), "10 ms, for the next one"
 
 
-def test_batches_do_not_stay_long_as_only_long_ones_ran() -> None:
+def test_batches_shrink_although_only_long_ones_ran() -> None:
     times, queue, now = ComputeTimes(), BatchQueue(0.0, lambda data: None), 2.0
     sizes = []
     times.add(64, 0.640, now)
     for _ in range(500):
-        queue.add(waiting("low", 1, now))
+        queue.put(waiting("low", 1, now))
     for _ in range(5):
-        queue.add(waiting("normal", 0, now))
+        queue.put(waiting("normal", 0, now))
         sizes.append(len(queue.take(64, now, True, times=times) or ()))
         times.add(sizes[-1], 0.010 * sizes[-1], now)
     assert (sizes[0], max(sizes) <= 4) == (1, True)
 
 
-def test_a_queue_lets_one_in_that_has_waited_long() -> None:
-    queue = RequestQueue()
-    now = perf_counter()
-    old, young = waiting("old", 1, now - 2 * RequestQueue.AGING), waiting("young", 1, now + 60)
+def test_aged_low_priority_request_gets_each_fourth_turn() -> None:
+    queue, now = RequestQueue(), 100.0
+    old, young = waiting("old", 1, now - 2 * Aging.SECONDS), waiting("young", 1, now)
     normal = [waiting("normal", 0, now) for _ in range(6)]
-    queue.low.extend([old, young])
-    queue.normal.extend(normal)
-    assert [queue.take() for _ in range(8)] == [*normal[:3], old, *normal[3:], young]
-    with pytest.raises(IndexError):
-        queue.take()
+    for request in (old, young, *normal):
+        queue.put(request)
+    assert [queue.take(now) for _ in range(9)] == [*normal[:3], old, *normal[3:], young, None]
+
+
+def test_request_that_is_put_back_is_next() -> None:
+    queue = RequestQueue()
+    first, second, low = waiting("first", 0, 0.0), waiting("second", 0, 0.0), waiting("low", 1, 0.0)
+    for request in (low, second):
+        queue.put(request)
+    queue.put_back(first)
+    assert (len(queue), queue.clear(), len(queue)) == (3, [first, second, low], 0)

@@ -18,7 +18,10 @@ from kit.waits import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, pipe
 from torchpipe_py.backends.image.memory import DECODING
-from torchpipe_py.runtime.nodes.idle import IdleStack, Leadership, Sleeper
+from torchpipe_py.runtime.nodes.idle import IdleStack, Sleeper
+from torchpipe_py.runtime.nodes.leadership import Leadership, LeaderState
+from torchpipe_py.runtime.nodes.queues import RequestQueue
+from torchpipe_py.runtime.request import Request, ignore_outcome
 
 # -- sleep and wake-ups -----------------------------------------------------------------------------------------------
 
@@ -43,90 +46,135 @@ def ended(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def test_the_one_that_rested_last_is_woken_first_and_a_borrowed_one_is_not_woken() -> None:
-    queue: deque[int] = deque()
-    idle, sleepers, woken = IdleStack(queue), [Sleeper() for _ in range(3)], deque[int]()
+def request() -> Request:
+    return Request({"data": 1}, ignore_outcome)
 
-    def rest(number: int) -> None:
+
+def test_wakes_most_recently_idle_instance() -> None:
+    queue = RequestQueue()
+    idle: IdleStack[Sleeper] = IdleStack(queue)
+    sleepers, woken = [Sleeper() for _ in range(3)], deque[int]()
+
+    def sleep(number: int) -> None:
         idle.sleep(sleepers[number])
         woken.append(number)
 
     threads = []
     for number in range(3):
-        threads.append(start(lambda number=number: rest(number)))
-        eventually(lambda number=number: len(idle.to_wake) == number + 1)
+        threads.append(start(lambda number=number: sleep(number)))
+        eventually(lambda number=number: idle.idle_count() == number + 1)
     assert idle.borrow() is sleepers[2]
     for number in (1, 0):
         idle.wake_one()
         assert ended(threads[number])
-    queue.append(1)
-    idle.wake_one()  # nobody is left: nothing happens
+    queue.put(request())
+    idle.wake_one()  # no instance is idle: nothing happens
     idle.give_back(sleepers[2])  # there is work
     assert ended(threads[2])
     assert list(woken) == [1, 0, 2]
-    assert idle.borrow() is None, "what is queued comes first"
+    assert idle.borrow() is None, "queued requests come first"
 
 
-def test_a_leader_that_is_woken_before_it_waits_does_not_wait() -> None:
-    queue: deque[int] = deque([1])
-    idle, leader = Leadership(queue, (), ()), Sleeper()
-    assert idle.lead(leader)
-    idle.wait(leader, 1000.0)  # there is something in the queue
+def test_leader_does_not_sleep_if_called_before() -> None:
+    queue, collected = RequestQueue(), [1]
+    leadership, leader = Leadership(queue, collected), Sleeper()
+    queue.put(request())
+    assert leadership.lead(leader)
+    leadership.wait(leader, 1000.0)  # a request is queued
     queue.clear()
-    idle.wait(leader, 0.01)
-    idle.wake_leader()  # between the last look and the wait
-    idle.wait(leader, 1000.0)
-    waiting = start(lambda: idle.wait(leader, 1000.0))  # once only
-    eventually(lambda: idle.to_wake)
-    idle.close()
+    leadership.wait(leader, 0.01)
+    leadership.wake_leader()  # between the last look and the wait
+    assert leadership.state is LeaderState.CALLED
+    leadership.wait(leader, 1000.0)
+    waiting = start(lambda: leadership.wait(leader, 1000.0))  # called only once
+    eventually(lambda: leadership.state is LeaderState.ASLEEP)
+    leadership.close()
     assert ended(waiting)
-    assert not idle.lead(leader)
+    assert not leadership.lead(leader)
+
+
+def test_instance_that_finished_last_leads_in_place_of_sleeping_leader() -> None:
+    queue, collected = RequestQueue(), deque[int]()
+    leadership = Leadership(queue, collected)
+    first, second = Sleeper(), Sleeper()
+    sleeping = start(lambda: leadership.lead(first))
+    eventually(lambda: leadership.state is LeaderState.ASLEEP)
+    queue.put(request())
+    assert leadership.lead(second)
+    assert leadership.state is LeaderState.COLLECTING
+    assert leadership.idle_count() == 1
+    collected.append(1)
+    queue.clear()
+    leadership.hand_over()  # something is left to collect
+    assert ended(sleeping)
+    assert leadership.state is LeaderState.COLLECTING
+    leadership.hand_over()
+    assert leadership.state is LeaderState.VACANT
+
+
+def test_only_one_instance_leads_after_close() -> None:
+    leadership = Leadership(RequestQueue(), ())
+    leadership.close()
+    first, second = Sleeper(), Sleeper()
+    assert [leadership.lead_after_close(each) for each in (first, second, first)] == [True, False, True]
 
 
 @pytest.mark.usefixtures("busy_switching")
 @pytest.mark.parametrize("leaders", [False, True])
-def test_no_piece_of_work_is_left_or_taken_twice(leaders: bool) -> None:
-    queue: deque[int] = deque()
-    idle = Leadership(queue, (), ()) if leaders else IdleStack(queue)
-    total, taken = 5_000, deque[int]()
+def test_no_request_is_left_or_taken_twice(leaders: bool) -> None:
+    queue = RequestQueue()
+    idle = None if leaders else IdleStack[Sleeper](queue)
+    leadership = Leadership(queue, ())
+    total, taken = 5_000, deque[Request]()
     done = threading.Event()
 
     def take() -> None:
-        try:
-            taken.append(queue.popleft())
-        except IndexError:
-            return
-        if len(taken) >= total:
-            done.set()
+        each = queue.take(0.0)
+        if each is not None:
+            taken.append(each)
+            if len(taken) >= total:
+                done.set()
 
     def work() -> None:
         sleeper = Sleeper()
-        if isinstance(idle, Leadership):
-            while idle.lead(sleeper):
-                idle.wait(sleeper, 1e-4)
+        if idle is None:
+            while leadership.lead(sleeper):
+                leadership.wait(sleeper, 1e-4)
                 take()
-                idle.hand_over()
+                leadership.hand_over()
         else:
             while idle.sleep(sleeper):
                 take()
 
-    def add(numbers: range) -> None:
-        for number in numbers:
-            queue.append(number)
-            if idle.to_wake:
+    def stand_in() -> None:
+        """Take requests in place of idle instances."""
+        while idle is not None and not done.is_set():
+            sleeper = idle.borrow()
+            if sleeper is not None:
+                take()
+                idle.give_back(sleeper)
+
+    def add(count: int) -> None:
+        for _ in range(count):
+            queue.put(request())
+            if idle is None:
+                leadership.wake()
+            else:
                 idle.wake_one()
 
     workers = [start(work) for _ in range(4)]
-    adders = [start(lambda index=index: add(range(index, total, 3))) for index in range(3)]
-    assert all(ended(thread) for thread in adders)
+    others = [start(stand_in), *[start(lambda: add(total // 2)) for _ in range(2)]]
     assert done.wait(WAIT)
-    idle.close()
+    assert all(ended(thread) for thread in others)
+    leadership.close()
+    if idle is not None:
+        idle.close()
     assert all(ended(thread) for thread in workers)
-    assert sorted(taken) == list(range(total))
+    assert len(set(taken)) == len(taken) == total
 
 
 @pytest.mark.usefixtures("busy_switching")
-def test_closing_beside_a_leader_that_collects(register: Register) -> None:
+def test_close_beside_collecting_leader_answers_every_call(register: Register) -> None:
     """No thread may end with an exception (pytest would report it), and every call gets its answer."""
 
     name = register(EchoFour)
@@ -168,7 +216,7 @@ def gate() -> Gate:
 
 
 @pytest.mark.parametrize(("form", "instances"), [("{}", 3), ("S[{},Identity]", 2), ("Torch[{}]", 2)])
-def test_one_instance_is_kept_for_the_others(register: Register, gate: Gate, instances: int, form: str) -> None:
+def test_one_instance_is_reserved_for_small_items(register: Register, gate: Gate, instances: int, form: str) -> None:
     if form.startswith("Torch"):
         pytest.importorskip("torch")
     config = {"backend": form.format(register(gate.backend)), "instance_num": instances}
@@ -185,7 +233,7 @@ def test_one_instance_is_kept_for_the_others(register: Register, gate: Gate, ins
         assert [outcome(future)["result"] for future in futures] == [f"large {number}" for number in range(6)]
 
 
-def test_those_that_are_over_keep_nobody_waiting(register: Register, gate: Gate) -> None:
+def test_expired_large_item_does_not_delay_next_one(register: Register, gate: Gate) -> None:
     with pipe({"backend": register(gate.backend), "instance_num": 2}) as p, gate:
         first = gate.hold(p, {"data": "large 0"})
         late = p.submit({"data": "large 1"}, timeout=0.05)
@@ -198,7 +246,7 @@ def test_those_that_are_over_keep_nobody_waiting(register: Register, gate: Gate)
         assert outcome(last)["result"] == "large 2"
 
 
-def test_a_defect_gives_its_place_back(register: Register, gate: Gate) -> None:
+def test_failed_large_item_frees_its_place(register: Register, gate: Gate) -> None:
     class Fails(gate.backend):  # type: ignore[misc,name-defined]
         def forward(self, items: list[dict[str, Any]]) -> None:
             raise ValueError("a bug")
@@ -208,7 +256,7 @@ def test_a_defect_gives_its_place_back(register: Register, gate: Gate) -> None:
     assert all("a bug" in str(error) for error in errors)
 
 
-def test_closing_ends_those_that_wait(register: Register, gate: Gate) -> None:
+def test_close_fails_large_items_that_wait(register: Register, gate: Gate) -> None:
     p = pipe({"backend": register(gate.backend), "instance_num": 2})
     with gate:
         first = gate.hold(p, {"data": "large 0"})

@@ -64,7 +64,7 @@ def errors_of_one_batch(register: Register, config: dict[str, Any], items: list[
 
 @pytest.mark.parametrize("earlier", ["", "{count},"])
 @pytest.mark.parametrize("position", range(4))
-def test_one_bad_item_fails_alone(register: Register, earlier: str, position: int) -> None:
+def test_bad_item_of_a_batch_fails_alone(register: Register, earlier: str, position: int) -> None:
     items: list[Data] = [{"data": f"good {number}", "mine": number} for number in range(3)]
     items.insert(position, {"data": "bad"})
     backend = earlier.format(count=register(Count)) + register(Eight)
@@ -93,7 +93,7 @@ class Alone(Eight):
         super().forward(items)
 
 
-def test_a_backend_that_takes_no_batches_is_named_once(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+def test_backend_without_batches_is_logged_once(register: Register, caplog: pytest.LogCaptureFixture) -> None:
     items: list[Data] = [{"data": number} for number in range(4)]
     assert errors_of_one_batch(register, {"backend": register(Alone)}, items) == [None] * 4
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -145,7 +145,7 @@ def test_every_request_completes_exactly_once(register: Register, middle: str) -
     assert (middle == "close") or not refused
 
 
-def test_a_list_is_admitted_whole_or_not_at_all(register: Register) -> None:
+def test_list_is_admitted_whole_or_not_at_all(register: Register) -> None:
     gate = Gate()
     with pipe({"max_inflight": 3, "a": {"backend": register(gate.backend)}}) as p, gate:
         first = p.submit([{"data": 1}, {"data": 2}])

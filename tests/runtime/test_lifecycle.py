@@ -51,7 +51,7 @@ def test_close_from_many_threads(pipe_threads: Threads) -> None:
     p.close()
 
 
-def test_a_closed_pipe_refuses() -> None:
+def test_closed_pipe_refuses_calls() -> None:
     p = pipe({"backend": "Identity"})
     p.close()
     calls: list[Callable[[], Any]] = [
@@ -114,7 +114,7 @@ def test_close_of_a_backend_that_raises(register: Register, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("most", [1, 4])
-def test_an_instance_lives_on_one_thread(register: Register, most: int) -> None:
+def test_instance_lives_on_one_thread(register: Register, most: int) -> None:
     seen: dict[int, set[int]] = {}
     order: list[str] = []
 
@@ -151,7 +151,7 @@ def test_an_instance_lives_on_one_thread(register: Register, most: int) -> None:
 
 
 @pytest.mark.parametrize("used", ["not", "call", "submit", "submit and keep the future"])
-def test_a_forgotten_pipe_ends_its_threads(pipe_threads: Threads, used: str) -> None:
+def test_unreferenced_pipe_ends_its_threads(pipe_threads: Threads, used: str) -> None:
     p = pipe({"a": {"next": "b", "instance_num": 2}, "b": {}})
     threads, kept = pipe_threads(), []
     assert len(threads) == 3
@@ -239,7 +239,7 @@ def test_programs_that_would_hang(program: str, output: str) -> None:
         (BackendUnavailable, BackendUnavailable),
     ],
 )
-def test_a_failing_setup_ends_everything(
+def test_failing_setup_ends_all_threads(
     register: Register, pipe_threads: Threads, raised: type[BaseException], kind: type[BaseException]
 ) -> None:
     closed: list[tuple[str, int]] = []
@@ -279,7 +279,7 @@ def test_a_failing_setup_ends_everything(
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 4), (5, 4), (0, 0), (1, inf), (1, 2**63), (1, "8"), (1, None), (1.0, 2)])
-def test_an_impossible_range(register: Register, low: Any, high: Any) -> None:
+def test_refuses_invalid_range_of_backend(register: Register, low: Any, high: Any) -> None:
     class Range(Echo):
         """A range of nothing."""
 
@@ -325,7 +325,7 @@ class GivesUpBetween(set):
         super().remove(request)
 
 
-def test_a_jump_that_starts_while_its_request_is_given_up_leaves_nothing_running(register: Callable[..., str]) -> None:
+def test_jump_started_while_its_request_is_cancelled_is_cancelled(register: Callable[..., str]) -> None:
     """``complete`` had looked for what the request's jumps had started before they did."""
     gate = Gate()
     entered, given_up = threading.Event(), threading.Event()
@@ -357,7 +357,7 @@ def test_a_jump_that_starts_while_its_request_is_given_up_leaves_nothing_running
 # -- requests whose work is done elsewhere ----------------------------------------------------------------------------
 
 
-def test_a_thread_that_has_told_an_answer_is_in_no_callback_any_more(register: Register) -> None:
+def test_thread_leaves_callback_after_it_delivered_an_answer(register: Register) -> None:
     """Though another one began to tell its own meanwhile, and ended later: the first may close the pipe."""
     answers: list[Callable[[], object]] = []
 

@@ -31,7 +31,7 @@ from torchpipe_py.plan.build import plan_pipeline
 from torchpipe_py.proc.engine import EngineServer
 from torchpipe_py.runtime.mapping import in_order
 from torchpipe_py.runtime.nodes.ordering import Order
-from torchpipe_py.runtime.request import Request, nobody_waits
+from torchpipe_py.runtime.request import Request, ignore_outcome
 
 # -- map --------------------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ def items(*values: Any) -> Iterator[dict[str, Any]]:
     return ({"data": value} for value in values)
 
 
-def test_gives_results_in_order_and_takes_no_more_than_it_may_have_ahead(run: pipe) -> None:
+def test_map_yields_in_order_and_reads_at_most_ahead(run: pipe) -> None:
     taken = []
 
     def source() -> Iterator[dict[str, Any]]:
@@ -71,7 +71,7 @@ def test_gives_results_in_order_and_takes_no_more_than_it_may_have_ahead(run: pi
     assert next(results, None) is None
 
 
-def test_raises_an_error_in_its_place_and_cancels_the_rest(run: pipe) -> None:
+def test_map_raises_error_in_its_place_and_cancels_the_rest(run: pipe) -> None:
     results = run.map(items(0, "bad", 2, 3))
     assert next(results)["result"] == 0
     with pytest.raises(BackendError, match="a bad item"):
@@ -79,7 +79,7 @@ def test_raises_an_error_in_its_place_and_cancels_the_rest(run: pipe) -> None:
     assert next(results, None) is None
 
 
-def test_gives_errors_as_values(run: pipe) -> None:
+def test_map_returns_errors_as_values(run: pipe) -> None:
     done = list(run.map([{"data": 0}, {"data": "bad"}, {"nodata": 1}, {"data": 3}], return_errors=True))
     assert [item.get("result") for item in done] == [0, None, None, 6]
     assert [type(item.get("error")) for item in done] == [type(None), BackendError, InvalidRequest, type(None)]
@@ -87,7 +87,7 @@ def test_gives_errors_as_values(run: pipe) -> None:
         assert [type(item["error"]) for item in decode.map(items(b"no image"))] == [DecodeError]
 
 
-def test_the_newest_item_waits(register: Register) -> None:
+def test_map_keeps_only_newest_waiting_item(register: Register) -> None:
     gate = Gate(blocks=lambda data: data == 0)
 
     def source() -> Iterator[dict[str, Any]]:
@@ -100,7 +100,7 @@ def test_the_newest_item_waits(register: Register) -> None:
         assert [done["result"] for done in run.map(source(), ahead=1, newest=True)] == [0, 9]
 
 
-def test_what_the_iterable_raises_is_raised(run: pipe) -> None:
+def test_map_raises_error_of_iterable(run: pipe) -> None:
     def source() -> Iterator[dict[str, Any]]:
         yield {"data": 0}
         raise OSError("no more")
@@ -111,7 +111,7 @@ def test_what_the_iterable_raises_is_raised(run: pipe) -> None:
 
 
 @pytest.mark.parametrize("newest", [False, True])
-def test_gives_a_result_as_soon_as_it_is_there(run: pipe, newest: bool) -> None:
+def test_map_yields_result_before_it_reads_the_next_item(run: pipe, newest: bool) -> None:
     taken = threading.Event()
 
     def source() -> Iterator[dict[str, Any]]:
@@ -126,7 +126,7 @@ def test_gives_a_result_as_soon_as_it_is_there(run: pipe, newest: bool) -> None:
     assert [done["result"] for done in results] == [14]
 
 
-def test_nothing_is_read_before_a_result_is_asked_for(run: pipe) -> None:
+def test_map_reads_nothing_before_first_result_is_requested(run: pipe) -> None:
     read: list[int] = []
 
     def source() -> Iterator[dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_nothing_is_read_before_a_result_is_asked_for(run: pipe) -> None:
     assert read == []
 
 
-def test_refuses_to_be_nothing_ahead(run: pipe) -> None:
+def test_map_refuses_ahead_below_one(run: pipe) -> None:
     with pytest.raises(ValueError, match="ahead must be at least 1, not 0"):
         run.map(items(1), ahead=0)
 
@@ -193,7 +193,7 @@ def check_order(ask: Any, keys: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_requests_of_a_key_run_in_order_with_its_state_also_where_some_fail(name: str, register: Register) -> None:
+def test_requests_of_a_key_run_in_order_with_its_state(name: str, register: Register) -> None:
     keys = dict(NODES[name])
 
     class Counted(Count):
@@ -210,7 +210,7 @@ def test_requests_of_a_key_run_in_order_with_its_state_also_where_some_fail(name
     assert Counted.most == 1
 
 
-def test_an_engine_process_keeps_the_order_of_all_workers(register: Register) -> None:
+def test_engine_process_keeps_order_across_workers(register: Register) -> None:
     config = {"count": {"backend": register(Count), "ordered_by": "camera", "shared": True}}
     with workers_of(config, 2) as workers:
         check_order(workers[0].pipe.submit, ["a", "b"])
@@ -218,7 +218,7 @@ def test_an_engine_process_keeps_the_order_of_all_workers(register: Register) ->
         assert len(data["result"]) == 29
 
 
-def test_a_request_given_up_while_it_waits_or_runs_keeps_no_other_back(register: Register) -> None:
+def test_cancelled_request_does_not_block_its_key(register: Register) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend), "ordered_by": "camera", "instance_num": 2}) as run, gate:
         first = run.submit({"data": 0, "camera": 1}, timeout=30)
@@ -233,7 +233,7 @@ def test_a_request_given_up_while_it_waits_or_runs_keeps_no_other_back(register:
         assert run({"data": 7, "camera": 1})["result"] == 7, "on the thread of its caller as well"
 
 
-def test_a_flood_of_one_key_keeps_no_other_key_out(register: Register) -> None:
+def test_flood_of_one_key_does_not_delay_other_keys(register: Register) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend), "ordered_by": "camera", "instance_num": 2}) as run, gate:
         run.limit_delays(None)
@@ -247,7 +247,7 @@ def test_a_flood_of_one_key_keeps_no_other_key_out(register: Register) -> None:
             assert future.exception(WAIT) is None or isinstance(future.exception(), Overloaded)
 
 
-def test_what_waits_for_its_turn_fails_when_the_pipe_is_closed(register: Register) -> None:
+def test_close_fails_requests_that_wait_for_their_key(register: Register) -> None:
     gate = Gate()
     run = pipe({"backend": register(gate.backend), "ordered_by": "camera"})
     with gate:
@@ -271,50 +271,37 @@ def test_what_waits_for_its_turn_fails_when_the_pipe_is_closed(register: Registe
         ({"camera": 2**64}, "or an integer"),
     ],
 )
-def test_a_request_without_a_key_of_use_is_refused(given: dict[str, Any], message: str, register: Register) -> None:
+def test_refuses_request_without_valid_key(given: dict[str, Any], message: str, register: Register) -> None:
     with pipe({"backend": "Identity", "ordered_by": "camera"}) as run, pytest.raises(InvalidRequest, match=message):
         run({"data": 1, **given})
 
 
-def test_states_are_bounded_and_forgotten() -> None:
+def test_key_states_are_bounded_and_expire() -> None:
     entered: list[Request] = []
     errors: list[BaseException] = []
 
+    now = [100.0]
+
     def order(seconds: float) -> Order:
-        return Order("track", "camera", seconds, entered.append, lambda request, error: errors.append(error), most=2)
+        def fail(request: Request, error: BaseException) -> None:
+            errors.append(error)
+
+        return Order("track", "camera", seconds, entered.append, fail, most=2, clock=lambda: now[0])
 
     def visit(kept: Order, camera: str) -> Any:
-        kept.put(request := Request({"data": 1, "camera": camera}, nobody_waits))
+        kept.put(request := Request({"data": 1, "camera": camera}, ignore_outcome))
         state = request.data["state"].setdefault("visits", 0)
         request.data["state"]["visits"] += 1
         kept.delivering(lambda request: None)(request)
         return state
 
-    lasting, short = order(60.0), order(0.0)
+    lasting = order(60.0)
     assert [visit(lasting, camera) for camera in "abab"] == [0, 0, 1, 1]
-    lasting.put(Request({"data": 1, "camera": "c"}, nobody_waits))
+    lasting.put(Request({"data": 1, "camera": "c"}, ignore_outcome))
     assert [type(error) for error in errors] == [Overloaded]
     assert "keeps the states of 2 different 'camera' (ordered_by)" in str(errors[0])
-    assert [visit(short, camera) for camera in "abcaab"] == [0] * 6
-
-
-def test_a_signal_while_the_next_request_enters_does_not_hold_its_key() -> None:
-    entered: list[int] = []
-    failed: list[tuple[int, BaseException]] = []
-
-    def put(request: Request) -> None:
-        if request.data["data"] == 1:
-            raise KeyboardInterrupt
-        entered.append(request.data["data"])
-
-    order = Order("track", "camera", 60.0, put, lambda request, error: failed.append((request.data["data"], error)))
-    requests = [Request({"data": number, "camera": "a"}, nobody_waits) for number in range(3)]
-    for request in requests:
-        order.put(request)
-    with pytest.raises(KeyboardInterrupt):
-        order.delivering(lambda request: None)(requests[0])
-    assert entered == [0, 2]
-    assert [(number, type(error)) for number, error in failed] == [(1, BackendError)]
+    now[0] += 60.0
+    assert [visit(lasting, camera) for camera in "cac"] == [0, 0, 1], "idle keys are forgotten"
 
 
 @pytest.mark.parametrize(
@@ -327,7 +314,7 @@ def test_a_signal_while_the_next_request_enters_does_not_hold_its_key() -> None:
         ({"orderd_by": "camera"}, 1, "'ordered_by'"),
     ],
 )
-def test_what_cannot_be_ordered_is_refused_when_it_is_built(keys: dict[str, Any], processes: int, message: str) -> None:
+def test_refuses_invalid_ordered_by_when_built(keys: dict[str, Any], processes: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_pipeline({"track": {"backend": "DecodeMat", **keys}}, processes=processes)
 
@@ -338,7 +325,7 @@ def test_several_engine_processes_are_refused() -> None:
         EngineServer(plan)
 
 
-def test_an_interrupt_cancels_the_request_that_map_waits_for() -> None:
+def test_interrupted_map_cancels_the_request_it_waits_for() -> None:
     futures: list[Future[Any]] = []
 
     class Interrupted(Future[Any]):

@@ -34,7 +34,7 @@ SAME = {"data": 1}
         lambda p, items, timeout: asyncio.run(p.acall(items, timeout)),
     ],
 )
-def test_every_item_of_a_list_has_its_own_outcome(register: Register, call: Any, timeout: float | None) -> None:
+def test_each_item_of_a_list_has_its_own_outcome(register: Register, call: Any, timeout: float | None) -> None:
     """Whichever way the pipe is called: a fork, so that some fail after a node has given them a result."""
     nodes = {"a": {"next": "b,c"}, "b": {"backend": register(Echo)}, "c": {"backend": "Identity"}}
     items: list[Data] = [{"data": ValueError(name) if name else 1} for name in ("x", "", "y", "z")]
@@ -49,7 +49,7 @@ def test_every_item_of_a_list_has_its_own_outcome(register: Register, call: Any,
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-def test_a_call_returns_what_it_was_given(timeout: float | None) -> None:
+def test_call_returns_its_argument(timeout: float | None) -> None:
     data, bad = {"data": 1}, {"data": b"no image"}
     with pipe({"a": {"backend": "Identity", "next": "b,c"}, "b": {}, "c": {}}) as p:
         assert p(data, timeout) is data
@@ -70,10 +70,10 @@ def test_a_call_returns_what_it_was_given(timeout: float | None) -> None:
         ({}, "a request needs the key 'data'; found none"),
         ({"dat": 1}, "a request needs the key 'data'; found 'dat'"),
         ([{"data": 1}, {"result": 1}], "a request needs the key 'data'; found 'result'"),
-        ([SAME, {"data": 1}, SAME], "the same dict stands in the list twice; each request needs its own"),
+        ([SAME, {"data": 1}, SAME], "a dict occurs twice in the list; each request needs its own"),
     ],
 )
-def test_things_that_are_no_request(data: Any, problem: str) -> None:
+def test_refuses_invalid_requests(data: Any, problem: str) -> None:
     with pipe({"backend": "Identity"}) as p:
         for call in (p, p.submit):
             with pytest.raises(InvalidRequest) as caught:
@@ -112,7 +112,7 @@ CANCELS: dict[str, Callable[[pipe], object]] = {
 
 
 @pytest.mark.parametrize("cancel", CANCELS.values(), ids=CANCELS)
-def test_what_is_queued_and_cancelled_is_dropped(register: Register, cancel: Callable[[pipe], object]) -> None:
+def test_cancelled_queued_request_is_dropped(register: Register, cancel: Callable[[pipe], object]) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend)}) as p, gate:
         running = gate.hold(p, {"data": "running"})
@@ -125,7 +125,7 @@ def test_what_is_queued_and_cancelled_is_dropped(register: Register, cancel: Cal
 
 
 @pytest.mark.parametrize("root", ["a", "c"])
-def test_a_backend_does_not_wait_for_itself(register: Register, root: str) -> None:
+def test_backend_that_would_wait_for_itself_is_refused(register: Register, root: str) -> None:
     class Waits(ItemBackend):
         """Waits for another request of its own pipe."""
 
@@ -139,7 +139,7 @@ def test_a_backend_does_not_wait_for_itself(register: Register, root: str) -> No
             p({"node_name": "a", "data": 1, "root": root})
 
 
-def test_a_callback_does_not_wait_for_its_own_thread(register: Register) -> None:
+def test_callback_that_would_wait_for_its_thread_is_refused(register: Register) -> None:
     gate = Gate()
     told: list[BaseException] = []
     again: Future[Data] = Future()
@@ -188,7 +188,7 @@ def test_ticket_is_queued_until_an_instance_has_its_request(register: Register) 
         assert (first.is_queued, second.is_queued) == (False, False)
 
 
-def test_a_callback_that_raises_harms_nobody(register: Register, caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_in_callback_is_logged_only(register: Register, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
 
     def complain(data: Data, error: BaseException | None) -> None:
@@ -218,7 +218,7 @@ def test_repr_shows_the_graph(register: Register) -> None:
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_pipe_has_no_duplicate(duplicate: Callable[[pipe], object]) -> None:
+def test_pipe_cannot_be_copied_or_pickled(duplicate: Callable[[pipe], object]) -> None:
     with pipe({"backend": "Identity"}) as run:
         with pytest.raises(TypeError, match="a pipe has threads, which cannot be pickled or copied: build another"):
             duplicate(run)
@@ -237,7 +237,7 @@ class Mark(ItemBackend):
 
 
 @pytest.mark.parametrize("works_by_item", [True, False])
-def test_items_of_one_batch_go_their_own_ways(register: Register, works_by_item: bool) -> None:
+def test_items_of_one_batch_take_different_routes(register: Register, works_by_item: bool) -> None:
     class Eight(ItemBackend):
         """result = data + "!"; takes eight at once."""
 
@@ -257,7 +257,7 @@ def test_items_of_one_batch_go_their_own_ways(register: Register, works_by_item:
     assert [item.get("result") for item in items] == ["a+!", None, "b+!", None, "d+!"]
 
 
-def test_a_refused_list_leaves_every_dict_as_it_was() -> None:
+def test_refused_list_leaves_every_dict_unchanged() -> None:
     with pipe({"backend": "Identity"}) as run:
         first: dict[str, Any] = {"data": 1}
         run(first)
@@ -270,7 +270,7 @@ def test_a_refused_list_leaves_every_dict_as_it_was() -> None:
         assert first == {"data": 1, "result": 1, "error": "of a handler"}
 
 
-def test_a_node_name_of_none_means_the_only_root() -> None:
+def test_node_name_none_means_the_only_root() -> None:
     with pipe({"backend": "Identity"}) as run:
         assert run({"data": 1, "node_name": None})["result"] == 1
     with (
@@ -280,7 +280,7 @@ def test_a_node_name_of_none_means_the_only_root() -> None:
         run({"data": 1, "node_name": None})
 
 
-def test_a_timeout_that_is_no_number_is_refused_before_the_request_starts() -> None:
+def test_refuses_timeout_of_nan_before_the_request_starts() -> None:
     with pipe({"backend": "Identity"}) as run:
         for call in (run, run.submit, lambda data, timeout: asyncio.run(run.acall(data, timeout))):
             with pytest.raises(ValueError, match="timeout is a number of seconds, or None, got nan"):

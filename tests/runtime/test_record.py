@@ -23,7 +23,7 @@ from torchpipe_py.runtime.record.statistics import BOUNDS_MS, COUNTS, Record, su
 # -- visits -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_waits_for_company(register: Register) -> None:
+def test_visits_of_batch_that_waits_for_company(register: Register) -> None:
     company = Company(register)
     with pipe(company.nodes) as p:
         p({"data": "untraced"})
@@ -55,7 +55,7 @@ def test_branches_and_jumps_belong_to_their_request() -> None:
     assert seen == sorted((number, node) for number in (1, 2) for node in ("a", "b", "c", "d", "e", "e"))
 
 
-def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
+def test_saved_trace_has_format_of_perfetto(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with pipe({"one": {"next": "two", "instance_num": 2}, "two": {}}) as p:
         with p.trace() as trace:
@@ -75,7 +75,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     assert {"two 0"} <= names <= {"one 0", "one 1", "two 0"}
 
 
-def test_one_trace_at_a_time_and_a_limit() -> None:
+def test_trace_is_exclusive_and_limited() -> None:
     with pipe({"backend": "Identity"}) as p:
         with p.trace(limit=3) as trace:
             with pytest.raises(RuntimeError, match="already"), p.trace():
@@ -101,7 +101,7 @@ def counted(seconds: float) -> int:
     return counts.index(1)
 
 
-def test_a_counter_is_bounded_by_powers_of_two_of_a_microsecond():
+def test_histogram_bounds_are_powers_of_two_microseconds():
     assert [counted(us / 1e6) for us in (0.2, 1.5, 2.5, 3.5, 4.5, 1000.5)] == [0, 1, 2, 2, 3, 10]
     for seconds in (0.3e-6, 5e-6, 0.02, 60.0):
         place = counted(seconds)
@@ -109,7 +109,7 @@ def test_a_counter_is_bounded_by_powers_of_two_of_a_microsecond():
         assert place == 0 or seconds * 1000 >= BOUNDS_MS[place - 1]
 
 
-def test_times_beyond_every_bound_and_below_zero():
+def test_histogram_counts_negative_and_very_long_times():
     assert counted(1e9) == COUNTS - 1 == len(BOUNDS_MS)
     assert 0 <= counted(-1e-9) < COUNTS
 
@@ -129,7 +129,7 @@ def test_requests_and_batches_are_counted_once_each(register: Register, backend:
     assert sum(node["instance_compute_ms"]) == pytest.approx(node["compute_ms"])
 
 
-def test_the_time_of_one_request_among_others_is_recorded() -> None:
+def test_timeline_records_one_request_among_others() -> None:
     config = {
         "first": {"backend": "Identity", "next": "jump"},
         "jump": {"backend": "MapReduce", "jump": "inner", "split": "data", "merge": "result"},
@@ -172,7 +172,7 @@ def instrumented(nodes: Mapping[str, Any], memory: KeptSpans) -> pipe:
     return run
 
 
-def test_a_call_is_a_child_of_the_span_that_is_current(memory: KeptSpans) -> None:
+def test_span_of_call_is_child_of_current_span(memory: KeptSpans) -> None:
     with instrumented({"one": {"next": "two"}, "two": {}}, memory) as run:
         with memory.tracer.start_as_current_span("caller") as caller:
             run({"data": 1})
@@ -199,7 +199,7 @@ def test_a_call_is_a_child_of_the_span_that_is_current(memory: KeptSpans) -> Non
         assert span.start_time <= span.end_time
 
 
-def test_the_phases_of_a_batch(register: Register, memory: KeptSpans) -> None:
+def test_spans_of_the_phases_of_a_batch(register: Register, memory: KeptSpans) -> None:
     company = Company(register)
     with instrumented(company.nodes, memory) as run:
         company.meet(run)
@@ -212,7 +212,7 @@ def test_the_phases_of_a_batch(register: Register, memory: KeptSpans) -> None:
     assert {link.context.trace_id for span in computed for link in span.links} == memory.traces
 
 
-def test_elements_branches_jumps_and_spans_of_a_backend(register: Register, memory: KeptSpans) -> None:
+def test_spans_of_elements_branches_jumps_and_backends(register: Register, memory: KeptSpans) -> None:
     class Looks:
         def forward(self, items: list[Data]) -> None:
             with trace.get_tracer("own", tracer_provider=memory.provider).start_as_current_span("look"):
@@ -246,7 +246,7 @@ def test_elements_branches_jumps_and_spans_of_a_backend(register: Register, memo
     assert len(memory.traces) == 1
 
 
-def test_errors_have_their_code_at_the_node_and_at_the_request(register: Register, memory: KeptSpans) -> None:
+def test_spans_of_node_and_request_have_error_code(register: Register, memory: KeptSpans) -> None:
     class Fails:
         def forward(self, items: list[Data]) -> None:
             raise KeyError("missing")
@@ -268,7 +268,7 @@ def test_errors_have_their_code_at_the_node_and_at_the_request(register: Registe
     assert seen("pipe own") == ("backend_error", error)
 
 
-def test_a_refused_call_has_a_span(register: Register, memory: KeptSpans) -> None:
+def test_refused_call_has_a_span(register: Register, memory: KeptSpans) -> None:
     gate = Gate()
     nodes = {"global": {"max_inflight": 1}, "only": {"backend": register(gate.backend)}}
     with instrumented(nodes, memory) as run, gate:
@@ -281,7 +281,7 @@ def test_a_refused_call_has_a_span(register: Register, memory: KeptSpans) -> Non
     assert memory.errors("pipe only").count("overloaded") == 1
 
 
-def test_what_is_not_sampled_is_not_recorded() -> None:
+def test_unsampled_requests_have_no_spans() -> None:
     memory = KeptSpans(sampler=ParentBased(ALWAYS_OFF))
     unsampled = trace.SpanContext(1, 1, is_remote=True, trace_flags=trace.TraceFlags(0))
     sampled = trace.SpanContext(2, 2, is_remote=True, trace_flags=trace.TraceFlags(1))
@@ -295,7 +295,7 @@ def test_what_is_not_sampled_is_not_recorded() -> None:
     memory.provider.shutdown()
 
 
-def test_what_is_kept_is_bounded(memory: KeptSpans, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_requests_that_wait_for_spans_are_bounded(memory: KeptSpans, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_WAITING", 0)
     with instrumented({"all": {"backend": "MapReduce", "jump": "each"}, "each": {}}, memory) as run:
         run({"data": [1], "node_name": "all"})

@@ -118,7 +118,9 @@ def comparable(data: Data) -> Data:
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(nodes=graphs(), context=st.booleans())
-def test_random_graphs(register: Register, nodes: dict[str, dict[str, Any]], context: bool) -> None:
+def test_random_graphs_behave_as_the_reference(
+    register: Register, nodes: dict[str, dict[str, Any]], context: bool
+) -> None:
     seen: dict[tuple[Any, str], Data] = {}
     backend = register(type("Recorder", (Recorder,), {"seen": seen, "__doc__": Recorder.__doc__}))
     config = as_config(nodes, backend, {status.name: status.name.lower() for status in Status})

@@ -55,14 +55,14 @@ ERRORS: dict[str, BaseException] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_every_exception_can_be_told(name: str) -> None:
+def test_describes_every_exception(name: str) -> None:
     error = ERRORS[name]
     for text in (message_of(error), describe(error), first_line(error), message_of(Failure.of(error).error())):
         assert type(text) is str
         assert 0 < len(text.encode()) < MESSAGE_LIMIT + 200
 
 
-def test_a_message_is_cut_where_it_is_too_long() -> None:
+def test_long_message_is_cut() -> None:
     assert message_of(ValueError("short")) == "short"
     assert message_of(ValueError("x" * 50), 10) == "x" * 10 + " …"
     assert (message_of(ValueError()), describe(ValueError())) == ("ValueError", "ValueError")
@@ -71,7 +71,7 @@ def test_a_message_is_cut_where_it_is_too_long() -> None:
 
 @pytest.mark.parametrize("backend", [Echo, EchoFour])
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_a_backend_raises_fails_its_request_only(register: Register, backend: Any, name: str) -> None:
+def test_exception_of_backend_fails_its_request_only(register: Register, backend: Any, name: str) -> None:
     class Raises(backend):
         def forward_item(self, item: Data) -> None:
             if item["data"] == "bad":
@@ -93,7 +93,7 @@ def test_what_a_backend_raises_fails_its_request_only(register: Register, backen
 
 @pytest.mark.parametrize("where", ["filter", "second filter", "batch_key", "on_done"])
 @pytest.mark.parametrize("kind", [NoText, SystemExit])
-def test_what_others_raise_fails_the_request_only(
+def test_exception_outside_backend_fails_the_request_only(
     register: Register, restored: Registry, where: str, kind: type[BaseException]
 ) -> None:
     class Batches(EchoFour):
@@ -136,7 +136,7 @@ def test_what_others_raise_fails_the_request_only(
 
 
 @pytest.mark.parametrize("backend", [Echo, EchoFour])
-def test_an_exception_in_the_loop_itself_fails_what_the_instance_has(
+def test_exception_in_instance_loop_fails_its_requests(
     register: Register, monkeypatch: pytest.MonkeyPatch, backend: type
 ) -> None:
     """What a recorder of batches raises, say; the instance goes on."""
@@ -160,7 +160,7 @@ def node_of(p: pipe) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("most", [1, 4])
-def test_the_figures_tell_how_long_the_oldest_batch_runs(register: Register, most: int) -> None:
+def test_stats_report_age_of_oldest_batch(register: Register, most: int) -> None:
     gate = Gate(most)
     with pipe({"backend": register(gate.backend), "instance_num": 2}) as p, gate:
         assert (node_of(p)["alive"], node_of(p)["oldest_batch_s"]) == (2, 0.0)
@@ -221,7 +221,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_hung_backend_lets_the_interpreter_exit(end: str) -> None:
+def test_interpreter_exits_despite_hung_backend(end: str) -> None:
     ended = run(sys.executable, "-c", HUNG + ENDS[end])
     assert ended.returncode == (1 if end == "an exception" else 0), ended.stderr
     assert "given up" in ended.stdout
@@ -229,7 +229,7 @@ def test_a_hung_backend_lets_the_interpreter_exit(end: str) -> None:
 
 
 @pytest.mark.parametrize("given_up", ["cancelled", "past its deadline"])
-def test_close_leaves_what_nobody_waits_for(
+def test_close_abandons_hung_backend_without_callers(
     register: Register, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given_up: str
 ) -> None:
     monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", 0.1)
@@ -251,9 +251,7 @@ def test_close_leaves_what_nobody_waits_for(
         assert p.close() is True
 
 
-def test_close_logs_no_error_for_a_backend_that_needs_a_moment(
-    register: Register, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_close_logs_no_error_for_slow_backend(register: Register, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     with gate:
         p = pipe({"backend": register(gate.backend)})

@@ -60,10 +60,6 @@ class EngineServer:
         self._heads = [section.head for section in sections(pipeline)]
         self._bell = Bell(new_bell())  # before code that may raise, since ``__del__`` closes it
         require_machine("an engine process")
-        self.pipe = pipe(engine_part(pipeline))
-        # NOTE: a custom backend may keep an array after ``forward`` and gets a copy: the next request reuses the slot.
-        self._copies = self.pipe.has_own_code
-        self._section_table = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
         self._links: dict[int, WorkerLink] = {}
         self._new: list[socket.socket] = []
         self._is_closed = False
@@ -71,7 +67,11 @@ class EngineServer:
         self._taking = threading.Lock()  # guards taking requests and ``_sleepers``
         self._sleepers: set[object] = {None}  # nodes whose leader sleeps or soon will; None if some have no leader
         self._bell.await_ring(True)
-        if self.pipe.draw_from(self):
+        self.pipe = pipe(engine_part(pipeline), source=self)
+        # NOTE: a custom backend may keep an array after ``forward`` and gets a copy: the next request reuses the slot.
+        self._copies = self.pipe.has_own_code
+        self._section_table = {head: (index, self.pipe.signature(head)) for index, head in enumerate(self._heads)}
+        if self.pipe.forms_batches_at_entry:
             self._sleepers.discard(None)
         self._poller = select.poll()
         self._poller.register(self._bell.fd, select.POLLIN)

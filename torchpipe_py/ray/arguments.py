@@ -39,7 +39,7 @@ class Arguments:
     max_ongoing_requests: int | None = _argument(None, "requests of a replica (max_inflight + 10,000)", 1)
     max_queued_requests: int | None = _argument(None, "requests that wait for one, of each proxy or handle", 1)
     deadline_ms: float = _argument(0.0, "longest deadline of a request; 0 is none", 0)
-    queue_target_ms: float = _argument(-1.0, "queue time at which a node refuses; as of torchpipe-serve", -1)
+    queue_target_ms: float = _argument(-1.0, "ms that a request without a deadline may wait; as of torchpipe-serve", -1)
     hang_seconds: float = _argument(30.0, "seconds for a batch; then the replica is unhealthy; 0: no limit", 0)
     drain_seconds: float = _argument(25.0, "seconds for accepted requests when a replica or a pipe ends", 0)
     max_message_bytes: int = _argument(16 * MEBIBYTE, "bytes of a body", 64)

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import BackendError, NoResult, Overloaded, PipeClosed, counted, describe, log_failure
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.nodes.idle import is_main_thread
-from torchpipe_py.runtime.request import Branches, Request, nobody_waits
-from torchpipe_py.runtime.routes import Enter
+from torchpipe_py.runtime.request import Branches, Request, ignore_outcome
 
 
 class InFlight:
-    """A request is in flight from ``submit`` to ``complete``, which happens exactly once.
+    """A request is in flight from ``admit`` to ``complete``, which happens exactly once.
 
     The set of requests is the only source of truth: the thread that removes a request completes it. At most ``most``
     may be in flight; low-priority requests are accepted up to half of that; requests of jumps are not counted.
-    ``entries[name](request)`` brings a request to a node.
     """
-
-    entries: Mapping[str, Enter]
 
     def __init__(self, name: str, most: int, retry_after_ms: Callable[[], int]) -> None:
         self.name, self.most = name, most
+        self._retry_after_ms = retry_after_ms
+        self._lock = threading.Lock()  # for admitting: all below
         self.admitted = self.rejected = 0
         self.refusal = ""  # why requests are refused, if they are
-        self._retry_after_ms = retry_after_ms
         self._requests: set[Request] = set()
         self._inner: set[Request] = set()  # of jumps
-        self._lock = threading.RLock()  # a signal handler may call the pipe while the main thread holds the lock
 
     def __len__(self) -> int:
         """Number of requests that were admitted and are not completed."""
@@ -38,13 +33,12 @@ class InFlight:
 
     def refuse(self) -> None:
         """Accept no further request."""
-        # NOTE: without the lock, which the main thread may hold while a signal handler closes the pipe there. Requests
-        # admitted at this moment reach nodes that are closed.
-        self.refusal = self.refusal or "the pipe is closed"
+        with self._lock:
+            self.refusal = self.refusal or "the pipe is closed"
 
     def after_fork(self) -> None:
         """Reset the state in a forked child, which lacks the threads that complete requests."""
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self.refusal = "the pipe was built in the parent process; threads do not survive a fork"
         self._requests.clear()
         self._inner.clear()
@@ -62,43 +56,28 @@ class InFlight:
         """Add requests started by a request of this pipe; they are never refused."""
         self._inner.update(requests)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Admit all requests or none, and bring each to its root.
-
-        Raises ``Overloaded`` above the limit, ``PipeClosed`` after ``close``.
-        """
-        try:
-            self._admit(requests)
-            for request in requests:
-                try:
-                    self.entries[request.node](request)
-                except Exception as error:
-                    self.complete(request, error)
-        except BaseException as error:  # a signal handler may raise anywhere
-            for request in requests:
-                request.on_done = nobody_waits
-                if not self.complete(request, error):
-                    request.error = error
-                    self._let_go(request, None)
-            raise
-
-    def _admit(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Add all requests or none. Raises ``Overloaded`` above the limit, ``PipeClosed`` after ``refuse``."""
         with self._lock:
-            if self.refusal:
-                raise PipeClosed(self.refusal)
             more = len(requests)
             count = len(self._requests) + more
-            is_admitted = 2 * count <= self.most or count <= self._most_for(requests)
-            if is_admitted:
+            if not self.refusal and (2 * count <= self.most or count <= self._most_for(requests)):
                 self._requests.update(requests)
                 self.admitted += more
-            else:
+                return
+            if not self.refusal:
                 self.rejected += more
-        if not is_admitted:
-            most = self._most_for(requests)
-            would = "would pass" if most == self.most else "with priority 1 would pass half of"
-            text = f"{counted(len(self), 'request')} in flight, {more} more {would} max_inflight = {self.most}"
-            raise Overloaded(text, self._retry_after_ms() if more <= most else None, requests[0].deadline)
+        error = PipeClosed(self.refusal) if self.refusal else self._overloaded(requests)
+        for request in requests:
+            request.error = error
+            self._let_go(request, None)
+        raise error
+
+    def _overloaded(self, requests: Sequence[Request]) -> Overloaded:
+        more, most = len(requests), self._most_for(requests)
+        would = "would pass" if most == self.most else "with priority 1 would pass half of"
+        text = f"{counted(len(self), 'request')} in flight, {more} more {would} max_inflight = {self.most}"
+        return Overloaded(text, self._retry_after_ms() if more <= most else None, requests[0].deadline)
 
     def _most_for(self, requests: Sequence[Request]) -> int:
         return max(1, self.most // 2) if any(request.priority for request in requests) else self.most
@@ -137,12 +116,10 @@ class InFlight:
         except Exception as failure:  # another thread may change the caller's dict
             error = request.error = error or BackendError(f"the request's dict: {describe(failure)}")
         # The callback usually refers to the request: keeping it would make a reference cycle.
-        on_done, request.on_done = request.on_done, nobody_waits
+        on_done, request.on_done = request.on_done, ignore_outcome
         try:
             on_done(data, error)
         except BaseException as failure:
-            if is_main_thread() and not isinstance(failure, Exception):
-                raise  # raised by a signal handler, such as Ctrl-C's
             log_failure(f"{self.name}: the callback of a finished request failed", failure)
         finally:
             if request.links is not None:  # NOTE: read again, since a jump may have made them until now
@@ -150,7 +127,7 @@ class InFlight:
         return True
 
     def _let_go(self, request: Request, branches: Branches | None) -> None:
-        """Cancel the requests that its jumps started, and drop its branches: no caller waits for them any more."""
+        """Cancel the requests that its jumps started, and drop its branches."""
         links = request.links
         if links is not None:
             for give_up in links.give_up:

@@ -6,17 +6,15 @@ import asyncio
 import os
 import threading
 import weakref
-from _thread import allocate_lock
+from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
-from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from torchpipe_py.backends.base import Backend
-from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
@@ -24,12 +22,10 @@ from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY,
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
-from torchpipe_py.runtime.admission import ClientTimeout
+from torchpipe_py.runtime.deputy import Deputy
 from torchpipe_py.runtime.mapping import in_order
-from torchpipe_py.runtime.nodes.batching import BatchingNode, Due
-from torchpipe_py.runtime.nodes.idle import is_main_thread
-from torchpipe_py.runtime.nodes.node import Node, Source
-from torchpipe_py.runtime.nodes.single import DeferredNode
+from torchpipe_py.runtime.nodes.batching import BatchingNode
+from torchpipe_py.runtime.nodes.wiring import Due, Source
 from torchpipe_py.runtime.record.tracing import (
     DEFAULT_LIMIT,
     WANTED,
@@ -71,19 +67,27 @@ class pipe:
     of ``max_inflight``. A list of dicts is several requests: the call returns when all are finished, each with its
     ``result`` or ``error``, and raises the first error if any raised. A call returns its argument.
     ``timeout`` (seconds) limits a call: then it raises ``DeadlineExceeded`` and no longer changes the dict.
-    Above ``max_inflight`` requests in flight it raises ``Overloaded`` at once. ``registry`` has the backends, filters
-    and postprocessors that ``config`` names; the default registry is that of ``register_backend`` and similar.
+    Above ``max_inflight`` requests in flight it raises ``Overloaded`` at once. Ctrl-C, or another signal handler, may
+    raise anywhere in a call: the call ends with that exception, and nothing else is lost; this holds for ``submit`` and
+    ``acall`` if the handler was set when the pipe was built. A signal handler must not call the pipe.
+    ``registry`` has the backends, filters and postprocessors that ``config`` names; the default registry is that of
+    ``register_backend`` and similar. Nodes with batches that requests enter fetch them from ``source``, if given, when
+    they form a batch; each batch is then delivered inside ``source.together()``.
     """
 
     def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline, *, registry: Registry | None = None
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Pipeline,
+        *,
+        registry: Registry | None = None,
+        source: Source | None = None,
     ) -> None:
         plan = plan_pipeline(config, default_registry if registry is None else registry)
         self._runtime = Runtime(plan)
         # The threads refer only to the runtime, so a dropped pipe is closed. At exit, the runtime closes itself.
         self._finalizer = weakref.finalize(self, self._runtime.drop)
         self._finalizer.atexit = False
-        self._runtime.start()
+        self._runtime.start(source)
         self.models = plan.models
         """Every root that a request may enter, as a ``Model``: ``name``, ``version``, ``root``."""
         self.roots, self.only_root = plan.roots, plan.only_root
@@ -96,34 +100,61 @@ class pipe:
 
         Raises ``RuntimeError`` on the thread of an instance whose node a request may reach: it would deadlock.
         """
-        lock = allocate_lock()
-        lock.acquire()
-        # NOTE: a C function: no signal handler can raise before the lock is released.
-        requests = self._requests(data, cast(OnDone, lock.__exit__), timeout)
+        finished = allocate_lock()
+        finished.acquire()
+        wake: Any = finished.__exit__  # ``release``, whatever its arguments
+        requests = self._requests(data, wake, timeout)
         if not requests:
             return data
         if CURRENT.waiter is not None:
             self._runtime.refuse_wait(CURRENT.waiter, requests)
-        stands_in = timeout is None and len(requests) == 1 and not is_main_thread()
-        caller = requests[0].caller = [] if stands_in else None
-        try:
-            self._runtime.inflight.submit(requests)
-            while caller:  # until other threads have taken over, or the request is finished
-                node, request = caller.pop()
-                node.run_on_caller(request)
+        stands_in = timeout is None and len(requests) == 1
+        deputy = self._runtime.deputy
+        if deputy is None:
+            self._runtime.submit(requests, stands_in)
             if timeout is None:
-                lock.acquire()
-            elif not lock.acquire(timeout=_seconds(timeout)):
+                finished.acquire()
+            elif not finished.acquire(timeout=_seconds(timeout)):
                 self._expire(requests, timeout)
-                lock.acquire()
-        except BaseException as interrupt:
-            for request in requests:
-                self._runtime.inflight.complete(request, interrupt)
-            raise
+                finished.acquire()
+        else:
+            self._call_by(deputy, finished, requests, stands_in, timeout)
         for request in requests:
             if request.error is not None:
                 raise request.error
         return data
+
+    def _call_by(
+        self,
+        deputy: Deputy,
+        finished: LockType,
+        requests: Sequence[Request],
+        stands_in: bool,
+        timeout: float | None,
+    ) -> None:
+        """``call`` on the main thread: wait, while the deputy brings the requests to the pipe and perhaps runs them."""
+        runtime = self._runtime
+        refusals: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                runtime.submit(requests, stands_in)
+            except BaseException as error:  # then none was started
+                refusals.append(error)
+                finished.release()
+
+        try:
+            deputy.start(call)
+            if timeout is None:
+                finished.acquire()
+            elif not finished.acquire(timeout=_seconds(timeout)):
+                deputy.start(partial(self._expire, requests, timeout))
+                finished.acquire()
+        except BaseException as interrupt:
+            deputy.abandon(partial(runtime.complete, requests, interrupt))
+            raise
+        if refusals:
+            raise refusals[0]
 
     def submit(self, data: Given, timeout: float | None = None) -> Future[Given]:
         """Start one request or several; the future's result is ``data``. Cancelling it drops queued requests.
@@ -171,32 +202,21 @@ class pipe:
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")
         request = self._request(data, on_done, deadline_after(timeout))
         _drop_outcome(data)
-        ticket = Ticket(self._runtime, request)
-        known = self._runtime.door.client_timeout
-        if known is not None and known.is_learning:
-            request.on_done = ticket.noting(on_done)
-        self._runtime.inflight.submit((request,))
-        return ticket
+        runtime = self._runtime
+        runtime.start_requests((request,))
+        return Ticket(runtime, request)
 
     @property
     def has_own_code(self) -> bool:
         """Whether any backend is not part of this package."""
-        return any(_has_own_code(node) for node in self._runtime.nodes.values())
+        return self._runtime.has_own_code
 
-    def draw_from(self, source: Source) -> bool:
-        """Let entry nodes fetch requests from ``source`` when they form a batch; to be called before the first request.
-
-        Returns ``False`` if some entry nodes form no batches: ``source`` must submit requests to these itself. Each
-        batch is delivered inside ``source.together()``.
-        """
+    @property
+    def forms_batches_at_entry(self) -> bool:
+        """Whether every node that requests enter forms batches, and so fetches from a ``source`` itself."""
         runtime = self._runtime
-        for node in runtime.nodes.values():
-            node.together = source.together
-        entered = [runtime.nodes[owner] for owner in {runtime.plans[root].spec.owner for root in self.roots.values()}]
-        fetching = [node for node in entered if isinstance(node, BatchingNode)]
-        for node in fetching:
-            node.draw_from(source)
-        return len(fetching) == len(entered)
+        entered = {runtime.plans[root].spec.owner for root in self.roots.values()}
+        return all(isinstance(runtime.nodes[owner], BatchingNode) for owner in entered)
 
     @contextmanager
     def expecting(self, is_due: Due) -> Iterator[None]:
@@ -242,13 +262,13 @@ class pipe:
     def limit_delays(self, target: float | None = None) -> None:
         """Limit the time that requests wait, for servers; to be called before the first request.
 
-        A request that cannot meet its deadline is dropped before it is computed. Without a deadline, it is refused with
-        ``Overloaded`` in a standing queue: if the oldest request has exceeded ``target`` seconds for 0.1 s, requests
-        that waited more than twice ``target`` are refused. ``None`` means four times a batch's compute time, at least
-        0.05 s, and ten times as much while no clients leave early; 0.0 disables shedding. Requests of low priority wait
-        as long as their deadlines allow.
+        A request that cannot meet its deadline is dropped before it is computed. Without a deadline, ``check_delay``
+        refuses it if it would wait longer than ``target`` seconds, and a node drops it with ``Overloaded`` before it
+        computes it if it has waited longer than that and its compute time while others wait. ``None`` means 0.1 s,
+        or four times the compute time of its path if that is more; 0.0 means no limit. Requests of low priority wait as
+        long as their deadlines allow.
         """
-        self._runtime.door.limit_delays(target)
+        self._runtime.target.set(target)
 
     def nodes_of(self, node_name: str) -> list[str]:
         """The nodes that requests of this root may reach, jumps included, by their names in ``stats``.
@@ -268,15 +288,15 @@ class pipe:
     def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         """Raise ``Overloaded``, with ``retry_after_ms``, if a new request would not be finished in ``seconds``.
 
-        Without a time limit, raise it if a standing queue would shed the request, or most clients would have left.
-        If ``node_name`` is a root, only the nodes reached from it count.
+        Without a time limit, raise it if the request would wait longer than the target of ``limit_delays``. If
+        ``node_name`` is a root, only the nodes reached from it count.
         """
         root = self.roots.get(node_name) if isinstance(node_name, str) else self.only_root
         self._runtime.door.check(seconds, root, priority)
 
     @property
     def is_refusing(self) -> bool:
-        """Whether ``check_delay`` refused a request within a second before its last call.
+        """Whether ``check_delay`` refused a request within the last second.
 
         Then it pays to check the next request before its inputs are read.
         """
@@ -353,10 +373,7 @@ class pipe:
         spans = self._spans = Spans(tracer_provider or get_tracer_provider(), labels, starts_traces)
         weakref.finalize(self, spans.stop).atexit = False
         self._record_timelines()
-        # Only custom backends, and jumps that lead to them, create spans inside ``forward``.
-        for node in runtime.nodes.values():
-            if _has_own_code(node) or (self.has_own_code and isinstance(node, DeferredNode)):
-                node.around = spans.around
+        runtime.contexts.append(spans.around)
         self._make_request = spans.request
 
     def close(self, timeout: float | None = None) -> bool:
@@ -414,19 +431,18 @@ class pipe:
 
         def drop_if_cancelled(done: Future[Any]) -> None:
             if done.cancelled():
-                for request in requests:
-                    runtime.inflight.complete(request, CancelledError())
+                runtime.protect(partial(runtime.complete, requests, CancelledError()))
 
         requests = self._requests(data, settle, timeout)
-        runtime.inflight.submit(requests)
-        if not requests:
+        if requests:
+            runtime.start_requests(requests)
+        else:
             settle()
         future.add_done_callback(drop_if_cancelled)
         return future, requests
 
     def _expire(self, requests: Sequence[Request], timeout: float) -> None:
-        for request in requests:
-            self._runtime.inflight.complete(request, DeadlineExceeded(f"not finished within {timeout} s"))
+        self._runtime.complete(requests, DeadlineExceeded(f"not finished within {timeout} s"))
 
     def _requests(self, data: Data | Sequence[Data], on_done: OnDone, timeout: float | None) -> Sequence[Request]:
         """Create the requests; ``on_done`` is called after the last is finished.
@@ -469,11 +485,10 @@ class pipe:
 class Ticket:
     """A request started with ``pipe.dispatch``."""
 
-    __slots__ = ("_request", "_runtime", "_since")
+    __slots__ = ("_request", "_runtime")
 
     def __init__(self, runtime: Runtime, request: Request) -> None:
         self._runtime, self._request = runtime, request
-        self._since = 0.0 if runtime.door.client_timeout is None else perf_counter()
 
     @property
     def deadline(self) -> float | None:
@@ -501,45 +516,8 @@ class Ticket:
 
         Returns ``False`` if it was already finished.
         """
-        is_cancelled = self._runtime.inflight.complete(self._request, error or CancelledError())
-        if is_cancelled and error is None:
-            self.client_left()
-        return is_cancelled
-
-    def client_left(self) -> None:
-        """Record how long its client waited before it apparently left; later calls have no effect."""
-        if (timeout := self._client_timeout()) is not None:
-            timeout.left(perf_counter() - self._since)
-            self._since = 0.0
-
-    def noting(self, on_done: Callable[[Data, BaseException | None], None]) -> OnDone:
-        """Wrap ``on_done`` to record first how long the client waited, unless it left."""
-
-        def note(data: Data, error: BaseException | None) -> None:
-            timeout = self._client_timeout()
-            if timeout is not None and not isinstance(error, CancelledError):
-                timeout.answered(perf_counter() - self._since)
-            on_done(data, error)
-
-        return note
-
-    def _client_timeout(self) -> ClientTimeout | None:
-        """The estimate that records how long its client waits; ``None`` once the client left.
-
-        ``None`` too with a deadline or low priority: such requests are not refused by it, nor do they empty it.
-        """
-        request = self._request
-        is_recorded = request.deadline is None and not request.priority and self._since
-        return self._runtime.door.client_timeout if is_recorded else None
-
-
-def _has_own_code(node: Node) -> bool:
-    return any(_is_own_code(instance.backend) for instance in node.instances)
-
-
-def _is_own_code(backend: Backend) -> bool:
-    is_builtin = type(backend).__module__.startswith("torchpipe_py.") and not isinstance(backend, PythonClass)
-    return not is_builtin or any(map(_is_own_code, backend.config.children))
+        complete = partial(self._runtime.inflight.complete, self._request, error or CancelledError())
+        return self._runtime.protect(complete)
 
 
 def _seconds(timeout: float) -> float:
@@ -560,5 +538,5 @@ def _checked_list(data: Any) -> list[Data]:
         if not isinstance(item, dict):
             raise InvalidRequest(f"item [{index}]: expected a dict, got {type(item).__name__}")
     if len({id(item) for item in data}) < len(data):
-        raise InvalidRequest("the same dict stands in the list twice; each request needs its own")
+        raise InvalidRequest("a dict occurs twice in the list; each request needs its own")
     return list(data)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -32,12 +32,13 @@ class Request:
     logical node. ``deadline`` and ``arrived`` (the entry into the current node's queue) are ``time.perf_counter``
     seconds. ``priority`` is 0 (normal) or 1 (low). ``caller`` is set while it is on the thread of its blocked caller:
     the nodes that the caller will run next, each with the request or branch that is there. ``number`` is its number in
-    a trace. ``links`` is ``None`` for a request without branches, jumps and spans.
+    a trace. ``waited`` are the seconds that it waited at earlier nodes, if the pipe limits waits. ``links`` is ``None``
+    for a request without branches, jumps and spans.
     """
 
     __slots__ = (
         "arrived", "caller", "caller_data", "data", "deadline", "done", "error", "links", "node", "number", "on_done",
-        "priority",
+        "priority", "waited",
     )  # fmt: skip
 
     def __init__(self, data: Data, on_done: OnDone, node: str = "", deadline: float | None = None) -> None:
@@ -48,7 +49,7 @@ class Request:
         self.caller_data: Data | None = None
         self.error: BaseException | None = None
         self.done = False
-        self.arrived = 0.0
+        self.arrived = self.waited = 0.0
         self.caller: Caller | None = None
         self.links: Links | None = None
         self.number = self.priority = 0
@@ -110,31 +111,30 @@ class Branches:
     """The branches of one request: the outputs of its nodes, and the inputs its joins still wait for.
 
     ``request`` is the one to be completed. Each branch under way has its own ``Request`` in ``requests``; these are
-    dropped on completion. ``leave`` may be called by several threads at once. It takes no lock: a signal handler may
-    interrupt the main thread there, call the pipe, and wait for a thread that needs the lock.
+    dropped on completion. ``leave`` may be called by several threads at once.
     """
 
     def __init__(self, request: Request, maps: Maps) -> None:
         self.request = request
-        self.requests: list[Request] = []
         self._maps = maps
         self._base = request.data
-        # NOTE: each is changed by a single C call, so that no two threads get the same number.
-        self._begun = [None]  # an entry for each branch
-        self._ended = itertools.count(1)
+        self._lock = threading.Lock()  # for all below
+        self.requests: list[Request] = []
+        self._under_way = 1
         self._outputs: dict[str, Data] = {}
         self._hidden_by: dict[str, str] = {}
-        self._reached: dict[str, Iterator[int]] = {}  # number of arrivals at each join
+        self._reached: dict[str, int] = {}  # number of arrivals at each join
         self._ends: dict[str, Data] = {}
 
-    def add(self, data: Data, caller: Caller | None) -> Request:
-        """Add a branch, on the same thread as the branch it comes from."""
-        branch = Request(data, nobody_waits)
+    def add(self, data: Data, origin: Request) -> Request:
+        """Add a branch, on the same thread as the request or the branch it comes from."""
+        branch = Request(data, ignore_outcome)
         branch.priority = self.request.priority
-        branch.deadline, branch.caller = self.request.deadline, caller
+        branch.deadline, branch.caller, branch.waited = self.request.deadline, origin.caller, origin.waited
         branch.links = self.request.links
-        self.requests.append(branch)
-        branch.done = self.request.done
+        with self._lock:
+            self.requests.append(branch)
+            branch.done = self.request.done
         return branch
 
     def leave(self, hidden: Hidden, data: Data) -> tuple[list[Step], bool]:
@@ -143,25 +143,23 @@ class Branches:
         Returns the nodes that can be entered now, each by a separate branch (empty if the branch ends, or waits at a
         join for another), and whether all branches have ended.
         """
-        name, steps = hidden.members[0], []
-        if hidden.is_read:
-            self._outputs[name] = data
-            for member in hidden.members:
-                self._hidden_by[member] = name
-        if hidden.is_end:
-            self._ends[name] = data
-        for way_out in hidden.exits:
-            node = way_out.node
-            if way_out.predecessors > way_out.edges:
-                reached = self._reached.setdefault(node, itertools.count(1))
-                if [next(reached) for _ in range(way_out.edges)][-1] < way_out.predecessors:
-                    continue
-            steps.append((node, self._input(node, data, hidden.copies)))
-        if steps:
-            self._begun.extend([None] * (len(steps) - 1))
-            return steps, False
-        # NOTE: while another branch is under way, fewer branches have ended than begun.
-        return steps, next(self._ended) == len(self._begun)
+        name = hidden.members[0]
+        with self._lock:
+            if hidden.is_read:
+                self._outputs[name] = data
+                for member in hidden.members:
+                    self._hidden_by[member] = name
+            if hidden.is_end:
+                self._ends[name] = data
+            entered = []
+            for way_out in hidden.exits:
+                reached = self._reached.get(way_out.node, 0) + way_out.edges
+                self._reached[way_out.node] = reached
+                if reached == way_out.predecessors:
+                    entered.append(way_out.node)
+            self._under_way += len(entered) - 1
+            is_over = not self._under_way
+        return [(node, self._input(node, data, hidden.copies)) for node in entered], is_over
 
     def _input(self, node: str, data: Data, copies: bool) -> Data:
         """The input of the node: the dict, a copy of it, or the dict that its map builds from other nodes' outputs."""
@@ -188,8 +186,9 @@ class Branches:
 
         The outcome is ``last``, or the outputs of the graph's ends; those later in the file overwrite earlier ones.
         """
-        for branch in self.requests:
-            branch.done = True
+        with self._lock:
+            for branch in self.requests:
+                branch.done = True
         merged: Data = {}
         if last is not None:
             merged.update(last)
@@ -209,19 +208,22 @@ class Countdown:
     """
 
     def __init__(self, count: int, on_done: OnDone) -> None:
-        self._count, self._on_done = count, on_done
-        self._calls = itertools.count(1)
+        self._left, self._on_done = count, on_done
+        self._lock = threading.Lock()
 
     def __call__(self, data: Data, error: BaseException | None) -> None:
         if isinstance(error, Exception):
             data.pop(TASK_RESULT_KEY, None)
             data[TASK_ERROR_KEY] = error
-        if next(self._calls) == self._count:  # a single C call: no two threads get the same number
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
             self._on_done(data, error)
 
 
-def nobody_waits(data: Data, error: BaseException | None) -> None:
-    """The callback of a request that no caller waits for (any more)."""
+def ignore_outcome(data: Data, error: BaseException | None) -> None:
+    """Do nothing: the callback of a request that no caller waits for."""
 
 
 def checked_priority(value: object) -> int:

@@ -14,7 +14,6 @@ from torchpipe_py.filters import run as always_run
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.plan.graph import Graph, Hidden
-from torchpipe_py.runtime.nodes.node import Node
 from torchpipe_py.runtime.request import Branches, Maps, Request
 
 Enter = Callable[[Request], object]
@@ -28,10 +27,10 @@ _SKIPS: dict[Any, Callable[[Graph, str], Hidden]] = {
 
 
 class Routes:
-    """``entries[name](request)`` brings a request to a node, from any thread; nodes deliver to the entry of the next.
+    """``entries[name](request)`` brings a request to a node, from any thread; ``exits[owner]`` lets it leave.
 
-    ``filters`` has the filter of each node. ``nodes`` are the physical nodes, ``logical`` names all nodes that run on
-    each of them.
+    ``filters`` has the filter of each node, ``puts`` the function that queues a request there. ``logical`` names all
+    nodes that run on the instances of an ``owner``.
     ``complete(request, error, last)`` ends a request: with an error, with ``last`` as the outcome, or with its own
     dict.
     """
@@ -42,7 +41,7 @@ class Routes:
         plans: Mapping[str, NodePlan],
         filters: Mapping[str, Filter],
         logical: Mapping[str, Sequence[str]],
-        nodes: Mapping[str, Node],
+        puts: Mapping[str, Enter],
         complete: Callable[[Request, BaseException | None, Data | None], object],
     ) -> None:
         self._graph = graph
@@ -52,12 +51,13 @@ class Routes:
             {name: index for index, name in enumerate(graph.predecessors)},
         )
         self._hidden: dict[tuple[str, Status], Hidden] = {}
-        puts = {name: nodes[plan.spec.owner].entrance for name, plan in plans.items()}
         self._steps = {name: self._step(name, filters[name], puts[name]) for name in plans}
         self.entries: dict[str, Enter] = {name: self._entry(name, filters[name], puts[name]) for name in plans}
         self._leave_node = {name: self._way_out(graph.alone(name)) for name in plans}
-        for owner, names in logical.items():
-            nodes[owner].connect(self._leave_node[owner] if len(names) == 1 else self._leave_logical)
+        self.exits: dict[str, Enter] = {
+            owner: self._leave_node[owner] if len(names) == 1 else self._leave_logical
+            for owner, names in logical.items()
+        }
 
     def _step(self, name: str, filter_: Filter, put: Enter) -> Callable[[Request], Hidden | None]:
         """A function that calls a node's filter, on the thread that brings the request, and obeys its status.
@@ -72,7 +72,7 @@ class Routes:
                 return None
             try:
                 status = filter_(request.data)
-            except Exception as error:
+            except BaseException as error:
                 failure = BackendError(f"node {name!r}: its filter: {describe(error)}")
                 failure.__cause__ = error
                 self._complete(request, failure, None)
@@ -143,28 +143,28 @@ class Routes:
         if branches is None:
             # NOTE: the caller's request itself goes no further, so that only `settle` uses its dict.
             branches = links.branches = Branches(request, self._maps)
-            request = branches.add(request.data, request.caller)
+            request = branches.add(request.data, request)
         steps, is_over = branches.leave(hidden, request.data)
         if is_over:
             self._complete(request, None, None)
         if not steps:
             return []
         (first, request.data), *others = steps
-        return [(first, request), *[(name, branches.add(data, request.caller)) for name, data in others]]
+        return [(first, request), *[(name, branches.add(data, request)) for name, data in others]]
 
     def _decide(self, name: str, request: Request, status: Any) -> Hidden | None:
         """End the request, or return the skipped nodes."""
         if status is Status.Break:
             self._complete(request, None, request.data)
         elif status is Status.Error:
-            self._complete(request, BackendError(f"node {name!r}: its filter says Error"), None)
+            self._complete(request, BackendError(f"node {name!r}: its filter returned Status.Error"), None)
         elif isinstance(status, Status):
             if (name, status) not in self._hidden:
                 self._hidden[name, status] = _SKIPS[status](self._graph, name)
             return self._hidden[name, status]
         else:
             given = "None" if status is None else f"an object of type {type(status).__name__}"  # repr may raise
-            self._complete(request, BackendError(f"node {name!r}: its filter gave {given}, which is no Status"), None)
+            self._complete(request, BackendError(f"node {name!r}: its filter returned {given}, not a Status"), None)
         return None
 
     def _end_without_data(self, name: str, request: Request) -> None:

@@ -10,13 +10,16 @@ import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
+from threading import get_ident
 from time import perf_counter
-from typing import Any
+from typing import TypeVar
 
-from torchpipe_py.backends.base import Data
+from torchpipe_py.backends.base import Backend, Data
+from torchpipe_py.backends.control.python import PythonClass
 from torchpipe_py.backends.deferred import DeferredBackend, HandOverBackend
+from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import (
     BackendUnavailable,
     ConfigError,
@@ -29,16 +32,19 @@ from torchpipe_py.errors import (
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
-from torchpipe_py.runtime.admission import Door, Path
+from torchpipe_py.runtime.admission import Door, Path, QueueTarget, longest_compute
+from torchpipe_py.runtime.deputy import DEPUTY, Deputy, has_handlers
 from torchpipe_py.runtime.inflight import InFlight
-from torchpipe_py.runtime.nodes.batching import BatchingNode, Due
+from torchpipe_py.runtime.nodes.batching import BatchingNode
 from torchpipe_py.runtime.nodes.hand_over import HandOverNode
 from torchpipe_py.runtime.nodes.instance import THREAD_PREFIX, Instance, creator
-from torchpipe_py.runtime.nodes.node import Fail, Node
+from torchpipe_py.runtime.nodes.node import Node
+from torchpipe_py.runtime.nodes.ordering import Order
 from torchpipe_py.runtime.nodes.single import DeferredNode, SingleNode
+from torchpipe_py.runtime.nodes.wiring import Around, Due, Source, Waiting, Wiring
 from torchpipe_py.runtime.record.statistics import Recorder
 from torchpipe_py.runtime.request import Countdown, Links, Request, deadline_after
-from torchpipe_py.runtime.routes import Routes
+from torchpipe_py.runtime.routes import Enter, Routes
 
 LEAVE_SECONDS = 2.0
 """Seconds that a closing pipe waits for a backend to return once no caller waits for its requests."""
@@ -47,9 +53,15 @@ _LOOK_SECONDS = 0.05  # between two checks whether a caller waits
 
 SETUP_MESSAGE_LIMIT = 100_000  # characters: compiler output may be long, and it does not come from a client
 
+T = TypeVar("T")
+
 
 class Runtime:
-    """Nodes, their threads, and the requests ``inflight``. ``nodes`` maps names to nodes once ``start`` returns."""
+    """Nodes, their threads, and the requests ``inflight``. ``nodes`` maps names to nodes once ``start`` returns.
+
+    ``target`` limits how long requests wait, ``recorders`` get what ran, ``contexts`` wrap each ``forward`` of custom
+    backends, and ``dues`` tell which requests will come; all may change while the pipe runs.
+    """
 
     door: Door
 
@@ -60,12 +72,16 @@ class Runtime:
         self.inflight = InFlight(self.name, pipeline.spec.max_inflight, self.retry_after_ms)
         self.nodes: dict[str, Node] = {}
         self.recorders: list[Recorder] = []
+        self.contexts: list[Around] = []
         self.dues: list[Due] = []
+        self.target = QueueTarget()
         self.is_left = False  # the pipe has stopped waiting for a backend that does not return
         self._logical = pipeline.spec.logical()
+        self._main_thread = threading.main_thread().ident
+        self._has_handlers = has_handlers()
         self._is_forked = False
         self._abandoned: set[Instance] = set()
-        self._waiting: set[Any] = set()
+        self._entries: Mapping[str, Enter] = {}
         self._instances: dict[str, list[Instance]] = {}
         for name in self.graph.order:
             if plans[name].spec.owner == name:
@@ -81,8 +97,11 @@ class Runtime:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Set up every instance of every node; if one fails, end all threads and raise its error."""
+    def start(self, source: Source | None = None) -> None:
+        """Set up every instance of every node; if one fails, end all threads and raise its error.
+
+        With ``source``, nodes with batches that requests enter fetch them from it.
+        """
         try:
             filters = {name: self._filter(name) for name in self.plans}
             for instance in self.instances:
@@ -92,11 +111,9 @@ class Runtime:
                 if error is not None:
                     plan = self.plans[instance.node]
                     raise self._failure(error, f"{plan.spec.place}: {plan.label}") from error
-            self.nodes = {name: self.make_node(name) for name in self._instances}
-            for name, node in self.nodes.items():
-                if self.plans[name].spec.ordered_by:
-                    node.keep_order(self.plans[name].spec.ordered_by, self.plans[name].spec.state_seconds)
-            self.connect(filters)
+            nodes = {name: self._make_node(name) for name in self._instances}
+            self._wire(nodes, filters, source)
+            self.nodes = nodes
             for instance in self.instances:
                 instance.open(self.nodes[instance.node].serve)
         except BaseException:
@@ -111,45 +128,79 @@ class Runtime:
         except Exception as error:
             raise self._failure(error, f"{plan.spec.place}: filter {plan.spec.filter!r}") from error
 
-    def make_node(self, name: str) -> Node:
+    def _make_node(self, name: str) -> Node:
         """Create the node, of the class that its instances require; they must be set up."""
-        common = self.parts_of(name)
         instances = self._instances[name]
         if any(instance.max > 1 for instance in instances):
-            node = BatchingNode(*common, self.plans[name].spec.batching_timeout / 1000)
-            node.dues = self.dues
-            return node
+            return BatchingNode(name, instances, self.plans[name].spec.batching_timeout / 1000)
         if isinstance(instances[0].backend, HandOverBackend):
-            return HandOverNode(*common)
+            return HandOverNode(name, instances)
         if all(isinstance(instance.backend, DeferredBackend) for instance in instances):
-            return DeferredNode(*common)
-        return SingleNode(*common)
+            return DeferredNode(name, instances)
+        return SingleNode(name, instances)
 
-    def parts_of(self, name: str) -> tuple[str, list[Instance], Fail, set[Any]]:
-        """The constructor arguments common to all node classes."""
-        return name, self._instances[name], self.inflight.complete, self._waiting
+    def _wire(self, nodes: Mapping[str, Node], filters: Mapping[str, Filter], source: Source | None) -> None:
+        """Connect the nodes with each other, and with what they share."""
+        graph, complete = self.graph, self.inflight.complete
+        orders = {name: self._order(node) for name, node in nodes.items() if self.plans[name].spec.ordered_by}
+        puts = {name: (orders.get(plan.spec.owner) or nodes[plan.spec.owner]).put for name, plan in self.plans.items()}
+        routes = Routes(graph, self.plans, filters, self._logical, puts, complete)
+        self._entries = routes.entries
+        paths: dict[str, Path] = {}
+        for root in graph.entered:
+            self._add_path(root, nodes, paths)
+        self.door = Door({root: paths[root] for root in graph.entered}, self.target)
 
-    def connect(self, filters: Mapping[str, Filter]) -> None:
-        """Set where requests go from each node, and from which nodes they come."""
-        nodes = self.nodes
-        routes = Routes(self.graph, self.plans, filters, self._logical, nodes, self.inflight.complete)
-        self.inflight.entries = routes.entries
         above = {
-            owner: {self.plans[name].spec.owner for node in self._logical[owner] for name in self.graph.upstream[node]}
+            owner: {self.plans[name].spec.owner for node in self._logical[owner] for name in graph.upstream[node]}
             for owner in nodes
         }
         # A request can revisit a node only through logical nodes, or graphs that several nodes jump to.
-        leads_back = bool(self.graph.jumps) or len(nodes) < len(self.plans)
+        leads_back = bool(graph.jumps) or len(nodes) < len(self.plans)
         around = both_ways(above) if leads_back else dict.fromkeys(nodes, ())
+        entered = {self.plans[root].spec.owner for root in graph.entered}
+        waiting: set[Waiting] = set()
         for owner, node in nodes.items():
-            node.upstream = tuple(nodes[name] for name in self.graph.order if name in above[owner])
-            node.both_ways = {nodes[name] for name in around[owner]}
-        paths = {}
-        for root in self.graph.roots:
+            order, leave = orders.get(owner), routes.exits[owner]
+            roots = frozenset().union(*(graph.reached_from[name] for name in self._logical[owner]))
+            node.open(
+                Wiring(
+                    deliver=leave if order is None else order.delivering(leave),
+                    fail=complete if order is None else order.fail,
+                    upstream=tuple(nodes[name] for name in graph.order if name in above[owner]),
+                    both_ways={nodes[name] for name in around[owner]},
+                    waiting=waiting,
+                    dues=self.dues,
+                    order=order,
+                    target=self.target,
+                    path_compute=partial(longest_compute, [paths[root] for root in roots if root in paths]),
+                    source=source if owner in entered else None,
+                    together=nullcontext if source is None else source.together,
+                    contexts=self.contexts if _needs_context(node, nodes) else (),
+                )
+            )
+
+    def _order(self, node: Node) -> Order:
+        spec = self.plans[node.name].spec
+        return Order(node.name, spec.ordered_by, spec.state_seconds, node.put, self.inflight.complete)
+
+    def _add_path(self, root: str, nodes: Mapping[str, Node], paths: dict[str, Path]) -> Path:
+        """Create the path from a root, and those of the graphs that its nodes jump to."""
+        if root not in paths:
             reached = [name for name in self.graph.order if root in self.graph.reached_from[name]]
             passed = {name: nodes[self.plans[name].spec.owner] for name in reached}
-            paths[root] = Path(passed, self.graph.predecessors)
-        self.door = Door(paths, list(nodes.values()))
+            inner = {
+                name: [self._add_path(target, nodes, paths) for target in self.graph.jumps.get(name, ())]
+                for name, node in passed.items()
+                if isinstance(node, DeferredNode)  # another node computes while it waits for its jump
+            }
+            paths[root] = Path(passed, self.graph.predecessors, inner)
+        return paths[root]
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether any backend is not part of this package."""
+        return any(map(_has_own_code, self.nodes.values()))
 
     def _failure(self, error: BaseException, place: str) -> TorchpipeError:
         """The error that building the pipe raises for an exception during set-up."""
@@ -175,22 +226,23 @@ class Runtime:
 
     def drop(self) -> None:
         """``close`` for an unreferenced pipe, in the background: running requests may finish."""
-        # NOTE: the garbage collector may call this on a pipe's thread, which may hold a lock that ``refuse`` takes.
-        if threading.current_thread().name.startswith(THREAD_PREFIX):
-            with suppress(RuntimeError):  # Python exits, and ends the pipe itself
-                start_new_thread(self.refuse, ())
-        else:
-            self.refuse()
+        # NOTE: the garbage collector may call this on any thread, which may hold a lock that ``refuse`` takes.
+        with suppress(RuntimeError):  # Python exits, and ends the pipe itself
+            start_new_thread(self._refuse, ())
+        if not threading.current_thread().name.startswith(THREAD_PREFIX):
             self._wait_for_threads(perf_counter() + LEAVE_SECONDS)
 
     def refuse(self) -> None:
         """Accept no further request; let every instance finish its batch, and fail queued requests."""
+        self.protect(self._refuse)
+
+    def _refuse(self) -> None:
         if self._is_forked:
             return
         self.inflight.refuse()
-        # NOTE: mark all nodes before closing any: a node whose backend jumps must know why its inner requests fail.
+        # NOTE: all nodes before closing any: a node whose backend jumps must know why its inner requests fail.
         for node in self.nodes.values():
-            node.is_closing = True
+            node.refuse()
         for node in self.nodes.values():
             node.close()
         for instance in self.instances:
@@ -200,7 +252,7 @@ class Runtime:
         """``close``, on a thread outside the pipe; ``until`` is in seconds of ``time.perf_counter``."""
         self.refuse()
         left = self._wait_for_threads(until)
-        self.inflight.end()
+        self.protect(self.inflight.end)
         now = perf_counter()
         self.is_left = bool(left) and (until is None or now < until)
         for instance in left:
@@ -237,6 +289,60 @@ class Runtime:
         self.inflight.after_fork()
 
     # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def deputy(self) -> Deputy | None:
+        """What runs the calls of the calling thread, if that is the main thread; ``None`` once the pipe is closed."""
+        if get_ident() != self._main_thread or self.inflight.refusal:
+            return None
+        return DEPUTY
+
+    def protect(self, work: Callable[[], T]) -> T:
+        """Run ``work`` so that no signal handler interrupts it; returns its result or raises its error.
+
+        Without a signal handler when the pipe was built, as in a worker of the service, the main thread runs it.
+        """
+        deputy = self.deputy if self._has_handlers else None
+        return work() if deputy is None else deputy.run(work)
+
+    def submit(self, requests: Sequence[Request], stands_in: bool = False) -> None:
+        """Admit all requests or none, and bring each to its root.
+
+        With ``stands_in`` this thread, of a blocked caller with one request, runs what any thread may run. Raises
+        ``Overloaded`` above the limit, ``PipeClosed`` after ``close``.
+        """
+        caller = requests[0].caller = [] if stands_in else None
+        self.inflight.admit(requests)
+        for request in requests:
+            try:
+                self._entries[request.node](request)
+            except BaseException as error:
+                self.inflight.complete(request, error)
+        if caller:
+            outer = CURRENT.waiter
+            try:
+                while caller:  # until other threads have taken over, or the request is finished
+                    node, request = caller.pop()
+                    node.run_on_caller(request)
+            finally:
+                CURRENT.waiter = outer
+
+    def start_requests(self, requests: Sequence[Request]) -> None:
+        """``submit`` on a thread that no signal handler interrupts; one that interrupts the wait drops the requests."""
+        deputy = self.deputy if self._has_handlers else None
+        if deputy is None:
+            self.submit(requests)
+            return
+        try:
+            deputy.run(partial(self.submit, requests))
+        except BaseException as error:
+            deputy.start(partial(self.complete, requests, error))
+            raise
+
+    def complete(self, requests: Sequence[Request], error: BaseException) -> None:
+        """End the requests with an error, unless they are finished."""
+        for request in requests:
+            self.inflight.complete(request, error)
 
     def current_instance(self) -> Instance | None:
         """The instance whose own thread, or a thread that acts for it, is calling."""
@@ -289,7 +395,7 @@ class Runtime:
             if parent is not None and parent.done:
                 self.inflight.complete(request, CancelledError())
             else:
-                self.inflight.entries[root](request)
+                self._entries[root](request)
 
     def wait_for_graphs(self, root: str, items: Sequence[Data]) -> list[BaseException | None]:
         """Run each item through the graph and wait for all; returns their errors in order. For an instance's thread."""
@@ -303,6 +409,20 @@ class Runtime:
         # Meanwhile it sends nothing to later nodes, so their batches must not wait for it.
         with self.nodes[instance.node].paused(instance):
             return outcome.result()
+
+
+def _needs_context(node: Node, nodes: Mapping[str, Node]) -> bool:
+    """Whether code in the node's ``forward`` may look for its context: a custom backend, or a jump to one."""
+    return _has_own_code(node) or (isinstance(node, DeferredNode) and any(map(_has_own_code, nodes.values())))
+
+
+def _has_own_code(node: Node) -> bool:
+    return any(_is_own_code(instance.backend) for instance in node.instances)
+
+
+def _is_own_code(backend: Backend) -> bool:
+    is_builtin = type(backend).__module__.startswith("torchpipe_py.") and not isinstance(backend, PythonClass)
+    return not is_builtin or any(map(_is_own_code, backend.config.children))
 
 
 # Process-wide, because a fork affects the whole process.
@@ -319,7 +439,7 @@ def _at_exit() -> None:
     until = perf_counter() + LEAVE_SECONDS
     runtimes = [runtime for runtime in list(_runtimes) if not runtime.is_left]
     for runtime in runtimes:
-        runtime.refuse()
+        runtime._refuse()
     for runtime in runtimes:
         runtime.end(until)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.errors import BackendError, InvalidRequest, Overloaded, PipeClosed, describe, shown
+from torchpipe_py.errors import InvalidRequest, Overloaded, PipeClosed, shown
 from torchpipe_py.keys import TASK_STATE_KEY
 from torchpipe_py.runtime.request import Request
 
@@ -23,8 +23,8 @@ MOST_CHARACTERS = 256
 """Maximum length of a string key."""
 
 
-class _Turns:
-    """The state of a key, and the requests that wait while another one of the key is at the node."""
+class KeyState:
+    """The state of a key, and the requests that wait until the request of the key at the node has left it."""
 
     __slots__ = ("is_entering", "is_free", "key", "left", "state", "waiting")
 
@@ -43,7 +43,7 @@ class Order:
     The key is the value of ``ordered_by`` in the request's dict: a string or an integer. While the request is at the
     node, its dict has a shallow copy of the key's state under ``state``, at first ``{}``; the value there when the
     backend finishes becomes the key's new state; if the backend raises, the state is unchanged. The state is dropped
-    if no request of the key comes for ``seconds``. Raises ``Overloaded`` above ``most`` keys.
+    if no request of the key comes for ``seconds`` of ``clock``. Raises ``Overloaded`` above ``most`` keys.
     """
 
     def __init__(
@@ -54,37 +54,35 @@ class Order:
         put: Callable[[Request], object],
         fail: Callable[[Request, BaseException], object],
         most: int = MOST_KEYS,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._name, self._by, self._seconds, self._most = name, ordered_by, seconds, most
+        self._clock = clock
         self._put, self._fail = put, fail
+        self._lock = threading.Lock()  # for all below
         self._is_closing = False
-        self._turns: dict[Request, _Turns] = {}  # of the requests at the node
-        self._busy: dict[str | int, _Turns] = {}
-        self._idle: OrderedDict[str | int, _Turns] = OrderedDict()  # the first has been idle longest
-        self._lock = threading.RLock()  # a signal handler may call the pipe while the main thread holds the lock
+        self._present: dict[Request, KeyState] = {}  # for each request at the node
+        self._busy: dict[str | int, KeyState] = {}
+        self._idle: OrderedDict[str | int, KeyState] = OrderedDict()  # the first has been idle longest
 
     def put(self, request: Request) -> None:
         """Bring a request to the node, or queue it until its turn."""
         try:
-            if not self._begins(request):
-                return
+            enters = self._enter_or_queue(request)
         except (InvalidRequest, Overloaded) as error:
             self._fail(request, error)
             return
-        try:
+        if enters:
             self._put(request)
-        except BaseException:  # a signal handler may raise anywhere
-            self.leave(request)
-            raise
 
     def delivering(self, deliver: Callable[[Request], object]) -> Callable[[Request], None]:
         """Wrap ``deliver``, so that the next request of the key then enters the node."""
 
         def keep_and_deliver(request: Request) -> None:
             try:
-                turns = self._turns.get(request)
-                if turns is not None:
-                    turns.state = request.data.pop(TASK_STATE_KEY, turns.state)
+                key_state = self._present.get(request)
+                if key_state is not None:
+                    key_state.state = request.data.pop(TASK_STATE_KEY, key_state.state)
                 deliver(request)
             finally:
                 self.leave(request)
@@ -93,7 +91,7 @@ class Order:
 
     def fail(self, request: Request, error: BaseException) -> None:
         """Call the node's ``fail``, then let the next request of the key enter the node."""
-        if request in self._turns and not request.done:
+        if request in self._present and not request.done:
             request.data.pop(TASK_STATE_KEY, None)
         self._fail(request, error)
         self.leave(request)
@@ -101,80 +99,75 @@ class Order:
     def leave(self, request: Request) -> None:
         """Remove the request from the node and let the next of its key enter. No effect if it left before."""
         with self._lock:
-            turns = self._turns.pop(request, None)
-            if turns is None:
+            key_state = self._present.pop(request, None)
+            if key_state is None:
                 return
-            turns.is_free = True
-            if turns.is_entering:
+            key_state.is_free = True
+            if key_state.is_entering:
                 return  # NOTE: otherwise calls would nest as deep as the number of requests that fail at once
-            turns.is_entering = True
-        while (following := self._following(turns)) is not None:
-            try:
-                self._put(following)
-            except BaseException as error:  # as in put
-                turns.is_entering = False
-                self.fail(following, BackendError(f"node {self._name!r}: {describe(error)}"))
-                raise
+            key_state.is_entering = True
+        while (following := self._following(key_state)) is not None:
+            self._put(following)
 
     def copied_state(self, request: Request) -> Any:
         """A copy of the state as it was when the request came to the node."""
-        state = self._turns[request].state
+        state = self._present[request].state
         return dict(state) if isinstance(state, dict) else state
 
     def waiting(self) -> int:
         """Number of requests that wait for their turn; a momentary estimate."""
-        return sum(len(turns.waiting) for turns in list(self._busy.values()))
+        return sum(len(key_state.waiting) for key_state in list(self._busy.values()))
 
     def close(self) -> None:
         """Fail waiting requests with ``PipeClosed``; later requests enter the node at once."""
         with self._lock:
             self._is_closing = True
-            waiting = [request for turns in self._busy.values() for request in turns.waiting]
-            for turns in self._busy.values():
-                turns.waiting.clear()
+            waiting = [request for key_state in self._busy.values() for request in key_state.waiting]
+            for key_state in self._busy.values():
+                key_state.waiting.clear()
         for request in waiting:
             self._fail(request, PipeClosed(f"the pipe was closed while the request waited at node {self._name!r}"))
 
-    def _begins(self, request: Request) -> bool:
-        """Whether it is the request's turn; else queues it."""
+    def _enter_or_queue(self, request: Request) -> bool:
+        """Mark the request as present if it is its turn, or queue it; returns whether it enters the node."""
         key = self._key_of(request)
         with self._lock:
-            turns = self._busy.get(key)
-            if turns is None:
-                turns = self._idle_turns(key)
+            key_state = self._busy.get(key)
+            if key_state is None:
+                key_state = self._idle_state(key)
             elif not self._is_closing:
                 request.caller = None
-                turns.waiting.append(request)
+                key_state.waiting.append(request)
                 return False
-            self._begin(turns, request)
+            self._enter(key_state, request)
             return True
 
-    def _begin(self, turns: _Turns, request: Request) -> None:
-        turns.is_free = False
-        self._turns[request] = self._busy[turns.key] = turns
+    def _enter(self, key_state: KeyState, request: Request) -> None:
+        key_state.is_free = False
+        self._present[request] = self._busy[key_state.key] = key_state
         request.data[TASK_STATE_KEY] = self.copied_state(request)
 
-    def _following(self, turns: _Turns) -> Request | None:
+    def _following(self, key_state: KeyState) -> Request | None:
         """The request whose turn it is now; ``None`` if one is at the node, or none waits."""
         with self._lock:
-            while turns.is_free and turns.waiting:
-                request = turns.waiting.popleft()
+            while key_state.is_free and key_state.waiting:
+                request = key_state.waiting.popleft()
                 if not request.done:
-                    self._begin(turns, request)
+                    self._enter(key_state, request)
                     return request
-            turns.is_entering = False
-            if turns.is_free:
-                turns.left = perf_counter()
-                self._idle[turns.key] = self._busy.pop(turns.key)
+            key_state.is_entering = False
+            if key_state.is_free:
+                key_state.left = self._clock()
+                self._idle[key_state.key] = self._busy.pop(key_state.key)
             return None
 
-    def _idle_turns(self, key: str | int) -> _Turns:
-        """The turns of a key without a request at the node: the stored ones, or new ones."""
-        oldest = perf_counter() - self._seconds
+    def _idle_state(self, key: str | int) -> KeyState:
+        """The state of a key without a request at the node: the stored one, or a new one."""
+        oldest = self._clock() - self._seconds
         while self._idle and next(iter(self._idle.values())).left <= oldest:
             self._idle.popitem(last=False)
-        turns = self._idle.pop(key, None)
-        if turns is None and len(self._idle) + len(self._busy) >= self._most:
+        key_state = self._idle.pop(key, None)
+        if key_state is None and len(self._idle) + len(self._busy) >= self._most:
             first = next(iter(self._idle.values()), None)
             seconds = min(MOST_RETRY, self._seconds if first is None else first.left - oldest)
             raise Overloaded(
@@ -182,7 +175,7 @@ class Order:
                 f"{self._seconds:g} s after its last request (state_seconds)",
                 retry_after_ms=max(1, math.ceil(1000 * seconds)),
             )
-        return turns or _Turns(key)
+        return key_state or KeyState(key)
 
     def _key_of(self, request: Request) -> str | int:
         key = request.data.get(self._by)

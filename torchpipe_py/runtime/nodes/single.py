@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError
 from functools import partial
 from threading import get_ident
 from time import perf_counter
-from typing import Any
 
 from torchpipe_py.backends.base import Data, explain_returned
 from torchpipe_py.backends.deferred import DeferredBackend
@@ -17,7 +16,7 @@ from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import DeadlineExceeded, PipeClosed
 from torchpipe_py.runtime.nodes.idle import IdleStack
 from torchpipe_py.runtime.nodes.instance import Instance
-from torchpipe_py.runtime.nodes.node import Fail, Node
+from torchpipe_py.runtime.nodes.node import Node
 from torchpipe_py.runtime.request import Caller, Request
 
 _HAND_OVER = 5e-5  # seconds to wake a sleeping thread
@@ -31,28 +30,41 @@ class SingleNode(Node):
     are not large, so that these never wait for a large one.
     """
 
-    def __init__(self, name: str, instances: Sequence[Instance], fail: Fail, waiting: set[Any]) -> None:
-        super().__init__(name, instances, fail, waiting)
-        self.idle: IdleStack = IdleStack(self._queue.normal, self._queue.low)
+    def __init__(self, name: str, instances: Sequence[Instance]) -> None:
+        super().__init__(name, instances)
+        self._idle: IdleStack[Instance] = IdleStack(self._queue)
         self._any_thread = all(instance.backend.any_thread() for instance in instances)
-        # Large items that wait for others to end. NOTE: they return to the queue whenever a large one ends.
-        self._large: deque[Request] = deque()
-        self._large_lock = threading.Lock()
-        self._large_left = len(instances) - 1
+        self._large: deque[Request] = deque()  # large items that wait for others to end
+        self._large_left = len(instances) - 1  # how many more may run
+        self._large_lock = threading.Lock()  # for the two above
 
-    def _stays_with_caller(self, request: Request, caller: Caller) -> bool:
+    def put(self, request: Request) -> None:
+        caller = request.caller
+        if caller is not None:
+            if self._suits(caller):
+                self._reached.add(request)
+                caller.append((self, request))
+                return
+            request.caller = None
+        self._queue.put(request)
+        self._idle.wake_one()
+        if self.is_closing:
+            self._fail_queued()
+
+    def _suits(self, caller: Caller) -> bool:
+        """Whether a blocked caller should run a request here itself."""
+        if not caller or not self._any_thread:
+            return self._any_thread
         # One of several branches stays; more stay only if a hand-over would take longer than the backend.
         record = self.instances[0].record
-        if not self._any_thread or (caller and record.compute_time > _HAND_OVER * record.singles):
-            return False
-        self._reached.add(request)
-        caller.append((self, request))
-        return True
+        return record.compute_time <= _HAND_OVER * record.singles
 
     def run_on_caller(self, request: Request) -> None:
-        """Run the backend on the calling thread instead of an idle instance; queue the request if none is idle."""
-        outer = CURRENT.waiter
-        instance = self.idle.borrow()
+        """Run the backend on the calling thread instead of an idle instance; queue the request if none is idle.
+
+        ``CURRENT.waiter`` then is that instance, until the caller resets it.
+        """
+        instance = self._idle.borrow()
         if instance is None:
             request.caller = None
             self.put(request)
@@ -67,21 +79,19 @@ class SingleNode(Node):
         finally:
             instance.started = instance.busy = 0
             instance.stand_ins.clear()
-            self.idle.give_back(instance)
-            CURRENT.waiter = outer
+            self._idle.give_back(instance)
         if self._waiting:
             self._wake_leaders()
 
     def _serve(self, instance: Instance) -> None:
-        queue, run, waiting = self._queue, self._run, self._waiting
-        low, first = queue.low, queue.normal.popleft  # NOTE: most pipes have no requests of low priority
+        take, run, waiting = self._queue.take, self._run, self._waiting
         while True:
-            try:
-                instance.taken = (request := queue.take() if low else first(),)
-            except IndexError:
-                if self.idle.sleep(instance):
+            request = take(perf_counter())
+            if request is None:
+                if self._idle.sleep(instance):
                     continue
                 return
+            instance.taken = (request,)
             instance.busy = 1
             run(instance, request)
             del request  # an idle instance must not keep its last request alive
@@ -92,22 +102,34 @@ class SingleNode(Node):
                 self._wake_leaders()
 
     def _run(self, instance: Instance, request: Request) -> None:
-        """Run the backend and deliver or fail the request, which may already be over."""
-        instance.started = start = perf_counter()
-        if not self._starts(instance, request, start):
+        """Run the backend and deliver or fail the request, which may already be over; or put a large one aside."""
+        is_large = len(self.instances) > 1 and self._is_large(instance, request)
+        if is_large and not self._reserve_or_put_aside(request):
             return
-        if len(self.instances) > 1 and self._is_large(instance, request):
-            self._run_large(instance, request, start)
-        else:
-            self._compute(instance, request, start)
+        try:
+            instance.started = start = perf_counter()
+            if self._begin_or_complete(instance, request, start):
+                self._compute(instance, request, start)
+        finally:
+            if is_large:
+                self._release_large()
 
     def queued(self) -> int:
         return super().queued() + (0 if self.is_closing else len(self._large))
 
+    def idle(self) -> int:
+        return self._idle.idle_count()
+
     def _fail_queued(self) -> None:
         super()._fail_queued()
-        for request in list(self._large):
+        with self._large_lock:
+            large = [*self._large]
+            self._large.clear()
+        for request in large:
             self._fail_closed(request)
+
+    def _end_instances(self) -> None:
+        self._idle.close()
 
     def _is_large(self, instance: Instance, request: Request) -> bool:
         try:
@@ -115,8 +137,8 @@ class SingleNode(Node):
         except BaseException:  # `forward` gets the same dict, and reports the error
             return False
 
-    def _run_large(self, instance: Instance, request: Request, start: float) -> None:
-        """Run the request, or put it aside until another large one has ended."""
+    def _reserve_or_put_aside(self, request: Request) -> bool:
+        """Let one more large request run, or put it aside until another one has ended; returns whether it may run."""
         with self._large_lock:
             may_run = self._large_left > 0
             if may_run:
@@ -124,29 +146,28 @@ class SingleNode(Node):
             else:
                 request.caller = None
                 self._large.append(request)
-        if not may_run:
-            if self.is_closing:
-                self._fail_queued()
-            return
-        try:
-            self._compute(instance, request, start)
-        finally:
-            with self._large_lock:
-                self._large_left += 1
-                # Requeue all, since some may be over. This instance checks the queue next, or is given back.
-                for large in reversed(self._large):
-                    self._queue.of(large).appendleft(large)
-                self._large.clear()
+        if not may_run and self.is_closing:
+            self._fail_queued()
+        return may_run
+
+    def _release_large(self) -> None:
+        """A large request has ended: queue those put aside, since some may be over."""
+        with self._large_lock:
+            self._large_left += 1
+            # This instance checks the queue next, or is given back.
+            for large in reversed(self._large):
+                self._queue.put_back(large)
+            self._large.clear()
 
     def _compute(self, instance: Instance, request: Request, start: float) -> None:
         instance.deadline = request.deadline
         try:
             try:
                 forward: Callable[[list[Data]], object] = instance.backend.forward
-                if self.around is None:
-                    returned = forward([request.data])
+                if self._contexts:
+                    returned = self._run_around((request,), start, partial(forward, [request.data]))
                 else:
-                    returned = self.around((request,), start, partial(forward, [request.data]))
+                    returned = forward([request.data])
                 if returned is not None:
                     explain_returned(instance.backend, (request.data,), returned)
             finally:
@@ -156,7 +177,7 @@ class SingleNode(Node):
         except BaseException as error:
             self._fail_defect(instance, request, error)
         else:
-            self._go_on(instance, request)
+            self._deliver_result(instance, request)
 
 
 class DeferredNode(SingleNode):
@@ -169,19 +190,15 @@ class DeferredNode(SingleNode):
         def finish(error: BaseException | None) -> None:
             record.traced((request,), start, start, perf_counter())
             if error is None:
-                self._go_on(instance, request)
+                self._deliver_result(instance, request)
             elif isinstance(error, (PipeClosed, DeadlineExceeded, CancelledError)):
-                self.fail(request, error)  # an error that ended the requests it started ends it, too
+                self._fail(request, error)  # an error that ended the requests it started ends it, too
             else:
                 self._fail_defect(instance, request, error)
 
         assert isinstance(backend, DeferredBackend)
-        begin = partial(backend.start, request.data, finish, request)
         try:
-            if self.around is None:
-                begin()
-            else:
-                self.around((request,), start, begin)
+            self._run_around((request,), start, partial(backend.start, request.data, finish, request))
         except BaseException as error:
             self._fail_defect(instance, request, error)
         record.computed(perf_counter() - start)  # its waiting time is counted by other nodes
