@@ -58,14 +58,18 @@ class FakePipe:
 
 
 class LocalServer:
-    """A `Server` on a loopback socket and a thread of this process: what a worker does, with its own acceptor."""
+    """A `Server` on a loopback socket and a thread of this process: what a worker does, with its own acceptor.
+
+    Requests may wait for as long as a test holds them, unless ``options`` have ``queue_target_ms``.
+    """
 
     def __init__(
         self, run: Any, listener: Any = None, make_methods: Any = None, make_served: Any = None, **options: Any
     ) -> None:
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = listener.getsockname()[1]
-        settings = Options(**{"config": "test.toml", "host": "127.0.0.1", "port": 0, "drain_seconds": 10.0, **options})
+        usual: dict[str, Any] = {"config": "test.toml", "host": "127.0.0.1", "port": 0, "drain_seconds": 10.0}
+        settings = Options(**{**usual, "queue_target_ms": 0.0, **options})
         self.run = run
         self.loop = new_loop()
         self.loop.set_exception_handler(self._note)
@@ -301,12 +305,14 @@ def told_at(address: str) -> tuple[int, str]:
 class SteeredProcess(Process):
     """A service whose node is ``kit.steered.Steered``, with ``folder`` for its files and its configuration.
 
-    ``tables`` are other nodes than one that is called ``node``, as TOML; ``FOLDER`` in them gives the folder.
+    ``tables`` are other nodes than one that is called ``node``, as TOML; ``FOLDER`` in them gives the folder. Requests
+    may wait for as long as the node blocks, unless ``args`` have ``--queue-target-ms``.
     """
 
     def __init__(self, folder: Path, *args: str, tables: str = "", files: int = 0, **env: str) -> None:
         self.folder = folder
         config = self.write(tables or '[node]\nbackend = "Steered"\ninstance_num = 1\nFOLDER\n')
+        args = ("--queue-target-ms", "0", *args)
         super().__init__("--import", FILE, *args, config=str(config), env={"PYTHONPATH": LIGHT, **env}, files=files)
 
     def write(self, tables: str) -> Path:

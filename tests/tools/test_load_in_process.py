@@ -40,8 +40,9 @@ def open_after(run: pipe, count: int) -> None:
 def run() -> Iterator[pipe]:
     GATE.clear()
     with ExitStack() as stack:
-        stack.callback(GATE.set)
-        yield stack.enter_context(pipe({"backend": "GatedInLoops", "instance_num": 2}))
+        run = stack.enter_context(pipe({"backend": "GatedInLoops", "instance_num": 2}))
+        stack.callback(GATE.set)  # before the pipe closes, which waits for its backend
+        yield run
 
 
 def test_each_image_is_sent_once_with_a_limit(run: pipe) -> None:
