@@ -889,7 +889,7 @@ import os, sys
 from torchpipe_py.tools.team import Team
 team = Team("torchpipe_py.tools.tune.worker", 1)
 team.call([(0, "open", ([], [], [min(os.sched_getaffinity(0))]))], 60)
-team._channels[0].send(("closed_loop", (0, 1, 3600.0)))
+team._children[0].send(("closed_loop", (0, 1, 3600.0)))
 print(team.pids[0], flush=True)
 input()
 """

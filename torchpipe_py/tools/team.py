@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from signal import SIG_IGN, SIGINT, SIGKILL, signal
-from socket import socketpair
-from subprocess import TimeoutExpired
+from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
-from torchpipe_py.errors import TorchpipeError, describe
-from torchpipe_py.proc.child import describe_ending, start_interpreter
+from torchpipe_py.errors import TorchpipeError, WorkerDied, describe
+from torchpipe_py.proc.child import ChildProcess, describe_ending
 from torchpipe_py.proc.confine import end_with_parent
 from torchpipe_py.tools.report import ToolError
 
@@ -31,26 +28,22 @@ class Team:
     """
 
     def __init__(self, module: str, count: int) -> None:
-        self._processes, self._channels = [], []
+        self._children: list[ChildProcess] = []
         try:
             for _ in range(count):
-                ours, theirs = socketpair()
-                with theirs:
-                    process = start_interpreter(module, [theirs.fileno()], os.getpid(), start_new_session=True)
-                self._processes.append(process)
-                self._channels.append(Connection(ours.detach()))
+                self._children.append(ChildProcess.spawn("a process of the tuner", module, leads_session=True))
         except BaseException:
             self.close()
             raise
-        self.pids = [process.pid for process in self._processes]
+        self.pids = [child.pid for child in self._children]
 
     def call(self, calls: Sequence[Call], seconds: float) -> list[Any]:
         """Send all calls, at most one to each process, and return their answers in order."""
         for place, name, arguments in calls:
             try:
-                self._channels[place].send((name, arguments))
-            except OSError:
-                raise self._died(place) from None
+                self._children[place].send((name, arguments))
+            except WorkerDied:
+                raise _died(self._children[place]) from None
         answers = [self._answer(place, name, seconds) for place, name, _ in calls]
         for is_done, value in answers:
             if not is_done:
@@ -59,27 +52,25 @@ class Team:
 
     def close(self) -> None:
         """End the processes, with what their backends have started."""
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, SIGKILL)
-        for process in self._processes:
-            process.wait()
-        for channel in self._channels:
-            channel.close()
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.end()
 
     def _answer(self, place: int, name: str, seconds: float) -> Any:
+        child = self._children[place]
         try:
-            if self._channels[place].poll(seconds):
-                return self._channels[place].recv()
-        except (EOFError, OSError):
-            raise self._died(place) from None
-        raise TeamDied(f"a process of the tuner has not answered for {seconds:g} s ({name}): does a backend hang?")
+            return child.receive(seconds)
+        except WorkerDied:
+            raise _died(child) from None
+        except TimeoutError:
+            what = f"has not answered for {seconds:g} s ({name}): does a backend hang?"
+            raise TeamDied(f"{child.name} {what}") from None
 
-    def _died(self, place: int) -> TeamDied:
-        with suppress(TimeoutExpired):
-            self._processes[place].wait(1.0)
-        why = describe_ending(self._processes[place].returncode)
-        return TeamDied(f"a process of the tuner died ({why}); is there enough memory?")
+
+def _died(child: ChildProcess) -> TeamDied:
+    why = describe_ending(child.exit_status() if child.has_ended() else None)
+    return TeamDied(f"{child.name} died ({why}); is there enough memory?")
 
 
 def answer_calls(state: object, descriptor: int, parent: int) -> None:
