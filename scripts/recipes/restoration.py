@@ -150,6 +150,7 @@ def _loader(args: argparse.Namespace, pairs: Pairs, device: torch.device, is_tra
         batch_size=args.batch_size,
         is_training=is_training,
         resize=args.resize,
+        decode=args.decode,
         threads=args.workers,
         seed=args.seed,
     )
@@ -204,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--resize", type=at_least(1, MOST_SIDE), help="height of the images before they are cropped (default: as it is)"
     )
     option("--crop", type=at_least(1, MOST_SIDE), default=64, help="both sides in pixels (default: %(default)s)")
+    option("--decode", choices=("cpu", "gpu"), default="cpu", help="what decodes and crops (default: %(default)s)")
     option("--batch-size", type=batch_size, default=4, help="(default: %(default)s)")
     option("--epochs", type=epochs, default=10, help="(default: %(default)s)")
     option("--workers", type=workers(1), default=2, help="threads of DALI (default: %(default)s)")

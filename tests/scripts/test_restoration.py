@@ -253,6 +253,12 @@ def test_pairs_that_do_not_fit_are_named(folder: Path, tmp_path: Path, capsys: A
     assert "lowres: no such directory" in told(capsys, *options(folder, "--img", "lowres"))
 
 
+@needs_dali
+def test_refuses_decoding_on_a_gpu_without_one(folder: Path, capsys: Any) -> None:
+    line = told(capsys, *options(folder, "--decode", "gpu"))
+    assert "--decode gpu needs a CUDA device, and this is cpu; --decode cpu works" in line
+
+
 def test_two_images_of_one_name_are_refused(folder: Path) -> None:
     path = folder / "train" / "blurry" / "scene_1" / "1.png"
     path.with_suffix(".jpg").write_bytes(path.read_bytes())

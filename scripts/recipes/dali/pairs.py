@@ -29,13 +29,14 @@ class PairOptions:
 
     ``crop``: both sides of the crop in pixels, from images that are first resized to the height ``resize``, if set.
     ``is_training``: shuffled anew in each epoch, cropped anywhere, flipped in either direction; otherwise in their
-    order, cropped in the middle.
+    order, cropped in the middle. ``decode``: "cpu", all but the last copy on the CPU, or "gpu", all but reading there.
     """
 
     crop: int
     batch_size: int
     is_training: bool
     resize: int | None = None
+    decode: str = "cpu"
     threads: int = 2
     seed: int = 0
     prefetch: int = 2
@@ -133,14 +134,13 @@ class PairLoader:
 
     The last batch may be smaller. An epoch resets itself at its end: the next ``for`` is the next epoch. A state
     continues with exactly the next batch. ``TrainingError`` as ``check_pairs``, without DALI, for an image that cannot
-    be decoded, and for a state of other pairs or options.
-
-    Images are decoded, cropped and flipped on the CPU, and copied to ``device``. With the decoders on the GPU, as
-    DALI 2.4 offers it, a pipeline of pairs did not end (PNGs, on an H200).
+    be decoded, for a state of other pairs or options, and for ``decode="gpu"`` without a CUDA device.
     """
 
     def __init__(self, pairs: Pairs, device: torch.device, options: PairOptions) -> None:
         dali(".fn")
+        if options.decode == "gpu" and device.type != "cuda":
+            raise TrainingError(f"--decode gpu needs a CUDA device, and this is {device}; --decode cpu works")
         check_pairs(pairs, options)
         self.pairs, self._device, self._options = pairs, device, options
         self._iterator: Any = self._open(None)
@@ -197,7 +197,7 @@ class PairLoader:
             raise explained(error, ()) from error
 
     def _identity(self) -> dict[str, Any]:
-        same = ("crop", "resize", "batch_size", "seed")
+        same = ("crop", "resize", "decode", "batch_size", "seed")
         options = {name: getattr(self._options, name) for name in same}
         return {"loader": f"DALI {dali().__version__}, pairs", "pairs": len(self.pairs), **options}
 
@@ -216,7 +216,7 @@ def _make_pipeline(pairs: Pairs, options: PairOptions, device: torch.device, che
             position = fn.random.uniform(range=[0.0, 1.0]), fn.random.uniform(range=[0.0, 1.0])
             flips = fn.random.coin_flip(), fn.random.coin_flip()
         inputs, targets = (_transformed(images, options, position, flips) for images in encoded)
-        return (inputs.gpu(), targets.gpu()) if on_gpu else (inputs, targets)
+        return (inputs.gpu(), targets.gpu()) if on_gpu and options.decode == "cpu" else (inputs, targets)
 
     pipeline = dali().pipeline_def(graph)(
         batch_size=options.batch_size,
@@ -234,7 +234,8 @@ def _make_pipeline(pairs: Pairs, options: PairOptions, device: torch.device, che
 def _transformed(encoded: Any, options: PairOptions, position: tuple[Any, Any], flips: tuple[Any, Any]) -> Any:
     """The image cropped and flipped; alike for both of a pair, since position and flips are the same."""
     fn = dali(".fn")
-    images = fn.decoders.image(checked(encoded), device="cpu", output_type=dali(".types").RGB)
+    where = "mixed" if options.decode == "gpu" else "cpu"
+    images = fn.decoders.image(checked(encoded), device=where, output_type=dali(".types").RGB)
     if options.resize is not None:
         images = fn.resize(images, resize_y=options.resize)
     side = options.crop

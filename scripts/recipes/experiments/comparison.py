@@ -2,11 +2,12 @@
 
     python scripts/run.py loaders [--data DIR] [--plots FOLDER] [--json FILE]
 
-Without ``--data`` it draws labelled JPEGs of 500×375 pixels. First each loader, batch size and number of workers
-(threads of DALI) trains the same network: an epoch to warm up, then one that is timed, and a validation that is timed
-apart. An epoch has each image so often that the batches which a loader makes ahead count for little; times are those of
-each image once. Then each loader runs without a network, as fast as it can. A loader that fails, or whose library or
-GPU is missing, is a remark.
+Without ``--data`` it draws labelled JPEGs of 500×375 pixels. First each loader trains the same network, with the first
+batch size and each number of workers (threads of DALI), and with the other batch sizes and the last number of workers:
+an epoch to warm up, then one that is timed, and a validation that is timed apart. An epoch has each image so often that
+the batches which a loader makes ahead count for little; times are those of each image once. Then each loader runs
+without a network, as fast as it can, and the best of each library again in turns. A loader that fails, or whose library
+or GPU is missing, is a remark.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ PICTURE = (375, 500)  # height and width of the drawn JPEGs in pixels
 LEAST = 3  # fewest batches for the warm-up, and for the measurement
 LONG_EPOCH = 50_000  # images: short epochs would measure their beginnings and ends
 LEAST_BATCHES = 12  # in a timed epoch, since DALI has two ready when it begins
-EPOCHS_SHARE = 0.6  # the epochs' share of the time for both parts
+EPOCHS_SHARE = 0.55  # the epochs' share of the time for both parts
+TURNS_SHARE = 0.2  # the share of the whole time that is kept for the best of each library, in turns
 LONGEST = 4.0  # longest measurement of a slow loader, as a multiple of the seconds set
 
 
@@ -54,18 +56,17 @@ class Comparison:
         self.usage: dict[str, list[GpuSample]] = {}
 
     def epochs(self) -> Report:
-        """Training and validation, with each loader, batch size and number of workers."""
+        """Training and validation with each loader, in each of ``_settings``."""
         args = self._args
         title = f"epochs: {args.arch} on {_named(self._device)}, {_counted(args.data)}, {_shown(args.augment)}"
         report = self.reports["epochs"] = Report(title, "images/s")
         share = EPOCHS_SHARE if args.name == "all" else 1.0
         report.until = monotonic() + share * (self._end - monotonic())
-        for batch_size in args.batch_sizes:
-            for workers in args.workers:
-                for name in self._usable:
-                    setting = self._setting(batch_size, workers, tuple(args.augment), LEAST_BATCHES * batch_size)
-                    measure = partial(self._epoch, report, name, setting)
-                    self._attempt(report, name, _row(name, batch_size).format(workers), measure)
+        for batch_size, workers in _settings(args.batch_sizes, args.workers):
+            for name in self._usable:
+                setting = self._setting(batch_size, workers, tuple(args.augment), LEAST_BATCHES * batch_size)
+                measure = partial(self._epoch, report, name, setting)
+                self._attempt(report, name, _row(name, batch_size).format(workers), measure)
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
         return report
@@ -90,7 +91,7 @@ class Comparison:
         args = self._args
         report = Report(f"throughput: loaders alone, flipped and normalised, on {_named(self._device)}", "images/s")
         self.reports["throughput"] = report
-        report.until = self._end
+        report.until = self._end - TURNS_SHARE * args.most_seconds
         batch_size = max(args.batch_sizes)
 
         def load(name: str, workers: int, seconds: float) -> Load:
@@ -105,6 +106,7 @@ class Comparison:
                 self._attempt(report, name, subjects[name].name.format(workers), measure)
         if not report.loads:
             report.require("loaders that were measured", 0, low=1)
+        report.until = self._end
         report.attempt("the best of each library in turns", partial(self._compare_best, report, subjects))
         return report
 
@@ -118,9 +120,11 @@ class Comparison:
         if "ours" not in best or len(best) < 2:
             return
         rounds = Report("the best of each library")
-        for _ in range(self._args.rounds):
+        counted = 0
+        while counted < self._args.rounds and (counted == 0 or monotonic() < report.until):
             for library, (_, name, workers) in best.items():
                 rounds.add(library, workers, subjects[name].load(workers, self._args.seconds))
+            counted += 1
         described = {
             library: f"{name} with {workers} workers, {rounds.median(library, workers).qps:.0f} images/s"
             for library, (_, name, workers) in best.items()
@@ -128,7 +132,7 @@ class Comparison:
         for library in best:
             if library != "ours":
                 ratio = rounds.ratio(("ours", best["ours"][2]), (library, best[library][2]))
-                what = f"ours over {library}, each at its best, in {self._args.rounds} rounds: {ratio:.2f}"
+                what = f"ours over {library}, each at its best, in {counted} rounds: {ratio:.2f}"
                 report.remarks.append(f"{what} ({described['ours']}; {described[library]})")
 
     def _setting(self, batch_size: int, workers: int, augments: tuple[str, ...], least: int) -> Setting:
@@ -260,6 +264,11 @@ def _counted(data: Path) -> str:
     return f"{_files(data / 'train')} images to train on, {_files(data / 'val')} to validate with"
 
 
+def _settings(batch_sizes: Sequence[int], workers: Sequence[int]) -> list[tuple[int, int]]:
+    """Batch sizes with numbers of workers: the first size with each number, the others with the last."""
+    return [(batch_sizes[0], count) for count in workers] + [(size, workers[-1]) for size in batch_sizes[1:]]
+
+
 def _shown(augments: Sequence[str]) -> str:
     return f"augmented by {', '.join(augments)} and flip" if augments else "flipped"
 
@@ -272,7 +281,7 @@ def _parser() -> ArgumentParser:
     add_options(parser)
     parser.set_defaults(rounds=3, seconds=1.5)
     option("--data", type=Path, help="a folder with train/ and val/, of class folders with JPEGs (default: drawn)")
-    count = 250 if on_gpu else 24
+    count = 125 if on_gpu else 24
     option(
         "--train", type=at_least(1), default=count, help="images of each of 8 classes to draw (default: %(default)s)"
     )
@@ -280,7 +289,7 @@ def _parser() -> ArgumentParser:
     option("--size", type=at_least(8), default=224, help="of the network's input, in pixels (default: %(default)s)")
     option("--arch", default="resnet18" if on_gpu else "small", help="(default: %(default)s)")
     option("--seed", type=int, default=0, help="of the network (default: %(default)s)")
-    batches, workers = ((64, 256), (4, 8, 16)) if on_gpu else ((16, 32), (1, 2))
+    batches, workers = ((64, 256), (4, 8)) if on_gpu else ((16, 32), (1, 2))
     option("--batch-sizes", type=numbers, default=batches, help=f"(default: {','.join(map(str, batches))})")
     option("--workers", type=numbers, default=workers, help=f"(default: {','.join(map(str, workers))})")
     option(
