@@ -36,6 +36,15 @@ def test_expected_time_is_of_nearest_recent_size() -> None:
     assert times.expected(1, RECENT + 0.01) == 0.0
 
 
+def test_time_of_slow_batch_lasts_until_the_next_one_can_end() -> None:
+    times = ComputeTimes()
+    times.add(1, 3.0, 0.0)
+    assert times.expected(1, 5.9) == times.expected(2, 5.9) == 3.0
+    assert times.expected(1, 6.1) == 0.0
+    times.add(1, 4.0, 5.9)
+    assert times.expected(1, 5.9) == pytest.approx(3.1)  # a mean, since the time before it had not expired
+
+
 def test_batch_size_fits_its_time() -> None:
     times = ComputeTimes()
     for size, seconds in ((1, 0.01), (2, 0.02), (4, 0.04), (8, 0.08)):

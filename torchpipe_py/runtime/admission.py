@@ -28,7 +28,11 @@ REFUSING = 1.0
 """Seconds after a refusal for which ``Door.is_refusing`` is true."""
 
 RECENT = 1.0
-"""Seconds after which compute times expire: otherwise a mean that refuses everything would never be corrected."""
+"""Seconds after which a compute time expires, or twice the time itself if that is more.
+
+It expires since a mean that refuses everything would never be corrected otherwise, and no sooner than the next batch of
+a slow model can end.
+"""
 
 REMEMBERED = 10.0
 """Seconds after which a batch that was too large for a time limit is tried again."""
@@ -52,20 +56,22 @@ class ComputeTimes:
     def add(self, size: int, seconds: float, now: float) -> None:
         """Record that a batch of ``size`` took ``seconds``."""
         place, means, at = size.bit_length(), self._means, self._at
-        means[place] = means[place] * _KEPT + seconds * _WEIGHT if now - at[place] <= RECENT else seconds
+        age = now - at[place]
+        is_recent = age <= RECENT or age <= 2 * means[place]
+        means[place] = means[place] * _KEPT + seconds * _WEIGHT if is_recent else seconds
         at[place] = now
 
     def expected(self, size: int, now: float) -> float:
         """Expected seconds for a batch of ``size``: the mean of the nearest size that ran, a larger one first.
 
-        0.0 if nothing ran within the last ``RECENT`` seconds; older times are ignored.
+        Times that expired (see ``RECENT``) are ignored; 0.0 without others.
         """
         place, means, at, since = size.bit_length(), self._means, self._at, now - RECENT
         if at[place] >= since:
             return means[place]
-        for distance in range(1, _SIZES):
+        for distance in range(_SIZES):
             for near in (place + distance, place - distance):
-                if 0 <= near < _SIZES and at[near] >= since:
+                if 0 <= near < _SIZES and (at[near] >= since or at[near] >= now - 2 * means[near]):
                     return means[near]
         return 0.0
 
