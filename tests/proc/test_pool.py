@@ -299,6 +299,7 @@ def test_close_finishes_running_requests_and_fails_waiting_ones(start: Start, tm
     p = start()
     held = Held(p, tmp_path).wait_begun()
     others = [p.submit({"data": "x"}) for _ in range(9)]
+    eventually(lambda: p.stats()["inflight"] == 10)
     closing = threading.Thread(target=p.close)
     closing.start()
     for future in others:

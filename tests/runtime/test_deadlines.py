@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from conftest import Register
 from kit.backends import Company, Gate
-from kit.waits import WAIT, error_of, outcome
+from kit.waits import WAIT, error_of, in_threads, outcome
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest, ItemBackend, Overloaded, pipe
 from torchpipe_py.aging import Aging
@@ -110,13 +111,33 @@ def test_low_priority_is_admitted_up_to_half_of_max_inflight(register: Register)
     with pipe({"backend": register(gate.backend), "max_inflight": 8}) as run, gate:
         futures = [run.submit({"data": index, "priority": priority}) for index, priority in enumerate([0, 1, 1, 1])]
         with pytest.raises(Overloaded, match="1 more with priority 1 would pass half of max_inflight = 8"):
-            run.submit({"data": 1, "priority": 1})
+            run.submit({"data": 1, "priority": 1}).result()
         futures += [run.submit({"data": index, "priority": 0}) for index in range(4)]
         with pytest.raises(Overloaded, match="max_inflight = 8"):
-            run.submit({"data": 1, "priority": 0})
+            run.submit({"data": 1, "priority": 0}).result()
         gate.open()
         for future in futures:
             outcome(future)
+
+
+@pytest.mark.parametrize("on_main_thread", [True, False])
+def test_refusal_is_the_outcome_of_a_started_request(register: Register, on_main_thread: bool) -> None:
+    gate = Gate()
+    outcomes: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+
+    def start_two() -> None:
+        outcomes.put(("submit", type(run.submit({"data": 1}, timeout=WAIT).exception())))
+        run.dispatch({"data": 2}, lambda data, error: outcomes.put((data["data"], type(error))), WAIT)
+
+    with pipe({"backend": register(gate.backend), "max_inflight": 1}) as run, gate:
+        held = run.submit({"data": 0})
+        if on_main_thread:
+            start_two()
+        else:
+            in_threads(1, lambda number: start_two())
+        assert [outcomes.get(timeout=WAIT) for _ in range(2)] == [("submit", Overloaded), (2, Overloaded)]
+        gate.open()
+        outcome(held)
 
 
 @pytest.mark.parametrize("priority", [2, -1, True, "low", None, 0.5])

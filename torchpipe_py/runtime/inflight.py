@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import BackendError, NoResult, Overloaded, PipeClosed, counted, describe, log_failure
 from torchpipe_py.keys import TASK_ERROR_KEY, TASK_RESULT_KEY
-from torchpipe_py.runtime.request import Branches, Request, ignore_outcome
+from torchpipe_py.runtime.request import Branches, OnDone, Request, ignore_outcome
 
 
 class InFlight:
@@ -82,6 +82,13 @@ class InFlight:
     def _most_for(self, requests: Sequence[Request]) -> int:
         return max(1, self.most // 2) if any(request.priority for request in requests) else self.most
 
+    def report_refused(self, requests: Sequence[Request], error: BaseException) -> None:
+        """Call ``on_done`` of requests that were not admitted."""
+        for request in requests:
+            request.done = True
+            on_done, request.on_done = request.on_done, ignore_outcome
+            self._call(on_done, request.data if request.caller_data is None else request.caller_data, error)
+
     def complete(self, request: Request, error: BaseException | None = None, last: Data | None = None) -> bool:
         """Make the outcome final and call ``on_done``; returns ``False`` if it was already final.
 
@@ -118,13 +125,17 @@ class InFlight:
         # The callback usually refers to the request: keeping it would make a reference cycle.
         on_done, request.on_done = request.on_done, ignore_outcome
         try:
-            on_done(data, error)
-        except BaseException as failure:
-            log_failure(f"{self.name}: the callback of a finished request failed", failure)
+            self._call(on_done, data, error)
         finally:
             if request.links is not None:  # NOTE: read again, since a jump may have made them until now
                 self._let_go(request, branches)
         return True
+
+    def _call(self, on_done: OnDone, data: Data, error: BaseException | None) -> None:
+        try:
+            on_done(data, error)
+        except BaseException as failure:
+            log_failure(f"{self.name}: the callback of a finished request failed", failure)
 
     def _let_go(self, request: Request, branches: Branches | None) -> None:
         """Cancel the requests that its jumps started, and drop its branches."""

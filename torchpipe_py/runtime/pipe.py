@@ -159,6 +159,7 @@ class pipe:
     def submit(self, data: Given, timeout: float | None = None) -> Future[Given]:
         """Start one request or several; the future's result is ``data``. Cancelling it drops queued requests.
 
+        ``Overloaded`` is the future's error, too; raises ``PipeClosed`` after ``close``.
         The deadline is checked before each node: no thread watches it while a backend runs.
         """
         return self._start(data, timeout)[0]
@@ -194,9 +195,9 @@ class pipe:
     ) -> Ticket:
         """Start one request without a waiting thread, for servers.
 
-        ``on_done(data, error)`` is called exactly once, unless ``dispatch`` itself raises, on the thread that
-        finishes the request, perhaps before ``dispatch`` returns; it must not block. The deadline is checked before
-        each node; ``Ticket.cancel`` ends the request earlier.
+        ``on_done(data, error)`` is called exactly once, with ``Overloaded`` too, unless ``dispatch`` itself raises, on
+        the thread that finishes the request, perhaps before ``dispatch`` returns; it must not block. The deadline is
+        checked before each node; ``Ticket.cancel`` ends the request earlier. Raises ``PipeClosed`` after ``close``.
         """
         if not isinstance(data, dict):
             raise InvalidRequest(f"expected a dict, got {type(data).__name__}")

@@ -23,6 +23,8 @@ from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import (
     BackendUnavailable,
     ConfigError,
+    Overloaded,
+    PipeClosed,
     SetupError,
     TorchpipeError,
     describe,
@@ -328,16 +330,27 @@ class Runtime:
                 CURRENT.waiter = outer
 
     def start_requests(self, requests: Sequence[Request]) -> None:
-        """``submit`` on a thread that no signal handler interrupts; one that interrupts the wait drops the requests."""
+        """``submit`` where no signal handler interrupts it; ``Overloaded`` is the outcome of the requests.
+
+        Raises ``PipeClosed`` after ``close``. The main thread does not wait until they are admitted.
+        """
+        if self.inflight.refusal:
+            self.inflight.admit(requests)  # raises
         deputy = self.deputy if self._has_handlers else None
         if deputy is None:
-            self.submit(requests)
+            self._submit_or_refuse(requests)
             return
         try:
-            deputy.run(partial(self.submit, requests))
+            deputy.start(partial(self._submit_or_refuse, requests))
         except BaseException as error:
             deputy.start(partial(self.complete, requests, error))
             raise
+
+    def _submit_or_refuse(self, requests: Sequence[Request]) -> None:
+        try:
+            self.submit(requests)
+        except (Overloaded, PipeClosed) as error:
+            self.inflight.report_refused(requests, error)
 
     def complete(self, requests: Sequence[Request], error: BaseException) -> None:
         """End the requests with an error, unless they are finished."""
