@@ -122,7 +122,7 @@ def images(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def toml(tmp_path: Path) -> str:
     """Of the tests in ``training``: to 1×3×24×20, RGB, uint8."""
-    from training_data import write_toml
+    from kit.training_data import write_toml
 
     return write_toml(tmp_path)
 
@@ -130,7 +130,7 @@ def toml(tmp_path: Path) -> str:
 @pytest.fixture
 def dataset(tmp_path: Path) -> Any:
     """Of the tests in ``training``: eleven images."""
-    from training_data import write_images
+    from kit.training_data import write_images
 
     return write_images(tmp_path / "images", 11)
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import contract
 import pytest
-from contract import IN_PROCESS, MOST_INFLIGHT, WAYS, Asked, House, Outcome
+from kit import contract
+from kit.contract import IN_PROCESS, MOST_INFLIGHT, WAYS, Asked, House, Outcome
 from kit.steered import Steered, steering
 from kit.waits import WAIT, all_idle, error_of, eventually
 from torchpipe_server.front import connection

@@ -3,8 +3,3 @@
 ``scenarios`` runs one event against ``service.Service`` and returns a ``Report``. The tests run each in its short form,
 ``python scripts/soak.py`` in its long one.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "fuzz"))  # the makers of broken bytes

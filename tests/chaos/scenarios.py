@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from http_maker import HttpMaker
+from fuzz.http_maker import HttpMaker
+from fuzz.thrift_maker import ThriftMaker
 from kit.clients import ask, connect, pack_batch, read_all
 from kit.services import reserved_port
 from kit.waits import WAIT, eventually
-from thrift_maker import ThriftMaker
 
 from chaos.clients import TYPED, Load, check_answers, check_closed, growth
 from chaos.service import MEBIBYTE, Service

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from encrypted import KEY, NAME, classifier, with_weights_beside
+from kit.encrypted import KEY, NAME, classifier, with_weights_beside
 
 from torchpipe_py.cli import main
 from torchpipe_py.encryption import command

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from thrift_maker import ThriftMaker
+from fuzz.thrift_maker import ThriftMaker
 
 _TARGETS = (
     b"/infer", b"/infer", b"/infer", b"/infer?outputs=result,data", b"/infer?node_name=%00&deadline_ms=1e3",

@@ -24,9 +24,9 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "backends" / "image"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from pictures import png_chunk
+from kit.pictures import png_chunk
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import usable_cores
@@ -50,7 +50,7 @@ Pieces = list[bytes]
 
 def bases() -> list[bytes]:
     """Small images of every kind, and the findings of earlier runs."""
-    from pictures import IEND, ihdr, png_of, saved
+    from kit.pictures import IEND, ihdr, png_of, saved
     from PIL import Image
 
     exif = Image.Exif()

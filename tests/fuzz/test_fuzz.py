@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wire as fuzzer
+from fuzz import wire as fuzzer
 from kit.clients import Client, connect
 from kit.services import serving
 from kit.waits import PROGRAM_WAIT, eventually, run

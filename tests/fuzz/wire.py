@@ -23,9 +23,9 @@ import psutil
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from http_maker import HttpMaker, plain_reading, what_is_wrong
+from fuzz.http_maker import HttpMaker, plain_reading, what_is_wrong
+from fuzz.thrift_maker import ThriftMaker
 from kit.services import FakePipe
-from thrift_maker import ThriftMaker
 from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError

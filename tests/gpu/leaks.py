@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "server"), str(HERE), str(HERE.parent / "fuzz")]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "server"), str(HERE.parent)]
 
 BATCH = 32
 FIGURES = "files", "results", "unlike", "suspects", "leaks"
@@ -40,7 +40,7 @@ Decode = Callable[[list[bytes]], list[Any]]
 @contextmanager
 def in_process(decoder: str, unchecked: bool) -> Iterator[Decode]:
     """``DecodeTensor`` alone."""
-    from device import backend_of, forward
+    from kit.gpu import backend_of, forward
 
     def decode(files: list[bytes]) -> list[Any]:
         results = [item.get("result") for item in forward(backend, list(files))]
@@ -71,7 +71,7 @@ def search(
     """What ``files`` of each kind show; figures by kind."""
     import cv2
     import numpy as np
-    from broken_jpegs import GREEN, MAGENTA, broken, is_magenta, plain
+    from fuzz.broken_jpegs import GREEN, MAGENTA, broken, is_magenta, plain
 
     def share_of_others(data: bytes, origin: tuple[int, int, int]) -> float:
         """How much of a picture depends on what was decoded before it."""
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--save", default="", metavar="DIR", help="keep the files that show another image here")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    from broken_jpegs import KINDS
+    from fuzz.broken_jpegs import KINDS
 
     kinds = args.kinds.split(",") if args.kinds else list(KINDS)
     if args.child:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import train
 from conftest import encode, picture
-from device import jpeg, needs_gpu, photo
+from kit.gpu import jpeg, needs_gpu, photo
 from recipes import augmentation, restoration
 from recipes.dali import DaliLoader, DaliOptions, PairLoader, PairOptions
 from recipes.dali.pairs import find_pairs

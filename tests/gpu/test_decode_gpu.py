@@ -10,8 +10,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from broken_jpegs import KINDS
-from device import (
+from fuzz.broken_jpegs import KINDS
+from gpu.leaks import search
+from kit.gpu import (
     backend_of,
     decoders,
     forward,
@@ -22,7 +23,6 @@ from device import (
     needs_torchvision,
     photo,
 )
-from leaks import search
 from PIL import Image
 
 from torchpipe_py import DecodeError, pipe

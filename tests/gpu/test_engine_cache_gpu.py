@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device import needs_tensorrt, photo
-from encrypted import encrypt
+from kit.encrypted import encrypt
+from kit.gpu import needs_tensorrt, photo
 from test_tensorrt import small_model
 
 from torchpipe_py import ConfigError, pipe

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from device import needs_gpu
+from kit.gpu import needs_gpu
 from kit.videos import write_video
 
 from torchpipe_py import ItemBackend, Registry, pipe

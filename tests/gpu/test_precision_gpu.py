@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from device import NORMALISE, backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
+from kit.gpu import NORMALISE, backend_of, forward, needs_engines, needs_tensorrt, photo, resnet, work_dir
 from onnx import helper
 from test_tensorrt import resnet_config, small_model
 

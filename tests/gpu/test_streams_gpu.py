@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from device import backend_of, forward, needs_gpu, photo, two_devices
+from kit.gpu import backend_of, forward, needs_gpu, photo, two_devices
 from kit.waits import in_threads
 
 from torchpipe_py import Backend, ItemBackend, pipe

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import needs_gpu, two_devices
-from image_kit import Data, noise, run, to_tensor
+from kit.gpu import needs_gpu, two_devices
+from kit.image_backends import Data, noise, run, to_tensor
 from test_ops import ON_TENSORS, SIZES, Case
 
 from torchpipe_py import pipe

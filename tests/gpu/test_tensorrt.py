@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from device import NORMALISE, backend_of, forward, gpu_bytes, jpeg, needs_tensorrt, normalised, photo, resnet, work_dir
+from kit.gpu import NORMALISE, backend_of, forward, gpu_bytes, jpeg, needs_tensorrt, normalised, photo, resnet, work_dir
 from kit.waits import in_threads
 from onnx import TensorProto, helper, save
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from device import NORMALISE, backend_of, forward, needs_gpu, normalised, photo
-from torch_files import Small, save_small
+from kit.gpu import NORMALISE, backend_of, forward, needs_gpu, normalised, photo
+from kit.torch_files import Small, save_small
 
 pytestmark = [needs_gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -20,7 +20,7 @@ def try_package(path: Path) -> None:
     code = f"""
 from pathlib import Path
 from torch._inductor import aoti_load_package
-from torch_files import save_small
+from kit.torch_files import save_small
 aoti_load_package(save_small("aoti", Path({str(path)!r}), "cuda"))
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

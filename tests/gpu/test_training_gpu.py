@@ -13,10 +13,10 @@ from typing import Any
 import cv2
 import pytest
 import torch
-from device import decoders, jpeg, needs_gpu, needs_torchvision, photo, two_devices
+from kit.gpu import decoders, jpeg, needs_gpu, needs_torchvision, photo, two_devices
+from kit.training_data import RandomOffset, same, taken, write_classes, write_images
+from kit.training_document import DECODE
 from torch.utils.data import DataLoader
-from training_data import RandomOffset, same, taken, write_classes, write_images
-from training_document import DECODE
 
 from torchpipe_py import parse_toml, pipe
 from torchpipe_py.training import (

@@ -11,14 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import process_backends
 import pytest
 import torch
-from engines import workers_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays, floating_dtypes, integer_dtypes
-from kit import waits
+from kit import process_backends, waits
+from kit.engines import workers_of
 
 from torchpipe_py import pipe, registry
 from torchpipe_py.proc.codec import FLAT, INLINE, ItemOutcome, Packed, pack, pack_outcomes, pack_sent, padded, unpack

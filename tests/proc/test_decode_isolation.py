@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import hostile_decoders
 import numpy as np
 import psutil
 import pytest
 from conftest import Register, picture
+from kit import hostile_decoders
 from kit.leftovers import nothing_left  # noqa: F401
 from kit.waits import PROGRAM_WAIT, WAIT, eventually, is_alive
 
@@ -324,7 +324,7 @@ def test_stopped_processes_are_replaced_and_end(register: Register, monkeypatch:
 
 PROGRAM = """
 import os, signal, sys
-import hostile_decoders, process_backends
+from kit import hostile_decoders, process_backends
 from torchpipe_py import pipe, register_backend
 
 if __name__ == "__main__":
@@ -344,7 +344,7 @@ if __name__ == "__main__":
 
 def test_stopped_children_end_with_their_parent(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(PROGRAM, encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "app.py")], stdout=subprocess.PIPE, timeout=PROGRAM_WAIT, check=False, env=env
     )

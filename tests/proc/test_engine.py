@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register
-from engines import Worker, engine_of, link, workers_of
 from kit.backends import Gate
+from kit.engines import Worker, engine_of, link, workers_of
 from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run
 
 from torchpipe_py import Backend, ItemBackend, Param, PipeClosed, WorkerDied

@@ -13,9 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import process_backends
 import pytest
 from conftest import Register
+from kit import process_backends
 from kit.ends import ROOM, Ends
 from kit.waits import WAIT, error_of, eventually, outcome
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import cv2
 import numpy as np
-import process_backends
 import psutil
 import pytest
 import torch
 from conftest import Register, picture
+from kit import process_backends
 from kit.leftovers import nothing_left  # noqa: F401
 from kit.steered import Steered
 from kit.waits import WAIT, error_of, eventually, outcome, run

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import Register, encode, picture
+from kit.training_data import write_images
 from kit.waits import in_threads
 from torch.utils.data import DataLoader
-from training_data import write_images
 
 from torchpipe_py import InvalidRequest, ItemBackend, UnknownNode, parse_toml, pipe
 from torchpipe_py.ray import PipeMapper

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kept_spans import KeptSpans
 from kit.backends import Gate
+from kit.kept_spans import KeptSpans
 from kit.waits import WAIT
 from opentelemetry import trace
 

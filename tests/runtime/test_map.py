@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 from conftest import Register
-from engines import workers_of
 from kit.backends import Gate
+from kit.engines import workers_of
 from kit.waits import WAIT
 
 from torchpipe_py import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import Register
-from kept_spans import KeptSpans
 from kit.backends import Company, Echo, EchoFour, Gate
+from kit.kept_spans import KeptSpans
 from kit.waits import WAIT, outcome
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased

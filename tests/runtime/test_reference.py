@@ -7,8 +7,8 @@ from typing import Any
 from conftest import Register
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from kit.reference import interpret
 from kit.waits import outcome
-from reference import interpret
 
 from torchpipe_py import ItemBackend, Param, Status, pipe
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from benchmarks.common import Load, Report, Subject, in_threads, run
 from examples import shapes
-from training_data import FORKS
+from kit.training_data import FORKS
 
 pytestmark = FORKS
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import encode, picture
 from examples.shapes import LABELS, write_set
+from kit.training_data import write_classes
 from recipes.experiments.comparison import main
 from recipes.experiments.loaders import SUBJECTS, Setting
-from training_data import write_classes
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.training_data import write_classes, write_toml
 from recipes.experiments.profile import COMPUTE, OPERATORS, Operator, Profile, described, main, verdict
 from recipes.experiments.timeline import STEP, WAIT, Copies, gpu_use, merged, overlap
-from training_data import write_classes, write_toml
 
 MAIN, OTHER = 1, 2  # threads
 MODEL, SIDE = 7, 20  # streams

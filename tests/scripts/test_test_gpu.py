@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import test_gpu
 import torch
+from kit.training_data import write_classes
 from recipes.serving import load_model, serving_config
 from train import main as train
-from training_data import write_classes
 
 from torchpipe_py import pipe
 from torchpipe_py.training import TrainingError

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import train
+from kit.training_data import write_classes
 from recipes import tfrecord
 from recipes.tfrecord import TfRecordImages, masked_crc, write_record
 from test_training_dali import dali, loader_of, needs_dali, same, steps
 from test_training_scripts import accuracies, ran
-from training_data import write_classes
 
 from torchpipe_py.training import ImageFolder, TrainingError
 

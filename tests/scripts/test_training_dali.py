@@ -16,13 +16,13 @@ import torch
 import train
 from conftest import encode, picture
 from kit.services import reserved_port
+from kit.training_data import write_classes
 from kit.waits import PROGRAM_WAIT
 from recipes import augmentation, tfrecord
 from recipes.dali import DaliLoader, DaliOptions
 from recipes.data import MEAN, STD
 from recipes.tfrecord import TfRecordImages
 from test_training_scripts import accuracies, ran
-from training_data import write_classes
 
 from torchpipe_py.training import ImageFiles, ImageFolder, TrainingError
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import train
 from kit.services import reserved_port
+from kit.training_data import write_classes, write_toml
 from kit.waits import PROGRAM_WAIT
 from recipes import models
 from recipes.options import make_parser
-from training_data import write_classes, write_toml
 
 from torchpipe_py.training import TrainingError
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import train
+from kit.training_data import FORKS, write_classes, write_toml
 from recipes import datasets
 from recipes.datasets import InMemory, available_memory
 from recipes.datasets import main as lmdb
@@ -19,7 +20,6 @@ from recipes.experiments import tricks
 from recipes.experiments.plain import PlainLoader, by_opencv, by_pillow
 from recipes.experiments.tricks import Bench, Trick, measured
 from recipes.experiments.tricks import main as measure
-from training_data import FORKS, write_classes, write_toml
 
 from torchpipe_py.training import ImageFolder, TrainingError, UnreadableFile
 

@@ -1,6 +1,6 @@
 """InferenceService over Thrift: values, lists of images, deadlines, wrong arguments and pipelining.
 
-What every protocol does alike is in ``tests/contract.py``.
+What every protocol does alike is in ``tests/kit/contract.py``.
 """
 
 from __future__ import annotations

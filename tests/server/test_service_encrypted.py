@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import encode, picture
-from encrypted import NAME, classifier, encrypt
 from kit.clients import Client, HttpClient
+from kit.encrypted import NAME, classifier, encrypt
 from kit.services import Process
 from kit.waits import eventually
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
-from kept_spans import KeptSpans
 from kit.clients import fetch
+from kit.kept_spans import KeptSpans
 from kit.services import ROOT, LocalServer, Process
 from kit.waits import WAIT
 from opentelemetry import trace

@@ -6,10 +6,10 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import contract
 import pytest
-from contract import Asked, as_rpc
+from kit import contract
 from kit.clients import IDL, Client, fetch
+from kit.contract import Asked, as_rpc
 from kit.services import LocalServer, serving
 from kit.waits import WAIT, eventually
 from torchpipe_server.options import Options

@@ -15,8 +15,8 @@ import pytest
 import tomli
 import torch
 from conftest import encode, picture
+from kit.small_zoo import FILE, MEAN, STD, saved, tiny, use_small_zoo
 from PIL import Image
-from small_zoo import FILE, MEAN, STD, saved, tiny, use_small_zoo
 from torch import nn
 
 from torchpipe_py import parse_toml, pipe

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from model_kit import answer, reference, torch_model
+from kit.models import answer, reference, torch_model
 from onnx import helper
 
 from torchpipe_py import BackendError, parse_toml, pipe

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_servers import FRAMED, Images, Serve, ToyServer, command, http_server, load, refused, running
+from kit.fake_servers import FRAMED, Images, Serve, ToyServer, command, http_server, load, refused, running
 from kit.waits import WAIT, eventually, is_alive, run
 
 """An open loop of one call, which is stable on the busiest machine."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import Register, encode, picture
 from kit.backends import returns
-from small_zoo import use_small_zoo
+from kit.small_zoo import use_small_zoo
 
 from torchpipe_py import ItemBackend
 from torchpipe_py.cli import main

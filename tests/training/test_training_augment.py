@@ -14,10 +14,10 @@ import torch
 from conftest import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.training_data import FORKS, same, taken, wrapped, write_images, write_toml
 from recipes import augmentation as shared
 from recipes.data import MEAN, STD, Normalise, augmentations
 from torch.utils.data import DataLoader
-from training_data import FORKS, same, taken, wrapped, write_images, write_toml
 
 from torchpipe_py.training import (
     Augmentation,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import encode, picture
+from kit.training_data import FORKS, taken, wrapped
 from PIL import Image
-from training_data import FORKS, taken, wrapped
 
 from torchpipe_py import DecodeError, pipe
 from torchpipe_py.training import (

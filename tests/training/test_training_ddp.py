@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_data import same
-from training_ranks import RANKS, SCENARIOS, TIMEOUT, have_started, main
+from kit.training_data import same
+from kit.training_ranks import RANKS, SCENARIOS, TIMEOUT, have_started, main
 
 from torchpipe_py.training import DistributedEvalSampler
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples.textures import QUALITY, class_name, draw
+from kit.training_document import DECODE, DECODE_AND_MODEL
+from kit.training_torchvision import HAS_TORCHVISION, datasets, transforms
 from recipes.models import make_model
 from torch.utils.data import DataLoader, DistributedSampler
-from training_document import DECODE, DECODE_AND_MODEL
-from training_torchvision import HAS_TORCHVISION, datasets, transforms
 
 import torchpipe_py as torchpipe
 from torchpipe_py import TASK_DATA_KEY, TASK_RESULT_KEY

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import encode, picture
+from kit.training_data import FORKS, OnTheCpu, same, taken, wrapped, write_images
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, dataloader
-from training_data import FORKS, OnTheCpu, same, taken, wrapped, write_images
 
 from torchpipe_py import BackendUnavailable, ConfigError
 from torchpipe_py.training import (

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import encode, picture
+from kit.training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images, write_toml
 from kit.waits import WAIT, eventually
 from torch.utils.data import DataLoader, RandomSampler
-from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images, write_toml
 
 from torchpipe_py import ItemBackend, parse_toml, pipe
 from torchpipe_py.training import ImageFiles, TensorToTensor, TorchpipeLoader, TrainingError, wrap_dataloader_torchpipe

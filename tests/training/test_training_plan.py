@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_data import wrapped, write_images, write_toml
+from kit.training_data import wrapped, write_images, write_toml
 
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images
 from kit.waits import eventually, run
 from torch.utils.data import DataLoader
-from training_data import FORKS, OnTheCpu, RandomOffset, same, taken, wrapped, write_images
 
 from torchpipe_py import ConfigError, ItemBackend, register_backend
 from torchpipe_py.errors import Failure

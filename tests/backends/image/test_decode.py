@@ -14,8 +14,8 @@ import cv2
 import numpy as np
 import pytest
 from conftest import encode, picture
-from image_kit import made
-from pictures import (
+from kit.image_backends import made
+from kit.pictures import (
     IEND,
     bmp,
     canvas,

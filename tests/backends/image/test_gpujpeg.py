@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import broken_jpegs
 import cv2
 import numpy as np
 import pytest
 import torch
-from broken_jpegs import KINDS, broken, join, segments
+from fuzz import broken_jpegs
+from fuzz.broken_jpegs import KINDS, broken, join, segments
 from kit.fake_gpu import cpu_as_gpu
-from pictures import jpeg_segment, saved, turned
+from kit.pictures import jpeg_segment, saved, turned
 
 from torchpipe_py import BackendUnavailable, DecodeError, pipe
 from torchpipe_py.backends.base import BackendConfig

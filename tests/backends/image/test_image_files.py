@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from image_kit import Data, noise, refusal, run
+from kit.image_backends import Data, noise, refusal, run
 
 from torchpipe_py import ConfigError, pipe
 from torchpipe_py.backends.image import files

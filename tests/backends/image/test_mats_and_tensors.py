@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import encode, picture
-from image_kit import FLAGS, NO_MATS, Data, noise, refusal, run, to_mat, to_tensor
+from kit.image_backends import FLAGS, NO_MATS, Data, noise, refusal, run, to_mat, to_tensor
 
 from torchpipe_py import ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.image.tensor import as_image

@@ -15,7 +15,7 @@ import torch
 from conftest import picture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_kit import FLAGS, NO_MATS, Data, made, noise, refusal, run, to_mat, to_tensor
+from kit.image_backends import FLAGS, NO_MATS, Data, made, noise, refusal, run, to_mat, to_tensor
 from PIL import Image
 
 from torchpipe_py import pipe

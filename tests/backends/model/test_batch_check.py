@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import picture, save_model
 from kit.fake_gpu import cpu_as_gpu
-from model_kit import Data, answer, batched, one_node, onnx_node, refused, torch_model
+from kit.models import Data, answer, batched, one_node, onnx_node, refused, torch_model
 from onnx import helper
 
 from torchpipe_py import BackendError, ConfigError, pipe

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import picture
 from kit.fake_gpu import cpu_as_gpu
-from model_kit import answer
+from kit.models import answer
 
 from torchpipe_py import BackendError, BackendUnavailable, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends import cuda

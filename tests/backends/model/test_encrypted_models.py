@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from encrypted import KEY, NAME, breaks_when_run, classifier, encrypt, with_weights_beside
+from kit.encrypted import KEY, NAME, breaks_when_run, classifier, encrypt, with_weights_beside
 from kit.refusals import refusal
 
 from torchpipe_py import BackendError, ConfigError, pipe

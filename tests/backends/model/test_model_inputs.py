@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture, save_model
-from model_kit import Data, answer, one_node, onnx_node, refused, torch_model
+from kit.models import Data, answer, one_node, onnx_node, refused, torch_model
 from onnx import TensorProto, helper
 
 from torchpipe_py import InvalidRequest, pipe

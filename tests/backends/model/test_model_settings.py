@@ -12,8 +12,8 @@ import onnxruntime
 import pytest
 import tomli
 from conftest import Register
+from kit.models import one_node, onnx_node
 from kit.refusals import refusal
-from model_kit import one_node, onnx_node
 
 from torchpipe_py import Backend, ConfigError, ItemBackend, Param, Registry, pipe, registry
 from torchpipe_py.backends.params import REQUIRED

@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import Register, encode, model_of, picture, save_model
 from kit.backends import Gate
+from kit.models import Data, answer, one_node, onnx_node, reference, refused, tensors
 from kit.waits import PROGRAM_WAIT, outcome
-from model_kit import Data, answer, one_node, onnx_node, reference, refused, tensors
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor

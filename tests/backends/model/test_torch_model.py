@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import picture
-from encrypted import encrypt
-from model_kit import Data, answer, batched, refused, torch_model
-from torch_files import Small, save_small
+from kit.encrypted import encrypt
+from kit.models import Data, answer, batched, refused, torch_model
+from kit.torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
 from torchpipe_py.backends.model.inputs import InputSpec

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from contract import Asked, as_rpc
 from kit.clients import connect, read_all
+from kit.contract import Asked, as_rpc
 from kit.services import LIGHT, LocalServer, Process, SteeredProcess, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, error_of, eventually

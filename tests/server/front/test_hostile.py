@@ -13,9 +13,9 @@ import pytest
 from chaos.clients import Load
 from kit.clients import IDL, Client
 from kit.monitored import cpu_seconds
+from kit.pictures import IEND, bmp, gif, idat, ihdr, png_of, saved, with_scans
 from kit.services import ROOT, Process
 from kit.waits import eventually
-from pictures import IEND, bmp, gif, idat, ihdr, png_of, saved, with_scans
 
 JPEG = (ROOT / "configs/demo/images/ring_00.jpg").read_bytes()
 MEBIBYTE = 2**20

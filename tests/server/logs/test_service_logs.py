@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from kit.clients import IDL, Client
+from kit.pictures import IEND, idat, ihdr, png_of
 from kit.services import DEMO, LIGHT, Process, steered
 from kit.waits import eventually
-from pictures import IEND, idat, ihdr, png_of
 
 import torchpipe_py
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torchpipe_server.wire.thrift_reader as module
+from fuzz.thrift_maker import FRAMINGS, IDL, apache_message, apache_protocol
 from thrift.Thrift import TApplicationException as ApacheException
 from thrift.Thrift import TType
 from thrift.transport.TTransport import TFramedTransport, TMemoryBuffer
-from thrift_maker import FRAMINGS, IDL, apache_message, apache_protocol
 from thriftpy2.thrift import TApplicationException, TPayload
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError

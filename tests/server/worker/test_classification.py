@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import HAS_GRPC
 from kit.clients import ask
+from kit.contract import HAS_GRPC
 from kit.services import LocalServer, serving
 from kit.waits import WAIT
 from test_service_oip import get

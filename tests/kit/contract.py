@@ -19,16 +19,16 @@ from urllib.parse import urlencode
 import numpy as np
 import thriftpy2
 import torch
-from engines import workers_of
-from kit.clients import IDL, Client, HttpClient
-from kit.services import ROOT, LocalServer
-from kit.steered import steering
-from kit.waits import WAIT
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server import Handler
 from torchpipe_server.methods.custom import CustomHandler
 
 import torchpipe_py.errors
+from kit.clients import IDL, Client, HttpClient
+from kit.engines import workers_of
+from kit.services import ROOT, LocalServer
+from kit.steered import steering
+from kit.waits import WAIT
 from torchpipe_py import NoResult, pipe
 from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.ray.arguments import Arguments

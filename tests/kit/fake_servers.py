@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
+
 from kit.clients import IDL
 from kit.peer import Call, ScriptedServer, Step, answer, fails, fails_undeclared, hang_up, reply, stall, trickle
 from kit.waits import WAIT, run
-
 from torchpipe_py.tools.load.run import main
 
 CLIENT_QPS = str(Path(__file__).resolve().parents[2] / "scripts" / "client_qps.py")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
-from training_data import RandomOffset, taken, write_images, write_toml
 
+from kit.training_data import RandomOffset, taken, write_images, write_toml
 from torchpipe_py.training import DistributedEvalSampler, TensorToTensor, TorchpipeLoader, wrap_dataloader_torchpipe
 
 RANKS = 2
