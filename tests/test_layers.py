@@ -34,6 +34,7 @@ PACKAGE = [
     "tools tools.report tools.statistics",
     "tools.options tools.compare_models tools.team",
     "proc.engine training tools.draw tools.export tools.load tools.doctor tools.watch",
+    "serving",
     "ray tools.from_triton tools.parity tools.quantize tools.tune",
     "cli",
 ]
@@ -45,15 +46,12 @@ TRAINING += ["workers", "loader workers.preload", "wrap"]
 """Within ``torchpipe_py.training``."""
 SCRIPTS = ["benchmarks examples.textures examples.shapes", "recipes", "examples"]
 
-SERVER_MAY_IMPORT = {
-    *("", "arguments", "cores", "errors", "idl", "malloc", "streams", "streams.boxes", "streams.config"),
-    *("wire", "wire.errors", "wire.infer", "wire.json_values", "wire.values"),
-    *("runtime.admission", "runtime.record.statistics", "tools.draw.render", "proc.child", "proc.engine", "plan.build"),
-    *("plan.config", "plan.folder", "plan.sharing", "registry", "runtime.record.pictures", "runtime.record.visits"),
-    *("methods.inference", "methods.many", "methods.oip.core", "methods.routes", "methods.rpc.wire"),
-    *("methods.timing", "methods.tracing", "wire.http"),
-}
-"""Of ``torchpipe_py``, whose public names are those of ""."""
+SEAM = {"", "serving", "methods.tracing", "methods.rpc.messages"}
+"""The modules of ``torchpipe_py`` that the service and Ray Serve may import.
+
+The public names are those of "". The last two are imported where their optional libraries are in use.
+"""
+RAY_SERVE = ["ray.serve", "ray.service"]
 
 
 def module_name(path: Path, folder: Path) -> str:
@@ -177,11 +175,23 @@ def test_heavy_libraries_are_imported_inside_functions() -> None:
             assert not heavy & {name.split(".")[0] for name in names}, path
 
 
-def test_the_server_imports_public_names_only() -> None:
+def of_package(path: Path) -> set[str]:
+    """The modules of ``torchpipe_py`` that the file imports."""
+    known = modules(ROOT / "torchpipe_py")
+    names = {name.partition(".")[2] for name in imported(path) if name.split(".")[0] == "torchpipe_py"}
+    return {name if name in known else name.rpartition(".")[0] for name in names}
+
+
+def test_service_imports_public_names_and_the_seam_only() -> None:
     for path in modules(ROOT / "server" / "torchpipe_server").values():
-        names = {name.partition(".")[2] for name in imported(path) if name.split(".")[0] == "torchpipe_py"}
-        wrong = {name for name in names if name not in SERVER_MAY_IMPORT}
-        assert {name for name in wrong if name.rpartition(".")[0] not in SERVER_MAY_IMPORT - {""}} == set(), path
+        assert of_package(path) <= SEAM, path
+
+
+def test_ray_serve_imports_public_names_and_the_seam_only() -> None:
+    package = modules(ROOT / "torchpipe_py")
+    for name in RAY_SERVE:
+        found = {one for one in of_package(package[name]) if one.split(".")[0] != "ray"}
+        assert found <= SEAM, name
 
 
 CALLS = """

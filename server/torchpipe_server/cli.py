@@ -17,7 +17,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from torchpipe_py.errors import ConfigError, TorchpipeError, counted
+from torchpipe_py import ConfigError, TorchpipeError
+from torchpipe_py.serving import counted
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
 from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
@@ -55,8 +56,7 @@ def _serve(options: Options) -> int:
     # NOTE: import these under the signal handler, because it takes a moment.
     import torchpipe_py
     from torchpipe_py import parse_folder, parse_toml
-    from torchpipe_py.idl import load_idl
-    from torchpipe_py.plan.config import used_backends
+    from torchpipe_py.serving import load_idl, used_backends
     from torchpipe_server.supervisor.forker import prepare_fork_server
     from torchpipe_server.supervisor.supervisor import Supervisor
 
@@ -199,8 +199,7 @@ def _fit(options: Options, files: int) -> Options:
 
 def _usual_workers(options: Options, tables: Any, files: int) -> int:
     """The default number of workers: the GIL lets one use a single core, but a custom handler may keep state."""
-    from torchpipe_py.cores import usable_cores
-    from torchpipe_py.plan.sharing import shared_nodes
+    from torchpipe_py.serving import shared_nodes, usable_cores
 
     has_copies = NVIDIA.exists() and not shared_nodes(tables)  # of models on the GPU
     workers = 1 if options.handler or has_copies else min(MOST_WORKERS, usable_cores())

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.serving import ArgumentParser
 
 MEBIBYTE = 2**20
 _SLOW = re.compile(r"slow:([0-9]{1,7}(?:\.[0-9]{1,3})?)")

@@ -10,7 +10,7 @@ from opentelemetry import trace
 from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # meant for distributions of OpenTelemetry
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
-from torchpipe_py.errors import ConfigError
+from torchpipe_py import ConfigError
 from torchpipe_py.methods.tracing import keep_fields_out_of_the_log
 
 

@@ -17,7 +17,7 @@ from kit.waits import WAIT, eventually
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
 
-import torchpipe_py.cores
+import torchpipe_py.serving
 
 
 def is_refused(port: int) -> bool:
@@ -191,7 +191,7 @@ def test_workers_by_default(
     flags: str, shared: bool, has_gpu: bool, cores: int, files: int, expected: int,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(torchpipe_py.cores, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torchpipe_py.serving, "usable_cores", lambda: cores)
     monkeypatch.setattr(cli, "NVIDIA", tmp_path if has_gpu else tmp_path / "none")
     options = parse_options(["x.toml", *flags.split()])
     assert options.workers == 0

@@ -13,14 +13,13 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from starlette.requests import Request
 from starlette.responses import Response
 
+from torchpipe_py import parse_toml
 from torchpipe_py.methods.rpc.messages import OIP, methods
-from torchpipe_py.plan.config import Tables, parse_toml
 from torchpipe_py.ray.arguments import Arguments, overridden, read_arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.resources import Resources, plan_replica, resources_of
 from torchpipe_py.ray.service import PipeReplica
-from torchpipe_py.registry import import_all
-from torchpipe_py.wire.http import HttpRequest
+from torchpipe_py.serving import HttpRequest, Tables, import_all
 
 RETRY_AFTER_SECONDS = 1.0
 HEALTH_SECONDS = 5.0
@@ -76,7 +75,9 @@ def _rpc(path: str) -> Any:
     async def answer(self: PipeDeployment, message: bytes, grpc_context: Any) -> Message:
         answer = await self.rpc(path, message, dict(grpc_context.invocation_metadata()))
         if answer.code is not None:
-            grpc_context.set_code(answer.code)
+            from grpc import StatusCode
+
+            grpc_context.set_code(StatusCode[answer.code])
             grpc_context.set_details(answer.text)
         grpc_context.set_trailing_metadata([(name.lower(), value) for name, value in answer.headers.items()])
         return Message(answer.data)

@@ -12,20 +12,32 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from torchpipe_py.errors import DeadlineExceeded, TorchpipeError, counted, log_failure, logger
-from torchpipe_py.methods.inference import Inference
-from torchpipe_py.methods.routes import Cancellable, Done, Routes, RpcRequest, Served, json_answer
-from torchpipe_py.methods.timing import timed
-from torchpipe_py.plan.config import Tables, parse_toml
+from torchpipe_py import DeadlineExceeded, TorchpipeError, parse_toml, pipe
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
-from torchpipe_py.registry import import_all
-from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.answers import failure
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import priority_in
-from torchpipe_py.wire.values import output_of
+from torchpipe_py.serving import (
+    Bound,
+    Cancellable,
+    Done,
+    HttpAnswer,
+    HttpRequest,
+    Inference,
+    ReplyTooLargeError,
+    RequestTooLargeError,
+    Routes,
+    RpcRequest,
+    Served,
+    Tables,
+    counted,
+    failure,
+    import_all,
+    json_answer,
+    log_failure,
+    logger,
+    output_of,
+    priority_in,
+    timed,
+)
 
 MOST_FIELDS = 2**12
 """Maximum fields of a gRPC message, the default of ``torchpipe-serve``."""
@@ -153,7 +165,7 @@ class PipeReplica:
 
     async def rpc(self, path: str, data: bytes, fields: Mapping[str, str]) -> Any:
         """The ``WireAnswer`` to a message over gRPC with this metadata; every error is an answer."""
-        from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
+        from torchpipe_py.serving import WireAnswer, parse_message
 
         served = self._served
         method = served.rpcs[path]

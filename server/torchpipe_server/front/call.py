@@ -7,8 +7,8 @@ from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
-from torchpipe_py.errors import DeadlineExceeded
-from torchpipe_py.methods.routes import Cancellable, Method
+from torchpipe_py import DeadlineExceeded
+from torchpipe_py.serving import Cancellable, Method
 from torchpipe_server.front.loop import Loop
 
 

@@ -10,8 +10,8 @@ from enum import Enum, auto
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import Overloaded, counted
-from torchpipe_py.methods.routes import OK, StreamSource
+from torchpipe_py import Overloaded
+from torchpipe_py.serving import OK, StreamSource, counted
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torchpipe_py.methods.routes import OK
-from torchpipe_py.runtime.record.statistics import PLACES, folded
+from torchpipe_py.serving import OK, PLACES, folded
 from torchpipe_server.logs.handler import REQUESTS
 
 logger = logging.getLogger(REQUESTS)

@@ -17,7 +17,7 @@ from multiprocessing import reduction
 from struct import Struct
 from typing import Any
 
-from torchpipe_py.wire.http import HttpRequest
+from torchpipe_py.serving import HttpRequest
 from torchpipe_server.wire.thrift import Framing, Message
 
 Request = Message | HttpRequest

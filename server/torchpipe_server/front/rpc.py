@@ -19,10 +19,8 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
-from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, Overloaded, counted
-from torchpipe_py.methods.routes import Method, Rpc, RpcRequest
-from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
-from torchpipe_py.wire.errors import Bound
+from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
+from torchpipe_py.serving import Bound, Method, Rpc, RpcRequest, WireAnswer, counted, parse_message
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
@@ -386,7 +384,7 @@ class _RequestStream:
 
 async def _abort(context: Any, answer: WireAnswer) -> None:
     """End the call with the answer's status; raises."""
-    await context.abort(answer.code, answer.text, tuple(answer.headers.items()))
+    await context.abort(grpc.StatusCode[answer.code], answer.text, tuple(answer.headers.items()))
 
 
 def keep_log_record(record: logging.LogRecord) -> bool:

@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable
 from time import monotonic
 
-from torchpipe_py.errors import Overloaded, counted
+from torchpipe_py import Overloaded
+from torchpipe_py.serving import counted
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import RequestCounters

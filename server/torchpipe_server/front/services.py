@@ -8,11 +8,23 @@ from typing import Any, NamedTuple
 
 from thriftpy2.thrift import TApplicationException
 
-from torchpipe_py.errors import InvalidRequest, Overloaded, TorchpipeError
-from torchpipe_py.methods.routes import OK, Method, Routes, Served, json_answer
-from torchpipe_py.wire import answers, errors
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, report
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError
+from torchpipe_py.serving import (
+    OK,
+    Bound,
+    HttpAnswer,
+    HttpRequest,
+    Method,
+    ReplyTooLargeError,
+    RouteError,
+    Routes,
+    Served,
+    answers,
+    describe_error,
+    errors,
+    json_answer,
+    report,
+)
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpError, HttpReader

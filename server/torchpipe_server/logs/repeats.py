@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import counted
+from torchpipe_py.serving import counted
 from torchpipe_server.logs.formats import message_of
 
 BURST = 50  # lines at once from one place in the code

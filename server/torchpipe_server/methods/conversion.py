@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from torchpipe_py import InvalidRequest, NoResult
-from torchpipe_py.wire import answers
-from torchpipe_py.wire import values as wire
-from torchpipe_py.wire.json_values import to_text
+from torchpipe_py.serving import answers, to_text
+from torchpipe_py.serving import values as wire
 
 _VALUE_FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 

@@ -11,11 +11,20 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from torchpipe_py import ConfigError, import_code, pipe
-from torchpipe_py.errors import nearest
-from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Route, json_answer, route, trace_fields
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import reason
-from torchpipe_py.wire.http import HttpAnswer
+from torchpipe_py.serving import (
+    OK,
+    Cancellable,
+    Done,
+    HttpAnswer,
+    Method,
+    Route,
+    answers,
+    json_answer,
+    nearest,
+    reason,
+    route,
+    trace_fields,
+)
 from torchpipe_server.front.services import METHODS
 
 Data = dict[str, Any]

@@ -6,12 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
-from torchpipe_py.methods.many import FairAdmission
-from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, TraceFields, trace_fields
-from torchpipe_py.runtime.admission import Deadlines
-from torchpipe_py.wire.errors import ReplyTooLargeError, report
-from torchpipe_py.wire.infer import priority_in, priority_of
-from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
+from torchpipe_py.serving import (
+    OK,
+    Cancellable,
+    Deadlines,
+    Done,
+    FairAdmission,
+    Method,
+    ReplyTooLargeError,
+    TraceFields,
+    check_name,
+    check_names,
+    output_of,
+    priority_in,
+    priority_of,
+    report,
+    size_of,
+    trace_fields,
+)
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
 

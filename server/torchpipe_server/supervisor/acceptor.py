@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from errno import EAGAIN, EMFILE, ENFILE, ENOBUFS, ENOMEM
 
-from torchpipe_py.errors import nearest
+from torchpipe_py.serving import nearest
 from torchpipe_server.front.loop import Loop
 
 logger = logging.getLogger("torchpipe_server")

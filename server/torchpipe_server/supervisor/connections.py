@@ -11,9 +11,8 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import TorchpipeError, WorkerDied
-from torchpipe_py.methods.routes import Done, Method, Routes
-from torchpipe_py.wire.http import HttpRequest
+from torchpipe_py import TorchpipeError, WorkerDied
+from torchpipe_py.serving import Done, HttpRequest, Method, Routes
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server, has_unread

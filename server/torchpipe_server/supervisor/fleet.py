@@ -8,8 +8,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import Overloaded, TorchpipeError
-from torchpipe_py.proc.child import describe_ending
+from torchpipe_py import Overloaded, TorchpipeError
+from torchpipe_py.serving import describe_ending
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED

@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
-from torchpipe_py.proc.child import ChildProcess, Joined
+from torchpipe_py.serving import ChildProcess, Joined
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options

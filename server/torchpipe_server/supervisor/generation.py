@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchpipe_py.errors import Overloaded, counted
-from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes
+from torchpipe_py import Overloaded
+from torchpipe_py.serving import counted, same_shared, shared_files, shared_nodes
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.forker import Role

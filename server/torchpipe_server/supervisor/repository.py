@@ -11,10 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from torchpipe_py.errors import ConfigError, Overloaded, nearest
-from torchpipe_py.plan.folder import Folder, find_models
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import describe_error
+from torchpipe_py import ConfigError, Overloaded
+from torchpipe_py.serving import Folder, answers, describe_error, find_models, nearest
 from torchpipe_server.supervisor.fleet import Fleet
 
 logger = logging.getLogger("torchpipe_server")

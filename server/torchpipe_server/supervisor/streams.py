@@ -8,10 +8,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchpipe_py import parse_toml
-from torchpipe_py.errors import TorchpipeError, counted, nearest
-from torchpipe_py.methods.routes import AnswerStream, Done, StreamSource
-from torchpipe_py.streams.config import read_streams
+from torchpipe_py import TorchpipeError, parse_toml
+from torchpipe_py.serving import AnswerStream, Done, StreamSource, counted, nearest, read_streams
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snapshot

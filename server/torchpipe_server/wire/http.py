@@ -9,7 +9,7 @@ import re
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from torchpipe_py.wire.http import HttpRequest
+from torchpipe_py.serving import HttpRequest
 from torchpipe_server.wire.errors import ProtocolError
 
 MAX_HEAD_BYTES = 8192

@@ -14,7 +14,7 @@ from thriftpy2.protocol import TBinaryProtocol, TCompactProtocol
 from thriftpy2.thrift import TApplicationException, TDecodeException
 from thriftpy2.transport import TMemoryBuffer
 
-from torchpipe_py.wire import answers
+from torchpipe_py.serving import answers
 from torchpipe_server.wire.errors import ProtocolError
 
 CALL, REPLY, EXCEPTION, ONEWAY = 1, 2, 3, 4

@@ -16,7 +16,7 @@ from typing import Any
 
 from thriftpy2.thrift import TType
 
-from torchpipe_py.errors import InvalidRequest
+from torchpipe_py import InvalidRequest
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.thrift import CALL, NAME_BYTES, ONEWAY, Framing, Message, detect

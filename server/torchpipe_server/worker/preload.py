@@ -40,14 +40,11 @@ with contextlib.suppress(ImportError):
 import cv2  # noqa: E402, F401
 import torch  # noqa: E402, F401
 
-import torchpipe_py.methods.inference  # noqa: E402
-import torchpipe_py.proc.engine  # noqa: E402
-import torchpipe_py.tools.draw.render  # noqa: E402, F401
 import torchpipe_server.front.server  # noqa: E402
 import torchpipe_server.methods.thrift  # noqa: E402
 import torchpipe_server.worker.worker  # noqa: E402, F401
 from torchpipe_py import Registry  # noqa: E402
-from torchpipe_py.idl import load_idl  # noqa: E402
+from torchpipe_py.serving import load_idl  # noqa: E402
 
 with contextlib.suppress(ImportError):
     import uvloop  # noqa: F401

@@ -7,19 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchpipe_py.methods.routes import Routes, Served
+from torchpipe_py.serving import Routes, Served
 from torchpipe_server.options import Options
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.methods.oip.core import Control
-    from torchpipe_py.plan.build import Pipeline
+    from torchpipe_py.serving import Control, Pipeline
 
 
 def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
     """The plan of the configuration, run by ``processes`` processes; options that override it change ``tables``."""
-    from torchpipe_py.plan.build import plan_pipeline
-    from torchpipe_py.plan.folder import Folder
+    from torchpipe_py.serving import Folder, plan_pipeline
 
     for each in tables.values() if isinstance(tables, Folder) else [tables]:
         if options.max_inflight:
@@ -33,14 +31,14 @@ def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
 
 def has_engine(options: Options, tables: Any) -> bool:
     """Whether an engine process runs the shared nodes of the configuration."""
-    from torchpipe_py.plan.sharing import shared_nodes
+    from torchpipe_py.serving import shared_nodes
 
     return options.workers > 1 and bool(shared_nodes(tables))
 
 
 def engine_processes(options: Options, tables: Any) -> int:
     """The number of engine processes, if there are shared nodes: at most one per worker."""
-    from torchpipe_py.plan.sharing import usual_engines
+    from torchpipe_py.serving import usual_engines
 
     each = options.engines or usual_engines(tables)
     return min(each * max(1, len(options.device_numbers)), options.workers)
@@ -64,9 +62,7 @@ def served_maker(options: Options, control: Control | None = None) -> Callable[[
 
 def usual_service(options: Options, run: pipe, control: Control | None = None) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
-    from torchpipe_py.idl import load_idl
-    from torchpipe_py.methods.inference import Inference
-    from torchpipe_py.wire.errors import Bound
+    from torchpipe_py.serving import Bound, Inference, load_idl
     from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.page import PageHandler
     from torchpipe_server.methods.thrift import InferenceHandler

@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from torchpipe_py.errors import TorchpipeError, describe
-from torchpipe_py.runtime.record.statistics import PLACES, folded
-from torchpipe_py.streams import Frame, Streams
-from torchpipe_py.streams.boxes import draw_boxes
+from torchpipe_py import TorchpipeError
+from torchpipe_py.serving import PLACES, Frame, Streams, describe, draw_boxes, folded
 from torchpipe_server.front.loop import Inbox, Loop, call_from_any_thread
 from torchpipe_server.worker.channel import Channel
 

@@ -21,9 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchpipe_py.cores import limit_threads
-from torchpipe_py.methods.timing import timed
-from torchpipe_py.plan.folder import Folder
+from torchpipe_py.serving import Folder, limit_threads, timed
 from torchpipe_server.front.counters import RequestCounters, log_request
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, every, new_loop
@@ -38,8 +36,7 @@ from torchpipe_server.worker.service import engine_processes, has_engine, make_p
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.plan.build import Pipeline
-    from torchpipe_py.proc.engine import EngineClient
+    from torchpipe_py.serving import EngineClient, Pipeline
     from torchpipe_server.front.rpc import RpcServer
     from torchpipe_server.worker.streams import WorkerStreams
 
@@ -181,7 +178,7 @@ class Worker:
         set_up_process(options)
         self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
-            from torchpipe_py.proc.engine import EngineClient, pipe_of_worker, watch_on
+            from torchpipe_py.serving import EngineClient, pipe_of_worker, watch_on
 
             self._engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
             wait_for_engine(self._engine, start)
@@ -305,7 +302,7 @@ class EngineProcess:
     """Serves the workers that the supervisor links to it, until the supervisor ends it."""
 
     def __init__(self, start: Start) -> None:
-        from torchpipe_py.proc.engine import EngineServer
+        from torchpipe_py.serving import EngineServer
 
         set_up_process(start.options)
         plan = make_plan(start.options, start.tables, engine_processes(start.options, start.tables))
@@ -337,8 +334,7 @@ class EngineProcess:
 
 def set_up_process(options: Options) -> None:
     """Import custom code, and tune libraries, Python and malloc for a process with a pipe."""
-    from torchpipe_py.malloc import keep_freed_memory
-    from torchpipe_py.registry import import_all
+    from torchpipe_py.serving import import_all, keep_freed_memory
 
     import_all(options.import_code)
     limit_threads()  # NOTE: after custom code, which may have set them
@@ -379,7 +375,7 @@ def _send_failed(sock: socket.socket, error: Exception) -> None:
 
 def _draw(plan: Pipeline) -> str:
     """The graph as SVG, empty if it cannot be drawn."""
-    from torchpipe_py.tools.draw.render import live_svg
+    from torchpipe_py.serving import live_svg
 
     try:
         return live_svg(plan)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import grpc
-
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.methods.routes import OK, Method
 from torchpipe_py.wire import answers
@@ -14,28 +12,31 @@ from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, code_of
 from torchpipe_py.wire.protobuf import check_fields
 
 _CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-    500: grpc.StatusCode.INTERNAL,
+    400: "INVALID_ARGUMENT",
+    404: "NOT_FOUND",
+    413: "INVALID_ARGUMENT",
+    422: "INVALID_ARGUMENT",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+    500: "INTERNAL",
 }
-"""Status codes by the status of the error over HTTP."""
-_OWN_CODES = {"not_served": grpc.StatusCode.UNIMPLEMENTED, "cancelled": grpc.StatusCode.CANCELLED}
+"""Names of ``grpc.StatusCode`` by the status of the error over HTTP."""
+_OWN_CODES = {"not_served": "UNIMPLEMENTED", "cancelled": "CANCELLED"}
 PUSHBACK, ERROR_CODE = "grpc-retry-pushback-ms", "error-code"
 """Trailing metadata of an error: when to retry, as gRPC's clients read it, and its code over HTTP."""
 
 
 class WireAnswer(NamedTuple):
-    """An answer as it is sent: ``code`` is None for a message, else the error's status, and ``text`` its message."""
+    """An answer as it is sent.
+
+    ``code`` is ``None`` for a message, else the name of the error's ``grpc.StatusCode``, and ``text`` its message.
+    """
 
     data: bytes
     headers: Mapping[str, str]
     outcome: str = OK
-    code: grpc.StatusCode | None = None
+    code: str | None = None
     text: str = ""
 
     @classmethod
@@ -56,7 +57,7 @@ def _refusal(error: BaseException) -> WireAnswer:
     failed = answers.failure(error)
     code, after = failed.body["code"], failed.body.get("retry_after_ms")
     headers = {ERROR_CODE: code} if after is None else {ERROR_CODE: code, PUSHBACK: str(after)}
-    status = _OWN_CODES.get(code) or _CODES.get(failed.status, grpc.StatusCode.INVALID_ARGUMENT)
+    status = _OWN_CODES.get(code) or _CODES.get(failed.status, "INVALID_ARGUMENT")
     return WireAnswer(b"", headers, code_of(error), status, answers.utf8_text(failed.body["error"]).decode())
 
 

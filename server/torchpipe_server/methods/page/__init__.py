@@ -14,14 +14,24 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import Overloaded, pipe
-from torchpipe_py.methods.oip.core import Model
-from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
-from torchpipe_py.runtime.admission import Deadlines
-from torchpipe_py.runtime.record.pictures import Picture
-from torchpipe_py.runtime.record.visits import Timeline
-from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import answer_of, priority_in, read_request
+from torchpipe_py.serving import (
+    JSON,
+    Bound,
+    Cancellable,
+    Deadlines,
+    Done,
+    HttpAnswer,
+    HttpRequest,
+    Model,
+    Picture,
+    Route,
+    Timeline,
+    answer_of,
+    json_answer,
+    priority_in,
+    read_request,
+    route,
+)
 from torchpipe_server.front.services import error_answer, reply_bound
 from torchpipe_server.options import Options
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
-from torchpipe_py.runtime.record.statistics import COUNTS
+from torchpipe_py.serving import COUNTS
 
 Figures = dict[str, Any]
 

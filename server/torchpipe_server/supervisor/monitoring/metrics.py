@@ -12,8 +12,7 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from torchpipe_py.runtime.record.statistics import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES
-from torchpipe_py.wire import answers
+from torchpipe_py.serving import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES, answers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

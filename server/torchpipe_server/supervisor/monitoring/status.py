@@ -14,11 +14,18 @@ from time import monotonic
 from typing import Any
 from urllib.parse import unquote
 
-from torchpipe_py.errors import nearest
-from torchpipe_py.methods.routes import Cancellable, Done, Routes, json_answer, route
-from torchpipe_py.wire import answers
-from torchpipe_py.wire.errors import RouteError
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.serving import (
+    Cancellable,
+    Done,
+    HttpAnswer,
+    HttpRequest,
+    RouteError,
+    Routes,
+    answers,
+    json_answer,
+    nearest,
+    route,
+)
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server

@@ -1,0 +1,169 @@
+"""What the service and Ray Serve use of this package, beside its public names.
+
+Two modules are imported where their optional libraries are in use: ``methods.tracing`` (OpenTelemetry) and
+``methods.rpc.messages`` (protobuf). Nothing else of the package is theirs.
+
+- A pipe of tables: ``plan_pipeline``, ``find_models``; nodes that processes share: ``shared_nodes``, ``EngineClient``.
+- Methods of a service and their routes: ``Inference``, ``Routes``, ``Served``; streams: ``Streams``.
+- Requests and answers as they are sent: ``read_request``, ``answers``, ``errors``, ``values``, ``WireAnswer``.
+- Processes, threads, logs: ``ChildProcess``, ``limit_threads``, ``describe``.
+- Statistics and pictures of a pipe: ``folded``, ``live_svg``.
+"""
+
+from torchpipe_py.arguments import ArgumentParser
+from torchpipe_py.cores import limit_threads, usable_cores
+from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
+from torchpipe_py.idl import load_idl
+from torchpipe_py.malloc import keep_freed_memory
+from torchpipe_py.methods.inference import Inference
+from torchpipe_py.methods.many import FairAdmission
+from torchpipe_py.methods.oip.core import Control, Model
+from torchpipe_py.methods.routes import (
+    JSON,
+    OK,
+    AnswerStream,
+    Cancellable,
+    Done,
+    Method,
+    Route,
+    Routes,
+    Rpc,
+    RpcRequest,
+    Served,
+    StreamSource,
+    TraceFields,
+    json_answer,
+    route,
+    trace_fields,
+)
+from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
+from torchpipe_py.methods.timing import timed
+from torchpipe_py.plan.build import Pipeline, plan_pipeline
+from torchpipe_py.plan.config import Tables, used_backends
+from torchpipe_py.plan.folder import Folder, find_models
+from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes, usual_engines
+from torchpipe_py.proc.child import ChildProcess, Joined, describe_ending
+from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
+from torchpipe_py.registry import import_all
+from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.record.pictures import Picture
+from torchpipe_py.runtime.record.statistics import (
+    BOUNDS_MS,
+    COUNTS,
+    NODE_COUNTERS,
+    NODE_GAUGES,
+    NODE_TIMES,
+    PLACES,
+    folded,
+)
+from torchpipe_py.runtime.record.visits import Timeline
+from torchpipe_py.streams import Frame, Streams
+from torchpipe_py.streams.boxes import draw_boxes
+from torchpipe_py.streams.config import read_streams
+from torchpipe_py.tools.draw.render import live_svg
+from torchpipe_py.wire import answers, errors, values
+from torchpipe_py.wire.answers import failure
+from torchpipe_py.wire.errors import (
+    Bound,
+    ReplyTooLargeError,
+    RequestTooLargeError,
+    RouteError,
+    describe_error,
+    reason,
+    report,
+)
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.infer import answer_of, priority_in, priority_of, read_request
+from torchpipe_py.wire.json_values import to_text
+from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
+
+__all__ = [
+    "BOUNDS_MS",
+    "COUNTS",
+    "JSON",
+    "NODE_COUNTERS",
+    "NODE_GAUGES",
+    "NODE_TIMES",
+    "OK",
+    "PLACES",
+    "AnswerStream",
+    "ArgumentParser",
+    "Bound",
+    "Cancellable",
+    "ChildProcess",
+    "Control",
+    "Deadlines",
+    "Done",
+    "EngineClient",
+    "EngineServer",
+    "FairAdmission",
+    "Folder",
+    "Frame",
+    "HttpAnswer",
+    "HttpRequest",
+    "Inference",
+    "Joined",
+    "Method",
+    "Model",
+    "Picture",
+    "Pipeline",
+    "ReplyTooLargeError",
+    "RequestTooLargeError",
+    "Route",
+    "RouteError",
+    "Routes",
+    "Rpc",
+    "RpcRequest",
+    "Served",
+    "StreamSource",
+    "Streams",
+    "Tables",
+    "Timeline",
+    "TraceFields",
+    "WireAnswer",
+    "answer_of",
+    "answers",
+    "check_name",
+    "check_names",
+    "counted",
+    "describe",
+    "describe_ending",
+    "describe_error",
+    "draw_boxes",
+    "errors",
+    "failure",
+    "find_models",
+    "folded",
+    "import_all",
+    "json_answer",
+    "keep_freed_memory",
+    "limit_threads",
+    "live_svg",
+    "load_idl",
+    "log_failure",
+    "logger",
+    "nearest",
+    "output_of",
+    "parse_message",
+    "pipe_of_worker",
+    "plan_pipeline",
+    "priority_in",
+    "priority_of",
+    "read_request",
+    "read_streams",
+    "reason",
+    "report",
+    "route",
+    "same_shared",
+    "shared_files",
+    "shared_nodes",
+    "size_of",
+    "timed",
+    "to_text",
+    "trace_fields",
+    "usable_cores",
+    "used_backends",
+    "usual_engines",
+    "values",
+    "watch_on",
+]
