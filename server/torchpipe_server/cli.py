@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from torchpipe_py import ConfigError, TorchpipeError
 from torchpipe_py.serving import counted
+from torchpipe_server.front.hosts import is_loopback
 from torchpipe_server.logs import set_up_logging
 from torchpipe_server.logs.handler import FLUSH_SECONDS
 from torchpipe_server.logs.stderr import open_standard_streams, print_line, take_over_stderr
@@ -73,13 +73,14 @@ def _serve(options: Options) -> int:
         raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring needs its own port")
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(options.host, options.port))
+        options = replace(options, host=listener.getsockname()[0])  # --host may be a name
         http = stack.enter_context(_listen(options.http_host, options.http_port)) if options.http_port >= 0 else None
         if http is not None:
             options = replace(options, http_port=http.getsockname()[1])
         if options.grpc_port >= 0:
             # NOTE: only reserved here: each worker listens there itself.
             rpc = stack.enter_context(reserve(listener, options.grpc_port))
-            options = replace(options, host=rpc.getsockname()[0], grpc_port=rpc.getsockname()[1])
+            options = replace(options, grpc_port=rpc.getsockname()[1])
         idl = None if options.handler else load_idl()
         supervisor = Supervisor(listener, options, tables, lambda: read(options.config), idl)
         if http is not None:
@@ -140,7 +141,7 @@ def _start_lines(options: Options, listener: socket.socket, http: socket.socket 
 
 
 def _is_local(listener: socket.socket) -> bool:
-    return ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+    return is_loopback(listener.getsockname()[0])
 
 
 def _address(listener: socket.socket) -> str:

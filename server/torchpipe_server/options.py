@@ -34,6 +34,12 @@ class Options:
         -1, f"port for monitoring: {', '.join(MONITORING_PATHS)}; 0: any free one; -1: none", -1, 65535
     )
     http_host: str = _option("127.0.0.1", "monitoring: address that --http-port is opened on")
+    allowed_hosts: str = _option(
+        "",
+        "names that HTTP requests may be addressed to, separated by commas, * for any part; besides IP addresses, "
+        "names without a dot and *.localhost. Without names, any host will do where a port is not on loopback, but "
+        "not for loading and unloading models",
+    )
     grpc_port: int = _option(
         -1, "port of the Open Inference Protocol over gRPC, at --host; 0: any free one; -1: none", -1, 65535
     )

@@ -103,12 +103,14 @@ def trace_headers(request: Any) -> TraceFields:
 class Route:
     """A path and its method, which takes an ``HttpRequest`` and answers with an ``HttpAnswer``.
 
-    ``path`` may have parts in braces, ``/models/{name}``.
+    ``path`` may have parts in braces, ``/models/{name}``. ``changes_service``: other requests are answered differently
+    after it, so it is never answered under a host name that is not allowed.
     """
 
     verb: str
     path: str
     method: Method
+    changes_service: bool = False
 
     @cached_property
     def label(self) -> str:
@@ -236,16 +238,18 @@ class Served(NamedTuple):
 
 def route(
     verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None], is_traced: bool | None = None,
-    is_streamed: bool = False,
+    is_streamed: bool = False, changes_service: bool = False,
 ) -> Route:  # fmt: skip
     """A route whose ``start`` calls ``done`` with an ``HttpAnswer``, or with an exception.
 
-    ``is_traced``: whether it runs the pipe; by default all routes but those of GET. ``is_streamed``: see ``Method``.
+    ``is_traced``: whether it runs the pipe; by default all routes but those of GET. ``is_streamed``: see ``Method``,
+    ``changes_service``: see ``Route``.
     """
 
     fields = trace_headers if is_traced or (is_traced is None and verb != "GET") else None
     name = lambda request: request.fields.get("x-request-id", "")  # noqa: E731
-    return Route(verb, path, Method(HttpRequest, start, request_id=name, trace_fields=fields, is_streamed=is_streamed))
+    method = Method(HttpRequest, start, request_id=name, trace_fields=fields, is_streamed=is_streamed)
+    return Route(verb, path, method, changes_service)
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:

@@ -11,6 +11,7 @@ from torchpipe_py.wire.errors import ReplyTooLargeError, RouteError, report
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 STATUSES = {
+    "forbidden": 403,
     "not_found": 404,
     "unknown_node": 404,
     "method_not_allowed": 405,

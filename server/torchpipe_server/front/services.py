@@ -25,6 +25,7 @@ from torchpipe_py.serving import (
     json_answer,
     report,
 )
+from torchpipe_server.front.hosts import HostGuard
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpError, HttpReader
@@ -122,16 +123,18 @@ class HttpService:
     """Routes called by HTTP requests, for all connections. ``reply`` is for any thread, the rest for one.
 
     ``headers`` are added to each answer; ``failure`` turns an error into an answer. ``other`` is called for a request
-    without a route.
+    without a route. ``guard`` refuses requests to names of others.
     """
 
     def __init__(
         self, routes: Routes, body_bytes: int, reply_bytes: int, methods: frozenset[str] = METHODS,
         headers: Mapping[str, str] | None = None,
         failure: Callable[[HttpRequest, BaseException], HttpAnswer] | None = None, other: Method | None = None,
+        guard: HostGuard | None = None,
     ) -> None:  # fmt: skip
         self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
         self._methods, self._headers, self._failure, self._other = methods, headers, failure, other
+        self._guard = guard or HostGuard("")
 
     def reader(self) -> HttpReader:
         """A reader that splits the bytes of a new connection into requests."""
@@ -139,12 +142,15 @@ class HttpService:
 
     def decode(self, request: HttpRequest) -> tuple[Method, HttpRequest]:
         """The method that the request calls, and the request. Raises what is wrong with it."""
+        self._guard.check(request)
         try:
             route, request.parameters = self._routes.find(request)
         except RouteError as error:
             if self._other is None or request.error is not None:
                 raise request.error or error from None
             return self._other, request
+        if route.changes_service:
+            self._guard.check(request, is_change=True)
         request.label = route.label
         if request.error is not None:
             raise request.error
@@ -205,5 +211,10 @@ def services_of(served: Served, options: Options) -> Services:
     """The protocols of what is served, within the limits of the options."""
     return Services(
         ThriftService(served.methods, options),
-        HttpService(served.routes, options.max_message_bytes, options.max_reply_bytes),
+        HttpService(
+            served.routes,
+            options.max_message_bytes,
+            options.max_reply_bytes,
+            guard=HostGuard(options.host, options.allowed_hosts),
+        ),
     )

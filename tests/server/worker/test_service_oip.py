@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.clients import IDL, Client, HttpClient, ask
+from kit.clients import IDL, Client, HttpClient, ask, fetch
 from kit.monitored import Monitored
 from kit.services import LIGHT, LocalServer, serving, steered
 from kit.steered import FILE, Steered
@@ -279,6 +279,8 @@ def test_data_port_loads_models_with_repository_control(tmp_path: Path) -> None:
         assert index(service, b'{"ready": true}') == [served("a")]
         assert ask(service.port, b'{"ready": 1}', INDEX)[0] == ask(service.port, b"[" * 10_000, INDEX)[0] == 400
         assert ask(service.port, b"{}", f"{path}/load", Origin="http://other.example")[0] == 404
+        assert ask(service.port, b"{}", f"{path}/load", Host="other.example")[0] == 403
+        assert fetch(service.http_port, f"{path}/load", "POST", Host="other.example").status == 403
 
 
 def test_requests_that_need_the_supervisor_are_answered_once_it_is_gone(tmp_path: Path) -> None:

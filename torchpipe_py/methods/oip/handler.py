@@ -44,7 +44,13 @@ class OipHandler:
             route("GET", "/v2/models/stats", _known(lambda request: core.statistics())),
             route("POST", "/v2/repository/index", self._index, is_traced=False),
             *[
-                route("POST", f"/v2/repository/models/{{model}}/{action}", partial(self._control, action), False)
+                route(
+                    "POST",
+                    f"/v2/repository/models/{{model}}/{action}",
+                    partial(self._control, action),
+                    False,
+                    changes_service=True,
+                )
                 for action in ("load", "unload")
                 if core.control is not None
             ],

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,6 +24,7 @@ from torchpipe_py.serving import (
     nearest,
     route,
 )
+from torchpipe_server.front.hosts import ForbiddenError, HostGuard
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server
@@ -56,8 +55,9 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-_PROBES = ("/live", "/ready")
+_PROBES = frozenset({"/live", "/ready"})
 _EVENTS = "/streams/{name}/events"
+_INDEX = "/v2/repository/index"
 _INFERENCE = ("/infer", "/openapi.json", "/v2")
 
 
@@ -73,7 +73,6 @@ class StatusServer:
         self._service, self._most = service, most
         self._elsewhere = f"this port is for monitoring, images go to --port {images_port}"
         host, self.port = listener.getsockname()[:2]
-        self._is_local = ip_address(host.partition("%")[0]).is_loopback
         self._figures: dict[str, Any] = {}
         self._made: dict[str, HttpAnswer] = {}  # from these figures
         self._fresh_until = 0.0
@@ -98,8 +97,12 @@ class StatusServer:
         if service.repository is not None:
             self._methods, body_bytes = METHODS | {"POST"}, CONTROL_BYTES
             paths = _repository_paths(service.repository)
-            routes += [route("POST", path, partial(self._answer, start)) for path, start in paths.items()]
-        http = HttpService(Routes(routes), body_bytes, REPLY_BYTES, self._methods, _HEADERS, self._failure)
+            routes += [
+                route("POST", path, partial(self._answer, start), changes_service=path != _INDEX)
+                for path, start in paths.items()
+            ]
+        guard = HostGuard(host, options.allowed_hosts, _PROBES)
+        http = HttpService(Routes(routes), body_bytes, REPLY_BYTES, self._methods, _HEADERS, self._failure, guard=guard)
         limits = replace(options, message_seconds=REQUEST_SECONDS, idle_seconds=REQUEST_SECONDS, log_requests="none")
         self._server = Server(loop, Services(http, http), limits, lambda slot, is_closed: None)
         self._acceptor = Acceptor(loop, listener, self._take, self._server.close_slowest)
@@ -117,14 +120,9 @@ class StatusServer:
             self._server.adopt(sock, 0, Entry(memoryview(bytearray(SLOT_BYTES)), 0))
 
     def _answer(self, start: Callable[[HttpRequest, Done], Any], request: HttpRequest, done: Done) -> Any:
-        is_of_other_page = request.method == "POST" and request.is_of_other_page
-        if is_of_other_page or (request.path not in _PROBES and self._refuses(request)):
-            done(_FOREIGN)
-            return None
+        if request.method == "POST" and request.is_of_other_page:
+            raise ForbiddenError("pages of other origins load and unload nothing")
         return start(request, done)
-
-    def _refuses(self, request: HttpRequest) -> bool:
-        return self._is_local and _is_foreign(request.host)
 
     def _graph(self) -> HttpAnswer:
         drawing = self._service.graph
@@ -165,8 +163,6 @@ class StatusServer:
     def _failure(self, request: HttpRequest, error: BaseException) -> HttpAnswer:
         """An error as plain text, since the port is for people and probes."""
         path = request.path[:80]
-        if isinstance(error, RouteError) and self._refuses(request):
-            return _FOREIGN
         if isinstance(error, RouteError) and not error.allowed:
             hint = self._elsewhere if path.startswith(_INFERENCE) else nearest(path, self._paths)
             return _text(404, f"no {path}; {hint}")
@@ -192,7 +188,7 @@ def _repository_paths(repository: Repository) -> Mapping[str, Callable[[HttpRequ
         repository.control(action, name, lambda status, body: done(json_answer(body, status)))
 
     return {
-        "/v2/repository/index": lambda _, done: done(json_answer(repository.index())),
+        _INDEX: lambda _, done: done(json_answer(repository.index())),
         "/v2/repository/models/{model}/load": partial(control, "load"),
         "/v2/repository/models/{model}/unload": partial(control, "unload"),
     }
@@ -211,20 +207,5 @@ def _file(name: str, kind: str) -> HttpAnswer:
     return HttpAnswer(200, f"{kind}; charset=utf-8", (_PAGE / name).read_bytes())
 
 
-def _is_foreign(host: str) -> bool:
-    """Whether the host is a DNS name, through which a web page could reach this port (DNS rebinding)."""
-    name = re.sub(r":\d*$", "", host).lower().rstrip(".")
-    if "." not in name or name.startswith("[") or name.endswith(".localhost"):
-        return False
-    try:
-        ip_address(name)
-    except ValueError:
-        return True
-    return False
-
-
 def _text(status: int, text: str) -> HttpAnswer:
     return HttpAnswer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
-
-
-_FOREIGN = _text(421, "this port only answers requests addressed to localhost; --http-host opens it to others")
