@@ -20,12 +20,6 @@ exception InferenceError {
     3: optional i32 retry_after_ms,     // when a repetition may succeed, for "overloaded" and "unavailable"
 }
 
-// One item of infer_many: exactly one of the two fields is set.
-struct InferenceOutcome {
-    1: optional InferenceResult result,
-    2: optional InferenceError error,
-}
-
 // An array in C order, little-endian.
 struct Tensor {
     1: required string dtype,           // NumPy's name: "uint8", "float32", "int64", ...
@@ -34,7 +28,7 @@ struct Tensor {
 }
 
 // A value of the request's dict: exactly one field is set. Dicts and lists of plain values (boxes, say) come back as
-// text, in JSON.
+// text, in JSON; InferResponse.json names them.
 union Value {
     1: Tensor tensor,
     2: binary bytes,
@@ -60,13 +54,24 @@ struct InferRequest {
 struct InferResponse {
     1: required string uuid,
     2: required map<string, Value> outputs,
+    3: optional list<string> json,           // keys of outputs whose text is JSON
+}
+
+// One item of infer_many: exactly one of the three fields is set.
+struct InferenceOutcome {
+    1: optional InferenceResult result,      // of one of params
+    2: optional InferenceError error,
+    3: optional InferResponse response,      // to one of inputs
 }
 
 service InferenceService {
     void ping(),
     InferenceResult infer_batch(1: InferenceParams params) throws (1: InferenceError error),
+    // params are images for a classifier. In their place, inputs are the inputs of requests to any pipeline, as
+    // InferRequest has them; outputs, node_name and uuid are for all of these.
     list<InferenceOutcome> infer_many(1: list<InferenceParams> params, 2: i32 deadline_ms, 3: string traceparent,
-                                      4: string tracestate, 5: i32 priority)
+                                      4: string tracestate, 5: i32 priority, 6: list<map<string, Value>> inputs,
+                                      7: list<string> outputs, 8: string node_name, 9: string uuid)
         throws (1: InferenceError error),
     InferResponse infer(1: InferRequest request) throws (1: InferenceError error),
 }

@@ -82,6 +82,46 @@ def test_each_image_of_a_list_has_an_outcome():
         assert client.infer_many([], deadline_ms=1) == []
 
 
+def request(text: str) -> dict[str, Any]:
+    return {"data": IDL.Value(text=text)}
+
+
+WRONG_MANY = {
+    "params or inputs": ({"params": [IDL.InferenceParams(uuid="", data=b"")], "inputs": [request("a")]}, "not both"),
+    "too many": ({"inputs": [request("a")] * 3}, "3 requests in one call; the limit is 2 (--max-batch)"),
+    "outputs of images": ({"params": [], "outputs": ["result"]}, "outputs and node_name are for 'inputs'"),
+    "a long key": ({"inputs": [{"x" * 5000: IDL.Value(integer=1)}]}, "a name of 5000 characters"),
+    "a long uuid": ({"inputs": [], "uuid": "x" * 5000}, "a name of 5000 characters"),
+    "an empty value": ({"inputs": [{"data": IDL.Value()}]}, "exactly one field set"),
+    "neither": ({}, "'params' is missing"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MANY)
+def test_wrong_lists_of_inputs_are_invalid_requests(name: str) -> None:
+    args, said = WRONG_MANY[name]
+    with steered(max_batch=2) as server, Client(server.port) as client:
+        error = client.error_of("infer_many", **args)
+        assert (error.code, said in error.message) == ("invalid_request", True), error.message
+
+
+@every_framing
+def test_each_input_of_a_list_has_an_outcome(framed, compact):
+    with steered() as server, Client(server.port, framed, compact) as client:
+        ok, failed = client.call("infer_many", inputs=[request("ab"), request("raise")], uuid="u")
+        assert (ok.result, ok.error, failed.response, failed.error.code) == (None, None, None, "backend_error")
+        assert (ok.response.uuid, ok.response.json) == ("u", ["result"])
+        assert ok.response.outputs["label"].text == "ab"
+
+
+def test_responses_of_a_list_are_bounded_together() -> None:
+    with steered(max_reply_bytes=2**16) as server, Client(server.port) as client:
+        inputs = [{"data": IDL.Value(tensor=tensor(np.zeros(2**14, np.uint8)).tensor)}] * 8
+        outcomes = client.call("infer_many", inputs=inputs)
+        codes = Counter(one.error and one.error.code for one in outcomes)
+        assert codes == {None: 3, "too_large": 5}
+
+
 # -- deadlines ------------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,7 @@ def to_label_and_score(result: Any, score: Any = None) -> tuple[str, float]:
             result = int(values.argmax()), exponentials.max() / exponentials.sum()
         else:
             raise NoResult(
-                f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer or POST /infer"
+                f"the result is a {type(result).__name__}, not (label, score) or logits 1xC; call infer, "
+                "infer_many with inputs, or POST /infer"
             )
     return str(result[0]), wire.finite("score", result[1])

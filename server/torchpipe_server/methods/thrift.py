@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
+from torchpipe_py.methods.many import Outcome
 from torchpipe_py.serving import (
     OK,
     Cancellable,
@@ -17,6 +19,7 @@ from torchpipe_py.serving import (
     TraceFields,
     check_name,
     check_names,
+    counted,
     output_of,
     priority_in,
     priority_of,
@@ -26,6 +29,8 @@ from torchpipe_py.serving import (
 )
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.methods.conversion import to_label_and_score, to_python, to_values
+
+VALUE_BYTES = 128  # of a value in a response, besides its key and content
 
 
 class InferenceHandler:
@@ -50,7 +55,7 @@ class InferenceHandler:
             ),
             "infer_many": self._method(
                 "infer_many", self._infer_many,
-                lambda args: ",".join([item.uuid[:64] for item in _given(args, "params")[:8]]), trace_fields,
+                lambda args: args.uuid or ",".join([item.uuid[:64] for item in (args.params or ())[:8]]), trace_fields,
             ),
             "infer": self._method(
                 "infer", self._infer, lambda args: _given(args, "request").uuid,
@@ -78,30 +83,63 @@ class InferenceHandler:
         return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.seconds())
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
-        params = _given(args, "params")
-        if len(params) > self._max_batch:
-            raise InvalidRequest(f"{len(params)} images in one call; the limit is {self._max_batch} (--max-batch)")
-        result_type, outcome_type = self._service.infer_many_result, self._idl.InferenceOutcome
+        items, outcome = self._images(args) if args.inputs is None else self._requests(args)
+        priority = priority_of(args.priority or 0)
+        if priority:
+            for data in items:
+                data["priority"] = priority
+        seconds = self._deadlines.seconds(args.deadline_ms, priority, args.node_name)
+        result_type = self._service.infer_many_result
+        return self._admission.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
+
+    def _images(self, args: Any) -> tuple[list[dict[str, Any]], Outcome]:
+        """The requests of a call with ``params``, and what makes their ``InferenceOutcome``."""
+        params, outcome_type = _given(args, "params"), self._idl.InferenceOutcome
+        self._check_batch(len(params), "image")
+        if args.outputs is not None or args.node_name is not None:
+            raise InvalidRequest("outputs and node_name are for 'inputs', not for 'params'")
 
         def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
             result, error = self._outcome(data, error)
             return outcome_type(result, None if error is None else self._to_error(error))
 
-        priority = priority_of(args.priority or 0)
-        more = {"priority": priority} if priority else {}
-        items = [{"data": item.data, **more} for item in params]
-        seconds = self._deadlines.seconds(args.deadline_ms, priority)
-        return self._admission.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
+        return [{"data": item.data} for item in params], outcome
+
+    def _requests(self, args: Any) -> tuple[list[dict[str, Any]], Outcome]:
+        """The same of a call with ``inputs``; its responses together are as large as one may be."""
+        if args.params:
+            raise InvalidRequest("'params' or 'inputs', not both")
+        self._check_batch(len(args.inputs), "request")
+        keys, uuid, outcome_type = _keys(args.outputs), args.uuid or "", self._idl.InferenceOutcome
+        check_name("uuid", uuid)
+        items = [_data(inputs, args.node_name) for inputs in args.inputs]
+        left, lock = self._reply.bytes, threading.Lock()
+
+        def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
+            nonlocal left
+            try:
+                if error is not None:
+                    raise error
+                response, size = self._response(uuid, data, keys)
+                with lock:
+                    left -= size
+                if left < 0:
+                    raise ReplyTooLargeError(self._reply.bytes - left, self._reply, "; send fewer inputs in a call")
+                return outcome_type(response=response)
+            except BaseException as failure:
+                return outcome_type(error=self._to_error(failure))
+
+        return items, outcome
+
+    def _check_batch(self, size: int, what: str) -> None:
+        if size > self._max_batch:
+            raise InvalidRequest(f"{counted(size, what)} in one call; the limit is {self._max_batch} (--max-batch)")
 
     def _infer(self, args: Any, done: Done) -> Cancellable:
         request = _given(args, "request")
-        keys = list(dict.fromkeys(request.outputs or ["result"]))
+        keys = _keys(request.outputs)
         check_name("uuid", request.uuid)
-        check_names("inputs", request.inputs)
-        check_names("outputs", keys)
-        data = {key: to_python(value) for key, value in request.inputs.items()}
-        if request.node_name is not None:
-            data["node_name"] = request.node_name
+        data = _data(request.inputs, request.node_name)
         if request.priority is not None:
             data["priority"] = priority_of(request.priority)
         uuid, result_type = request.uuid, self._service.infer_result
@@ -110,7 +148,7 @@ class InferenceHandler:
             try:
                 if error is not None:
                     raise error
-                result = result_type(success=self._idl.InferResponse(uuid=uuid, outputs=self._outputs(data, keys)))
+                result = result_type(success=self._response(uuid, data, keys)[0])
             except BaseException as failure:
                 result = failure
             done(result)
@@ -118,7 +156,8 @@ class InferenceHandler:
         seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data), data.get("node_name"))
         return self._pipe.dispatch(data, finish, seconds)
 
-    def _outputs(self, data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    def _response(self, uuid: str, data: dict[str, Any], keys: list[str]) -> tuple[Any, int]:
+        """The ``InferResponse`` with the values under ``keys``, and about how many bytes it has."""
         values = {key: output_of(data, key) for key in keys}
         size = sum(map(size_of, values.values()))
         if size > self._reply.bytes:
@@ -126,7 +165,9 @@ class InferenceHandler:
         outputs: dict[str, Any] = {}
         for key, value in values.items():
             outputs.update(to_values(self._idl, key, value))
-        return outputs
+        json = [key for key, value in values.items() if outputs[key].text is not None and not isinstance(value, str)]
+        size += sum(len(outputs[key].text) for key in json) + sum(len(key) + VALUE_BYTES for key in outputs)
+        return self._idl.InferResponse(uuid=uuid, outputs=outputs, json=json or None), size
 
     def _outcome(self, data: dict[str, Any], error: BaseException | None) -> tuple[Any, BaseException | None]:
         """The ``InferenceResult``, or the error in its place."""
@@ -141,6 +182,22 @@ class InferenceHandler:
     def _to_error(self, error: BaseException) -> Any:
         code, text = report(error)
         return self._idl.InferenceError(code=code, message=text, retry_after_ms=getattr(error, "retry_after_ms", None))
+
+
+def _keys(outputs: list[str] | None) -> list[str]:
+    """The keys wanted back, each once."""
+    keys = list(dict.fromkeys(outputs or ["result"]))
+    check_names("outputs", keys)
+    return keys
+
+
+def _data(inputs: Mapping[str, Any], node_name: str | None) -> dict[str, Any]:
+    """The dict of a request with these ``Value``s."""
+    check_names("inputs", inputs)
+    data = {key: to_python(value) for key, value in inputs.items()}
+    if node_name is not None:
+        data["node_name"] = node_name
+    return data
 
 
 def _given(args: Any, name: str) -> Any:
