@@ -27,11 +27,12 @@ class AsyncConnection(BaseConnection, asyncio.Protocol):
         self._reader = FrameReader()
         self._answer: asyncio.Future[bytes] | None = None
 
-    async def exchange(self, call: Call[Any]) -> Any:
+    async def exchange(self, call: Call[Any]) -> ClientError | None:
         """Like ``Connection.exchange``."""
         frame = self._encode(call)
         with self._exchanging():
-            return decode_reply(call.method, self._sequence, await self._transfer(frame, call.attempts))
+            message = await self._transfer(frame, call.attempts)
+            return call.take(decode_reply(call.method, self._sequence, message))
 
     def close(self) -> None:
         if self.is_open:
@@ -177,7 +178,7 @@ class AsyncClient(BaseClient[AsyncPool]):
         while True:
             try:
                 async with self._pool.connection(call.attempts) as connection:
-                    error = call.take(await connection.exchange(call))
+                    error = await connection.exchange(call)
             except ClientError as failure:
                 error = failure
             delay = None if error is None else call.attempts.delay_after(error)

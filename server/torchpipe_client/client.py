@@ -8,8 +8,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torchpipe_client.connection import BasePool, Pool
-from torchpipe_client.core import Address, Attempts, Call, Infer, InferBatch, InferMany, Limits, trace_fields
-from torchpipe_client.errors import ClientError, InferenceError
+from torchpipe_client.core import (
+    Address,
+    Attempts,
+    Call,
+    Infer,
+    InferBatch,
+    InferMany,
+    InferManyOutputs,
+    Limits,
+    trace_fields,
+)
+from torchpipe_client.errors import ClientError, InvalidRequest
 from torchpipe_client.values import Result
 
 T = TypeVar("T")
@@ -71,20 +81,30 @@ class Client(BaseClient[Pool]):
 
     def infer_many(
         self,
-        images: Iterable[bytes],
+        images: Iterable[bytes | Mapping[str, Any]],
         *,
+        outputs: Iterable[str] | None = None,
+        node_name: str | None = None,
         deadline_ms: int | None = None,
         priority: int = 0,
         timeout: float | None = None,
         uuid: str = "",
         traceparent: str | None = None,
-    ) -> list[Result | InferenceError]:
-        """A result or an error for each of the encoded images; raises if the whole call fails.
+    ) -> list[Any]:
+        """A result or an ``InferenceError`` for each of the images; raises if the whole call fails.
 
-        With ``priority`` 1 they run when no request of the normal priority 0 waits.
+        Encoded images of a classifier have a ``Result`` each. Any pipeline runs if ``images`` are dicts of inputs as
+        ``infer`` has them, or if ``outputs`` or ``node_name`` is given; then each result is a dict with the keys that
+        ``outputs`` names, by default ``result``. With ``priority`` 1 they run when no request of the normal priority 0
+        waits.
         """
         attempts, trace = Attempts(self._limits, timeout, deadline_ms), trace_fields(traceparent)
-        return self._run(InferMany["list[Result | InferenceError]"](attempts, images, uuid, trace, priority=priority))
+        if isinstance(images, (bytes, str, Mapping)):
+            raise InvalidRequest(f"images: expected a list of bytes or dicts, got {type(images).__name__}")
+        items = list(images)
+        if outputs is None and node_name is None and not any(isinstance(item, Mapping) for item in items):
+            return self._run(InferMany["list[Any]"](attempts, items, uuid, trace, priority=priority))
+        return self._run(InferManyOutputs["list[Any]"](attempts, items, outputs, node_name, uuid, trace, priority))
 
     def infer(
         self,
@@ -101,8 +121,8 @@ class Client(BaseClient[Pool]):
         """Run any pipeline: ``inputs`` are entries of the request's dict; returns the keys that ``outputs`` names.
 
         Values are bytes, text, numbers, NumPy arrays (``bool``, ``uint8``, ``int8`` to ``int64``, ``float16`` to
-        ``float64``, of any shape) and lists of arrays. Dicts and lists are returned as JSON text. By default
-        ``outputs`` is ``result``.
+        ``float64``, of any shape) and lists of arrays; results may also be dicts and lists, tuples are lists then. By
+        default ``outputs`` is ``result``.
         """
         attempts = Attempts(self._limits, timeout, deadline_ms)
         return self._run(Infer(attempts, inputs, outputs, node_name, uuid, trace_fields(traceparent), priority))
@@ -121,7 +141,7 @@ class Client(BaseClient[Pool]):
         while True:
             try:
                 with self._pool.connection(call.attempts) as connection:
-                    error = call.take(connection.exchange(call))
+                    error = connection.exchange(call)
             except ClientError as failure:
                 error = failure
             delay = None if error is None else call.attempts.delay_after(error)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from torchpipe_client.contract import FrameReader, decode_reply, encode_call
 from torchpipe_client.core import Address, Attempts, Call
-from torchpipe_client.errors import ClientClosed, ConnectionLost, InferenceError, not_connected
+from torchpipe_client.errors import ClientClosed, ClientError, ConnectionLost, InferenceError, not_connected
 
 IDLE_SECONDS = 60.0
 """A connection unused for longer is closed: a firewall or NAT in between may have dropped it silently."""
@@ -23,7 +23,7 @@ _PIECE = 256 * 1024
 
 
 class BaseConnection:
-    """Serves one call at a time; closed after a call without a complete answer."""
+    """Serves one call at a time; closed after a call without a complete and valid answer."""
 
     def __init__(self, address: Address) -> None:
         self._address, self._sequence = address, 0
@@ -45,7 +45,7 @@ class BaseConnection:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Close the connection after an incomplete answer, or an error after which the service closes it."""
+        """Close the connection after a bad or incomplete answer, or an error after which the service closes it."""
         try:
             yield
         except BaseException as error:  # also an interrupt: a late answer must not reach the next call
@@ -105,15 +105,15 @@ class Connection(BaseConnection):
         super().__init__(address)
         self._sock = _connect(address, tls, attempts)
 
-    def exchange(self, call: Call[Any]) -> Any:
-        """Send the call's next attempt and return the answer.
+    def exchange(self, call: Call[Any]) -> ClientError | None:
+        """Send the call's next attempt and have it take the answer; returns what ``Call.take`` does.
 
         Raises ``InferenceError``, after which the connection may stay open, ``ConnectionLost``, ``TimedOut``,
         ``BadReply``.
         """
         frame = self._encode(call)
         with self._exchanging():
-            return decode_reply(call.method, self._sequence, self._transfer(frame, call.attempts))
+            return call.take(decode_reply(call.method, self._sequence, self._transfer(frame, call.attempts)))
 
     def is_usable(self) -> bool:
         """Whether it is still open and has no unexpected data."""
@@ -135,8 +135,10 @@ class Connection(BaseConnection):
     def _transfer(self, frame: bytes, attempts: Attempts) -> bytes:
         reader, cause = FrameReader(), None
         try:
-            self._sock.settimeout(attempts.left())
-            self._sock.sendall(frame)
+            unsent = memoryview(frame)
+            while unsent:  # NOTE: ``sendall`` of TLS gives each record the whole timeout
+                self._sock.settimeout(attempts.left())
+                unsent = unsent[self._sock.send(unsent) :]
         except TimeoutError:
             raise attempts.timed_out() from None
         except OSError as error:
@@ -171,6 +173,7 @@ def _connect(address: Address, tls: ssl.SSLContext | None, attempts: Attempts) -
             sock.settimeout(max(0.001, until - time.monotonic()))
             sock.connect(place)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(max(0.001, until - time.monotonic()))
             return sock if tls is None else tls.wrap_socket(sock, server_hostname=address.host)
         except BaseException as error:
             if sock is not None:

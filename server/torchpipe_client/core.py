@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchpipe_client import errors
-from torchpipe_client.contract import IDL
-from torchpipe_client.values import Result, from_value, to_bytes, to_value
+from torchpipe_client.contract import IDL, declared_error
+from torchpipe_client.values import Result, from_response, to_bytes, to_value
 
 T = TypeVar("T")
 
@@ -202,31 +202,49 @@ class InferMany(Call[T]):
         priority: int = 0,
     ) -> None:
         super().__init__("infer_many", attempts)
-        if isinstance(images, (bytes, str)):
-            raise errors.InvalidRequest(f"images: expected a list of bytes, got {type(images).__name__}")
-        self._params = [
+        self._items = self._to_items(images, uuid)
+        self._outcomes: list[Any] = [None] * len(self._items)
+        self._pending = list(range(len(self._items)))
+        self._trace, self._is_single, self._priority = trace, is_single, _priority(priority)
+
+    def _to_items(self, images: Iterable[Any], uuid: str) -> list[Any]:
+        """What is sent of each image. Raises ``InvalidRequest``."""
+        return [
             IDL.InferenceParams(uuid=uuid, data=to_bytes(f"images[{index}]", image))
             for index, image in enumerate(images)
         ]
-        self._outcomes: list[Any] = [None] * len(self._params)
-        self._pending = list(range(len(self._params)))
-        self._trace, self._is_single, self._priority = trace, is_single, _priority(priority)
 
     def arguments(self) -> dict[str, Any]:
-        params = [self._params[index] for index in self._pending]
+        items = [self._items[index] for index in self._pending]
         return {
-            "params": params, "deadline_ms": self.attempts.deadline_ms(), "priority": self._priority, **self._trace
-        }  # fmt: skip
+            **self._arguments_of(items),
+            "deadline_ms": self.attempts.deadline_ms(),
+            "priority": self._priority,
+            **self._trace,
+        }
+
+    def _arguments_of(self, items: list[Any]) -> dict[str, Any]:
+        return {"params": items}
 
     def _accept(self, success: Any) -> errors.ClientError | None:
         if len(success) != len(self._pending):
-            raise errors.BadReply(f"{len(success)} outcomes for {len(self._pending)} images")
+            raise errors.BadReply(f"{len(success)} outcomes for {len(self._pending)} requests")
         for index, outcome in zip(self._pending, success, strict=True):
-            self._outcomes[index] = _outcome(outcome)
+            fields = [outcome.result, outcome.error, outcome.response]
+            if fields.count(None) != 2:
+                raise errors.BadReply(f"an outcome with {3 - fields.count(None)} fields instead of one")
+            is_error = outcome.error is not None
+            self._outcomes[index] = declared_error(outcome.error) if is_error else self._outcome(outcome)
         outcomes, may_repeat = self._outcomes, self.attempts.may_repeat
         self._pending = [index for index in self._pending if may_repeat(outcomes[index])]
         again: list[errors.ClientError] = [outcomes[index] for index in self._pending]
         return max(again, key=lambda error: error.retry_after_ms or 0, default=None)
+
+    def _outcome(self, outcome: Any) -> Any:
+        """The result of an image."""
+        if outcome.result is None:
+            raise errors.BadReply("an outcome without label and score")
+        return _result(outcome.result)
 
     def result(self, error: errors.ClientError | None) -> T:
         """The outcomes; those of earlier attempts stand even if a later attempt fails as a whole."""
@@ -236,6 +254,33 @@ class InferMany(Call[T]):
         if self._is_single and isinstance(outcomes[0], errors.ClientError):
             raise outcomes[0]
         return outcomes[0] if self._is_single else outcomes  # type: ignore[no-any-return]
+
+
+class InferManyOutputs(InferMany[T]):
+    """The same for any pipeline: items are images or dicts of inputs, outcomes are dicts of outputs."""
+
+    def __init__(
+        self, attempts: Attempts, items: Iterable[Any], outputs: Iterable[str] | None, node_name: str | None,
+        uuid: str, trace: Mapping[str, Any], priority: int = 0,
+    ) -> None:  # fmt: skip
+        self._outputs, self._node_name, self._uuid = _output_keys(outputs), node_name, uuid
+        super().__init__(attempts, items, uuid, trace, priority=priority)
+
+    def _to_items(self, images: Iterable[Any], uuid: str) -> list[Any]:
+        items = []
+        for index, item in enumerate(images):
+            name = f"images[{index}]"
+            inputs = item if isinstance(item, Mapping) else {"data": to_bytes(name, item)}
+            items.append({key: to_value(f"{name}[{key!r}]", value) for key, value in inputs.items()})
+        return items
+
+    def _arguments_of(self, items: list[Any]) -> dict[str, Any]:
+        return {"inputs": items, "outputs": self._outputs, "node_name": self._node_name, "uuid": self._uuid}
+
+    def _outcome(self, outcome: Any) -> Any:
+        if outcome.response is None:
+            raise errors.BadReply("an outcome without outputs")
+        return from_response(outcome.response, self._uuid, self._outputs)
 
 
 class Infer(Call["dict[str, Any]"]):
@@ -248,20 +293,26 @@ class Infer(Call["dict[str, Any]"]):
         super().__init__("infer", attempts)
         if not isinstance(inputs, Mapping):
             raise errors.InvalidRequest(f"inputs: expected a dict, as {{'data': …}}, got {type(inputs).__name__}")
-        if isinstance(outputs, str):
-            raise errors.InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
+        self._outputs = _output_keys(outputs)
         values = {key: to_value(f"inputs[{key!r}]", value) for key, value in inputs.items()}
-        keys = None if outputs is None else list(outputs)
         self._request = IDL.InferRequest(
-            uuid=uuid, inputs=values, node_name=node_name, outputs=keys, priority=_priority(priority) or None, **trace
-        )
+            uuid=uuid, inputs=values, node_name=node_name, outputs=self._outputs,
+            priority=_priority(priority) or None, **trace,
+        )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
         self._request.deadline_ms = self.attempts.deadline_ms()
         return {"request": self._request}
 
     def _accept(self, success: Any) -> None:
-        self._result = {key: from_value(key, value) for key, value in success.outputs.items()}
+        self._result = from_response(success, self._request.uuid, self._outputs)
+
+
+def _output_keys(outputs: Iterable[str] | None) -> list[str]:
+    """The keys that an answer has to have."""
+    if isinstance(outputs, str):
+        raise errors.InvalidRequest(f"outputs: expected a list of keys, as [{outputs!r}], got {outputs!r}")
+    return list(outputs or ["result"])
 
 
 def _priority(given: Any) -> int:
@@ -272,14 +323,4 @@ def _priority(given: Any) -> int:
 
 
 def _result(struct: Any) -> Result:
-    if struct.label is None or struct.score is None:
-        raise errors.BadReply("a result without label and score")
     return Result(struct.label, struct.score)
-
-
-def _outcome(outcome: Any) -> Result | errors.InferenceError:
-    if outcome.result is not None:
-        return _result(outcome.result)
-    if outcome.error is None:
-        raise errors.BadReply("an outcome with neither a result nor an error")
-    return errors.inference_error(outcome.error.code, outcome.error.message, outcome.error.retry_after_ms)

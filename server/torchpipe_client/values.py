@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 _DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
 _MOST_DIMENSIONS = 32
+_MOST_DIMENSIONS_BACK = 64  # of NumPy 2 and PyTorch
+_MOST_JSON_VALUES = 2**22
+"""Values in a text of JSON. Empty lists take some 30 times the memory of their text."""
 _FIELDS = ("tensor", "bytes", "text", "number", "integer", "tensors")
 
 
@@ -62,6 +67,35 @@ def to_value(name: str, value: Any) -> Any:
         raise InvalidRequest(f"{name}[{other}]: a list cannot contain a {kind}, only arrays or numbers")
     kinds = "bytes, text, numbers, arrays and lists of arrays or numbers"
     raise InvalidRequest(f"{name}: a {type(value).__name__} cannot be sent; supported: {kinds}")
+
+
+def from_response(response: Any, uuid: str, keys: Iterable[str]) -> dict[str, Any]:
+    """The outputs of an ``InferResponse``.
+
+    Raises ``BadReply`` if it is of another ``uuid``, lacks one of ``keys``, or has a malformed value.
+    """
+    if response.uuid != uuid:
+        raise BadReply(f"an answer to the request {response.uuid[:40]!r} in place of {uuid[:40]!r}")
+    outputs, are_json = response.outputs, frozenset(response.json or ())
+    for key in keys:
+        if key not in outputs:
+            raise BadReply(f"an answer without {key!r}")
+    return {
+        key: _from_json(key, value) if key in are_json else from_value(key, value) for key, value in outputs.items()
+    }
+
+
+def _from_json(name: str, value: Any) -> Any:
+    """Dicts and lists, from JSON."""
+    text = value.text
+    if text is None:
+        raise BadReply(f"{name}: JSON that is not text")
+    if sum(map(text.count, ",[{")) > _MOST_JSON_VALUES:
+        raise BadReply(f"{name}: JSON of more than {_MOST_JSON_VALUES} values; have the pipeline return an array")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"{name}: not valid JSON: {error}") from error
 
 
 def from_value(name: str, value: Any) -> Any:
@@ -131,9 +165,17 @@ def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     """A writable array."""
     np = _numpy(name)
     shape = tuple(tensor.shape)
+    if len(shape) > _MOST_DIMENSIONS_BACK:
+        raise BadReply(f"{name}: an array of {len(shape)} dimensions; the limit is {_MOST_DIMENSIONS_BACK}")
     if tensor.dtype not in _DTYPES or min(shape, default=0) < 0:
         raise BadReply(f"{name}: an array of dtype {tensor.dtype[:40]!r} and shape {shape}")
     dtype = np.dtype(tensor.dtype)
     if math.prod(shape) * dtype.itemsize != len(tensor.data):
         raise BadReply(f"{name}: {len(tensor.data)} bytes do not fit an array of {dtype} and shape {shape}")
-    return np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape).astype(dtype)  # type: ignore[no-any-return]
+    if dtype.kind == "b" and np.frombuffer(tensor.data, np.uint8).max(initial=0) > 1:
+        raise BadReply(f"{name}: an array of bool with a byte that is neither 0 nor 1")
+    try:
+        array = np.frombuffer(tensor.data, dtype.newbyteorder("<")).reshape(shape)
+    except ValueError as error:  # such as [2**62, 0], or more dimensions than an old NumPy has
+        raise BadReply(f"{name}: NumPy has no array of shape {shape}: {error}") from error
+    return array.astype(dtype)  # type: ignore[no-any-return]

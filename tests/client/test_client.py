@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from kit.peer import CLIENTS
-from kit.services import SteeredProcess, reserved_port, serving
+from kit.services import SteeredProcess, reserved_port, serving, steered
+from kit.steered import Steered
 from kit.waits import WAIT, run
 from torchpipe_client import (
+    BackendError,
     ConnectionLost,
     DecodeError,
     InferenceError,
@@ -66,9 +68,59 @@ def test_a_value_comes_back_as_it_went(make, echo, sent, dtype):
             result[...] = 0  # its own
 
 
+VALUES = {
+    "boxes": [{"label": "ring", "box": [1, 2.5, 3, 4]}, {}],
+    "pair": ("ring", 0.5),
+    "pairs": [("ring", 0.5), ("cross", 0.25)],
+    "text": '{"no": "JSON"}',
+    "nested": {"a": {"b": [None, True]}},
+}
+
+
+def test_infer_returns_dicts_and_lists(make):
+    best = {"label": "ring", "score": 0.5}
+    with steered() as server, make(f"127.0.0.1:{server.port}") as client:
+        Steered.values = VALUES
+        answers = {name: client.infer({"data": f"value {name}"}) for name in VALUES}
+    assert answers == {
+        "boxes": {"result": VALUES["boxes"]},
+        "pair": {"result": ["ring", 0.5], **best},
+        "pairs": {"result": [["ring", 0.5], ["cross", 0.25]], **best},
+        "text": {"result": '{"no": "JSON"}'},
+        "nested": {"result": VALUES["nested"]},
+    }
+
+
+def test_infer_many_runs_any_pipeline(make):
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with steered() as server, make(f"127.0.0.1:{server.port}") as client:
+        Steered.values = VALUES
+        boxes, other, failed, missing = client.infer_many(
+            [b"value boxes", {"data": array, "name": "x"}, {"data": "raise"}, {"data": "none"}],
+            outputs=["result", "data"],
+        )
+        assert (boxes["result"], boxes["data"]) == (VALUES["boxes"], b"value boxes")
+        np.testing.assert_array_equal(other["result"], array)
+        assert [type(one) for one in (failed, missing)] == [BackendError, NoResult]
+        assert client.infer_many([{"data": 1}, {"data": "value nested"}]) == [
+            {"result": 1},
+            {"result": VALUES["nested"]},
+        ]
+        assert client.infer_many([b"ab", b"raise"], node_name="node", priority=1)[0]["score"] == 2.0
+        assert client.infer_many([], outputs=["result"]) == []
+        (label,) = client.infer_many([b"value boxes"])
+        assert isinstance(label, NoResult)
+        assert "infer_many with inputs" in str(label)
+        (unknown,) = client.infer_many([{"data": 1}], node_name="other")
+        assert isinstance(unknown, UnknownNode)
+
+
 @pytest.mark.parametrize(
     ("method", "args", "text"),
     [
+        ("infer_many", [[{"data": None}]], r"^images\[0\]\['data'\]: a NoneType cannot be sent"),
+        ("infer_many", [{"data": 1}], r"^images: expected a list of bytes or dicts, got dict$"),
+        ("infer_many", [[b"a"], {"outputs": "result"}], r"^outputs: expected a list of keys, as \['result'\]"),
         ("infer", [{"data": ["a", "b"]}], r"^inputs\['data'\]\[0\]: a list cannot contain a str"),
         ("infer", [{"data": [1, "a"]}], r"a list of numbers with an element that is not a number of at most 64 bits"),
         ("infer", [{"data": [2**64]}], r"a list of numbers with an element that is not a number of at most 64 bits"),
@@ -86,7 +138,7 @@ def test_a_value_comes_back_as_it_went(make, echo, sent, dtype):
         ),
         ("infer_batch", ["photo.jpg"], r"^image: expected bytes, got a str; read a file with Path"),
         ("infer_many", [[b"a", Path("photo.jpg")]], r"^images\[1\]: expected bytes, got a PosixPath"),
-        ("infer_many", [b"a"], r"^images: expected a list of bytes, got bytes$"),
+        ("infer_many", [b"a"], r"^images: expected a list of bytes or dicts, got bytes$"),
         ("infer", [{}, {"priority": 0.5}], r"^priority: expected 0 \(normal\) or 1 \(low\), got 0.5$"),
         ("infer_many", [[], {"priority": 2}], r"^priority: expected 0 \(normal\) or 1 \(low\), got 2$"),
     ],

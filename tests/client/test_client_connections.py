@@ -210,8 +210,8 @@ WRONG = {
     "many fields": ((field(2) + b"\0") * 300_000 + b"\0", "more than 262144 values"),
     "a negative size": (field(LIST) + listed(STRUCT, -1) + b"\0", "a size of -1"),
     "a negative length": (field(STRING) + struct.pack(">i", -1) + b"\0", "a size of -1"),
-    "deep": (field(STRUCT) * 100 + bytes(101), "depth"),
-    "deeper": (field(STRUCT) * 10_000 + bytes(10_001), "recursion"),
+    "deep": (field(STRUCT) * 100 + bytes(101), "nested more than 32 deep"),
+    "deeper": (field(STRUCT) * 10_000 + bytes(10_001), "nested more than 32 deep"),
     "a type that is none": (field(99) + b"\0", "a value of type 99"),
     "cut off": (field(LIST) + listed(STRUCT, 9), "index out of range"),
 }

@@ -142,11 +142,13 @@ def _answer(call: Call) -> bytes:
         return reply(call, success=_label(call.args.params))
     if call.method == "infer_many":
         return reply(call, success=[IDL.InferenceOutcome(result=_label(one)) for one in call.args.params])
-    return reply(call, success=IDL.InferResponse(uuid=call.args.request.uuid, outputs=call.args.request.inputs))
+    request = call.args.request
+    outputs = {key if key != "data" else "result": value for key, value in request.inputs.items()}
+    return reply(call, success=IDL.InferResponse(uuid=request.uuid, outputs=outputs))
 
 
 def answer(server: ScriptedServer, sock: socket.socket, call: Call) -> None:
-    """The label is the image's text; ``infer`` gives its inputs back."""
+    """The label is the image's text; ``infer`` gives its inputs back, ``data`` as the result."""
     sock.sendall(_answer(call))
 
 

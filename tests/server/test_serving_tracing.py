@@ -211,7 +211,7 @@ def test_one_trace_from_the_client_to_each_element() -> None:
         with Client(f"127.0.0.1:{process.port}") as client:
             client.infer({"data": SCENE.read_bytes()})  # not traced: it has no parent
             with caller.tracer.start_as_current_span("caller") as span:
-                boxes = json.loads(client.infer({"data": SCENE.read_bytes()})["result"])
+                boxes = client.infer({"data": SCENE.read_bytes()})["result"]
         process.signal()
         output = process.process.stdout.read()
         assert process.wait() == 0
