@@ -16,7 +16,7 @@ from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory
 from torchpipe_py.methods.inference import Inference
-from torchpipe_py.methods.many import FairAdmission
+from torchpipe_py.methods.many import FairAdmission, Outcome
 from torchpipe_py.methods.oip.core import Control, Model
 from torchpipe_py.methods.routes import (
     JSON,
@@ -105,6 +105,7 @@ __all__ = [
     "Joined",
     "Method",
     "Model",
+    "Outcome",
     "Picture",
     "Pipeline",
     "ReplyTooLargeError",

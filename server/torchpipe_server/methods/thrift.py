@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchpipe_py import InvalidRequest, pipe
-from torchpipe_py.methods.many import Outcome
 from torchpipe_py.serving import (
     OK,
     Cancellable,
@@ -15,6 +14,7 @@ from torchpipe_py.serving import (
     Done,
     FairAdmission,
     Method,
+    Outcome,
     ReplyTooLargeError,
     TraceFields,
     check_name,
