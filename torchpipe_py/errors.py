@@ -9,6 +9,7 @@ import difflib
 import logging
 import pickle
 import traceback
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,20 +36,32 @@ class ConfigError(TorchpipeError, ValueError, RuntimeError):
     code = "config"
 
 
+class TooManyProblems(ConfigError):
+    """A configuration with more than ``MOST_PROBLEMS`` mistakes; the message has the first ones."""
+
+
+MOST_PROBLEMS = 100
+"""Mistakes that are reported together: a suggestion for each takes time, and nobody reads more."""
+
+
 class Problems:
     """Collects configuration errors and reports them together."""
 
     def __init__(self) -> None:
-        self._errors: list[ConfigError] = []
+        self._errors: dict[str, ConfigError] = {}  # by their text
         self._warned: set[str] = set()
         self.count = 0
         """Number of ``add`` calls, duplicates included."""
 
     def add(self, error: ConfigError) -> None:
-        """Add an error unless recorded: a bad default occurs in every node."""
+        """Add an error unless recorded: a bad default occurs in every node.
+
+        Raises ``TooManyProblems`` after ``MOST_PROBLEMS``.
+        """
         self.count += 1
-        if str(error) not in map(str, self._errors):
-            self._errors.append(error)
+        self._errors.setdefault(str(error), error)
+        if len(self._errors) >= MOST_PROBLEMS:
+            raise TooManyProblems("\n".join([*self._errors, f"checked no further after {MOST_PROBLEMS} mistakes"]))
 
     def warn_once(self, text: str) -> None:
         """Log a warning, once."""
@@ -61,15 +74,17 @@ class Problems:
         """Add a ``ConfigError`` that is raised inside, and continue."""
         try:
             yield
+        except TooManyProblems:
+            raise
         except ConfigError as error:
             self.add(error)
 
     def raise_all(self) -> None:
         """Raise the collected errors as one ``ConfigError``."""
         if len(self._errors) == 1:
-            raise self._errors[0]
+            raise next(iter(self._errors.values()))
         if self._errors:
-            raise ConfigError("\n".join(map(str, self._errors)))
+            raise ConfigError("\n".join(self._errors))
 
 
 class BackendUnavailable(TorchpipeError, ValueError, RuntimeError):
@@ -302,11 +317,17 @@ def counted(count: int, noun: str) -> str:
 
 _MOST_NAMES = 16
 """Maximum names that a message lists."""
+_MOST_COMPARED = 500
+"""Maximum names that are compared; of more, those beside the name in the alphabet."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A clause for an error message: the valid name closest to ``name``, or all; of many, the three closest."""
     names = sorted(set(valid))
+    count = len(names)
+    if count > _MOST_COMPARED:
+        place = bisect(names, name) - _MOST_COMPARED // 2
+        names = names[max(0, place) :][:_MOST_COMPARED]
     lowered = {candidate.lower(): candidate for candidate in reversed(names)}
     # Shortened: the time grows with the product of the lengths, and a client may have sent the name.
     word = name[:_MOST_SHOWN].lower()
@@ -322,4 +343,4 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     bare = {each.lstrip("-"): valid for each, valid in lowered.items()}  # all flags would match by their dashes
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=3, cutoff=0.5)
     listed = ", ".join(bare[each] for each in near)
-    return f"the nearest of {len(names)}: {listed}" if near else f"none of the {len(names)} valid names is near"
+    return f"the nearest of {count}: {listed}" if near else f"none of the {count} valid names is near"

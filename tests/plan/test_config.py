@@ -15,9 +15,10 @@ from conftest import Register
 from kit.refusals import refusal
 
 from torchpipe_py import Backend, ConfigError, UnknownNode, parse_folder, parse_toml, pipe
+from torchpipe_py.errors import MOST_PROBLEMS
 from torchpipe_py.plan import build
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
-from torchpipe_py.plan.config import MOST_CHARACTERS, NODE_KEYS, PIPELINE_KEYS, load_config, used_backends
+from torchpipe_py.plan.config import MOST_CHARACTERS, MOST_NODES, NODE_KEYS, PIPELINE_KEYS, load_config, used_backends
 from torchpipe_py.plan.graph import build_graph
 from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
 
@@ -286,6 +287,33 @@ def written(folder: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a]\n" + "".join(f"key{index} = 1\n" for index in range(40_000)),
+        "".join(f"key{index} = 1\n" for index in range(40_000)) + "[a]\n",
+        "".join(f'[n{index}]\nnext = "m{index}"\n' for index in range(MOST_NODES)),
+        "".join(f'[n{index}]\nbackend = "X{index}"\n' for index in range(MOST_NODES)),
+        '[a]\nnext = "' + ",".join(f"m{index}" for index in range(40_000)) + '"',
+    ],
+    ids=["keys of a node", "keys at the top", "next", "backends", "one next"],
+)
+def test_reports_the_first_of_thousands_of_mistakes(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        pipe(file)
+    assert str(caught.value).count("\n") == MOST_PROBLEMS
+    assert str(caught.value).endswith(f"\nchecked no further after {MOST_PROBLEMS} mistakes")
+
+
+def test_refuses_more_nodes_than_any_machine_runs(tmp_path: Path) -> None:
+    file = tmp_path / "many.toml"
+    file.write_text("".join(f"[n{index}]\n" for index in range(MOST_NODES + 1)))
+    with pytest.raises(ConfigError, match=f"{MOST_NODES + 1} nodes; the limit is {MOST_NODES}"):
+        pipe(file)
 
 
 def test_finds_models_and_versions_of_a_folder(tmp_path: Path) -> None:

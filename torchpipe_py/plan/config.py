@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -36,6 +37,9 @@ NODE_KEYS = (
 ISOLATIONS = ("none", "process")
 MOST_CHARACTERS = 2**20
 """Maximum length of a configuration file, in characters."""
+
+MOST_NODES = 2000
+"""Maximum number of nodes in a configuration file."""
 
 TABLE_KEYS = frozenset(("next", "map", "filter", "or"))
 LOGICAL_KEYS = ("next", "map", "filter")
@@ -279,19 +283,21 @@ def _pipeline(tables: dict[str, dict[str, Any]], place: Place, problems: Problem
     with problems.gathered():
         max_inflight = _read(defaults, "max_inflight", _positive, DEFAULT_MAX_INFLIGHT, top)
     defaults.pop("max_inflight", None)
+    if len(nodes) > MOST_NODES:
+        raise place.error(f"{len(nodes)} nodes; the limit is {MOST_NODES}")
     specs = {}
     for name, table in nodes.items():
         with problems.gathered():
             specs[name] = _node(name, table, defaults, place, problems)
     for spec in specs.values():
         with problems.gathered():
-            _check_alias(spec, specs, set(nodes), problems)
+            _check_alias(spec, specs, nodes.keys(), problems)
     # NOTE: a logical node has no instances: it runs where its owner runs.
     specs = {name: replace(spec, shared=specs.get(spec.owner, spec).shared) for name, spec in specs.items()}
     return PipelineSpec(place, specs, defaults, max_inflight, tuple(name for name in nodes if name not in specs))
 
 
-def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: set[str], problems: Problems) -> None:
+def _check_alias(node: NodeSpec, nodes: Mapping[str, NodeSpec], names: Set[str], problems: Problems) -> None:
     """Check that a logical node has an owner, and warn if it names another backend."""
     if node.owner == node.name:
         return
@@ -475,8 +481,8 @@ def _isolation(value: Value) -> str:
 
 def _names(value: Value) -> tuple[str, ...]:
     names = to_strings(value)
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ValueError(f"names {quoted(name)} twice")
     return names
 
