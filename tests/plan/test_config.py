@@ -19,6 +19,7 @@ from torchpipe_py.errors import MOST_PROBLEMS
 from torchpipe_py.plan import build
 from torchpipe_py.plan.build import NodePlan, plan_pipeline
 from torchpipe_py.plan.config import MOST_CHARACTERS, MOST_NODES, NODE_KEYS, PIPELINE_KEYS, load_config, used_backends
+from torchpipe_py.plan.folder import read_folder
 from torchpipe_py.plan.graph import build_graph
 from torchpipe_py.plan.unknown import ELSEWHERE, SERVICE_FLAGS
 
@@ -292,7 +293,7 @@ def written(folder: Path, **files: str) -> Path:
 @pytest.mark.parametrize(
     "text",
     [
-        "[a]\n" + "".join(f"key{index} = 1\n" for index in range(40_000)),
+        '[a]\nbackend = "Identity"\n' + "".join(f"key{index} = 1\n" for index in range(40_000)),
         "".join(f"key{index} = 1\n" for index in range(40_000)) + "[a]\n",
         "".join(f'[n{index}]\nnext = "m{index}"\n' for index in range(MOST_NODES)),
         "".join(f'[n{index}]\nbackend = "X{index}"\n' for index in range(MOST_NODES)),
@@ -307,6 +308,13 @@ def test_reports_the_first_of_thousands_of_mistakes(tmp_path: Path, text: str) -
         pipe(file)
     assert str(caught.value).count("\n") == MOST_PROBLEMS
     assert str(caught.value).endswith(f"\nchecked no further after {MOST_PROBLEMS} mistakes")
+
+
+def test_names_the_first_of_thousands_of_keys_without_a_backend(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("[a]\n" + "".join(f"key{index} = 1\n" for index in range(40_000)))
+    with pytest.raises(ConfigError, match=r"Identity, which does not take 'key0', .*'key15', …$"):
+        pipe(file)
 
 
 def test_refuses_more_nodes_than_any_machine_runs(tmp_path: Path) -> None:
@@ -349,7 +357,8 @@ def test_finds_models_and_versions_of_a_folder(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({}, "no model in it; NAME.toml is one"),
-        ({"a b": "[n]"}, "a b.toml: the name of a model is letters"),
+        ({"a\n": "[n]"}, r"a\\n.toml': the name of a model is at most 200 printable characters"),
+        ({"a" * 201: "[n]"}, "the name of a model is at most 200 printable characters"),
         ({"a__x": "[n]"}, "x.toml: a version is a number from 1"),
         ({"a__0": "[n]"}, "0.toml: a version is a number from 1"),
         ({"a": "[n]", "a__1": "[n]"}, "version 1 of 'a' is .*, too"),
@@ -361,6 +370,33 @@ def test_finds_models_and_versions_of_a_folder(tmp_path: Path) -> None:
 def test_refuses_invalid_folders(tmp_path: Path, files: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pipe(parse_folder(written(tmp_path, **files)))
+
+
+@pytest.mark.parametrize("name", ["yolo-v8.1", "a.b.c", "my model", "模型", "a+b", "a%20b", "Ü?#&='\"<>:;,[]{}|\\^`~"])
+def test_serves_a_file_of_any_printable_name(tmp_path: Path, name: str) -> None:
+    text = '[outer]\nbackend = "Jump"\njump = "inner"\nnext = "outer.again"\n["outer.again"]\n[inner]\n'
+    with pipe(parse_folder(written(tmp_path, **{name: text, f"{name}__2": text}))) as run:
+        assert [(model.name, model.version, model.root) for model in run.models] == [
+            (name, version, f"{name}/{version}/outer") for version in "12"
+        ]
+        assert run({"data": 1, "node_name": f"{name}/2"})["result"] == 1
+        assert run.stats()["nodes"][f"{name}/2/outer"]["requests"] == 2
+        assert run.stats()["nodes"][f"{name}/2/inner"]["requests"] == 2
+
+
+def test_reads_what_a_folder_has_beside_its_mistakes(tmp_path: Path) -> None:
+    folder = read_folder(written(tmp_path, a="[n]", b="[n", c__x="[n]", d="[n]", d__1="[n]"))
+    assert list(folder) == ["a/1", "d/1"]
+    assert list(folder.problems) == ["c/x", "d/1", "b/1"]
+    for problem, text in zip(
+        folder.problems.values(), ("a version is", "version 1 of 'd' is", "not valid"), strict=True
+    ):
+        assert text in problem
+    written(tmp_path, b="[n]")
+    assert [*folder.having("b").problems] == ["c/x", "d/1"], "that of b is solved"
+    assert [*folder.without("c").problems] == ["d/1", "b/1"]
+    with pytest.raises(ConfigError, match=r"x\.toml: a version is a number"):
+        folder.having("c")
 
 
 def test_rereads_one_model_of_a_folder(tmp_path: Path) -> None:

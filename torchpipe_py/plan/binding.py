@@ -11,13 +11,15 @@ from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, FilterMaker
 from torchpipe_py.backends.params import REQUIRED, Param
-from torchpipe_py.errors import ConfigError, Problems, nearest, quoted
+from torchpipe_py.errors import MOST_PROBLEMS, ConfigError, Problems, nearest, quoted
 from torchpipe_py.filters import Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import backend_instead_of, elsewhere, instead_of, is_service_flag
 from torchpipe_py.registry import ALIASES, Registry, canonical, register_hint
 from torchpipe_py.values import Value, to_str
+
+_MOST_NAMED = 16  # keys in one message
 
 
 @dataclass(frozen=True)
@@ -340,11 +342,13 @@ class Binder:
 
     def _without_backend(self, unused: Sequence[str]) -> list[str]:
         """If no backend is named, report that once instead of every parameter; returns the keys still to report."""
+        unused = unused[:MOST_PROBLEMS]
         others = [key for key in unused if elsewhere(key) or _is_nearly(key, [*NODE_KEYS, *self.known])]
-        params = ", ".join(quoted(key) for key in unused if key not in others)
+        params = [quoted(key) for key in unused if key not in others]
         if params:
             place = replace(self.node.place, key="backend")
-            self.problems.add(place.error(f"missing; without it the node is Identity, which does not take {params}"))
+            named = ", ".join(params[:_MOST_NAMED]) + (", …" if len(params) > _MOST_NAMED else "")
+            self.problems.add(place.error(f"missing; without it the node is Identity, which does not take {named}"))
         return others
 
     def _why_unknown(self, key: str) -> str:

@@ -118,7 +118,8 @@ class NodeSpec:
     @property
     def owner(self) -> str:
         """The node whose instances run it: itself, or for a logical node ``name.alias`` the node ``name``."""
-        return self.name.partition(".")[0]
+        folder, slash, name = self.name.rpartition("/")  # of a folder's file, whose name may have dots
+        return f"{folder}{slash}{name.partition('.')[0]}"
 
     @property
     def always_runs(self) -> bool:

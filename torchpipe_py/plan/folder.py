@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torchpipe_py.errors import ConfigError, Problems, nearest
@@ -20,7 +20,9 @@ MOST_MODELS = 1000
 
 NO_MODEL = "no model in it; NAME.toml is one, NAME/2.toml a version of one"
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+MOST_NAME_CHARACTERS = 200
+"""Of a model."""
+
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -39,32 +41,49 @@ class Model:
 
 
 class Folder(Tables):
-    """The tables of each file, by ``NAME/VERSION``; nodes of the combined configuration are ``NAME/VERSION/NODE``."""
+    """The tables of each file, by ``NAME/VERSION``; nodes of the combined configuration are ``NAME/VERSION/NODE``.
+
+    ``problems`` says why files that are not among them cannot be read.
+    """
+
+    def __init__(self, tables: Mapping[str, Tables] | None = None, source: str = Tables.source) -> None:
+        super().__init__(tables or {})
+        self.source = source
+        self.problems: dict[str, str] = {}
 
     @property
     def names(self) -> list[str]:
         """The names of the models, without duplicates."""
-        return list(dict.fromkeys(key.partition("/")[0] for key in self))
+        return list(dict.fromkeys(name_of(key) for key in self))
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model in ascending order; empty for an unknown model."""
-        return sorted([key.partition("/")[2] for key in self if key.partition("/")[0] == name], key=int)
+        return sorted([version_of(key) for key in self if name_of(key) == name], key=int)
+
+    def only(self, key: str) -> Folder:
+        """The folder with this file alone."""
+        return Folder({key: self[key]}, self.source)
 
     def without(self, name: str) -> Folder:
         """The folder without model ``name``."""
-        return self._with({key: tables for key, tables in self.items() if key.partition("/")[0] != name})
+        return self._where(lambda other: other != name)
 
     def having(self, name: str) -> Folder:
         """The folder with all versions of model ``name`` read again. ``ConfigError`` if the folder does not have it."""
-        files = find_models(self.source)
+        files, problems = list_models(self.source)
         if name not in files:
-            raise ConfigError(f"no model {name[:80]!r} in {self.source}; {nearest(name[:80], files)}")
+            wrong = [problem for key, problem in problems.items() if name_of(key) == name]
+            hint = wrong[0] if wrong else f"no model {name[:80]!r} in {self.source}; {nearest(name[:80], files)}"
+            raise ConfigError(hint)
         read = {f"{name}/{version}": parse_toml(path) for version, path in files[name].items()}
-        return self._with(dict(sorted({**self.without(name), **read}.items())))
+        rest = self.without(name)
+        folder = Folder(dict(sorted({**rest, **read}.items())), self.source)
+        folder.problems = rest.problems
+        return folder
 
-    def _with(self, tables: Mapping[str, Tables]) -> Folder:
-        folder = Folder(tables)
-        folder.source = self.source
+    def _where(self, is_wanted: Callable[[str], bool]) -> Folder:
+        folder = Folder({key: tables for key, tables in self.items() if is_wanted(name_of(key))}, self.source)
+        folder.problems = {key: problem for key, problem in self.problems.items() if is_wanted(name_of(key))}
         return folder
 
     def spec(self, problems: Problems) -> PipelineSpec:
@@ -81,29 +100,78 @@ class Folder(Tables):
         )
 
 
+def name_of(key: str) -> str:
+    """The model of ``NAME/VERSION``."""
+    return key.rpartition("/")[0]
+
+
+def version_of(key: str) -> str:
+    """The version of ``NAME/VERSION``."""
+    return key.rpartition("/")[2]
+
+
 def parse_folder(path: str | os.PathLike[str]) -> Folder:
     """Read all models of a folder, to be passed to ``pipe``. ``ConfigError`` for files that are not models."""
-    folder = Folder()
-    folder.source = os.fspath(path)
-    for name, versions in sorted(find_models(folder.source).items()):
-        folder.update({f"{name}/{version}": parse_toml(file) for version, file in versions.items()})
+    folder = read_folder(path)
+    for problem in folder.problems.values():
+        raise ConfigError(problem)
+    return folder
+
+
+def read_folder(path: str | os.PathLike[str]) -> Folder:
+    """Read the models of a folder. Files that cannot be read become ``problems``; ``ConfigError`` for no folder."""
+    folder = Folder(source=os.fspath(path))
+    files, folder.problems = list_models(folder.source)
+    for name, versions in sorted(files.items()):
+        for version, file in versions.items():
+            try:
+                folder[f"{name}/{version}"] = parse_toml(file)
+            except ConfigError as error:
+                folder.problems[f"{name}/{version}"] = str(error)
     return folder
 
 
 def find_models(folder: str) -> dict[str, dict[str, str]]:
     """The files of a folder by model and version. ``ConfigError`` for TOML files whose names are not valid."""
+    models, problems = list_models(folder)
+    for problem in problems.values():
+        raise ConfigError(problem)
+    return models
+
+
+def list_models(folder: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """The files of a folder by model and version, and problems of files that cannot be models, by ``NAME/VERSION``.
+
+    Raises ``ConfigError`` if the folder cannot be read, or has more than ``MOST_MODELS`` files.
+    """
     models: dict[str, dict[str, str]] = {}
+    problems: dict[str, str] = {}
+    count = 0
     try:
-        for name, path in _entries(folder):
-            if name.endswith(".toml"):
-                _add(models, name.removesuffix(".toml"), FIRST_VERSION, path)
-            elif os.path.isdir(path):
-                for version, file in _entries(path):
-                    if version.endswith(".toml"):
-                        _add(models, name, version.removesuffix(".toml"), file)
+        for name, version, path in _files(folder):
+            count += 1
+            if count > MOST_MODELS:
+                raise ConfigError(f"{path}: more than {MOST_MODELS} files")
+            versions = models.get(name, {})
+            problem = _problem(name, version, path, versions)
+            if problem:
+                problems[_printable(f"{name}/{version}")] = problem
+            else:
+                models.setdefault(name, versions)[version] = path
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
-    return models
+    return models, problems
+
+
+def _files(folder: str) -> Iterator[tuple[str, str, str]]:
+    """Name, version and path of each TOML file."""
+    for name, path in _entries(folder):
+        if os.path.isdir(path):
+            for version, file in _entries(path):
+                if version.endswith(".toml"):
+                    yield name, version.removesuffix(".toml"), file
+        elif name.endswith(".toml"):
+            yield name.removesuffix(".toml"), FIRST_VERSION, path
 
 
 def _entries(folder: str) -> list[tuple[str, str]]:
@@ -112,17 +180,20 @@ def _entries(folder: str) -> list[tuple[str, str]]:
         return sorted((entry.name, entry.path) for entry in entries if not entry.name.startswith("."))
 
 
-def _add(models: dict[str, dict[str, str]], name: str, version: str, path: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{path}: the name of a model is letters from a to z, digits, '_' and '-'")
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _problem(name: str, version: str, path: str, versions: Mapping[str, str]) -> str:
+    """Why the file cannot be a version of a model; empty if it can."""
+    if not (name.isprintable() and 0 < len(name) <= MOST_NAME_CHARACTERS):
+        most = MOST_NAME_CHARACTERS
+        return f"{os.fsencode(path)!r}: the name of a model is at most {most} printable characters, as UTF-8"
     if not _VERSION.fullmatch(version):
-        raise ConfigError(f"{path}: a version is a number from 1, as {os.path.join(name, '2.toml')}")
-    versions = models.setdefault(name, {})
+        return f"{path}: a version is a number from 1, as {os.path.join(name, '2.toml')}"
     if version in versions:
-        raise ConfigError(f"{path}: version {version} of {name!r} is {versions[version]}, too")
-    versions[version] = path
-    if sum(map(len, models.values())) > MOST_MODELS:
-        raise ConfigError(f"{path}: more than {MOST_MODELS} files")
+        return f"{path}: version {version} of {name!r} is {versions[version]}, too"
+    return ""
 
 
 def _moved(node: NodeSpec, key: str) -> NodeSpec:
@@ -151,8 +222,8 @@ def models_of(spec: PipelineSpec, graph: Graph) -> tuple[Model, ...]:
     if not spec.parts:
         return tuple(Model(root, FIRST_VERSION, root) for root in graph.entered)
     models = []
-    for key in sorted(spec.parts, key=lambda key: (key.partition("/")[0], int(key.partition("/")[2]))):
-        name, _, version = key.partition("/")
+    for key in sorted(spec.parts, key=lambda key: (name_of(key), int(version_of(key)))):
+        name, version = name_of(key), version_of(key)
         roots = [root for root in graph.entered if root.startswith(f"{key}/")]
         for root in roots:
             own = name if len(roots) == 1 else f"{name}.{root.rpartition('/')[2]}"
