@@ -43,6 +43,11 @@ def eventually(is_true: Callable[[], object], what: str = "it does not come true
         time.sleep(0.005)
 
 
+def wait_queued(p: pipe, count: int) -> None:
+    """Wait until ``count`` requests are queued in the pipe: a request that the main thread starts may arrive later."""
+    eventually(lambda: sum(node["queued"] for node in p.stats()["nodes"].values()) == count)
+
+
 def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs: where nobody waits for orphans, one that has ended stays as a zombie."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, Gate
-from kit.waits import WAIT, eventually, outcome
+from kit.waits import WAIT, eventually, outcome, wait_queued
 
 from torchpipe_py import DeadlineExceeded, Overloaded, pipe
 from torchpipe_py.runtime import admission
@@ -196,6 +196,7 @@ def test_request_without_deadline_is_refused_at_once_behind_a_long_queue(registe
     with pipe({"backend": register(gate.backend)}) as run, gate:
         futures = [dispatched(run) for _ in range(20)]
         gate.wait_entered()
+        wait_queued(run, 19)
         run.limit_delays(None)
         run._runtime.nodes["node"].times.add(1, 0.5, perf_counter())
         with pytest.raises(Overloaded, match="may wait 2000 ms") as caught:
@@ -247,7 +248,9 @@ def test_request_that_cannot_meet_its_deadline_is_not_computed(register: Registe
         first = dispatched(run)
         gate.wait_entered()
         run._runtime.nodes["node"].times.add(1, 100 * WAIT, perf_counter())
-        late, since = dispatched(run, seconds=WAIT), perf_counter()
+        late = dispatched(run, seconds=WAIT)
+        wait_queued(run, 1)
+        since = perf_counter()
         eventually(lambda: perf_counter() - since > 0.01)  # one that comes to an idle instance is tried
         gate.open()
         assert outcome(first) is None

@@ -11,7 +11,7 @@ from conftest import Register
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.backends import EchoFour, Gate
-from kit.waits import WAIT, all_idle, error_of, eventually, outcome
+from kit.waits import WAIT, all_idle, error_of, eventually, outcome, wait_queued
 
 from torchpipe_py import pipe
 from torchpipe_py.runtime.nodes.queues import BatchQueue
@@ -220,6 +220,7 @@ def test_leader_hands_over_before_it_computes(register: Register) -> None:
             futures.append(p.submit({"data": number}))
             gate.wait_entered()
         futures += [p.submit({"data": number}) for number in range(3, 9)]
+        wait_queued(p, 6)
         gate.open()
         assert [outcome(future)["result"] for future in futures] == list(range(9))
     assert gate.batches[:3] == [[0], [1], [2]]
@@ -256,6 +257,7 @@ def test_tensors_of_different_shapes_never_share_a_batch(register: Register) -> 
     with pipe({"backend": register(gate.backend)}) as p, gate:
         first = gate.hold(p, {"data": "first"})
         futures = [p.submit({"data": value}) for value in values]
+        wait_queued(p, len(values))
         gate.open()
         for future in [first, *futures]:
             outcome(future)

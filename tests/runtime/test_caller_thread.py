@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import EchoFour, Gate
-from kit.waits import WAIT, all_idle, error_of, eventually, in_threads, outcome
+from kit.waits import WAIT, all_idle, error_of, eventually, in_threads, outcome, wait_queued
 
 from torchpipe_py import BackendError, ItemBackend, PipeClosed, Registry, Status, pipe
 
@@ -132,6 +132,7 @@ def test_caller_does_not_overtake_queued_requests(register: Register) -> None:
         assert p.stats()["nodes"]["node"]["busy"] == 1
         assert p.stats()["nodes"]["node"]["oldest_batch_s"] > 0.0
         second = p.submit({"data": 2})
+        wait_queued(p, 1)
         caller = threading.Thread(target=p, args=({"data": 3},))
         caller.start()
         eventually(lambda: p.stats()["inflight"] == 3)

@@ -131,6 +131,7 @@ def test_refusal_is_the_outcome_of_a_started_request(register: Register, on_main
 
     with pipe({"backend": register(gate.backend), "max_inflight": 1}) as run, gate:
         held = run.submit({"data": 0})
+        gate.wait_entered()
         if on_main_thread:
             start_two()
         else:

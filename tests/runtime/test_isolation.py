@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import Register, encode, picture
 from kit.backends import EchoFour, Gate
-from kit.waits import WAIT, error_of, in_threads, outcome
+from kit.waits import WAIT, error_of, in_threads, outcome, wait_queued
 
 from torchpipe_py import Backend, BackendError, DecodeError, ItemBackend, Overloaded, pipe
 
@@ -55,6 +55,7 @@ def errors_of_one_batch(register: Register, config: dict[str, Any], items: list[
     with pipe(config) as p, gate:
         first = gate.hold(p, {"data": "first"})
         futures = [p.submit(item) for item in items]
+        wait_queued(p, len(items))
         gate.open()
         error_of(first)
         errors = [error_of(future) for future in futures]

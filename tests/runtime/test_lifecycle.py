@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, Gate
-from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run
+from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run, wait_queued
 
 import torchpipe_py.runtime.runtime
 from torchpipe_py import (
@@ -75,6 +75,7 @@ def test_close_while_busy(register: Register, monkeypatch: pytest.MonkeyPatch, m
     with pipe({"backend": register(gate.backend)}) as p, gate:
         running = gate.hold(p, {"data": "running"})
         queued = [p.submit({"data": number, "priority": number % 2}) for number in range(3)]
+        wait_queued(p, 3)
         closer = threading.Thread(target=p.close)
         closer.start()
         for future in queued:

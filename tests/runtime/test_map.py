@@ -13,7 +13,7 @@ import pytest
 from conftest import Register
 from kit.backends import Gate
 from kit.engines import workers_of
-from kit.waits import WAIT
+from kit.waits import WAIT, wait_queued
 
 from torchpipe_py import (
     Backend,
@@ -240,7 +240,7 @@ def test_flood_of_one_key_does_not_delay_other_keys(register: Register) -> None:
         flood = [run.submit({"data": number, "camera": 1}) for number in range(50)]
         gate.wait_entered()
         run._runtime.nodes["node"].times.add(1, 10.0, perf_counter())
-        assert run.stats()["nodes"]["node"]["queued"] == 49
+        wait_queued(run, 49)
         run.check_delay(1.0)  # of a request of another camera, say, for which an instance is idle
         gate.open()
         for future in flood:
@@ -253,6 +253,7 @@ def test_close_fails_requests_that_wait_for_their_key(register: Register) -> Non
     with gate:
         first = gate.hold(run, {"data": 0, "camera": 1})
         waiting = [run.submit({"data": number, "camera": 1}) for number in range(2000)]
+        wait_queued(run, 2000)
         closing = threading.Thread(target=run.close)
         closing.start()
         assert {type(future.exception(WAIT)) for future in waiting} == {PipeClosed}
