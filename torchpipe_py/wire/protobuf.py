@@ -16,12 +16,14 @@ _TEXTS = 9, 12  # the types of fields that are a text or bytes
 
 def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
     """``RequestTooLargeError`` for a message with more than ``most`` fields, those of the messages in it included, or
-    with more numbers in one of them than half of ``text``.
+    with more numbers in all of them together than half of ``text``.
 
     Each becomes an object, of many times its bytes. ``InvalidRequest`` if it is not a message. ``descriptor``: that of
     the message's class.
     """
     left, todo = most, [(descriptor, 0, len(data))]
+    most_numbers = text.bytes // 2
+    numbers_left = _MOST_VARINT * most_numbers  # their bytes
     while todo:
         descriptor, at, end = todo.pop()
         while at < end:
@@ -40,9 +42,12 @@ def check_fields(data: bytes, descriptor: Any, most: int, text: Bound) -> None:
                 field = descriptor.fields_by_number.get(number)
                 if field is not None and field.message_type is not None:
                     todo.append((field.message_type, at, min(at + value, end)))
-                elif field is not None and field.type not in _TEXTS and value > _MOST_VARINT * text.bytes // 2:
-                    limit = f"{text.bytes // 2} numbers (half of {text.name})"
-                    raise RequestTooLargeError(f"{value} bytes of numbers in {field.name}; the limit is {limit}")
+                elif field is not None and field.type not in _TEXTS:
+                    numbers_left -= value
+                    if numbers_left < 0:
+                        size = _MOST_VARINT * most_numbers - numbers_left
+                        limit = f"{most_numbers} numbers (half of {text.name})"
+                        raise RequestTooLargeError(f"{size} bytes of numbers in {field.name}; the limit is {limit}")
                 at += value
 
 
