@@ -284,6 +284,10 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.write(data)
         if self.turn is READING:  # all is sent
             self.entry.rest()
+            if self.reader.pending_bytes:
+                self.owner.rest()
+            if self.reader.pending_bytes > READ_AHEAD_BYTES:
+                self._read(False)  # until the last message of these bytes
             if self.reader.pending_bytes or self.state is not OPEN or not self.is_reading:
                 self.owner.schedule(self)  # NOTE: a refusal is answered in `advance`
 

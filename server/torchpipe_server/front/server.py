@@ -7,7 +7,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, sleep
 
 from torchpipe_py import Overloaded
 from torchpipe_py.serving import counted
@@ -26,6 +26,7 @@ logger = logging.getLogger("torchpipe_server")
 # Below malloc's threshold for mapping memory. It also bounds what one round of the loop reads of a connection.
 RECEIVE_BYTES = 120 * 1024
 TICK_SECONDS = 0.5
+TURN_SECONDS, REST_SECONDS = 0.001, 0.0001  # of pipelined requests, and for other threads after it
 
 
 class Server:
@@ -48,6 +49,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._adopting: set[asyncio.Task] = set()
         self.scheduled: dict[Connection, None] = {}  # in order
+        self._rested_at = 0.0  # when other threads last had time between pipelined requests
         self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         self._ending_until: float | None = None
@@ -127,6 +129,15 @@ class Server:
         if not self.scheduled:
             self.loop.call_soon(self._advance)
         self.scheduled[connection] = None
+
+    def rest(self) -> None:
+        """Leave time to other threads: a connection has its next request already, and the loop would not pause.
+
+        NOTE: system calls release the GIL too shortly for a waiting thread, whose wait each of them begins anew.
+        """
+        if (now := monotonic()) > self._rested_at + TURN_SECONDS:
+            sleep(REST_SECONDS)
+            self._rested_at = now + REST_SECONDS
 
     def _advance(self) -> None:
         scheduled, self.scheduled = self.scheduled, {}
