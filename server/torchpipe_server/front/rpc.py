@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
-import stat
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -25,6 +19,7 @@ from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
 from torchpipe_server.front.pacing import RefusalPacing
+from torchpipe_server.front.peers import Peer, Peers
 from torchpipe_server.front.services import reply_bound
 from torchpipe_server.options import Options
 from torchpipe_server.wire.http import MAX_HEAD_BYTES
@@ -36,6 +31,10 @@ TICK_SECONDS = 0.5
 WATCHED_BYTES = 4096  # the largest message of a watch, which is kept and parsed at each tick
 PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which may have vanished
 CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
+SILENT_SECONDS = 0.1  # a call without a message may be replaced by a newcomer after these
+LOOK_SECONDS, FASTEST_BYTES = 0.05, 4 * 2**30  # shortest time between two looks; what may arrive in a second
+HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
+HEALTH_CALLS = 64  # that are admitted beyond the limit
 
 
 class Recipient:
@@ -62,9 +61,9 @@ class RpcCall:
         self.server, self.rpc = server, rpc
         self.future: asyncio.Future[WireAnswer] = server.loop.create_future()
         self.call = Call(Recipient(server, rpc.method, self.future))
-        self.reading: asyncio.Task[Any] | None = None  # the task that waits for its message
+        self.refusal: BaseException | None = None  # in place of the message that it waited for
         self.answered_at = 0.0  # since when an answer waits for the client
-        self.peer: Callable[[], str] = str  # from its admission to its end
+        self.peer: Peer | None = None  # from its admission on
         self.watched = b""  # the message of a watch
 
     def start(self, data: Any, context: Any) -> None:
@@ -75,6 +74,8 @@ class RpcCall:
             if data is grpc.aio.EOF:
                 raise InvalidRequest("the call has no message")
             self.hold(len(data))
+            if self.peer is not None:
+                self.peer.deliver(len(data))
             if self.rpc.is_watch:
                 if len(data) > WATCHED_BYTES:
                     raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {WATCHED_BYTES}")
@@ -98,11 +99,11 @@ class RpcCall:
         self.call.cancel()
 
 
-@dataclass
-class Peer:
-    """A client that was refused."""
+class Reading:
+    """A call that waits for a message in ``task``, since ``since``; the oldest stand first in ``RpcServer.reading``."""
 
-    paced_until: float = 0.0
+    def __init__(self, task: asyncio.Task[Any], since: float) -> None:
+        self.task, self.since = task, since
 
 
 class RpcServer:
@@ -115,7 +116,9 @@ class RpcServer:
         self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters, pacing: RefusalPacing
     ) -> None:
         self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
-        self._refused_peers: dict[str, Peer] = {}  # recently
+        self.peers = Peers(options.grpc_port)
+        self.reading: dict[RpcCall, Reading] = {}  # calls that wait for a message, the longest waiting first
+        self._is_looking = False  # before the next tick
         self.reply, self.text = reply_bound(options.max_reply_bytes), Bound(options.max_text_bytes, "--max-text-bytes")
         self.held_bytes = 0
         self._handlers = {rpc.path: self._handler(rpc) for rpc in rpcs}
@@ -190,22 +193,76 @@ class RpcServer:
 
     def _tick(self) -> None:
         """End calls whose messages do not arrive; when room is scarce, also those whose answers are not read."""
-        options, late = self.options, monotonic() - self.options.message_seconds
-        for call in list(self._calls):
-            if call.reading is not None and call.call.began < late:
-                task, call.reading = call.reading, None
-                task.cancel()
-        stalled: set[str] = set()
+        options, now = self.options, monotonic()
+        late = now - options.message_seconds
+        self._look(now)
+        slow: set[Peer | None] = {peer for peer in self.peers.partial() if 0 < peer.partial_since < late}
+        for call, reading in list(self.reading.items()):
+            # NOTE: a stream may wait for a message that has not begun; grpc does not show which of a client's calls
+            # has the part that arrived.
+            if reading.since < late and (not call.rpc.is_stream or call.peer in slow):
+                slow.discard(call.peer)
+                self.refuse(call, DeadlineExceeded(f"no whole message within {options.message_seconds:g} s"))
+        stalled: set[Peer | None] = set()
         # NOTE: grpc cannot end one such call: whatever it sends to the client waits for the same connection.
         if 2 * len(self._calls) >= options.max_connections or 2 * self.held_bytes > options.max_held_bytes:
-            stalled = {call.peer() for call in self._calls if 0 < call.answered_at < late}
+            stalled = {call.peer for call in self._calls if 0 < call.answered_at < late}
         if self.is_ending:  # a watch whose client does not read would delay it
-            recent = monotonic() - TICK_SECONDS
+            recent = now - TICK_SECONDS
             watches = {call for call in self._calls if call.rpc.is_watch and 0 < call.answered_at < recent}
-            stalled |= {call.peer() for call in watches} - {call.peer() for call in self._calls - watches}
-        _disconnect(stalled, options.grpc_port)
-        now = monotonic()
-        self._refused_peers = {name: peer for name, peer in self._refused_peers.items() if peer.paced_until > now}
+            stalled |= {call.peer for call in watches} - {call.peer for call in self._calls - watches}
+        self.peers.disconnect([peer for peer in stalled if peer is not None], "took no answers")
+
+    def _look(self, now: float) -> None:
+        """See what the clients' connections hold, and make room where that is too much."""
+        calls = [call.peer for call in self._calls if call.peer is not None]
+        idle = self.peers.look(calls, self.options.max_message_bytes, now)
+        most = self.options.max_connections
+        if self.peers.connections > most:
+            replaced = idle[: self.peers.connections - most + most // 8]
+            self.peers.disconnect(replaced, "called nothing and made room for others")
+            for _ in replaced:
+                self.counters.add("gRPC connection", Overloaded.code, 0.0, "")
+        self._bound_memory()
+
+    def _bound_memory(self) -> None:
+        """If messages that were not read yet hold too much, refuse them, beginning with the clients that hold most."""
+        limit, partial = self.options.max_held_bytes, self.peers.partial()
+        excess = self.held_bytes + sum(peer.partial_bytes for peer in partial) - limit
+        for peer in partial:
+            if excess <= 0:
+                return
+            calls = [call for call in self.reading if call.peer is peer]
+            if not calls:
+                excess -= peer.partial_bytes
+                self.peers.disconnect([peer], "sent more than there is room for (--max-held-bytes)")
+                self.counters.add("gRPC connection", Overloaded.code, 0.0, "")
+                continue
+            each = peer.partial_bytes / len(calls)
+            # NOTE: those that have waited longest, since grpc does not show which of them has how much.
+            for call in calls:
+                if excess > 0:
+                    excess -= each
+                    text = f"more than {limit} bytes of unanswered messages (--max-held-bytes)"
+                    self.refuse(call, Overloaded(text, retry_after_ms=1000))
+
+    def _watch_memory(self) -> None:
+        """Look again before messages that were not read yet can hold too much."""
+        room = self.options.max_held_bytes - self.held_bytes
+        if not self._is_looking and len(self._calls) * self.options.max_message_bytes > room:
+            self._is_looking = True
+            self.loop.call_later(min(max(LOOK_SECONDS, room / FASTEST_BYTES), TICK_SECONDS), self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_looking = False
+        if self._server is not None:
+            self._look(monotonic())
+            self._watch_memory()
+
+    def refuse(self, call: RpcCall, error: BaseException) -> None:
+        """Refuse the message that the call waits for; it may still be answered for earlier ones."""
+        call.refusal = error
+        self.reading.pop(call).task.cancel()
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -222,7 +279,9 @@ class RpcServer:
     def _enter(self, call: RpcCall, context: Any) -> bool:
         """Admit the call if there is room, which it takes until its answer is sent; returns whether there was."""
         most = self.options.max_connections
-        is_full = len(self._calls) >= most
+        is_full = len(self._calls) >= most and not self._replace_silent()
+        if is_full and call.rpc.path.rpartition("/")[2] in HEALTH:
+            is_full = len(self._calls) >= most + HEALTH_CALLS
         if call.rpc.is_watch:
             # NOTE: a watch lasts as long as its client likes; half of the room is kept for other calls.
             is_full |= 2 * sum(other.rpc.is_watch for other in self._calls) >= most
@@ -231,11 +290,11 @@ class RpcServer:
             call.call.done(Overloaded(text, retry_after_ms=1000))
             return False
         self._calls.add(call)
-        call.peer = context.peer
+        call.peer = self.peers.of(context.peer())
 
         def leave(_: Any) -> None:
             self._calls.discard(call)
-            call.peer = str
+            self.reading.pop(call, None)
             call.release()
 
         # NOTE: a callback of the context would make a reference cycle, which keeps it until garbage collection.
@@ -243,18 +302,35 @@ class RpcServer:
         task.add_done_callback(leave)
         return True
 
+    def _replace_silent(self) -> bool:
+        """Give the room of the call that has waited longest for its message to a newcomer, if there is one."""
+        call, reading = next(iter(self.reading.items()), (None, None))
+        if call is None or reading is None or monotonic() < reading.since + SILENT_SECONDS:
+            return False
+        self._calls.discard(call)
+        most = counted(self.options.max_connections, "call")
+        text = f"sent no message while there were {most} (--max-connections): replaced by a newcomer"
+        self.refuse(call, Overloaded(text, retry_after_ms=1000))
+        return True
+
+    def begin_reading(self, call: RpcCall, task: asyncio.Task[Any]) -> None:
+        """Record that the task waits for the call's next message; ``reading`` forgets it when it is read or refused."""
+        self.reading[call] = Reading(task, monotonic())
+        self._watch_memory()
+
     async def _serve_one(self, call: RpcCall, context: Any) -> bytes:
         if self._enter(call, context):
-            call.reading = asyncio.current_task()
+            task: Any = asyncio.current_task()
+            self.begin_reading(call, task)
             try:
                 data = await context.read()
-                call.reading = None
+                self.reading.pop(call, None)
                 call.start(data, context)
                 del data  # NOTE: grpc keeps this frame with an error until garbage collection
             except asyncio.CancelledError:
-                if call.reading is not None:
+                if call.refusal is None:
                     raise  # its client is gone
-                call.call.done(DeadlineExceeded(f"no whole message within {self.options.message_seconds:g} s"))
+                call.call.done(call.refusal)
         answer = await call.future
         return await self._reply(call, answer, context)
 
@@ -274,9 +350,9 @@ class RpcServer:
     async def _pace(self, call: RpcCall, context: Any) -> None:
         """Wait until the call's refusal is due."""
         call.hold(-call.call.size)  # its message is gone
-        peer = self._refused_peers.setdefault(call.peer(), Peer())
+        assert call.peer is not None
         seconds = context.time_remaining()
-        delay = self._pacing.delay(peer, monotonic(), None if seconds is None else perf_counter() + seconds)
+        delay = self._pacing.delay(call.peer, monotonic(), None if seconds is None else perf_counter() + seconds)
         if delay > 0.0:
             await asyncio.sleep(delay)
 
@@ -353,15 +429,22 @@ class _RequestStream:
         while not self._writing.done():
             await self._room.acquire()
             self._reading = reading = server.loop.create_task(self._context.read())
+            server.begin_reading(self._place, reading)
             waiting = {reading, self._writing, server.draining}
             await asyncio.wait(waiting, timeout=idle_seconds or None, return_when=asyncio.FIRST_COMPLETED)
+            server.reading.pop(self._place, None)
             if not reading.done():
                 return "is ending: open the stream again" if server.is_ending else f"was idle for {idle_seconds:g} s"
-            if reading.result() is grpc.aio.EOF:
+            refusal = self._place.refusal
+            if refusal is None and reading.result() is grpc.aio.EOF:
                 break
             call = RpcCall(server, self._place.rpc)
+            call.peer = self._place.peer
             self._unanswered.add(call)
             self._calls.put_nowait(call)
+            if refusal is not None:
+                call.call.done(refusal)
+                break
             call.start(reading.result(), self._context)
         return ""
 
@@ -392,24 +475,6 @@ def keep_log_record(record: logging.LogRecord) -> bool:
     return not record.exc_info or not isinstance(record.exc_info[1], grpc.aio.InternalError)
 
 
-def _disconnect(peers: AbstractSet[str], port: int) -> None:
-    """Close the connections of ``peers``, in grpc's notation, to this port, which cancels their calls."""
-    if not peers:
-        return
-    logger.warning("gRPC: %s took no answers: disconnected", counted(len(peers), "client"))
-    # "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000"
-    addresses = {unquote(peer).partition(":")[2].replace("[", "").replace("]", "") for peer in peers}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port:
-                    host, from_port = sock.getpeername()[:2]
-                    if f"{host.removeprefix('::ffff:')}:{from_port}" in addresses:
-                        sock.shutdown(socket.SHUT_RDWR)
-
-
 def _metadata_of(context: Any) -> tuple[dict[str, str], float | None]:
     """Metadata and milliseconds to the deadline of a call; binary metadata is left out."""
     fields = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
@@ -425,7 +490,9 @@ def settings(options: Options) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # answers are bounded before
         ("grpc.max_concurrent_streams", max(1, most // 2)),
-        ("grpc.max_allowed_incoming_connections", most),
+        # NOTE: it would count calls that were answered and not yet freed, and reset others of the same client.
+        ("grpc.http.overload_protection", 0),
+        ("grpc.max_allowed_incoming_connections", 2 * most),  # silent ones are closed at the next tick
         ("grpc.max_metadata_size", MAX_HEAD_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_HEAD_BYTES),
         ("grpc.compression_enabled_algorithms_bitset", 1),

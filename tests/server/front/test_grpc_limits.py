@@ -1,0 +1,135 @@
+"""The gRPC port is guarded as the main port is: memory, time and room are bounded, and neighbours are served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from kit import http2
+from kit.clients import connect
+from kit.contract import Asked, as_rpc
+from kit.services import LocalServer, serving, steered
+from kit.steered import Steered
+from kit.waits import WAIT, eventually
+
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+rpc = pytest.importorskip("torchpipe_server.front.rpc")
+
+SERVICE = "/inference.GRPCInferenceService"
+INFER, STREAM = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"
+HEALTH = ["/grpc.health.v1.Health/Check", f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady"]
+GOOD = as_rpc(Asked()).SerializeToString()
+
+
+def channel(port: int) -> Any:
+    return grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+def call(on: Any, path: str = INFER, data: bytes = GOOD, **options: Any) -> Any:
+    return on.unary_unary(path)(data, timeout=WAIT, **options)
+
+
+def counts(server: LocalServer, name: str) -> dict[str, int]:
+    """The requests of this name by outcome."""
+    return server.server.counters.summary()["by_method"].get(f"gRPC {name}", {})
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_unfinished_messages_count_against_max_held_bytes(path: str) -> None:
+    size, clients, limit = 50_000, 8, 2**18
+    with (
+        serving("Identity", grpc_port=0, max_message_bytes=2**16, max_held_bytes=limit) as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(clients):
+            sock = stack.enter_context(connect(server.grpc_port))
+            sock.sendall(http2.opening() + http2.head(path, 1) + http2.message(1, bytes(size), size + 1))
+        name = path.rpartition("/")[2]
+        least = clients - limit // size
+        eventually(lambda: counts(server, name).get("overloaded", 0) >= least, "they hold more than the limit")
+        with channel(server.grpc_port) as on:
+            assert call(on)
+        assert counts(server, name)["overloaded"] < clients
+
+
+@pytest.mark.parametrize("first", [b"", GOOD])
+def test_ends_stream_whose_message_does_not_arrive(first: bytes) -> None:
+    with serving("Identity", grpc_port=0, message_seconds=0.2) as server, channel(server.grpc_port) as on:
+        idle = on.stream_stream(STREAM)
+        asked = SimpleQueue[bytes]()
+        asked.put(GOOD)
+        answers = idle(iter(asked.get, b""), timeout=WAIT)
+        assert next(answers)
+        with connect(server.grpc_port) as sock:
+            whole = http2.message(1, first) if first else b""
+            sock.sendall(http2.opening() + http2.head(STREAM, 1) + whole + http2.message(1, bytes(30_000), 30_001))
+            eventually(lambda: counts(server, "ModelStreamInfer").get("deadline_exceeded", 0) == 1, "it is not ended")
+        asked.put(GOOD)
+        assert next(answers), "a stream that waits for no message was ended"
+        asked.put(b"")
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_newcomers_replace_silent_calls(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "SILENT_SECONDS", 0.0)
+    with serving("Identity", grpc_port=0, max_connections=4) as server, ExitStack() as stack:
+        for _ in range(2):
+            sock = stack.enter_context(connect(server.grpc_port))
+            sock.sendall(http2.opening() + http2.head(path, 1) + http2.head(path, 3))
+        eventually(lambda: len(server.rpc._calls) == 4)
+        with channel(server.grpc_port) as on:
+            for _ in range(3):
+                assert call(on)
+        eventually(lambda: counts(server, path.rpartition("/")[2]).get("overloaded") == 1)
+
+
+def test_newcomers_replace_silent_connections(caplog: pytest.LogCaptureFixture) -> None:
+    with serving("Identity", grpc_port=0, max_connections=4) as server, ExitStack() as stack:
+        for opening in [b"", http2.opening()] * 4:
+            stack.enter_context(connect(server.grpc_port)).sendall(opening)
+        with channel(server.grpc_port) as on:
+            assert call(on, wait_for_ready=True)
+            assert call(on)
+        assert "called nothing and made room for others: disconnected" in caplog.text
+        assert counts(server, "connection")["overloaded"] >= 4
+
+
+def test_health_checks_find_room_if_all_calls_are_taken() -> None:
+    blocked = as_rpc(Asked(b"block")).SerializeToString()
+    with steered(grpc_port=0, max_connections=2) as server, ExitStack() as stack:
+        channels = [stack.enter_context(channel(server.grpc_port)) for _ in range(3)]
+        held = [on.unary_unary(INFER).future(blocked, timeout=WAIT) for on in channels[:2]]
+        eventually(lambda: server.run.stats()["inflight"] == 2)
+        for path in HEALTH:
+            assert call(channels[2], path, b"") == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as raised:
+            call(channels[2])
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        Steered.opened.set()
+        assert all(each.result(WAIT) for each in held)
+
+
+def test_numbers_are_bounded_in_all_their_pieces_together() -> None:
+    piece = b"\x1a\xa8\x46" + b"\x01" * 9000  # a part of the shape, within the limit
+    tensor = b"\x0a\x04data\x12\x04FP32" + 3 * piece
+    data = b"\x0a\x04test\x2a" + bytes([len(tensor) & 127 | 128, len(tensor) >> 7 & 127 | 128, len(tensor) >> 14])
+    with serving("Identity", grpc_port=0, max_text_bytes=2**12) as server, channel(server.grpc_port) as on:
+        failed = on.unary_unary(INFER).future(data + tensor, timeout=WAIT)
+        assert "27000 bytes of numbers in shape; the limit is 2048 numbers" in failed.exception(WAIT).details()
+
+
+def test_calls_at_once_on_one_channel_are_answered_or_refused_with_a_time() -> None:
+    with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
+        for _ in range(2):
+            ended = [on.unary_unary(INFER).future(GOOD, timeout=WAIT) for _ in range(1500)]
+            outcomes = Counter("ok" if each.exception() is None else outcome_of(each) for each in ended)
+            assert set(outcomes) <= {"ok", "RESOURCE_EXHAUSTED, to be sent again"}, outcomes
+
+
+def outcome_of(failed: Any) -> str:
+    name = failed.code().name
+    is_repeatable = any(key == "grpc-retry-pushback-ms" for key, _ in failed.trailing_metadata() or ())
+    return f"{name}, to be sent again" if is_repeatable else f"{name}: {failed.details()}"
