@@ -212,6 +212,19 @@ def test_nodes_of_a_graph_run_twice_do_not_wait_for_each_other(register: Registe
 # -- instances ----------------------------------------------------------------------------------------------------
 
 
+def test_instance_is_busy_again_once_its_jump_is_over(register: Register) -> None:
+    gate = Gate()
+    nodes = {
+        "outer": {"backend": f"S[Jump,{register(gate.backend)}]", "jump": "inner"},
+        "inner": {"backend": "Identity"},
+    }
+    with pipe(nodes) as p, gate:
+        held = gate.hold(p, {"data": 1, "node_name": "outer"})
+        assert p.stats()["nodes"]["outer"]["busy"] == 1
+        gate.open()
+        assert outcome(held)["result"] == 1
+
+
 def test_leader_hands_over_before_it_computes(register: Register) -> None:
     gate = Gate(most=4)
     with pipe({"backend": register(gate.backend), "instance_num": 3, "batching_timeout": HANGS}) as p, gate:

@@ -46,8 +46,10 @@ def ended(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def request() -> Request:
-    return Request({"data": 1}, ignore_outcome)
+def request(priority: int = 0) -> Request:
+    made = Request({"data": 1}, ignore_outcome)
+    made.priority = priority
+    return made
 
 
 def test_wakes_most_recently_idle_instance() -> None:
@@ -73,6 +75,41 @@ def test_wakes_most_recently_idle_instance() -> None:
     assert ended(threads[2])
     assert list(woken) == [1, 0, 2]
     assert idle.borrow() is None, "queued requests come first"
+
+
+def test_instance_takes_low_priority_before_it_sleeps() -> None:
+    queue = RequestQueue()
+    idle: IdleStack[Sleeper] = IdleStack(queue)
+    queue.put(request(priority=1))
+    assert ended(start(lambda: idle.sleep(Sleeper())))
+    assert idle.idle_count() == 0
+
+
+def test_borrowed_instance_takes_low_priority_that_came_meanwhile() -> None:
+    queue, sleeper = RequestQueue(), Sleeper()
+    idle: IdleStack[Sleeper] = IdleStack(queue)
+    sleeping = start(lambda: idle.sleep(sleeper))
+    eventually(idle.idle_count)
+    assert idle.borrow() is sleeper
+    queue.put(request(priority=1))
+    idle.wake_one()  # no instance is idle: nothing happens
+    idle.give_back(sleeper)
+    assert ended(sleeping)
+
+
+@pytest.mark.parametrize("priority", [0, 1])
+def test_caller_borrows_no_instance_while_normal_requests_wait(priority: int) -> None:
+    queue, sleeper = RequestQueue(), Sleeper()
+    idle: IdleStack[Sleeper] = IdleStack(queue)
+    sleeping = start(lambda: idle.sleep(sleeper))
+    eventually(idle.idle_count)
+    queue.put(request(priority))
+    assert idle.borrow() is (sleeper if priority else None)
+    if priority:
+        idle.give_back(sleeper)
+    else:
+        idle.wake_one()
+    assert ended(sleeping)
 
 
 def test_leader_does_not_sleep_if_called_before() -> None:
@@ -110,6 +147,37 @@ def test_instance_that_finished_last_leads_in_place_of_sleeping_leader() -> None
     assert leadership.state is LeaderState.COLLECTING
     leadership.hand_over()
     assert leadership.state is LeaderState.VACANT
+
+
+def test_no_other_instance_leads_while_leader_waits_for_company() -> None:
+    leadership = Leadership(RequestQueue(), [1])
+    first, second = Sleeper(), Sleeper()
+    assert leadership.lead(first)
+    waiting = start(lambda: leadership.wait(first, 1000.0))
+    eventually(lambda: leadership.state is LeaderState.ASLEEP)
+    following = start(lambda: leadership.lead(second))
+    eventually(lambda: leadership.idle_count() == 2)
+    leadership.wake()
+    assert ended(waiting)
+    leadership.hand_over()  # something is left to collect
+    assert ended(following)
+    assert leadership.state is LeaderState.COLLECTING
+
+
+def test_wake_up_as_the_time_ends_counts_for_that_wait_only() -> None:
+    leadership, leader = Leadership(RequestQueue(), [1]), Sleeper()
+    assert leadership.lead(leader)
+    sleep = leader.sleep
+
+    def wake_too_late(blocking: bool, timeout: float) -> bool:
+        leader.sleep = sleep
+        leadership.wake()
+        return False  # the time is over
+
+    leader.sleep = wake_too_late  # type: ignore[assignment]
+    leadership.wait(leader, 1000.0)
+    assert leadership.state is LeaderState.COLLECTING
+    assert not leader.sleep(False), "the next sleep would end at once"
 
 
 def test_only_one_instance_leads_after_close() -> None:
@@ -231,6 +299,19 @@ def test_one_instance_is_reserved_for_small_items(register: Register, gate: Gate
         assert p.stats()["nodes"]["node"]["queued"] == 6 - (instances - 1)
         gate.open()
         assert [outcome(future)["result"] for future in futures] == [f"large {number}" for number in range(6)]
+
+
+def test_waiting_large_items_keep_their_order(register: Register, gate: Gate) -> None:
+    with pipe({"backend": register(gate.backend), "instance_num": 2}) as p, gate:
+        first = gate.hold(p, {"data": "large 0"})
+        futures = [p.submit({"data": f"large {number}"}) for number in range(1, 5)]
+        # The other instance takes it after it has put all large ones aside.
+        assert outcome(p.submit({"data": "small"}))["result"] == "small"
+        gate.open()
+        for future in (first, *futures):
+            outcome(future)
+    order = [data for (data,) in gate.batches]
+    assert order.index("large 1") < order.index("large 4")
 
 
 def test_expired_large_item_does_not_delay_next_one(register: Register, gate: Gate) -> None:

@@ -358,6 +358,19 @@ def test_jump_started_while_its_request_is_cancelled_is_cancelled(register: Call
 # -- requests whose work is done elsewhere ----------------------------------------------------------------------------
 
 
+def test_request_that_cannot_be_handed_over_leaves_its_node_idle(register: Register) -> None:
+    class Nowhere(HandOverBackend):
+        """Has no place to hand requests over to."""
+
+        def start(self, item: Data, done: HandedOver, request: Any) -> None:
+            raise ValueError("nowhere to run it")
+
+    with pipe({"backend": register(Nowhere)}) as run:
+        assert "nowhere to run it" in str(error_of(run.submit({"data": 1})))
+        assert run.stats()["nodes"]["node"]["busy"] == 0
+        assert run.expected_wait() == 0.0
+
+
 def test_thread_leaves_callback_after_it_delivered_an_answer(register: Register) -> None:
     """Though another one began to tell its own meanwhile, and ended later: the first may close the pipe."""
     answers: list[Callable[[], object]] = []

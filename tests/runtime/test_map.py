@@ -247,6 +247,42 @@ def test_flood_of_one_key_does_not_delay_other_keys(register: Register) -> None:
             assert future.exception(WAIT) is None or isinstance(future.exception(), Overloaded)
 
 
+def test_request_abandoned_at_the_node_lets_the_next_of_its_key_in(register: Register) -> None:
+    gate = Gate()
+    with pipe({"backend": register(gate.backend), "ordered_by": "camera"}) as run, gate:
+        held = gate.hold(run, {"data": 0, "camera": 1})
+        abandoned = run.submit({"data": 1, "camera": 2})
+        wait_queued(run, 1)
+        following = run.submit({"data": 2, "camera": 2})
+        wait_queued(run, 2)
+        assert abandoned.cancel()
+        gate.open()
+        assert [each.result(WAIT)["result"] for each in (held, following)] == [0, 2]
+
+
+def test_state_is_unchanged_by_a_batch_that_failed(register: Register) -> None:
+    gate = Gate(most=2, blocks=lambda data: data == "first")
+
+    class Alone(gate.backend):  # type: ignore[misc,name-defined]
+        """Counts visits in place, and raises for two at once; the result is the count."""
+
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            super().forward(items)
+            for item in items:
+                item["state"].setdefault("visits", []).append(1)
+                item["result"] = len(item["state"]["visits"])
+            if len(items) > 1:
+                raise ValueError("one at a time")
+
+    with pipe({"backend": register(Alone), "ordered_by": "camera"}) as run, gate:
+        held = gate.hold(run, {"data": "first", "camera": 0})
+        both = [run.submit({"data": number, "camera": number}) for number in (1, 2)]
+        wait_queued(run, 2)
+        gate.open()
+        assert [each.result(WAIT)["result"] for each in (held, *both)] == [1, 1, 1]
+    assert [len(batch) for batch in gate.batches] == [1, 2, 1, 1]
+
+
 def test_close_fails_requests_that_wait_for_their_key(register: Register) -> None:
     gate = Gate()
     run = pipe({"backend": register(gate.backend), "ordered_by": "camera"})
