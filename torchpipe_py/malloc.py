@@ -32,3 +32,9 @@ def keep_freed_memory(kept: int = KEPT_BYTES) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, kept)
         mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the system, after a model was removed. Does nothing with another C library."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

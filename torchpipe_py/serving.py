@@ -3,7 +3,7 @@
 Two modules are imported where their optional libraries are in use: ``methods.tracing`` (OpenTelemetry) and
 ``methods.rpc.messages`` (protobuf). Nothing else of the package is theirs.
 
-- A pipe of tables: ``plan_pipeline``, ``find_models``; nodes that processes share: ``shared_nodes``, ``EngineClient``.
+- A pipe of tables: ``plan_pipeline``, ``Pipes``; nodes that processes share: ``shared_nodes``, ``EngineClient``.
 - Methods of a service and their routes: ``Inference``, ``Routes``, ``Served``; streams: ``Streams``.
 - Requests and answers as they are sent: ``read_request``, ``answers``, ``errors``, ``values``, ``WireAnswer``.
 - Processes, threads, logs: ``ChildProcess``, ``limit_threads``, ``describe``.
@@ -12,12 +12,12 @@ Two modules are imported where their optional libraries are in use: ``methods.tr
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import limit_threads, usable_cores
-from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
+from torchpipe_py.errors import counted, describe, log_failure, logger, message_of, nearest
 from torchpipe_py.idl import load_idl
-from torchpipe_py.malloc import keep_freed_memory
+from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.inference import Inference
 from torchpipe_py.methods.many import FairAdmission, Outcome
-from torchpipe_py.methods.oip.core import Control, Model
+from torchpipe_py.methods.oip.core import Control, Model, Models
 from torchpipe_py.methods.routes import (
     JSON,
     OK,
@@ -40,12 +40,13 @@ from torchpipe_py.methods.rpc.wire import WireAnswer, parse_message
 from torchpipe_py.methods.timing import timed
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.plan.config import Tables, used_backends
-from torchpipe_py.plan.folder import Folder, find_models
-from torchpipe_py.plan.sharing import same_shared, shared_files, shared_nodes, usual_engines
+from torchpipe_py.plan.folder import NO_MODEL, Folder, list_models, name_of, read_folder, version_of
+from torchpipe_py.plan.sharing import engine_part, same_shared, sections, shared_files, shared_nodes, usual_engines
 from torchpipe_py.proc.child import ChildProcess, Joined, describe_ending
 from torchpipe_py.proc.engine import EngineClient, EngineServer, pipe_of_worker, watch_on
 from torchpipe_py.registry import import_all
 from torchpipe_py.runtime.admission import Deadlines
+from torchpipe_py.runtime.pipes import Pipes
 from torchpipe_py.runtime.record.pictures import Picture
 from torchpipe_py.runtime.record.statistics import (
     BOUNDS_MS,
@@ -84,6 +85,7 @@ __all__ = [
     "NODE_COUNTERS",
     "NODE_GAUGES",
     "NODE_TIMES",
+    "NO_MODEL",
     "OK",
     "PLACES",
     "AnswerStream",
@@ -105,9 +107,11 @@ __all__ = [
     "Joined",
     "Method",
     "Model",
+    "Models",
     "Outcome",
     "Picture",
     "Pipeline",
+    "Pipes",
     "ReplyTooLargeError",
     "RequestTooLargeError",
     "Route",
@@ -131,18 +135,21 @@ __all__ = [
     "describe_ending",
     "describe_error",
     "draw_boxes",
+    "engine_part",
     "errors",
     "failure",
-    "find_models",
     "folded",
     "import_all",
     "json_answer",
     "keep_freed_memory",
     "limit_threads",
+    "list_models",
     "live_svg",
     "load_idl",
     "log_failure",
     "logger",
+    "message_of",
+    "name_of",
     "nearest",
     "output_of",
     "parse_message",
@@ -150,12 +157,15 @@ __all__ = [
     "plan_pipeline",
     "priority_in",
     "priority_of",
+    "read_folder",
     "read_request",
     "read_streams",
     "reason",
+    "release_freed_memory",
     "report",
     "route",
     "same_shared",
+    "sections",
     "shared_files",
     "shared_nodes",
     "size_of",
@@ -166,5 +176,6 @@ __all__ = [
     "used_backends",
     "usual_engines",
     "values",
+    "version_of",
     "watch_on",
 ]

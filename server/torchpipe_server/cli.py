@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def _serve(options: Options) -> int:
     _require_libraries(options)
     # NOTE: import these under the signal handler, because it takes a moment.
     import torchpipe_py
-    from torchpipe_py import parse_folder, parse_toml
+    from torchpipe_py import parse_toml
     from torchpipe_py.serving import load_idl, used_backends
     from torchpipe_server.supervisor.forker import prepare_fork_server
     from torchpipe_server.supervisor.supervisor import Supervisor
@@ -65,9 +66,9 @@ def _serve(options: Options) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if files == resource.RLIM_INFINITY:
         files = sys.maxsize
-    read = parse_folder if os.path.isdir(options.config) else parse_toml
-    tables = read(options.config)
-    libraries = ["tensorrt"] if "TensorrtTensor" in used_backends(tables) else []
+    read = partial(_read_folder, options) if os.path.isdir(options.config) else partial(parse_toml, options.config)
+    tables = read()
+    libraries = ["tensorrt"] if tables and "TensorrtTensor" in used_backends(tables) else []
     options = _fit(replace(options, workers=options.workers or _usual_workers(options, tables, files)), files)
     if options.http_port > 0 and options.http_port == options.port:
         raise ConfigError(f"--http-port {options.http_port} is --port, too: monitoring needs its own port")
@@ -82,7 +83,7 @@ def _serve(options: Options) -> int:
             rpc = stack.enter_context(reserve(listener, options.grpc_port))
             options = replace(options, grpc_port=rpc.getsockname()[1])
         idl = None if options.handler else load_idl()
-        supervisor = Supervisor(listener, options, tables, lambda: read(options.config), idl)
+        supervisor = Supervisor(listener, options, tables, read, idl)
         if http is not None:
             from torchpipe_server.supervisor.monitoring.status import StatusServer
 
@@ -106,6 +107,20 @@ def _serve(options: Options) -> int:
             return 1
         logger.info("stopped; every accepted request is answered")
         return 0
+
+
+def _read_folder(options: Options) -> Any:
+    """The models of a folder. ``ConfigError`` if it has none to serve, or a wrong one with ``--exit-on-error``."""
+    from torchpipe_py.serving import NO_MODEL, read_folder
+
+    folder = read_folder(options.config)
+    if folder.problems and (options.exit_on_error or not (folder or options.repository_control)):
+        raise ConfigError("\n".join(folder.problems.values()))
+    if not (folder or options.repository_control):
+        raise ConfigError(f"{options.config}: {NO_MODEL}")
+    for key, problem in folder.problems.items():
+        logger.error("model %s is not served: %s", key, problem)
+    return folder
 
 
 def _require_libraries(options: Options) -> None:

@@ -101,6 +101,9 @@ class Options:
     repository_control: bool = _option(
         False, "load and unload a folder's models on --port as well, not on --http-port alone"
     )
+    exit_on_error: bool = _option(
+        False, "a folder: start only if every file can be served, instead of with those that can"
+    )
     no_page: bool = _option(False, "no page to try the pipeline, at / of --port")
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))

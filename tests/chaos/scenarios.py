@@ -255,9 +255,11 @@ def models(rounds: int = 2, mebibytes: int = 32) -> Figures:
         def settle(low: float, high: float) -> None:
             eventually(lambda: len(it.workers) == 1 and low <= it.sum("rss") / MEBIBYTE <= high, "memory is another")
 
-        seconds = [change(*each) for each in actions]  # from here on every figure is that of a reload
-        eventually(lambda: it.open_connections == 0 and len(it.workers) == 1)
+        with Load(it.port, 1, total=10, model="steady") as warm:
+            warm.join()
+        eventually(lambda: it.open_connections == 0)
         loaded, descriptors = it.sum("rss") / MEBIBYTE, it.sum("num_fds")
+        seconds, workers = [change(*each) for each in actions], it.workers
         with Load(it.port, 4, rate=50, model="steady") as load:
             for _ in range(rounds):
                 seconds += [change(*each) for each in actions[:2]]
@@ -266,7 +268,7 @@ def models(rounds: int = 2, mebibytes: int = 32) -> Figures:
             it.write("two", fault="raises")
             before = it.pids()
             refused = [control(*each)[0] for each in (("load", "two"), ("load", "..%2Ftwo"), ("unload", "none"))]
-            assert (refused, it.pids()) == ([400] * 3, before)
+            assert (refused, it.pids(), it.workers) == ([400] * 3, before, workers)
         settle(0.95 * loaded, 1.05 * loaded)
         eventually(lambda: it.sum("num_fds") <= descriptors, "descriptors are left")
         memory = {"rss_mib": round(loaded), "after": round(it.sum("rss") / MEBIBYTE), "fds": descriptors}

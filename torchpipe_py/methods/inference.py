@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchpipe_py.methods.http import HttpHandler
 from torchpipe_py.methods.many import FairAdmission
-from torchpipe_py.methods.oip.core import Control, OpenInference, models_of
+from torchpipe_py.methods.oip.core import Control, Models, OpenInference
 from torchpipe_py.methods.oip.handler import OipHandler
 from torchpipe_py.methods.oip.requests import InferLimits
 from torchpipe_py.methods.routes import Route, Rpc
@@ -26,7 +26,7 @@ class Inference:
         control: Control | None = None, may_load: bool = False,
     ) -> None:  # fmt: skip
         self.deadlines, self.admission = Deadlines(run, deadline_ms), FairAdmission(run)
-        self.models = models_of(run, stem, self.deadlines, self.admission)
+        self.models = Models(run, stem, self.deadlines, self.admission)
         self._core, self._limits = OpenInference(self.models, items, reply, control, may_load), InferLimits(text, items)
         http = HttpHandler(run, self.deadlines, text, reply)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]

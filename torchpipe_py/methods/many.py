@@ -32,12 +32,24 @@ class FairAdmission:
 
     def __init__(self, run: pipe) -> None:
         self.pipe = run
-        stats = run.stats()
-        self._room: int = stats["max_inflight"]
-        self._free: int = ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values())
+        self._models: Any = None  # of the pipe that the following are for
+        self._places = self._most = self._room = self._free = 0
         self._calls: deque[Batch] = deque()
         self._lock = threading.Lock()
         self._thread = threading.local()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Have as many places as fit the pipe; those of a folder change."""
+        models = self.pipe.models
+        if models is self._models:
+            return
+        stats = self.pipe.stats()
+        places = ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values())
+        with self._lock:
+            self._free += places - self._places
+            self._room += stats["max_inflight"] - self._most
+            self._models, self._places, self._most = models, places, stats["max_inflight"]
 
     def gather(
         self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
@@ -50,8 +62,9 @@ class FairAdmission:
         if not items:
             done([])
             return call
+        self._follow()
         with self._lock:
-            waiting = max(0, len(items) - self._free)
+            waiting = max(0, len(items) - max(0, self._free))
             excess = max(0, waiting - self._room)
             call.waiting = len(items) - excess
             self._room -= call.waiting  # each gives its place back as it enters
@@ -90,7 +103,7 @@ class FairAdmission:
 
     def _next(self) -> tuple[Batch, int] | None:
         with self._lock:
-            if not self._free or not self._calls:
+            if self._free <= 0 or not self._calls:
                 return None
             call = self._calls.popleft()
             index = call.entered

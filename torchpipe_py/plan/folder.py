@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torchpipe_py.errors import ConfigError, Problems, nearest
-from torchpipe_py.plan.config import MapSource, NodeSpec, PipelineSpec, Place, Tables, parse_toml
+from torchpipe_py.plan.config import MapSource, NodeSpec, PipelineSpec, Place, Tables, load_config, parse_toml
 from torchpipe_py.plan.graph import Graph
 from torchpipe_py.values import Value
 
@@ -76,6 +76,8 @@ class Folder(Tables):
             hint = wrong[0] if wrong else f"no model {name[:80]!r} in {self.source}; {nearest(name[:80], files)}"
             raise ConfigError(hint)
         read = {f"{name}/{version}": parse_toml(path) for version, path in files[name].items()}
+        for tables in read.values():
+            load_config(tables)
         rest = self.without(name)
         folder = Folder(dict(sorted({**rest, **read}.items())), self.source)
         folder.problems = rest.problems
@@ -112,20 +114,25 @@ def version_of(key: str) -> str:
 
 def parse_folder(path: str | os.PathLike[str]) -> Folder:
     """Read all models of a folder, to be passed to ``pipe``. ``ConfigError`` for files that are not models."""
-    folder = read_folder(path)
-    for problem in folder.problems.values():
-        raise ConfigError(problem)
+    folder = Folder(source=os.fspath(path))
+    for name, versions in sorted(find_models(folder.source).items()):
+        folder.update({f"{name}/{version}": parse_toml(file) for version, file in versions.items()})
     return folder
 
 
 def read_folder(path: str | os.PathLike[str]) -> Folder:
-    """Read the models of a folder. Files that cannot be read become ``problems``; ``ConfigError`` for no folder."""
+    """Read the models of a folder. Files whose nodes cannot be read become ``problems``.
+
+    Raises ``ConfigError`` if the folder cannot be read.
+    """
     folder = Folder(source=os.fspath(path))
     files, folder.problems = list_models(folder.source)
     for name, versions in sorted(files.items()):
         for version, file in versions.items():
             try:
-                folder[f"{name}/{version}"] = parse_toml(file)
+                tables = parse_toml(file)
+                load_config(tables)
+                folder[f"{name}/{version}"] = tables
             except ConfigError as error:
                 folder.problems[f"{name}/{version}"] = str(error)
     return folder

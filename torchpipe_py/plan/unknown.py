@@ -10,7 +10,8 @@ SERVICE_FLAGS = (
     *("host", "port", "http-host", "http-port", "grpc-port", "workers", "devices", "engines", "handler", "import"),
     *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
     *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
-    *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "no-page", "allowed-hosts"),
+    *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "exit-on-error", "no-page"),
+    *("allowed-hosts",),
     *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
 )
 """Options of ``torchpipe-serve`` that may be mistaken for keys."""

@@ -339,16 +339,15 @@ class pipe:
         The requests may finish later. Once one is finished, ``Timeline.all_visits`` holds its visits and, if requested,
         ``pictures`` small copies of the images that its nodes produced.
         """
+        self.record_timelines()
+        with wanted_timelines(with_pictures) as timelines:
+            yield timelines
+
+    def record_timelines(self) -> None:
+        """Prepare for ``timed``: requests have timelines where ``wanted_timelines`` asks for them."""
         if self._make_request in (Request, getattr(self._spans, "request", None)):
             self._make_request = making_timelines(self._make_request)
         self._record_timelines()
-        timelines = Wanted()
-        timelines.with_pictures = with_pictures
-        token = WANTED.set(timelines)
-        try:
-            yield timelines
-        finally:
-            WANTED.reset(token)
 
     def _record_timelines(self) -> None:
         if add_to_timelines not in self._runtime.recorders:
@@ -481,6 +480,18 @@ class pipe:
             hint = nearest(name if isinstance(name, str) else "", self.roots)
             raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
         return self.roots[name]
+
+
+@contextmanager
+def wanted_timelines(with_pictures: bool) -> Iterator[list[Timeline]]:
+    """A context that asks for the timelines of requests started on this thread; see ``pipe.timed``."""
+    timelines = Wanted()
+    timelines.with_pictures = with_pictures
+    token = WANTED.set(timelines)
+    try:
+        yield timelines
+    finally:
+        WANTED.reset(token)
 
 
 class Ticket:

@@ -238,7 +238,7 @@ class RpcServer:
                 self.peers.disconnect([peer], "sent more than there is room for (--max-held-bytes)")
                 self.counters.add("gRPC connection", Overloaded.code, 0.0, "")
                 continue
-            each = peer.partial_bytes / len(calls)
+            each = -(-peer.partial_bytes // len(calls))
             # NOTE: those that have waited longest, since grpc does not show which of them has how much.
             for call in calls:
                 if excess > 0:

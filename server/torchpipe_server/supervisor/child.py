@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic
 from typing import Any, Literal
@@ -64,6 +64,9 @@ class Child:
         self.answered: bool | None = None  # once it ended: whether with every request answered
         self.stats: dict[str, Any] = {}
         self.graph = ""
+        self.problems: Mapping[str, str] = {}  # why models of a folder are not served, by NAME/VERSION
+        self.tables = forked.tables  # that it started with
+        self._awaited: type[figures.Message] | None = None  # the answer to ``ask_change``
         self.reason: Reason = "died"
         self.must_listen = self.listens = False  # at the port of gRPC
         self.has_served = self.has_streams = False  # whether it got a connection or a client; streams to read
@@ -187,6 +190,11 @@ class Child:
             self.is_asked = True
             self.send("stats")
 
+    def ask_change(self, type_: Literal["prepare", "commit"], **fields: Any) -> None:
+        """Have it set up a model, or serve what it has set up; the answer comes as a message."""
+        self._awaited = figures.Prepared if type_ == "prepare" else figures.Committed
+        self.send(type_, **fields)
+
     def release(self, reason: Reason = "died") -> None:
         """Have it give back all connections and end."""
         self.reason = reason
@@ -238,6 +246,9 @@ class Child:
         match message:
             case figures.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
+                self.problems = message.problems
+            case figures.Prepared() | figures.Committed() if isinstance(message, self._awaited or ()):
+                self._awaited = None
             case figures.Listening() if self.must_still_listen:
                 self.listens = True
             case figures.Failed() if (self.state == "starting" or self.must_still_listen) and not self.failure:

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from torchpipe_py import Overloaded, TorchpipeError
-from torchpipe_py.serving import describe_ending
+from torchpipe_py import ConfigError, Overloaded, TorchpipeError
+from torchpipe_py.serving import Folder, describe_ending, name_of
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked, Forker
-from torchpipe_server.supervisor.generation import RETRY_MS, START_ATTEMPTS, Changes, Generation, WorkerSlot
+from torchpipe_server.supervisor.generation import RETRY_MS, START_ATTEMPTS, Change, Changes, Generation, WorkerSlot
+from torchpipe_server.supervisor.model_change import ModelChange
 from torchpipe_server.supervisor.monitoring import figures
 from torchpipe_server.worker.worker import HUNG
 
@@ -61,6 +62,9 @@ class Fleet:
         self._leaving: set[Child] = set()
         self._is_ending = self._wants_reload = False
         self._changes = Changes()
+        self._model_change: ModelChange | None = None
+        self.reloads: Counter[str] = Counter({"ok": 0, "failed": 0})  # by outcome; loads and unloads as well
+        self.is_last_reload_ok = True
         self._on_begun: Callable[[], object] = lambda: None
         every(loop, LOOK_SECONDS, self._look)
 
@@ -104,6 +108,8 @@ class Fleet:
     def drain(self) -> None:
         """Have every process answer accepted requests and end."""
         self._is_ending = True
+        if self._model_change is not None:
+            self._model_change.cancel("the service is stopping")
         self._changes.stop("the service is stopping")
         self._drain(self._leaving)
         self._drain_rest()
@@ -173,6 +179,9 @@ class Fleet:
                 self._serve_if_complete()
             case figures.Gone():
                 self._connections.gone(child, message.slot, message.is_closed)
+            case figures.Prepared() | figures.Committed():
+                if self._model_change is not None:
+                    self._model_change.receive(child, message)
             case figures.Event() | figures.Snapshot() | figures.Control():
                 self.on_message(child, message)
 
@@ -190,7 +199,9 @@ class Fleet:
             child.drain()
         elif slot is not None:
             slot.died_at = 0.0
-            if slot.role == "engine process":
+            if child.tables is not slot.tables:
+                child.kill("dismissed")  # a model was loaded or unloaded while it started
+            elif slot.role == "engine process":
                 self._engine_became_ready(slot)
             elif self._is_of_next_generation(slot) or not self.has_begun:
                 self._serve_if_complete()
@@ -236,6 +247,9 @@ class Fleet:
         is_complete = ready and all(worker.is_ready or worker.is_given_up for worker in generation.workers)
         if self._is_ending or not is_complete or (self._next_generation is None and self.has_begun):
             return
+        if self._next_generation is not None and (problem := self._loss(ready)):
+            self._give_up_reload(problem)
+            return
         self._have_listen(ready)
         if not all(child.listens or not child.must_listen for child in ready):
             return
@@ -249,6 +263,8 @@ class Fleet:
             self._loop.call_soon(self.reload)
 
     def _ended(self, child: Child) -> None:
+        if self._model_change is not None:
+            self._model_change.lost(child)
         if child.stats:
             self.ended_stats = figures.add_past(self.ended_stats, child.stats)
         self._leaving.discard(child)
@@ -288,6 +304,8 @@ class Fleet:
             slot.failures = 0
         if self._is_of_next_generation(slot):
             self._give_up_reload(child.failure or f"{slot.name} of the new configuration died while it started")
+        elif child.tables is not slot.tables and child.reason == "dismissed":
+            self._forker.fork(slot)
         elif child.failure and child.ready_at and self.has_begun:
             logger.error("%s ended: %s", slot.name, child.failure)
             self._count_restart(slot, "failed_start")
@@ -344,41 +362,98 @@ class Fleet:
         self._wants_reload = not self.has_begun
         if self._wants_reload or self._is_ending:
             return
+        if self._model_change is not None:
+            self._model_change.cancel("interrupted by a reload")
         if self._next_generation is not None:
             logger.info("another SIGHUP: the reload starts over")
             self._dismiss_successors()
             self._reload_ended("interrupted by a reload")
-        self._begin_reload(self._load, lambda problem: None)  # it is logged
+        self._begin_reload(Change(self._load, lambda problem: None, ""))  # it is logged
 
-    def change(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
+    def change(self, load: Callable[[], Any], done: Callable[[str], object], model: str = "") -> None:
         """Serve what ``load`` returns, after a reload in progress; then call ``done`` with "" or why that failed.
 
+        If it is a folder in which only ``model`` differs, the workers stay and change that.
         Raises ``Overloaded`` if it cannot be queued now.
         """
         if self._is_ending or not self.has_begun:
             raise Overloaded("the service is starting or stopping", RETRY_MS)
-        self._changes.add((load, done))
+        self._changes.add(Change(load, done, model))
         self._begin_change()
 
     def _begin_change(self) -> None:
-        change = self._changes.next() if self._next_generation is None and not self._is_ending else None
+        is_changing = self._next_generation is not None or self._model_change is not None
+        change = self._changes.next() if not is_changing and not self._is_ending else None
         if change is not None:
-            self._begin_reload(*change)
+            self._begin_reload(change)
 
     def _reload_ended(self, problem: str) -> None:
+        self.reloads["failed" if problem else "ok"] += 1
+        self.is_last_reload_ok = not problem
         self._changes.report(problem)
         self._loop.call_soon(self._begin_change)
 
-    def _begin_reload(self, load: Callable[[], Any], done: Callable[[str], object]) -> None:
-        self._changes.done = done
-        logger.info("reloading %s", self._options.config)
+    def _begin_reload(self, change: Change) -> None:
+        self._changes.done = change.done
+        if not change.model:
+            logger.info("reloading %s", self._options.config)
         try:
-            tables = load()
+            tables = change.load()
+            if isinstance(tables, Folder):
+                self._refuse_losses(tables)
         except TorchpipeError as error:
             self._give_up_reload(str(error))
             return
+        if change.model and self.generation.changes_alone(tables, change.model, self._options):
+            self._begin_model_change(tables, change.model)
+            return
         self._next_generation = Generation(tables, self._options, self.generation)
         self._begin(self._next_generation)
+
+    def _refuse_losses(self, folder: Folder) -> None:
+        """Raise ``ConfigError`` if a mistake would take away a model that is served."""
+        for key, problem in folder.problems.items():
+            if key in self.generation.tables:
+                raise ConfigError(problem)
+
+    def _loss(self, ready: list[Child]) -> str:
+        """Why a model that is served cannot be set up by the ``ready`` workers of the next generation, if so."""
+        problems = {key: problem for child in ready for key, problem in child.problems.items()}
+        served = (
+            set(self.generation.tables if isinstance(self.generation.tables, Folder) else ()) - self.problems.keys()
+        )
+        return next((problem for key, problem in problems.items() if key in served), "")
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why workers do not serve models of the folder, by ``NAME/VERSION``."""
+        return {key: problem for child in self.ready for key, problem in child.problems.items()}
+
+    def _begin_model_change(self, folder: Folder, name: str) -> None:
+        children = [worker.child for worker in self.generation.workers if worker.child is not None and worker.is_ready]
+
+        def end(problem: str) -> None:
+            self._model_change = None
+            if problem:
+                logger.error("model %r stays as it is: %s", name, problem)
+            else:
+                self._serve_folder(folder, name)
+            self._reload_ended(problem)
+
+        if children:
+            self._model_change = ModelChange(folder, name, children, end)
+        else:
+            end("no worker is running; one is being started")
+
+    def _serve_folder(self, folder: Folder, name: str) -> None:
+        """Have workers that start from now on serve ``folder``, which differs by model ``name``."""
+        self.generation.tables = folder
+        for slot in self.generation.workers:
+            slot.tables = folder
+            if slot.child is not None and slot.child.is_ready:
+                slot.child.tables = folder
+                problems = slot.child.problems
+                slot.child.problems = {key: text for key, text in problems.items() if name_of(key) != name}
 
     def _swap(self, last: Child) -> None:
         """Let the next generation serve; the one before passes on its connections and ends."""

@@ -50,12 +50,14 @@ class Forked(NamedTuple):
     """A worker or engine process, and the supervisor's handles of it.
 
     ``sock`` is the supervisor's end of the channel, ``heartbeat`` shared memory, ``stderr`` the read end of a pipe.
+    ``tables`` is its configuration.
     """
 
     process: ChildProcess
     sock: socket.socket
     heartbeat: Heartbeat
     stderr: Connection
+    tables: Any = None
 
     def abandon(self) -> None:
         """Kill a process that is no longer wanted."""
@@ -136,4 +138,4 @@ class Forker:
             theirs.close()
             write_end.close()
             heartbeat.close()
-        return Forked(child, ours, heartbeat, read_end)
+        return Forked(child, ours, heartbeat, read_end, tables)

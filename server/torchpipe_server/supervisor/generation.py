@@ -6,10 +6,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchpipe_py import Overloaded
-from torchpipe_py.serving import counted, same_shared, shared_files, shared_nodes
+from torchpipe_py.serving import Folder, counted, name_of, same_shared, shared_files, shared_nodes
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.forker import Role
@@ -21,8 +21,16 @@ START_ATTEMPTS = 5  # failed starts in a row until a worker is given up
 MOST_CHANGES = 16  # that may wait for a reload to finish
 RETRY_MS = 1000  # after a refused change
 
-Change = tuple[Callable[[], Any], Callable[[str], object]]
-"""A function that returns a configuration, and one that gets "" once it is served, or the reason why not."""
+
+class Change(NamedTuple):
+    """``load`` returns a configuration, ``done`` gets "" once it is served, or the reason why not.
+
+    ``model``: the one that differs, in a folder.
+    """
+
+    load: Callable[[], Any]
+    done: Callable[[str], object]
+    model: str
 
 
 class Changes:
@@ -52,7 +60,7 @@ class Changes:
         """Report ``problem`` to all."""
         self.report(problem)
         while (change := self.next()) is not None:
-            change[1](problem)
+            change.done(problem)
 
 
 @dataclass(eq=False)  # NOTE: equal slots differ: one may belong to a reload that was given up
@@ -131,6 +139,11 @@ class Generation:
         """Whether the engine processes of ``before`` run the same shared nodes as this generation."""
         are_ready = bool(before.engines) and all(engine.is_ready for engine in before.engines)
         return are_ready and self._files == before._files and same_shared(before.tables, self.tables)
+
+    def changes_alone(self, folder: Folder, name: str, options: Options) -> bool:
+        """Whether its workers can load and unload model ``name``, since no engine process runs nodes of it."""
+        shared = [*shared_nodes(self.tables), *shared_nodes(folder)] if options.workers > 1 else []
+        return all(name_of(node.rpartition("/")[0]) != name for node in shared)
 
     @property
     def slots(self) -> list[WorkerSlot]:

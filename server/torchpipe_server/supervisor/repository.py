@@ -1,7 +1,7 @@
 """Loads and unloads the models of a folder while the service runs.
 
-Both are reloads: new workers with the new set of models take over, and the old ones end, which frees all their memory.
-If the new ones cannot start, the old ones stay.
+The workers set up or close that model alone; the others are not touched. A model with shared nodes is a reload: new
+workers and engine processes take over. If a model cannot be set up, all stays as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py import ConfigError, Overloaded
-from torchpipe_py.serving import Folder, answers, describe_error, find_models, nearest
+from torchpipe_py.serving import Folder, answers, describe_error, list_models, name_of, nearest, version_of
 from torchpipe_server.supervisor.fleet import Fleet
 
 logger = logging.getLogger("torchpipe_server")
@@ -21,19 +21,24 @@ logger = logging.getLogger("torchpipe_server")
 class Repository:
     """The folder that ``fleet`` serves."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, may_be_empty: bool) -> None:
+        self._fleet, self._may_be_empty = fleet, may_be_empty
         self._problems: dict[str, str] = {}  # why the last attempt to load a model failed
 
     def index(self) -> list[dict[str, str]]:
         """Each version that is served or in the folder, with ``state`` and ``reason``."""
         served: Folder = self._fleet.generation.tables
-        files = self._files()
-        keys = dict.fromkeys([*served, *(f"{name}/{version}" for name, each in files.items() for version in each)])
+        files, wrong = self._files()
+        problems = {**wrong, **self._fleet.problems}
+        ready = served.keys() - self._fleet.problems.keys()
+        named = {f"{name}/{version}" for name, each in files.items() for version in each}
         rows = []
-        for key in sorted(keys):
-            name, _, version = key.partition("/")
-            state, reason = ("READY", "") if key in served else ("UNAVAILABLE", self._problems.get(name, "unloaded"))
+        for key in sorted({*served, *named, *wrong}):
+            name, version = name_of(key), version_of(key)
+            state, reason = "READY", ""
+            if key not in ready:
+                problem = self._problems.get(name) or problems.get(key) or served.problems.get(key)
+                state, reason = "UNAVAILABLE", describe_error(ConfigError(problem)) if problem else "unloaded"
             rows.append({"name": name, "version": version, "state": state, "reason": reason})
         return rows
 
@@ -44,9 +49,10 @@ class Repository:
         def finish(problem: str) -> None:
             served: Folder = self._fleet.generation.tables
             if problem:
-                if action == "load" and name in self._files() and not served.versions(name):
-                    self._problems[name] = describe_error(ConfigError(problem))  # without folders: clients read it
-                done(400, {"error": f"failed to {action} {name[:80]!r}: {problem}", "code": "config"})
+                if action == "load" and name in self._files()[0]:
+                    self._problems[name] = problem
+                text = describe_error(ConfigError(problem))  # without folders: clients read it
+                done(400, {"error": f"failed to {action} {name[:80]!r}: {text}", "code": "config"})
                 return
             self._problems.pop(name, None)
             seconds = round(monotonic() - began, 3)
@@ -54,18 +60,18 @@ class Repository:
             done(200, {"name": name, "versions": served.versions(name), "seconds": seconds})
 
         try:
-            self._fleet.change(lambda: self._changed(action, name), finish)
+            self._fleet.change(lambda: self._changed(action, name), finish, name)
         except Overloaded as error:
             failed = answers.failure(error)
             done(failed.status, failed.body)
 
-    def _files(self) -> dict[str, dict[str, str]]:
-        """The files of the folder, by model and version."""
+    def _files(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+        """The files of the folder, by model and version, and problems of other files by ``NAME/VERSION``."""
         try:
-            return find_models(self._fleet.generation.tables.source)
+            return list_models(self._fleet.generation.tables.source)
         except ConfigError as error:
             logger.error("cannot list the models of the folder: %s", error)
-            return {}
+            return {}, {}
 
     def _changed(self, action: str, name: str) -> Folder:
         served: Folder = self._fleet.generation.tables
@@ -74,6 +80,6 @@ class Repository:
         if not served.versions(name):
             raise ConfigError(f"no such model is served; {nearest(name[:80], served.names)}")
         rest = served.without(name)
-        if not rest:
-            raise ConfigError("the only model cannot be unloaded; stop the service instead")
+        if not rest and not self._may_be_empty:
+            raise ConfigError("the only model cannot be unloaded without --repository-control")
         return rest

@@ -79,7 +79,7 @@ class Supervisor:
 
         self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
         self._fleet.on_message = self._receive
-        self.repository = Repository(self._fleet) if isinstance(tables, Folder) else None
+        self.repository = Repository(self._fleet, options.repository_control) if isinstance(tables, Folder) else None
         self.monitoring: Any = None  # the monitoring port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
         self._problem = ""
@@ -223,6 +223,8 @@ class Supervisor:
             "connections": connections,
             "restarts": sum(slot.restarts for slot in [*fleet.generation.workers, *fleet.generation.engines]),
             "restarts_by_reason": dict(fleet.restarts),
+            "reloads": dict(fleet.reloads),
+            "reload_successful": fleet.is_last_reload_ok,
             "workers": [_slot_figures(worker, silent) for worker in fleet.generation.workers],
             "engines": [_slot_figures(engine, silent) for engine in fleet.generation.engines],
             "bounds_ms": BOUNDS_MS,

@@ -76,7 +76,7 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     thrift = InferenceHandler(
         run, load_idl(), usual.deadlines, options.max_batch, options.max_reply_bytes, usual.admission
     )
-    page = [] if options.no_page else PageHandler(run, usual.models.all(), usual.deadlines, options).routes
+    page = [] if options.no_page else PageHandler(run, usual.models, usual.deadlines, options).routes
     routes = Routes([*usual.routes, *page], options.elsewhere)
     return Served(thrift.methods, routes, () if options.grpc_port < 0 else usual.rpcs())
 

@@ -6,21 +6,24 @@ the workers that the supervisor links to it.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import errno
 import gc
 import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torchpipe_py import SetupError, TorchpipeError
 from torchpipe_py.serving import Folder, limit_threads, timed
 from torchpipe_server.front.counters import RequestCounters, log_request
 from torchpipe_server.front.journal import Journal
@@ -32,11 +35,12 @@ from torchpipe_server.logs.stderr import take_over_stderr
 from torchpipe_server.options import Options
 from torchpipe_server.worker.channel import Channel
 from torchpipe_server.worker.heartbeat import Heartbeat, HeartbeatThread
+from torchpipe_server.worker.models import FolderModels, draw, servable
 from torchpipe_server.worker.service import engine_processes, has_engine, make_plan, served_maker
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.serving import EngineClient, Pipeline
+    from torchpipe_py.serving import EngineClient
     from torchpipe_server.front.rpc import RpcServer
     from torchpipe_server.worker.streams import WorkerStreams
 
@@ -132,10 +136,13 @@ class Post:
         self._heart = HeartbeatThread(start.heartbeat, loop, stats)
         self.send = self.channel.send
 
-    def run(self, graph: str) -> None:
-        """Report that it is ready, and run the loop until it is stopped."""
+    def run(self, graph: str, problems: Mapping[str, str] = {}) -> None:
+        """Report that it is ready, and run the loop until it is stopped.
+
+        ``problems`` says why models of a folder are not served, by ``NAME/VERSION``.
+        """
         self._heart.start()
-        self.send({"type": "ready", "graph": graph})
+        self.send({"type": "ready", "graph": graph, "problems": dict(problems)})
         self._loop.run_forever()
 
     def end(self, answered: bool) -> None:
@@ -168,6 +175,7 @@ class Worker:
 
     def __init__(self, start: Start) -> None:
         from torchpipe_py import pipe
+        from torchpipe_py.serving import pipe_of_worker
 
         options = start.options
         self._loop, self._journal = new_loop(), start.journal
@@ -176,15 +184,19 @@ class Worker:
         self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
         make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
         set_up_process(options)
-        self._plan = make_plan(options, start.tables, options.workers)
         if has_engine(options, start.tables):
             from torchpipe_py.serving import EngineClient, pipe_of_worker, watch_on
 
             self._engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
             wait_for_engine(self._engine, start)
-            self._run = pipe_of_worker(self._plan, self._engine)
+        self._models: FolderModels | None = None
+        self._run: Any = None  # a pipe, or Pipes
+        if isinstance(start.tables, Folder):
+            self._models = FolderModels(self._loop, options, start.tables, self._engine)
+            self._run, self._plan = self._models.pipes, self._models.plan()
         else:
-            self._run = pipe(self._plan)
+            self._plan = make_plan(options, start.tables, options.workers)
+            self._run = pipe(self._plan) if self._engine is None else pipe_of_worker(self._plan, self._engine)
         served = make_served(self._run)
         served = timed(served, self._run, options.server_timing == "all", options.slow_seconds, log_request)
         if options.trace_ratio >= 0:
@@ -208,6 +220,9 @@ class Worker:
             "connection": self._adopt,
             "link": self._adopt_link,
             "outcome": lambda id, status, body: self._controls.pop(id)(status, body),
+            "prepare": self._prepare,
+            "commit": self._commit,
+            "abort": self._abort,
             "shed": self._server.shed,
             "listen": self._listen,
             "release": partial(self._end, self._server.release),
@@ -223,7 +238,7 @@ class Worker:
 
     def serve(self) -> NoReturn:
         """Serve until the supervisor ends this process."""
-        self._post.run(_draw(self._plan))
+        self._post.run(draw(self._plan), self._models.problems if self._models is not None else {})
         answered = self._server.close()
         if self._rpc is not None:
             answered = self._rpc.close() and answered
@@ -265,6 +280,23 @@ class Worker:
         self._controls[number] = done
         self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})
 
+    def _prepare(self, name: str, folder: str) -> None:
+        """Set up a model of the folder, which is pickled, in base 64."""
+        assert self._models is not None
+
+        def done(problem: str, graph: str) -> None:
+            self._post.send({"type": "prepared", "problem": problem, "graph": graph})
+
+        self._models.prepare(pickle.loads(base64.b64decode(folder)), name, done)
+
+    def _commit(self) -> None:
+        assert self._models is not None
+        self._post.send({"type": "committed", "problem": self._models.commit()})
+
+    def _abort(self) -> None:
+        assert self._models is not None
+        self._models.abort()
+
     def _gone(self, slot: int, is_closed: bool) -> None:
         self._post.send({"type": "gone", "slot": slot, "is_closed": is_closed})
         self._end_if_finished()
@@ -284,6 +316,8 @@ class Worker:
         self._end(self._server.release)
 
     def _end_if_finished(self) -> None:
+        if self._models is not None:
+            self._models.retire()
         if self._server.is_finished and (self._rpc is None or self._rpc.is_finished):
             self._loop.stop()
 
@@ -304,9 +338,18 @@ class EngineProcess:
     def __init__(self, start: Start) -> None:
         from torchpipe_py.serving import EngineServer
 
-        set_up_process(start.options)
-        plan = make_plan(start.options, start.tables, engine_processes(start.options, start.tables))
-        self._server = EngineServer(plan)
+        options, tables = start.options, start.tables
+        set_up_process(options)
+        processes = engine_processes(options, tables)
+        if not isinstance(tables, Folder) or options.exit_on_error:
+            self._server = EngineServer(make_plan(options, tables, processes))
+        else:
+            try:
+                planned = servable(options, tables, processes, is_set_up=False)
+                self._server = EngineServer(make_plan(options, planned, processes))
+            except SetupError:  # of one file: set up each alone to see which
+                able = servable(options, tables, processes, is_set_up=True)
+                self._server = EngineServer(make_plan(options, able, processes))
         self._loop = new_loop(is_fast=False)
         handlers: Handlers = {"link": self._attach, "drain": self._loop.stop, "release": self._loop.stop}
         self._requests = RequestCounters("").summary()  # always zero: the workers count the requests of clients
@@ -363,25 +406,12 @@ def die_with_parent(is_wanted: bool) -> None:
 
 
 def _send_failed(sock: socket.socket, error: Exception) -> None:
-    from torchpipe_py import TorchpipeError
-
     is_known = isinstance(error, TorchpipeError)
     if not is_known:
         logger.exception("cannot start")
     text = str(error) if is_known else f"{type(error).__name__}: {error}"
     sock.setblocking(True)
     sock.sendall(json.dumps({"type": "failed", "message": text}).encode() + b"\n")
-
-
-def _draw(plan: Pipeline) -> str:
-    """The graph as SVG, empty if it cannot be drawn."""
-    from torchpipe_py.serving import live_svg
-
-    try:
-        return live_svg(plan)
-    except Exception:
-        logger.exception("cannot draw the graph")
-        return ""
 
 
 def used_gpus() -> list[dict[str, Any]]:

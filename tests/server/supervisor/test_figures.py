@@ -134,6 +134,7 @@ def parsed(*workers: dict[str, Any], **changes: Any) -> dict[str, Any]:
     ]
     figures = {
         **{"ready": True, "uptime_s": 12.5, "restarts": 3, "restarts_by_reason": {"died": 1, "hung_batch": 2}},
+        **{"reloads": {"ok": 2, "failed": 1}, "reload_successful": False},
         **{"bounds_ms": BOUNDS_MS, "workers": told, "engines": []},
         "connections": {"open": 5, "max": 9, "accepted": 7, "refused": 2, "evicted": 3},
         **service_figures(workers, NOTHING),
@@ -153,6 +154,8 @@ VALUES = {
     "connections_refused": ("counter", {"": 2}),
     "connections_evicted": ("counter", {"": 3}),
     "worker_restarts": ("counter", {"died": 1, "hung_batch": 2}),
+    "reloads": ("counter", {"ok": 2, "failed": 1}),
+    "reload_successful": ("gauge", {"": 0}),
     "log_lines_dropped": ("counter", {"": 8}),
     "workers": ("gauge", {"ready": 1, "starting": 1}),
     "worker_resident_bytes": ("gauge", {"0": 1000, "1": 1000}),

@@ -138,7 +138,8 @@ def test_dashboard_and_alerts_use_existing_metrics(served: Served, file: str) ->
 # -- figures --------------------------------------------------------------------------------------------------------
 
 KEYS = {
-    "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason workers engines "
+    "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason reloads "
+    "reload_successful workers engines "
     "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency_ms histograms",

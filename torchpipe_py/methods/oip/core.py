@@ -110,26 +110,56 @@ class Model:
 
 
 class Models:
-    """The models of the service, by name and version; the last version of a name is its latest.
+    """The models of a pipe: its roots, by name and version; the last version of a name is its latest.
 
-    ``others`` are found as well, by names that no other model has, and listed nowhere.
+    The only root of a file also goes by the file's name, ``stem``; other names are found as well, and listed nowhere.
+    It follows a ``Pipes`` whose models change; for one thread.
     """
 
-    def __init__(self, models: Sequence[Model], others: Sequence[Model] = ()) -> None:
-        self._listed = models
-        self._models = {(model.name, model.version): model for model in (*others, *models)}
-        self._latest = {model.name: model for model in (*others, *models)}
+    def __init__(self, run: pipe, stem: str, deadlines: Deadlines, admission: FairAdmission) -> None:
+        self._pipe, self._stem, self._deadlines, self._admission = run, stem, deadlines, admission
+        self._figures: dict[tuple[str, str], metadata.Figures] = {}
+        self._roots: Any = None  # those that the following were made of
+        self._listed: Sequence[Model] = ()
+        self._models: dict[tuple[str, str], Model] = {}
+        self._latest: dict[str, Model] = {}
+        self._follow()
+
+    def _follow(self) -> None:
+        roots = self._pipe.models
+        if roots is self._roots:
+            return
+        listed = [self._model(each.name, each.version, each.node_name) for each in roots]
+        others: list[Model] = []
+        if roots and all(each.root == each.name for each in roots):
+            file = [self._model(self._stem, VERSION, None)]
+            listed, others = (listed, file) if len(listed) > 1 else (file, listed)
+        self._roots, self._listed = roots, listed
+        self._models = {(model.name, model.version): model for model in (*others, *listed)}
+        self._latest = {model.name: model for model in (*others, *listed)}
+
+    def _model(self, name: str, version: str, node_name: str | None) -> Model:
+        model = Model(name, version, self._pipe, self._deadlines, self._admission, node_name)
+        model.figures = self._figures.setdefault((name, version), model.figures)
+        return model
 
     def all(self) -> Sequence[Model]:
         """All models, each version."""
+        self._follow()
         return self._listed
+
+    def stats(self) -> dict[str, Any]:
+        """Those of the pipe, which all models share."""
+        return self._pipe.stats()
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model, in ascending order."""
+        self._follow()
         return [version for model, version in self._models if model == name]
 
     def find(self, name: str, version: str = "") -> Model:
         """The model; an empty version is the latest. Raises ``RouteError`` for an unknown model or version."""
+        self._follow()
         model = self._models.get((name, version)) if version else self._latest.get(name)
         if model is not None:
             return model
@@ -138,15 +168,6 @@ class Models:
             raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} is not found; {valid}")
         valid = nearest("", self.versions(name))
         raise RouteError(f"{UNKNOWN_MODEL}: {name[:80]!r} version {version[:40]!r} is not found; {valid}")
-
-
-def models_of(run: pipe, stem: str, deadlines: Deadlines, admission: FairAdmission) -> Models:
-    """The models of a pipe: its roots. The only root of a file also goes by the file's name, ``stem``."""
-    roots = [Model(each.name, each.version, run, deadlines, admission, each.node_name) for each in run.models]
-    if any(each.root != each.name for each in run.models):
-        return Models(roots)
-    file = [Model(stem, VERSION, run, deadlines, admission)]
-    return Models(roots, file) if len(roots) > 1 else Models(file, roots)
 
 
 class Codec(Protocol):
@@ -182,7 +203,7 @@ class OpenInference:
     def is_ready(self, name: str = "", version: str = "") -> bool:
         """Whether the model is, or without a name whether all are."""
         models = self._named(name, version)
-        stats = models[0].pipe.stats()  # NOTE: once, which is not cheap: all models are of one pipe
+        stats = self.models.stats()  # NOTE: once, which is not cheap
         return all(model.is_ready(stats) for model in models)
 
     def metadata(self, name: str, version: str = "", node_name: str | None = None) -> dict[str, Any]:
@@ -197,8 +218,7 @@ class OpenInference:
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
         """The statistics of the model, or without a name of all models."""
-        models = self._named(name, version)
-        stats = models[0].pipe.stats()
+        models, stats = self._named(name, version), self.models.stats()
         summaries = [model.figures.summary(model.name, model.version, model.stats(stats)) for model in models]
         return {"model_stats": summaries}
 

@@ -23,6 +23,7 @@ from torchpipe_py.serving import (
     HttpAnswer,
     HttpRequest,
     Model,
+    Models,
     Picture,
     Route,
     Timeline,
@@ -53,17 +54,25 @@ _FOLDER = Path(__file__).resolve().parent
 class PageHandler:
     """The routes of the page, on a pipe. It offers a choice of ``models``."""
 
-    def __init__(self, run: pipe, models: Sequence[Model], deadlines: Deadlines, options: Options) -> None:
+    def __init__(self, run: pipe, models: Models, deadlines: Deadlines, options: Options) -> None:
         self._pipe, self._deadlines = run, deadlines
         self._text = Bound(options.max_text_bytes, "--max-text-bytes")
         self._reply = reply_bound(options.max_reply_bytes)
-        self._page = _page(models, max(0, options.http_port))
+        self._models, self._port = models, max(0, options.http_port)
+        self._shown: Sequence[Model] | None = None  # the models that the page offers
+        self._page = HttpAnswer(200, "", b"")
         self._overview = json_answer({**_OVERVIEW, "monitoring": options.monitoring}, headers={"Vary": "Accept"})
         self._tries = threading.BoundedSemaphore(MOST_TRIES)
         self.routes: Sequence[Route] = (route("GET", "/", self._show), route("POST", "/try", self._try))
 
     def _show(self, request: HttpRequest, done: Done) -> None:
-        done(self._page if "text/html" in request.fields.get("accept", "") else self._overview)
+        if "text/html" not in request.fields.get("accept", ""):
+            done(self._overview)
+            return
+        models = self._models.all()
+        if models is not self._shown:
+            self._shown, self._page = models, _page(models, self._port)
+        done(self._page)
 
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
         """Like ``POST /infer``; adds what happened at each node."""

@@ -84,9 +84,26 @@ _STATS = _object(
 
 
 class Ready(Struct, tag="ready"):
-    """The worker takes connections; ``graph`` is the pipeline as SVG."""
+    """The worker takes connections; ``graph`` is the pipeline as SVG.
+
+    ``problems`` says why models of a folder are not served, by ``NAME/VERSION``.
+    """
 
     graph: str
+    problems: Annotated[dict[str, str], _few] = {}
+
+
+class Prepared(Struct, tag="prepared"):
+    """A model is set up, or why not; ``graph`` is that of the models that will be served."""
+
+    problem: str
+    graph: str
+
+
+class Committed(Struct, tag="committed"):
+    """What was prepared is served, or why not."""
+
+    problem: str
 
 
 class Listening(Struct, tag="listening"):
@@ -143,7 +160,7 @@ class Snapshot(Struct, tag="snapshot"):
     problem: _text
 
 
-Message = Ready | Listening | Failed | Gone | Control | Stats | End | Event | Snapshot
+Message = Ready | Prepared | Committed | Listening | Failed | Gone | Control | Stats | End | Event | Snapshot
 
 parse_message: Callable[[bytes], Message] = Decoder(Message).decode
 """Parses a worker's message. Workers read hostile bytes: ``ValueError`` or ``RecursionError`` if it is invalid."""

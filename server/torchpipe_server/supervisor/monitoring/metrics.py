@@ -60,6 +60,8 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
         (_COUNTER, "torchpipe_connections_evicted", "Idle ones closed for new ones", "", {(): connections["evicted"]}),
         (_COUNTER, "torchpipe_worker_restarts", "Restarts of workers and engine processes, by reason",
             "reason", {"died": 0, **figures["restarts_by_reason"]}),
+        (_COUNTER, "torchpipe_reloads", "Reloads, loads and unloads, by outcome", "outcome", figures["reloads"]),
+        (_GAUGE, "torchpipe_reload_successful", "0 if the last of them failed", "", {(): figures["reload_successful"]}),
         (_COUNTER, "torchpipe_log_lines_dropped", "Log lines dropped because the reader was too slow", "",
             {(): figures["log_lines_dropped"]}),
         (_GAUGE, "torchpipe_workers", "Worker processes, by state", "state", _states(figures["workers"])),

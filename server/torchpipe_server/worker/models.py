@@ -1,0 +1,187 @@
+"""The models of a folder in a worker: set up at the start, loaded and unloaded one at a time."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from torchpipe_py import ConfigError, TorchpipeError
+from torchpipe_py.serving import Folder, Pipes, engine_part, message_of, name_of, release_freed_memory, sections
+from torchpipe_server.front.loop import Loop, call_from_any_thread
+from torchpipe_server.options import Options
+from torchpipe_server.worker.service import make_plan
+
+if TYPE_CHECKING:
+    from torchpipe_py import pipe
+    from torchpipe_py.serving import EngineClient, Pipeline
+
+logger = logging.getLogger("torchpipe_server")
+
+
+class FolderModels:
+    """``pipes`` has a pipe for each file that can be served; ``problems`` says why others are not, by ``NAME/VERSION``.
+
+    ``engine`` runs their shared nodes, if any. A change is prepared on a thread of its own while the others serve, and
+    takes effect by ``commit``. One change at a time. All methods are for the loop's thread.
+    """
+
+    def __init__(self, loop: Loop, options: Options, folder: Folder, engine: EngineClient | None) -> None:
+        self.pipes = Pipes(options.max_inflight)
+        self.problems: dict[str, str] = {}
+        self._loop, self._options, self._engine = loop, options, engine
+        self._folder = folder
+        self._prepared: tuple[Folder, str, dict[str, pipe]] | None = None
+        self._is_wanted = True  # what is being prepared
+        self._retiring: dict[str, tuple[pipe, float]] = {}  # with the time when they are closed at the latest
+        for key in folder:
+            try:
+                self.pipes.replace((), {key: self._set_up(folder, key)})
+            except Exception as error:
+                self.problems[key] = _text(error)
+        self._check_start()
+
+    def _check_start(self) -> None:
+        """Raise ``ConfigError`` if nothing can be served, or not all with ``--exit-on-error``; log what is not."""
+        if self.problems and (self._options.exit_on_error or not (self.pipes.keys or self._options.repository_control)):
+            raise ConfigError("\n".join(self.problems.values()))
+        for key, problem in self.problems.items():
+            logger.error("model %s is not served: %s", key, problem)
+
+    def plan(self) -> Pipeline | None:
+        """The plan of all models that are served; ``None`` without any."""
+        return self._plan_of(self._folder)
+
+    def _plan_of(self, folder: Folder, but: str = "") -> Pipeline | None:
+        """The plan of what has no problem; those of the model ``but`` are of the past."""
+        keys = [key for key in folder if key not in self.problems or name_of(key) == but]
+        served = Folder({key: folder[key] for key in keys}, folder.source)
+        return make_plan(self._options, served, self._options.workers) if served else None
+
+    def _set_up(self, folder: Folder, key: str) -> pipe:
+        from torchpipe_py import pipe
+
+        plan = make_plan(self._options, folder.only(key), self._options.workers)
+        heads = [section.head for section in sections(plan)] if self._engine is not None else []
+        if self._engine is None or not heads:
+            return pipe(plan)
+        from torchpipe_py.serving import pipe_of_worker
+
+        if missing := [head for head in heads if head not in self._engine.sections]:
+            raise ConfigError(f"{folder[key].source}: the engine process cannot run {missing[0]!r}: see the log")
+        return pipe_of_worker(plan, self._engine)
+
+    # -- changes ------------------------------------------------------------------------------------------------
+
+    def prepare(self, folder: Folder, name: str, done: Callable[[str, str], object]) -> None:
+        """Set up model ``name`` as it is in ``folder``, on a thread; then call ``done(problem, graph)`` on the loop.
+
+        ``graph`` is that of all models, as SVG. Without the model in ``folder``, ``commit`` removes it.
+        """
+        self._is_wanted = True
+
+        def run() -> None:
+            added: dict[str, pipe] = {}
+            problem = graph = ""
+            try:
+                for version in folder.versions(name):
+                    added[f"{name}/{version}"] = self._set_up(folder, f"{name}/{version}")
+                graph = draw(self._plan_of(folder, but=name))
+            except Exception as error:
+                problem = _text(error)
+            call_from_any_thread(self._loop, settle, added, problem, graph)
+
+        def settle(added: dict[str, pipe], problem: str, graph: str) -> None:
+            if problem or not self._is_wanted:
+                _close_aside(added)
+            else:
+                self._prepared = folder, name, added
+            done(problem, graph)
+
+        threading.Thread(target=run, name="torchpipe-load", daemon=True).start()
+
+    def commit(self) -> str:
+        """Serve what was prepared; returns why not, empty if it does."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return "nothing is prepared"
+        folder, name, added = prepared
+        try:
+            removed = self.pipes.replace([key for key in self.pipes.keys if name_of(key) == name], added)
+        except ConfigError as error:
+            _close_aside(added)
+            return str(error)
+        self._folder = folder
+        self.problems = {key: problem for key, problem in self.problems.items() if name_of(key) != name}
+        until = monotonic() + self._options.drain_seconds
+        self._retiring.update({f"{until} {index}": (run, until) for index, run in enumerate(removed)})
+        return ""
+
+    def abort(self) -> None:
+        """Drop what was prepared, or will be."""
+        self._is_wanted = False
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            _close_aside(prepared[2])
+
+    def retire(self) -> None:
+        """Close removed pipes that have answered their requests; to be called a few times a second."""
+        now = monotonic()
+        idle = {key: run for key, (run, until) in self._retiring.items() if now >= until or not run.stats()["inflight"]}
+        for key in idle:
+            del self._retiring[key]
+        if idle:
+            _close_aside(idle)
+
+
+def servable(options: Options, folder: Folder, processes: int, is_set_up: bool) -> Folder:
+    """The files of a folder whose shared nodes an engine process can run; logs the others.
+
+    Unless ``is_set_up``, they are planned only. Raises ``ConfigError`` if there are none.
+    """
+    from torchpipe_py import pipe
+
+    served, problems = Folder(source=folder.source), dict[str, str]()
+    for key in folder:
+        try:
+            plan = make_plan(options, folder.only(key), processes)
+            if sections(plan):
+                if is_set_up:
+                    pipe(engine_part(plan)).close()
+                served[key] = folder[key]
+        except Exception as error:
+            problems[key] = _text(error)
+            logger.error("the engine process does not run model %s: %s", key, problems[key])
+    if not served:
+        raise ConfigError("\n".join(problems.values()))
+    return served
+
+
+def draw(plan: Pipeline | None) -> str:
+    """The graph as SVG; empty without a plan, or if it cannot be drawn."""
+    from torchpipe_py.serving import live_svg
+
+    try:
+        return "" if plan is None else live_svg(plan)
+    except Exception:
+        logger.exception("cannot draw the graph")
+        return ""
+
+
+def _close_aside(pipes: dict[str, pipe]) -> None:
+    """Close the pipes on a thread of their own, and return their memory to the system."""
+
+    def close() -> None:
+        while pipes:
+            pipes.popitem()[1].close()
+        gc.collect()
+        release_freed_memory()
+
+    threading.Thread(target=close, name="torchpipe-unload", daemon=True).start()
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, TorchpipeError) else f"{type(error).__name__}: {message_of(error)}"

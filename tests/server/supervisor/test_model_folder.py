@@ -1,0 +1,230 @@
+"""A folder of models: what cannot be served is listed with its reason, the others are served; loads and unloads."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import quote
+
+import pytest
+from kit.clients import ask
+from kit.monitored import Monitored
+from kit.services import LIGHT, Process
+from kit.steered import FILE
+from kit.waits import eventually
+from torchpipe_server.supervisor.model_change import ModelChange
+from torchpipe_server.supervisor.monitoring.figures import Committed, Prepared
+
+from torchpipe_py.plan.folder import NO_MODEL, Folder
+
+INDEX = "/v2/repository/index"
+GOOD = '[node]\nbackend = "Identity"\n'
+
+
+def steered(**keys: object) -> str:
+    return '[node]\nbackend = "Steered"\n' + "".join(f'{key} = "{value}"\n' for key, value in keys.items())
+
+
+def written(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.toml").write_text(text)
+    return folder
+
+
+def folder_service(folder: Path, *args: str) -> Monitored:
+    return Monitored("--import", FILE, *args, config=str(folder), env={"PYTHONPATH": LIGHT})
+
+
+def infer(port: int, name: str, text: str = "a") -> Any:
+    """The result, or the error."""
+    data = {"inputs": [{"name": "data", "datatype": "BYTES", "shape": [1], "data": [text]}]}
+    status, said = ask(port, data, f"/v2/models/{quote(name, safe='')}/infer")
+    return said["outputs"][0]["data"][0] if status == 200 else said["error"]
+
+
+def index(port: int) -> dict[str, tuple[str, str]]:
+    return {each["name"]: (each["state"], each["reason"]) for each in ask(port, b"", INDEX)[1]}
+
+
+def control(service: Monitored, action: str, name: str) -> tuple[int, Any]:
+    return ask(service.http_port, b"", f"/v2/repository/models/{quote(name, safe='')}/{action}")
+
+
+BAD = {
+    "text": "[node",
+    "backend": '[node]\nbackend = "Nonesuch"\n',
+    "missing": '[node]\nbackend = "OnnxTensor"\nmodel = "/srv/secret/nowhere.onnx"\n',
+    "setup": steered(mark="fail"),
+    "nodes": "[node]\nnext = 'other'\n",
+}
+
+
+def test_serves_what_can_be_set_up(tmp_path: Path) -> None:
+    folder = written(tmp_path / "models", **BAD, **{"yolo-v8.1": GOOD, "my model": GOOD})
+    with folder_service(folder, "--workers", "2") as service:
+        service.wait_started()
+        for port in (service.port, service.http_port):
+            listed = index(port)
+            assert {name for name, (state, _) in listed.items() if state == "READY"} == {"yolo-v8.1", "my model"}
+            assert all(listed[name][0] == "UNAVAILABLE" and listed[name][1] for name in BAD)
+            assert not any(str(tmp_path) in reason or "/srv" in reason for _, reason in listed.values())
+            assert "no such model" in listed["setup"][1]
+        assert infer(service.port, "yolo-v8.1") == infer(service.port, "my model") == "a"
+        assert "unknown model: 'setup' is not found" in infer(service.port, "setup")
+        written(folder, setup=steered())
+        assert control(service, "load", "setup")[0] == 200
+        assert index(service.port)["setup"] == ("READY", "")
+        assert infer(service.port, "setup") == "a"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_starts_with_every_model_or_not_at_all_with_exit_on_error(tmp_path: Path, name: str) -> None:
+    folder = written(tmp_path, good=GOOD, bad=BAD[name])
+    with folder_service(folder, "--exit-on-error") as service:
+        assert service.wait() == 1
+        assert "bad" in service.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("files", "text"), [({}, NO_MODEL), ({"a": "[n"}, "not valid TOML"), (BAD, "Nonesuch")])
+def test_does_not_start_with_nothing_to_serve(tmp_path: Path, files: dict[str, str], text: str) -> None:
+    with Process("--import", FILE, config=str(written(tmp_path, **files)), env={"PYTHONPATH": LIGHT}) as process:
+        assert process.wait() == 1
+        assert text in process.stderr
+
+
+def test_an_empty_folder_is_served_with_repository_control(tmp_path: Path) -> None:
+    with folder_service(tmp_path, "--repository-control") as service:
+        service.wait_started()
+        workers = service.pids()
+        assert index(service.port) == {}
+        assert ask(service.port, b"", "/v2/health/ready", "GET") == (200, {"ready": True})
+        assert ask(service.port, b"", "/v2/models/stats", "GET") == (200, {"model_stats": []})
+        assert infer(service.port, "a").startswith("Request for unknown model: 'a' is not found")
+        assert ask(service.port, {"data": "a"})[1]["error"].endswith("no model is loaded")
+        written(tmp_path, a=GOOD)
+        assert control(service, "load", "a")[0] == 200
+        assert infer(service.port, "a") == "a"
+        assert control(service, "unload", "a")[0] == 200
+        assert index(service.port) == {"a": ("UNAVAILABLE", "unloaded")}
+        assert control(service, "load", "a")[0] == 200
+        assert (infer(service.port, "a"), service.pids()) == ("a", workers)
+
+
+def test_the_last_model_stays_without_repository_control(tmp_path: Path) -> None:
+    with folder_service(written(tmp_path, a=GOOD)) as service:
+        service.wait_started()
+        status, said = control(service, "unload", "a")
+        assert (status, "without --repository-control" in said["error"]) == (400, True)
+        assert infer(service.port, "a") == "a"
+
+
+def test_a_load_sets_up_that_model_only(tmp_path: Path) -> None:
+    folder, state = written(tmp_path / "models", a=steered(), b=steered()), tmp_path / "state"
+    state.mkdir()
+    with folder_service(folder, "--workers", "2") as service, ThreadPoolExecutor(2) as pool:
+        workers = service.wait_started().pids()
+        (state / "hold").touch()
+        written(folder, b=steered(mark="!", folder=state))
+        loading = pool.submit(control, service, "load", "b")
+        eventually((state / "entered").exists, "nothing is set up")
+        assert [infer(service.port, name) for name in ("a", "b")] == ["a", "a"], "requests go on meanwhile"
+        written(folder, a=steered(mark="not read"))
+        (state / "hold").unlink()
+        assert loading.result()[0] == 200
+        assert [infer(service.port, name) for name in ("a", "b")] == ["a", "a!"]
+        assert service.pids() == workers
+        os.kill(workers[0], signal.SIGKILL)
+        eventually(lambda: len(service.pids()) == 2 and workers[0] not in service.pids())
+        assert {infer(service.port, "b") for _ in range(8)} == {"a!"}, "the next worker serves the same models"
+        assert service.stats["reloads"] == {"ok": 1, "failed": 0}
+
+
+def test_a_request_in_work_is_answered_by_a_model_that_is_unloaded(tmp_path: Path) -> None:
+    folder, state = written(tmp_path / "models", a=GOOD, b=steered(folder=tmp_path / "state")), tmp_path / "state"
+    state.mkdir()
+    with folder_service(folder) as service, ThreadPoolExecutor(1) as pool:
+        service.wait_started()
+        asked = pool.submit(infer, service.port, "b", "block")
+        eventually((state / "entered").exists, "nothing blocks")
+        assert control(service, "unload", "b")[0] == 200
+        assert "'b' is not found" in infer(service.port, "b")
+        (state / "open").touch()
+        assert asked.result() == "block"
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_a_load_that_fails_changes_nothing(tmp_path: Path, text: str) -> None:
+    folder = written(tmp_path / "models", a=GOOD, b=GOOD)
+    with folder_service(folder, "--workers", "2") as service:
+        workers = service.wait_started().pids()
+        written(folder, b=text)
+        status, said = control(service, "load", "b")
+        assert (status, said["code"], str(tmp_path) in said["error"]) == (400, "config", False)
+        assert (infer(service.port, "b"), service.pids()) == ("a", workers)
+        service.signal(signal.SIGHUP)
+        eventually(lambda: service.stats["reloads"] == {"ok": 0, "failed": 2}, "a mistake must not take a model away")
+        assert (infer(service.port, "b"), service.pids()) == ("a", workers)
+        assert 'torchpipe_reloads_total{outcome="failed"} 2.0' in service.get("metrics")[1]
+        assert "torchpipe_reload_successful 0.0" in service.get("metrics")[1]
+
+
+def test_a_model_of_two_files_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path, **{"a": "[b]\n[c]\n", "a.b": GOOD})
+    with folder_service(folder) as service:
+        service.wait_started()
+        assert index(service.port)["a.b"] == ("UNAVAILABLE", "model 'a.b' is a root of 'a' and of 'a.b': rename one")
+        assert infer(service.port, "a.c") == "a"
+
+
+# -- all workers or none --------------------------------------------------------------------------------------------
+
+
+Changing = Callable[..., tuple[ModelChange, list[mock.Mock], list[str]]]
+
+
+@pytest.fixture
+def changing() -> Changing:
+    def make(count: int = 2) -> tuple[ModelChange, list[mock.Mock], list[str]]:
+        children, ends = [mock.Mock(graph="before") for _ in range(count)], list[str]()
+        return ModelChange(Folder(), "a", children, ends.append), children, ends
+
+    return make
+
+
+def test_workers_serve_a_model_once_all_have_it(changing: Changing) -> None:
+    change, (one, other), ends = changing()
+    change.receive(one, Prepared("", "graph"))
+    change.receive(one, Prepared("", "graph"))
+    one.ask_change.assert_called_once()
+    change.receive(other, Prepared("", "graph"))
+    assert [each.ask_change.call_args.args for each in (one, other)] == [("commit",), ("commit",)]
+    change.receive(one, Committed(""))
+    assert ends == []
+    change.lost(other)
+    assert (ends, one.graph) == ([""], "graph")
+    change.cancel("too late")
+    assert (ends, one.send.call_count) == ([""], 0)
+
+
+@pytest.mark.parametrize("how", ["problem", "death", "cancel"])
+def test_no_worker_serves_a_model_that_one_cannot_set_up(changing: Changing, how: str) -> None:
+    change, (one, other), ends = changing()
+    change.receive(one, Prepared("", "graph"))
+    if how == "problem":
+        change.receive(other, Prepared("no memory", ""))
+    elif how == "death":
+        change.lost(other)
+    else:
+        change.cancel("the service is stopping")
+    assert len(ends) == 1
+    assert ends[0]
+    one.send.assert_called_once_with("abort")
+    change.receive(other, Prepared("", "graph"))
+    change.lost(one)
+    assert (len(ends), one.graph) == (1, "before")
