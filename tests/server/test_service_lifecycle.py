@@ -11,8 +11,20 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import returns
-from kit.clients import IDL, Client, HttpClient, connect, narrow, on_its_way, pack_call, pack_infer, read_all
-from kit.services import DEMO, LocalServer, SteeredProcess, serving
+from kit.clients import (
+    IDL,
+    Client,
+    HttpClient,
+    ask,
+    connect,
+    fetch,
+    narrow,
+    on_its_way,
+    pack_call,
+    pack_infer,
+    read_all,
+)
+from kit.services import DEMO, LocalServer, SteeredProcess, reserved_port, serving
 from kit.waits import WAIT, eventually
 from torchpipe_server import cli
 from torchpipe_server.options import parse_options
@@ -27,6 +39,8 @@ def is_refused(port: int) -> bool:
         return True
     return False
 
+
+INFER = IDL.InferRequest(uuid="", inputs={"data": IDL.Value(text="a")})
 
 # -- signals --------------------------------------------------------------------------------------------------------
 
@@ -69,6 +83,26 @@ def test_a_signal_lets_everything_accepted_finish(tmp_path: Path, workers: str, 
         for client in (*clients, pipelined, *halves):
             client.close()
         idle.close()
+
+
+def test_health_is_answered_while_models_load(tmp_path: Path):
+    """Probes must not wait for a model that takes minutes to load."""
+    (tmp_path / "hold").touch()
+    with reserved_port() as port, SteeredProcess(tmp_path, "--workers", "2", "--port", str(port)) as process:
+        process.wait_entered()
+        with HttpClient(port) as kept:
+            kept.send(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert kept.read().status == 200
+            assert ask(port, b"", "/v2/health/live", "GET") == (200, {"live": True})
+            refusals = [fetch(port, path) for path in ("/v2/health/ready", "/v2", "/metrics")]
+            refusals += [fetch(port, "/infer", "POST", b"x"), fetch(port, "/v2/models/a/infer", "POST", b"{}")]
+            assert [(each.status, each.fields["retry-after"]) for each in refusals] == [(503, "1")] * 5
+            with Client(port) as client:
+                assert client.error_of("infer", request=INFER).code == "unavailable"
+            process.open()
+            process.wait_started()
+            kept.send(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert kept.read().status == 200, "a worker has the connection now"
 
 
 @pytest.mark.parametrize(("number", "is_loaded"), [(signal.SIGINT, False), (signal.SIGTERM, True)])

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from torchpipe_py import TorchpipeError, WorkerDied
-from torchpipe_py.serving import Done, HttpRequest, Method, Routes
+from torchpipe_py.serving import Done, HttpRequest, Method, Routes, json_answer, route
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server, has_unread
@@ -39,14 +39,18 @@ class Connections:
 
     While a dead worker is being replaced (``is_recovering()``), suspect connections wait for its successor, so that
     they cannot kill the other workers too: new ones, and those with a lost request.
+
+    While the first workers load their models (``is_starting()``), the fallback serves all connections at once: health
+    checks must not wait.
     """
 
     def __init__(
         self, loop: Loop, listener: socket.socket, options: Options, idl: Any, ready: Callable[[], list[Child]],
-        is_recovering: Callable[[], bool],
+        is_recovering: Callable[[], bool], is_starting: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self.journal = Journal(slots_for(options.max_connections))
-        self._options, self._ready, self._is_recovering = options, ready, is_recovering
+        self._options, self._ready = options, ready
+        self._is_recovering, self._is_starting = is_recovering, is_starting
         self._slots = Slots(options.max_connections, options.max_connections_per_address, self._evict)
         self._acceptor = Acceptor(loop, listener, self._take, self._slots.make_room)
         self._fallback = Fallback(loop, idl, options)
@@ -186,6 +190,9 @@ class Connections:
 
     def _place(self, slot: int, is_suspect: bool = False) -> None:
         """Give the connection to the worker with the fewest connections, or let it wait for a worker."""
+        if self._is_starting():
+            self._give_to_fallback(slot)
+            return
         children = self._ready()
         if children and not (is_suspect and self._is_recovering()):
             self._give(slot, min(children, key=lambda child: (len(child.connections), child.stats.get("inflight", 0))))
@@ -245,8 +252,18 @@ class Unavailable(TorchpipeError):
     retry_after_ms = 500
 
 
+_NOT_READY = json_answer({"ready": False}, 503, {"Retry-After": "1"})
+_HEALTH = (
+    route("GET", "/v2/health/live", lambda request, done: done(json_answer({"live": True}))),
+    route("GET", "/v2/health/ready", lambda request, done: done(_NOT_READY)),
+)
+
+
 class Fallback:
-    """Refuses every request. ``idl`` is that of InferenceService, or ``None`` for a custom service."""
+    """Refuses every request but health checks: the service is live, and not ready.
+
+    ``idl`` is that of InferenceService, or ``None`` for a custom service, which has no health checks on its port.
+    """
 
     def __init__(self, loop: Loop, idl: Any, options: Options) -> None:
         service = getattr(idl, "InferenceService", None)
@@ -259,7 +276,12 @@ class Fallback:
             methods[name] = Method(unread, self._start, fail, lambda result: result.error.code)
         self.services = Services(
             ThriftService(methods, options, other),
-            HttpService(Routes(()), options.max_message_bytes, options.max_reply_bytes, other=other),
+            HttpService(
+                Routes(_HEALTH if idl is not None else ()),
+                options.max_message_bytes,
+                options.max_reply_bytes,
+                other=other,
+            ),
         )
 
     def _start(self, args: Any, done: Done) -> None:

@@ -68,8 +68,9 @@ class Supervisor:
         self._options, self._port = options, listener.getsockname()[1]
         self.loop = new_loop(is_fast=False)
         self._connections = Connections(
-            self.loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering
-        )
+            self.loop, listener, options, idl, lambda: self._fleet.ready, lambda: self._fleet.is_recovering,
+            lambda: not self._fleet.has_begun,
+        )  # fmt: skip
         self.streams = SharedStreams(self.loop, options.streams, streams)
 
         def load_again() -> Any:
@@ -83,7 +84,7 @@ class Supervisor:
         self.monitoring: Any = None  # the monitoring port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
         self._problem = ""
-        self._has_lost = self._is_accepting = self._has_killed = False
+        self._has_lost = self._has_begun = self._has_killed = False
         self._stopping_until: float | None = None
         self._began = monotonic()
         self._on_ready: Callable[[], object] = lambda: None
@@ -107,7 +108,8 @@ class Supervisor:
         ``on_ready`` is called once all workers are ready. Raises ``ConfigError`` if no worker can be started.
         """
         self._on_ready = on_ready
-        self._fleet.start(self._open)
+        self._connections.open()
+        self._fleet.start(self._begin)
         try:
             self.loop.run_forever()
         finally:
@@ -120,9 +122,9 @@ class Supervisor:
             raise ConfigError(self._problem)
         return not (self._has_lost or self._fleet.has_lost)
 
-    def _open(self) -> None:
-        self._is_accepting = True
-        self._connections.open()
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._connections.became_ready(self._fleet.ready[-1])
         self.loop.call_soon(self._on_ready)
 
     def _fail(self, problem: str) -> None:
@@ -176,7 +178,7 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted and a worker would answer them."""
-        return self._is_accepting and self._stopping_until is None and self._fleet.is_responding
+        return self._has_begun and self._stopping_until is None and self._fleet.is_responding
 
     @property
     def graph(self) -> str:
