@@ -20,6 +20,7 @@ from torchpipe_py.runtime.admission import (
     REMEMBERED,
     TARGET,
     ComputeTimes,
+    Deadlines,
     Door,
     Path,
     QueueTarget,
@@ -238,6 +239,35 @@ def test_requests_of_programs_are_never_dropped(register: Register) -> None:
         run.check_delay(None)
         gate.open()
         assert [outcome(future) for future in futures] == [None] * 5
+
+
+@pytest.mark.usefixtures("nothing_is_forgotten")
+def test_request_at_an_idle_instance_is_computed_although_it_seems_too_slow(register: Register) -> None:
+    with pipe({"backend": register(Echo)}) as run:
+        run.limit_delays(0.0)
+        run._runtime.nodes["node"].times.add(1, 100 * WAIT, perf_counter())
+        # One that a busy machine brings there late is dropped.
+        eventually(lambda: outcome(dispatched(run, seconds=WAIT)) is None)
+
+
+@pytest.mark.parametrize(
+    ("longest_ms", "asked", "seconds"),
+    [
+        (0.0, None, None),
+        (0.0, -1.0, None),
+        (0.0, 20.0, 0.02),
+        (50.0, None, 0.05),
+        (50.0, 0.0, 0.05),
+        (50.0, -1.0, 0.05),
+        (50.0, 20.0, 0.02),
+        (50.0, 70.0, 0.05),
+    ],
+)
+def test_deadline_is_never_longer_than_the_longest(
+    longest_ms: float, asked: float | None, seconds: float | None
+) -> None:
+    with pipe({"backend": "Identity"}) as run:
+        assert Deadlines(run, longest_ms).seconds(asked) == seconds
 
 
 @pytest.mark.usefixtures("nothing_is_forgotten")

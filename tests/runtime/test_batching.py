@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import wait as wait_for
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kit.backends import EchoFour, Gate
 from kit.waits import WAIT, all_idle, error_of, eventually, outcome, wait_queued
 
 from torchpipe_py import pipe
+from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.runtime.nodes.queues import BatchQueue
 from torchpipe_py.runtime.request import Request
 
@@ -221,8 +223,36 @@ def test_instance_is_busy_again_once_its_jump_is_over(register: Register) -> Non
     with pipe(nodes) as p, gate:
         held = gate.hold(p, {"data": 1, "node_name": "outer"})
         assert p.stats()["nodes"]["outer"]["busy"] == 1
+        eventually(lambda: p.stats()["nodes"]["outer"]["oldest_batch_s"] > 0.0)
         gate.open()
         assert outcome(held)["result"] == 1
+
+
+@pytest.mark.parametrize(("timeouts", "is_limited"), [([WAIT, None], False), ([WAIT, 2 * WAIT], True)])
+def test_batch_may_wait_until_its_last_deadline(
+    register: Register, timeouts: list[float | None], is_limited: bool
+) -> None:
+    gate = Gate(most=2, blocks=lambda data: data == "first")
+    deadlines: list[float | None] = []
+
+    class Waits(gate.backend):  # type: ignore[name-defined, misc]
+        """Records until when it may wait for memory to decode in."""
+
+        def forward(self, items: list[Data]) -> None:
+            super().forward(items)
+            deadlines.append(CURRENT.waiter.deadline if CURRENT.waiter else None)
+
+    with pipe({"backend": register(Waits)}) as p, gate:
+        held = gate.hold(p, {"data": "first"})
+        since = perf_counter()
+        both = [p.submit({"data": 1}, timeout=timeout) for timeout in timeouts]
+        wait_queued(p, 2)
+        gate.open()
+        for future in (held, *both):
+            outcome(future)
+    assert list(map(len, gate.batches)) == [1, 2]
+    assert (deadlines[1] is not None and deadlines[1] >= since + 2 * WAIT) is is_limited
+    assert (deadlines[1] is None) is not is_limited
 
 
 def test_leader_hands_over_before_it_computes(register: Register) -> None:

@@ -141,6 +141,11 @@ def test_refusal_is_the_outcome_of_a_started_request(register: Register, on_main
         outcome(held)
 
 
+def test_low_priority_is_admitted_where_one_request_is_allowed() -> None:
+    with pipe({"backend": "Identity", "max_inflight": 1}) as run:
+        assert outcome(run.submit({"data": 1, "priority": 1}))["result"] == 1
+
+
 @pytest.mark.parametrize("priority", [2, -1, True, "low", None, 0.5])
 def test_refuses_other_priorities(priority: Any) -> None:
     with pipe({"backend": "Identity"}) as run, pytest.raises(InvalidRequest, match="'priority': expected 0"):

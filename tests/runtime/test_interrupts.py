@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
+import psutil
 import pytest
 from conftest import Register
 from kit.backends import EchoFour
@@ -25,6 +27,7 @@ from kit.waits import WAIT, all_idle, eventually
 import torchpipe_py.runtime
 from torchpipe_py import pipe
 from torchpipe_py.backends.deferred import HandedOver, HandOverBackend
+from torchpipe_py.runtime.deputy import Deputy
 
 RUNTIME = str(Path(torchpipe_py.runtime.__file__).parent)
 
@@ -187,6 +190,22 @@ def interrupt_each_place(run: Callable[[], object], check: Callable[[], object])
 def test_interrupt_anywhere_in_a_call_leaves_pipe_usable(kind: str, use: Callable[[pipe], object]) -> None:
     with pipe(PIPES[kind]) as p:
         assert interrupt_each_place(lambda: use(p), lambda: assert_healthy(p)) > 10
+
+
+def test_thread_that_an_interrupt_gave_up_ends_after_its_job() -> None:
+    deputy, is_free, is_given_up = Deputy(), threading.Event(), threading.Event()
+    threads: SimpleQueue[int] = SimpleQueue()
+
+    def block() -> None:
+        threads.put(threading.get_native_id())
+        is_free.wait(WAIT)
+
+    deputy.start(block)
+    blocked = threads.get(timeout=WAIT)
+    deputy.abandon(is_given_up.set)
+    assert is_given_up.wait(WAIT), "the job before it goes on"
+    is_free.set()
+    eventually(lambda: blocked not in [thread.id for thread in psutil.Process().threads()])
 
 
 @up_to_3_11

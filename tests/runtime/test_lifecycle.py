@@ -67,13 +67,16 @@ def test_closed_pipe_refuses_calls() -> None:
     assert p.stats()["inflight"] == 0
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_close_while_busy(register: Register, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+@pytest.mark.parametrize(("most", "timeout"), [(1, None), (1, 2 * WAIT), (4, None)])
+def test_close_while_busy(
+    register: Register, monkeypatch: pytest.MonkeyPatch, most: int, timeout: float | None
+) -> None:
     """What runs is finished, as long as somebody waits for it; what is queued fails, of either priority."""
     monkeypatch.setattr(torchpipe_py.runtime.runtime, "LEAVE_SECONDS", 0.0)
     gate = Gate(most)
     with pipe({"backend": register(gate.backend)}) as p, gate:
-        running = gate.hold(p, {"data": "running"})
+        running = p.submit({"data": "running"}, timeout=timeout)
+        gate.wait_entered()
         queued = [p.submit({"data": number, "priority": number % 2}) for number in range(3)]
         wait_queued(p, 3)
         closer = threading.Thread(target=p.close)

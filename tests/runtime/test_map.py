@@ -247,6 +247,25 @@ def test_flood_of_one_key_does_not_delay_other_keys(register: Register) -> None:
             assert future.exception(WAIT) is None or isinstance(future.exception(), Overloaded)
 
 
+def test_map_of_the_newest_stops_reading_once_closed() -> None:
+    may_read, is_over = threading.Semaphore(1), threading.Event()
+
+    def frames() -> Iterator[dict[str, Any]]:
+        try:
+            while may_read.acquire(timeout=WAIT):
+                yield {"data": 1}
+        finally:
+            is_over.set()
+
+    with pipe({"backend": "Identity"}) as run:
+        results = run.map(frames(), newest=True)
+        may_read.release()
+        assert next(results)["result"] == 1
+        results.close()  # type: ignore[attr-defined]
+        may_read.release()
+        assert is_over.wait(WAIT)
+
+
 def test_request_abandoned_at_the_node_lets_the_next_of_its_key_in(register: Register) -> None:
     gate = Gate()
     with pipe({"backend": register(gate.backend), "ordered_by": "camera"}) as run, gate:

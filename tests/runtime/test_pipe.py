@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, EchoFour, Gate
-from kit.waits import WAIT, outcome
+from kit.waits import WAIT, eventually, outcome
 
 from torchpipe_py import BackendError, InvalidRequest, ItemBackend, pipe
 
@@ -121,6 +121,24 @@ def test_cancelled_queued_request_is_dropped(register: Register, cancel: Callabl
         gate.open()
         outcome(running)
         p({"data": "last"})
+    assert gate.batches == [["running"], ["last"]]
+
+
+def test_cancelled_request_is_dropped_on_each_branch(register: Register) -> None:
+    gate = Gate(blocks=lambda data: data == "running")
+    nodes = {
+        "fork": {"next": "left,right"},
+        "left": {},
+        "right": {"backend": register(gate.backend)},
+    }
+    with pipe(nodes) as p, gate:
+        running = gate.hold(p, {"data": "running"})
+        cancelled = p.submit({"data": "cancelled"})
+        eventually(lambda: p.stats()["nodes"]["right"]["queued"] == 1)
+        assert cancelled.cancel()
+        gate.open()
+        outcome(running)
+        outcome(p.submit({"data": "last"}))
     assert gate.batches == [["running"], ["last"]]
 
 
