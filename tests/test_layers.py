@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kit.waits import run
 
-import torchpipe_py
+import torchpipe_py.serving
 from torchpipe_py import Backend, registry
 
 ROOT = Path(__file__).parent.parent
@@ -234,3 +234,10 @@ def test_backends_are_at_most_three_classes_deep() -> None:
     for name in registry.BUILT_IN_BACKENDS:
         classes = [base for base in registry.default.find_backend(name).__mro__ if issubclass(base, Backend)]
         assert len(classes) <= 3, name
+
+
+def test_the_seam_lists_nothing_that_its_users_do_not_use() -> None:
+    package = modules(ROOT / "torchpipe_py")
+    users = [*modules(ROOT / "server" / "torchpipe_server").values(), *(package[name] for name in RAY_SERVE)]
+    used = set().union(*(imported(path) for path in users))
+    assert {name for name in torchpipe_py.serving.__all__ if f"torchpipe_py.serving.{name}" not in used} == set()
