@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchpipe_py.methods.http import HttpHandler
 from torchpipe_py.methods.many import FairAdmission
-from torchpipe_py.methods.oip.core import Control, Models, OpenInference
+from torchpipe_py.methods.oip.core import Control, Models, OpenInference, Totals
 from torchpipe_py.methods.oip.handler import OipHandler
 from torchpipe_py.methods.oip.requests import InferLimits
 from torchpipe_py.methods.routes import Route, Rpc
@@ -23,11 +23,12 @@ class Inference:
 
     def __init__(
         self, run: pipe, stem: str, deadline_ms: float, items: int, text: Bound, reply: Bound,
-        control: Control | None = None, may_load: bool = False,
+        control: Control | None = None, may_load: bool = False, totals: Totals | None = None,
     ) -> None:  # fmt: skip
         self.deadlines, self.admission = Deadlines(run, deadline_ms), FairAdmission(run)
         self.models = Models(run, stem, self.deadlines, self.admission)
-        self._core, self._limits = OpenInference(self.models, items, reply, control, may_load), InferLimits(text, items)
+        self._core = OpenInference(self.models, items, reply, control, may_load, totals)
+        self._limits = InferLimits(text, items)
         http = HttpHandler(run, self.deadlines, text, reply)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]
 

@@ -218,17 +218,22 @@ class Rpc(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The methods of Thrift, the routes of HTTP and the methods of gRPC that a service has."""
+    """The methods of Thrift, the routes of HTTP and the methods of gRPC that a service has.
+
+    ``figures`` returns the totals of its models, by ``NAME/VERSION``.
+    """
 
     methods: Mapping[str, Method]
     routes: Routes
     rpcs: Sequence[Rpc] = ()
+    figures: Callable[[], Mapping[str, Mapping[str, int]]] = dict
 
     def changed(self, change: Callable[[str, Method], Method]) -> Served:
         """The same with ``change(name, method)`` in place of each method."""
         methods = {name: change(name, method) for name, method in self.methods.items()}
         routes = self.routes.changed(lambda route: replace(route, method=change(route.label, route.method)))
-        return Served(methods, routes, [rpc._replace(method=change(rpc.label, rpc.method)) for rpc in self.rpcs])
+        rpcs = [rpc._replace(method=change(rpc.label, rpc.method)) for rpc in self.rpcs]
+        return Served(methods, routes, rpcs, self.figures)
 
     def names_with_pipe(self) -> frozenset[str]:
         """The labels of calls that run the pipe."""

@@ -33,6 +33,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py import ConfigError
+from torchpipe_py.runtime.record.statistics import TOTALS, add
 from torchpipe_py.serving import BOUNDS_MS, Folder
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
 from torchpipe_server.logs import dropped_lines
@@ -41,7 +42,7 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.fleet import Fleet
 from torchpipe_server.supervisor.generation import WorkerSlot
-from torchpipe_server.supervisor.monitoring.figures import Control, Figures, add, service_figures
+from torchpipe_server.supervisor.monitoring.figures import Control, Figures, service_figures
 from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 
@@ -166,7 +167,9 @@ class Supervisor:
             def done(status: int, body: Figures) -> None:
                 child.send("outcome", id=message.id, status=status, body=body)
 
-            if self.repository is not None and message.action == "index":
+            if message.action == "statistics":
+                self.ask(lambda figures: done(200, _model_figures(figures)))
+            elif self.repository is not None and message.action == "index":
                 done(200, {"models": self.repository.index()})
             elif self.repository is None or not self._options.repository_control:
                 done(403, {"error": "models are not loaded and unloaded here", "code": "forbidden"})
@@ -232,6 +235,12 @@ class Supervisor:
             "bounds_ms": BOUNDS_MS,
             **service,
         }
+
+
+def _model_figures(figures: Figures) -> Figures:
+    """What a worker needs for the statistics of models."""
+    nodes = {name: {key: node[key] for key in (*TOTALS, "max")} for name, node in figures["nodes"].items()}
+    return {"models": figures["models"], "nodes": nodes}
 
 
 def _slot_figures(slot: WorkerSlot, silent: set[Child]) -> Figures:

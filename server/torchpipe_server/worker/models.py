@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import ConfigError, TorchpipeError
+from torchpipe_py.runtime.record.statistics import SINCE_START, add
 from torchpipe_py.serving import Folder, Pipes, engine_part, message_of, name_of, release_freed_memory, sections
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options
@@ -35,6 +36,7 @@ class FolderModels:
         self._loop, self._options, self._engine = loop, options, engine
         self._folder = folder
         self._prepared: tuple[Folder, str, dict[str, pipe]] | None = None
+        self._past: dict[str, Any] = {}  # totals of nodes of removed pipes
         self._is_wanted = True  # what is being prepared
         self._retiring: dict[str, tuple[pipe, float]] = {}  # with the time when they are closed at the latest
         for key in folder:
@@ -73,6 +75,13 @@ class FolderModels:
         if missing := [head for head in heads if head not in self._engine.sections]:
             raise ConfigError(f"{folder[key].source}: the engine process cannot run {missing[0]!r}: see the log")
         return pipe_of_worker(plan, self._engine)
+
+    def with_past(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of nodes, with the totals of the removed ones of the same names."""
+        past = self._past
+        for run, _ in self._retiring.values():
+            past = add(past, _totals(run))
+        return {name: {**node, **add(_of(node), past.get(name, {}))} for name, node in nodes.items()}
 
     # -- changes ------------------------------------------------------------------------------------------------
 
@@ -131,8 +140,9 @@ class FolderModels:
         """Close removed pipes that have answered their requests; to be called a few times a second."""
         now = monotonic()
         idle = {key: run for key, (run, until) in self._retiring.items() if now >= until or not run.stats()["inflight"]}
-        for key in idle:
+        for key, run in idle.items():
             del self._retiring[key]
+            self._past = add(self._past, _totals(run))
         if idle:
             _close_aside(idle)
 
@@ -169,6 +179,15 @@ def draw(plan: Pipeline | None) -> str:
     except Exception:
         logger.exception("cannot draw the graph")
         return ""
+
+
+def _totals(run: pipe) -> dict[str, Any]:
+    """The totals of each node since the start."""
+    return {name: _of(node) for name, node in run.stats()["nodes"].items()}
+
+
+def _of(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: node[key] for key in SINCE_START}
 
 
 def _close_aside(pipes: dict[str, pipe]) -> None:

@@ -12,6 +12,7 @@ from torchpipe_server.options import Options
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
+    from torchpipe_py.methods.oip.core import Totals
     from torchpipe_py.serving import Control, Pipeline
 
 
@@ -44,10 +45,12 @@ def engine_processes(options: Options, tables: Any) -> int:
     return min(each * max(1, len(options.device_numbers)), options.workers)
 
 
-def served_maker(options: Options, control: Control | None = None) -> Callable[[pipe], Served]:
+def served_maker(
+    options: Options, control: Control | None = None, totals: Totals | None = None
+) -> Callable[[pipe], Served]:
     """A function that makes the served methods, standard or custom, on a pipe."""
     if not options.handler:
-        return partial(usual_service, options, control=control)
+        return partial(usual_service, options, control=control, totals=totals)
     from torchpipe_server.methods.custom import CustomHandler, load_handler
 
     cls = load_handler(options.handler)
@@ -60,7 +63,7 @@ def served_maker(options: Options, control: Control | None = None) -> Callable[[
     return make_custom
 
 
-def usual_service(options: Options, run: pipe, control: Control | None = None) -> Served:
+def usual_service(options: Options, run: pipe, control: Control | None = None, totals: Totals | None = None) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
     from torchpipe_py.serving import Bound, Inference, load_idl
     from torchpipe_server.front.services import reply_bound
@@ -71,14 +74,14 @@ def usual_service(options: Options, run: pipe, control: Control | None = None) -
     text, reply = Bound(options.max_text_bytes, "--max-text-bytes"), reply_bound(options.max_reply_bytes)
     stem = Path(options.config).stem
     usual = Inference(
-        run, stem, options.deadline_ms, options.max_batch, text, reply, control, options.repository_control
+        run, stem, options.deadline_ms, options.max_batch, text, reply, control, options.repository_control, totals
     )
     thrift = InferenceHandler(
         run, load_idl(), usual.deadlines, options.max_batch, options.max_reply_bytes, usual.admission
     )
     page = [] if options.no_page else PageHandler(run, usual.models, usual.deadlines, options).routes
     routes = Routes([*usual.routes, *page], options.elsewhere)
-    return Served(thrift.methods, routes, () if options.grpc_port < 0 else usual.rpcs())
+    return Served(thrift.methods, routes, () if options.grpc_port < 0 else usual.rpcs(), usual.models.figures)
 
 
 def limit_delays(run: pipe, options: Options) -> None:

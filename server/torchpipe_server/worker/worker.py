@@ -164,6 +164,7 @@ class Post:
         return {
             "hand_over": {},
             "streams": {},
+            "models": {},
             **self._figures(),
             "log_lines_dropped": dropped_lines(),
             "gpus": used_gpus(),
@@ -182,7 +183,9 @@ class Worker:
         self._engine: EngineClient | None = None
         self._provider: Any = None  # where trace spans go
         self._controls: dict[int, Callable[[int, dict[str, Any]], object]] = {}  # requests that wait for their outcome
-        make_served = served_maker(options, self._control if isinstance(start.tables, Folder) else None)
+        make_served = served_maker(
+            options, self._control if isinstance(start.tables, Folder) else None, self._ask_totals
+        )
         set_up_process(options)
         if has_engine(options, start.tables):
             from torchpipe_py.serving import EngineClient, pipe_of_worker, watch_on
@@ -206,6 +209,7 @@ class Worker:
             self._provider = tracing.set_up()
             self._run.instrument(self._provider, starts_traces=False)
             served = traced(served, self._provider, options.trace_ratio, "torchpipe_server")
+        self._served = served
         services = services_of(served, options)
         self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
         self._rpc: RpcServer | None = None
@@ -280,6 +284,10 @@ class Worker:
         self._controls[number] = done
         self._post.send({"type": "control", "id": number, "action": action, "name": name[:200]})
 
+    def _ask_totals(self, done: Callable[[Mapping[str, Any]], object]) -> None:
+        """Ask the supervisor for the statistics of all workers; nothing if it is gone."""
+        self._control("statistics", "", lambda status, body: done(body if status == 200 else {}))
+
     def _prepare(self, name: str, folder: str) -> None:
         """Set up a model of the folder, which is pickled, in base 64."""
         assert self._models is not None
@@ -322,7 +330,9 @@ class Worker:
             self._loop.stop()
 
     def _figures(self) -> dict[str, Any]:
-        stats = {**self._run.stats(), "requests": self._server.counters.summary()}
+        stats = {**self._run.stats(), "requests": self._server.counters.summary(), "models": self._served.figures()}
+        if self._models is not None:
+            stats["nodes"] = self._models.with_past(stats["nodes"])
         if self._streams is not None:
             stats["streams"] = self._streams.figures()
         if self._engine is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.monitoring.figures import NOTHING, parse_message, service_figures
+from torchpipe_server.supervisor.monitoring.figures import NOTHING, add_past, parse_message, service_figures
 from torchpipe_server.supervisor.monitoring.metrics import CONTENT_TYPE, render
 
 from torchpipe_py.runtime.record.statistics import BOUNDS_MS, COUNTS
@@ -48,10 +48,19 @@ def stream(factor: int = 1) -> dict[str, Any]:
     return {"decoded": 9 * factor, "reconnects": factor, "frames": frames, "age": age, "now": {"state": "playing"}}
 
 
+MODEL = dict.fromkeys(("success_count", "success_ns", "fail_count", "fail_ns", "items", "admitted", "last_ms"), 2)
+
+
 def worker(nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, **more: Any) -> dict[str, Any]:
     total = sum(count for found in by_method.values() for count in found.values())
     requests = {"by_method": by_method, "latency_ms": 3.0 * total, "histograms": {"latency": counts(b12=total)}}
-    rest = {"hand_over": {}, "log_lines_dropped": 0, "gpus": [], "streams": {"yard": stream(inflight)}}
+    rest = {
+        "hand_over": {},
+        "log_lines_dropped": 0,
+        "gpus": [],
+        "streams": {"yard": stream(inflight)},
+        "models": {"a/1": MODEL},
+    }
     return {"inflight": inflight, "nodes": nodes, "requests": requests, **rest, **more}
 
 
@@ -211,6 +220,13 @@ def histogram(family: Any) -> tuple[dict[float, float], float, float]:
     assert list(buckets.values()) == sorted(buckets.values())
     assert buckets[math.inf] == count
     return buckets, count, total
+
+
+def test_counts_of_models_are_totals_and_the_last_request_is_the_latest() -> None:
+    gone = {**ONE, "models": {"a/1": {**MODEL, "last_ms": 900}, "b/1": MODEL}}
+    models = service_figures([ONE, TWO], add_past(NOTHING, gone))["models"]
+    assert models == {"a/1": {**dict.fromkeys(MODEL, 6), "last_ms": 900}, "b/1": MODEL}
+    assert NOTHING["models"] == {}
 
 
 def test_histograms_are_cumulative_and_in_seconds() -> None:

@@ -158,6 +158,33 @@ def test_a_request_in_work_is_answered_by_a_model_that_is_unloaded(tmp_path: Pat
         assert asked.result() == "block"
 
 
+def test_statistics_are_totals_of_all_workers_across_loads_and_reloads(tmp_path: Path) -> None:
+    def ask_all(times: int) -> None:
+        for _ in range(times):
+            assert infer(service.port, "a") == "a"  # each on a connection of its own, so by any worker
+
+    def totals() -> list[tuple[int, ...]]:
+        found = []
+        for _ in range(4):
+            (stats,) = ask(service.port, b"", "/v2/models/a/stats", "GET")[1]["model_stats"]
+            each = stats["inference_stats"]
+            found.append((stats["inference_count"], each["success"]["count"], each["queue"]["count"]))
+            found[-1] += (stats["execution_count"],)
+        return found
+
+    with folder_service(written(tmp_path, a=GOOD, b=GOOD), "--workers", "2") as service:
+        workers = service.wait_started().pids()
+        ask_all(10)
+        assert totals() == [(10,) * 4] * 4
+        assert control(service, "load", "a")[0] == 200
+        ask_all(10)
+        assert totals() == [(20,) * 4] * 4
+        service.signal(signal.SIGHUP)
+        eventually(lambda: not set(workers) & set(service.pids()) and not set(workers) & set(service.workers))
+        ask_all(10)
+        assert totals() == [(30,) * 4] * 4
+
+
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
 def test_a_load_that_fails_changes_nothing(tmp_path: Path, text: str) -> None:
     folder = written(tmp_path / "models", a=GOOD, b=GOOD)

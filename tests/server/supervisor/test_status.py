@@ -140,7 +140,7 @@ def test_dashboard_and_alerts_use_existing_metrics(served: Served, file: str) ->
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason reloads "
     "reload_successful workers engines "
-    "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams",
+    "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams models",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_method latency_ms histograms",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",

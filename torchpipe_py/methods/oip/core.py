@@ -45,6 +45,10 @@ Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
 """
 
 
+Totals = Callable[[Callable[[Mapping[str, Any]], object]], object]
+"""Passes on the figures of all processes of the service, ``models`` as ``Models.figures`` and ``nodes``; or nothing."""
+
+
 class Root:
     """Where requests enter a model's pipe: the names of inputs other than ``data``, and the outputs."""
 
@@ -72,6 +76,11 @@ class Model:
         self.node_name, self.figures = node_name, metadata.Figures()
         self._roots: dict[str | None, Root] = {}
 
+    @property
+    def key(self) -> str:
+        """``NAME/VERSION``."""
+        return f"{self.name}/{self.version}"
+
     def is_ready(self, stats: Mapping[str, Any]) -> bool:
         """Whether every node has an instance that serves; ``stats`` are the pipe's."""
         return all(node["alive"] for node in self.stats(stats)["nodes"].values())
@@ -84,6 +93,10 @@ class Model:
         nodes = {name: node for name, node in stats["nodes"].items() if name in own}
         # NOTE: the root is the first one.
         return {**stats, "nodes": nodes, "admitted": nodes[own[0]]["requests"]}
+
+    def node_names(self) -> list[str]:
+        """The nodes of the model, as the pipe's statistics call them."""
+        return list(self.pipe.stats()["nodes"]) if self.node_name is None else self.pipe.nodes_of(self.node_name)
 
     def entered(self, node_name: str | None) -> str | None:
         """The root that a request enters that names ``node_name``. Raises ``UnknownNode`` if it is not the model's."""
@@ -152,6 +165,15 @@ class Models:
         """Those of the pipe, which all models share."""
         return self._pipe.stats()
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Totals of this process's requests, by ``NAME/VERSION``; see ``metadata.Figures.counts``."""
+        stats = self.stats()
+        models = self.all()
+        return {
+            **{"/".join(key): {**figures.counts(), "admitted": 0} for key, figures in self._figures.items()},
+            **{model.key: {**model.figures.counts(), "admitted": model.stats(stats)["admitted"]} for model in models},
+        }
+
     def versions(self, name: str) -> list[str]:
         """The versions of a model, in ascending order."""
         self._follow()
@@ -194,11 +216,14 @@ class OpenInference:
     """
 
     def __init__(
-        self, models: Models, items: int, reply: Bound, control: Control | None = None, may_load: bool = False
-    ) -> None:
+        self, models: Models, items: int, reply: Bound, control: Control | None = None, may_load: bool = False,
+        totals: Totals | None = None,
+    ) -> None:  # fmt: skip
         self.models, self.items, self._reply = models, items, reply
         self.control, self._folder = control if may_load else None, control
         self._indexing: list[Callable[[list[dict[str, Any]]], object]] = []
+        self._totals: Totals = totals or (lambda done: done({}))
+        self._counting: list[Callable[[Mapping[str, Any]], object]] = []
 
     def is_ready(self, name: str = "", version: str = "") -> bool:
         """Whether the model is, or without a name whether all are."""
@@ -216,11 +241,29 @@ class OpenInference:
         model = self.models.find(name, version)
         return metadata.config(model.name, model.signature(node_name), self.items)
 
-    def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
-        """The statistics of the model, or without a name of all models."""
-        models, stats = self._named(name, version), self.models.stats()
-        summaries = [model.figures.summary(model.name, model.version, model.stats(stats)) for model in models]
-        return {"model_stats": summaries}
+    def statistics(self, name: str, version: str, done: Callable[[dict[str, Any]], object]) -> None:
+        """Pass the statistics of the model to ``done``, or without a name of all models: totals of the service."""
+        models = self._named(name, version)
+
+        def answer(totals: Mapping[str, Any]) -> None:
+            stats = totals if totals else {"models": self.models.figures(), **self.models.stats()}
+            counts, nodes = stats["models"], stats["nodes"]
+            done({"model_stats": [self._statistics_of(model, counts, nodes) for model in models]})
+
+        self._counting.append(answer)
+        if len(self._counting) == 1:  # NOTE: one at a time: all processes are asked
+            self._totals(self._counted)
+
+    def _counted(self, totals: Mapping[str, Any]) -> None:
+        counting, self._counting = self._counting, []
+        for answer in counting:
+            answer(totals)
+
+    def _statistics_of(self, model: Model, counts: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, Any]:
+        names, own = model.node_names(), counts.get(model.key) or self.models.figures()[model.key]
+        if model.node_name is not None and names[0] in nodes:
+            own = {**own, "admitted": nodes[names[0]]["requests"]}  # also those of before the model was loaded again
+        return metadata.statistics(model.name, model.version, own, [nodes[name] for name in names if name in nodes])
 
     def index(self, is_ready: bool, done: Callable[[list[dict[str, Any]]], object]) -> None:
         """Report served models to ``done``; with ``is_ready`` false also unloaded ones."""

@@ -33,7 +33,7 @@ class OipHandler:
             ("GET", "", _known(lambda request: core.metadata(*_named(request), _node_name(request)))),
             ("GET", "/ready", _known(self._model_ready)),
             ("GET", "/config", _known(lambda request: core.config(*_named(request), _node_name(request)))),
-            ("GET", "/stats", _known(lambda request: core.statistics(*_named(request)))),
+            ("GET", "/stats", lambda request, done: self._statistics(*_named(request), done)),
         )
         self.routes: Sequence[Route] = (
             *[route(verb, f"{_MODEL}{path}", start) for verb, path, start in of_model],
@@ -41,7 +41,7 @@ class OipHandler:
             route("GET", "/v2", _known(lambda request: metadata.SERVER)),
             route("GET", "/v2/health/live", _known(lambda request: {"live": True})),
             route("GET", "/v2/health/ready", _known(lambda request: _ready({}, core.is_ready()))),
-            route("GET", "/v2/models/stats", _known(lambda request: core.statistics())),
+            route("GET", "/v2/models/stats", lambda request, done: self._statistics("", "", done)),
             route("POST", "/v2/repository/index", self._index, is_traced=False),
             *[
                 route(
@@ -67,6 +67,9 @@ class OipHandler:
     def _model_ready(self, request: HttpRequest) -> HttpAnswer:
         name, version = _named(request)
         return _ready({"name": name}, self._core.is_ready(name, version))
+
+    def _statistics(self, name: str, version: str, done: Done) -> None:
+        self._core.statistics(name, version, lambda statistics: done(json_answer(statistics)))
 
     def _index(self, request: HttpRequest, done: Done) -> None:
         self._core.index(read_index(request.body), lambda models: done(json_answer(models)))

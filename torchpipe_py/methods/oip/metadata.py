@@ -103,29 +103,42 @@ class Figures:
             self._items += items if is_success else 0
             self._last = time()
 
-    def summary(self, name: str, version: str, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """One of Triton's ``model_stats``; ``stats`` are the pipe's, of all its requests.
+    def counts(self) -> dict[str, int]:
+        """Totals since the start: requests that succeeded and failed, with their nanoseconds, and items.
 
-        An execution is a batch of the node that takes the largest. Times are sums over nodes; what a batch takes counts
-        once, not for each of its requests.
+        ``last_ms`` is the time of the last request, in milliseconds since 1970.
         """
-        nodes = list(stats["nodes"].values())
-        waited = sum(node["queue_ms"] + node["batch_wait_ms"] for node in nodes)
-        computed = sum(node["compute_ms"] for node in nodes)
-        # NOTE: perf_analyzer ends if their counts differ.
-        times = {"queue": waited, "compute_infer": computed, "compute_input": 0, "compute_output": 0}
         with self._lock:
-            figures = {
-                "name": name,
-                "version": version,
-                "last_inference": int(1000 * self._last),
-                "inference_count": self._items,
-                "execution_count": max(nodes, key=lambda node: int(node["max"]))["batches"],
-                "inference_stats": {
-                    **{kind: dict(counted) for kind, counted in self._requests.items()},
-                    **{kind: {"count": stats["admitted"], "ns": int(1e6 * ms)} for kind, ms in times.items()},
-                    **{kind: {"count": 0, "ns": 0} for kind in ("cache_hit", "cache_miss")},
-                },
-                "batch_stats": [],
+            each = {
+                f"{outcome}_{key}": value
+                for outcome, counted in self._requests.items()
+                for key, value in counted.items()
             }
-        return figures
+            return {**each, "items": self._items, "last_ms": int(1000 * self._last)}
+
+
+def statistics(
+    name: str, version: str, counts: Mapping[str, int], nodes: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """One of Triton's ``model_stats``. ``counts`` are those of ``Figures`` and ``admitted``, ``nodes`` the model's.
+
+    An execution is a batch of the node that takes the largest. Times are sums over nodes; what a batch takes counts
+    once, not for each of its requests.
+    """
+    waited = sum(node["queue_ms"] + node["batch_wait_ms"] for node in nodes)
+    computed = sum(node["compute_ms"] for node in nodes)
+    # NOTE: perf_analyzer ends if their counts differ.
+    times = {"queue": waited, "compute_infer": computed, "compute_input": 0, "compute_output": 0}
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": counts["last_ms"],
+        "inference_count": counts["items"],
+        "execution_count": max(nodes, key=lambda node: int(node["max"]))["batches"] if nodes else 0,
+        "inference_stats": {
+            **{kind: {"count": counts[f"{kind}_count"], "ns": counts[f"{kind}_ns"]} for kind in ("success", "fail")},
+            **{kind: {"count": counts["admitted"], "ns": int(1e6 * ms)} for kind, ms in times.items()},
+            **{kind: {"count": 0, "ns": 0} for kind in ("cache_hit", "cache_miss")},
+        },
+        "batch_stats": [],
+    }

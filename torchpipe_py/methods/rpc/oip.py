@@ -76,7 +76,6 @@ class OipRpcs:
             "ModelReady": self._model_ready,
             "ModelMetadata": lambda asked: core.metadata(asked.name, asked.version),
             "ModelConfig": lambda asked: {"config": core.config(asked.name, asked.version)},
-            "ModelStatistics": lambda asked: core.statistics(asked.name, asked.version),
             "Check": self._check,
         }
         self.rpcs = [self._rpc(method, known) for method in methods()]
@@ -98,6 +97,8 @@ class OipRpcs:
             )
         if name == "RepositoryIndex":
             return Rpc(path, Method(args, partial(self._index, message(method.output_type.full_name))))
+        if name == "ModelStatistics":
+            return Rpc(path, Method(args, partial(self._statistics, message(method.output_type.full_name))))
         if name == "Watch":
             return Rpc(path, Method(args, self._watch), is_watch=True)
         if name == "ServerReflectionInfo":
@@ -135,6 +136,10 @@ class OipRpcs:
                 done(failed(body["error"]))
 
         self._core.control(action, name, answer)
+
+    def _statistics(self, made: Any, request: RpcRequest, done: Done) -> None:
+        asked = request.message
+        self._core.statistics(asked.name, asked.version, lambda said: done(RpcAnswer(ParseDict(said, made()))))
 
     def _index(self, made: Any, request: RpcRequest, done: Done) -> None:
         self._core.index(request.message.ready, lambda models: done(RpcAnswer(made(models=models))))

@@ -154,3 +154,18 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
             "compute": added("compute_counts"),
         },
     }
+
+
+TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
+SINCE_START = (*TOTALS, "batch_sizes", "histograms")
+"""Keys of a node's statistics that are totals since the start."""
+
+
+def add(one: Any, other: Any) -> Any:
+    """Add numbers; lists element by element, dicts key by key."""
+    if isinstance(one, dict):
+        both = {key: add(one[key], other[key]) for key in one.keys() & other.keys()}
+        return {**one, **other, **both}
+    if isinstance(one, list):
+        return [add(*pair) for pair in zip(one, other, strict=True)]
+    return one + other

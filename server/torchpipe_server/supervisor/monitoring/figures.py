@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal, TypedDict
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
+from torchpipe_py.runtime.record.statistics import SINCE_START, TOTALS, add
 from torchpipe_py.serving import COUNTS
 
 Figures = dict[str, Any]
 
-# Of a node: current values, and totals since the start.
+# Of a node: current values.
 NOW = ("instances", "alive", "queued", "busy")
-TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
 HISTOGRAMS = ("queue", "batch_wait", "compute")
-SINCE_START = (*TOTALS, "batch_sizes", "histograms")
 # Of a worker's requests to engine processes.
 HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
@@ -26,6 +25,7 @@ NOTHING: Figures = {
     "nodes": {},
     "hand_over": dict.fromkeys(HAND_OVER, 0),
     "streams": {},
+    "models": {},
     "log_lines_dropped": 0,
 }
 """The totals before any worker has reported."""
@@ -74,11 +74,15 @@ _STREAM = _object(
         "age": _object({"counts": _Histogram, "sum_ms": _Number}),
     }
 )
+_MODEL_COUNTS = _object(
+    dict.fromkeys(("success_count", "success_ns", "fail_count", "fail_ns", "items", "admitted", "last_ms"), _Number)
+)
 _STATS = _object(
     {
         **{"inflight": _Number, "requests": _REQUESTS, "nodes": Annotated[_dict[str, _NODE], _few]},
         "hand_over": _object(dict.fromkeys(HAND_OVER, _Number), total=False),
         **{"log_lines_dropped": _Number, "gpus": _list[_GPU], "streams": Annotated[_dict[str, _STREAM], _few]},
+        "models": Annotated[_dict[str, _MODEL_COUNTS], _few],
     }
 )
 
@@ -124,10 +128,13 @@ class Gone(Struct, tag="gone"):
 
 
 class Control(Struct, tag="control"):
-    """A client's request to load or unload a model, or to list all; the outcome is sent with the same ``id``."""
+    """A client's request to load or unload a model, to list all, or for all statistics.
+
+    The outcome is sent with the same ``id``.
+    """
 
     id: Annotated[int, Meta(ge=0, lt=2**62)]
-    action: Literal["load", "unload", "index"]
+    action: Literal["load", "unload", "index", "statistics"]
     name: Annotated[str, Meta(max_length=200)]
 
 
@@ -169,21 +176,13 @@ parse_message: Callable[[bytes], Message] = Decoder(Message).decode
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
-def add(one: Any, other: Any) -> Any:
-    """Add numbers; lists element by element, dicts key by key."""
-    if isinstance(one, dict):
-        both = {key: add(one[key], other[key]) for key in one.keys() & other.keys()}
-        return {**one, **other, **both}
-    if isinstance(one, list):
-        return [add(*pair) for pair in zip(one, other, strict=True)]
-    return one + other
-
-
 def add_past(past: Figures, ended: Figures) -> Figures:
     """Add a worker that has ended to the totals of those before it."""
     nodes = {name: {key: node[key] for key in SINCE_START} for name, node in ended["nodes"].items()}
     streams = {name: {**stream, "now": {}} for name, stream in ended["streams"].items()}
     totals: Figures = add(past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes, "streams": streams})
+    for key, counts in totals["models"].items():
+        counts["last_ms"] = max(each["models"][key]["last_ms"] for each in (past, ended) if key in each["models"])
     return totals
 
 
