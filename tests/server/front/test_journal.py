@@ -106,6 +106,18 @@ def test_leaving_connection_reads_nothing_after_its_answer(journal: Journal) -> 
     owner.close_or_hand_over.assert_called_once_with(connection)
 
 
+def test_late_answer_of_closed_connection_leaves_its_slot_to_the_next(journal: Journal) -> None:
+    transport = Mock()
+    connection = Connection(Mock(is_ending=False), Mock(), 1, journal.entry(1), False)
+    connection.connection_made(transport)
+    call = Call(connection, FIRST, 1)
+    connection.turn, connection.call = ANSWERING, call
+    connection.drop()
+    journal.entry(1).begin(SECOND, False)
+    connection.answered(call, b"late", 0.0)
+    assert plain(*journal.read(1)) == plain(SECOND, False)
+
+
 def test_begins_requests_after_the_round_and_reads_long_messages_in_it(journal: Journal) -> None:
     owner = Mock(is_ending=False, scheduled={}, received=memoryview(bytearray(9)), held_bytes=0)
     owner.options.max_held_bytes = 100

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ from kit.monitored import cpu_seconds
 from kit.services import LocalServer, Process, SteeredProcess, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
-from torchpipe_server.front.connection import STALLED_SECONDS
+from torchpipe_server.front.connection import READ_AHEAD_BYTES, STALLED_SECONDS
 from torchpipe_server.front.pacing import PACED_SECONDS, REFUSAL_SECONDS, REFUSALS_AT_ONCE, RefusalPacing
 from torchpipe_server.front.server import TICK_SECONDS
 from torchpipe_server.logs.handler import REQUESTS
@@ -298,6 +299,63 @@ def test_drops_client_that_stalls_a_streamed_answer(clock):
         wait_ticks(server, 2)
         assert not Endless.is_left.is_set()
         eventually(is_left)
+
+
+@every_client
+def test_client_is_silent_for_long_after_a_message_in_two_parts(clock, client_type):
+    message = client_type.pack(b"ring")
+    with steered(message_seconds=100) as server, client_type(server.port) as client:
+        client.sock.sendall(message[:20])
+        eventually(lambda: any(one.message_since for one in list(server.server._connections)))
+        client.sock.sendall(message[20:])
+        assert client.receive().label == "ring"
+        clock.ahead = 200
+        wait_ticks(server, 2)
+        client.ping()
+
+
+def test_reading_goes_on_after_the_last_of_many_unread_requests():
+    with steered() as server, Client(server.port) as client:
+        client.send_batch(b"block")
+        assert Steered.entered.acquire(timeout=WAIT)
+        client.sock.sendall(batch_of(READ_AHEAD_BYTES + 1))
+        (connection,) = list(server.server._connections)
+        eventually(lambda: not connection.is_reading)
+        Steered.opened.set()
+        assert client.receive().label == "block"
+        client.receive()
+        client.ping()
+
+
+@every_client
+def test_client_that_closed_its_side_gets_the_answer_of_a_running_request(client_type, monkeypatch):
+    monkeypatch.setattr(torchpipe_server.front.connection, "END_SECONDS", WAIT)
+    with steered() as server, client_type(server.port) as client:
+        client.send_batch(b"block")
+        assert Steered.entered.acquire(timeout=WAIT)
+        (connection,) = list(server.server._connections)
+        client.sock.shutdown(socket.SHUT_WR)
+        eventually(lambda: connection.ended_at)
+        wait_ticks(server, 1)
+        Steered.opened.set()
+        assert client.receive().label == "block"
+
+
+def test_room_is_made_by_a_connection_without_a_request_in_work():
+    def make_room(server: LocalServer) -> bool:
+        outcomes: SimpleQueue[bool] = SimpleQueue()
+        server.call(lambda: outcomes.put(server.server.close_slowest()))
+        return outcomes.get(timeout=WAIT)
+
+    with steered() as server, Client(server.port) as busy, Client(server.port) as idle:
+        busy.send_batch(b"block")
+        assert Steered.entered.acquire(timeout=WAIT)
+        idle.ping()
+        assert make_room(server)
+        assert idle.sock.recv(1) == b""
+        assert not make_room(server)
+        Steered.opened.set()
+        assert busy.receive().label == "block"
 
 
 @every_client
