@@ -17,7 +17,7 @@ from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.inference import Inference
 from torchpipe_py.methods.many import FairAdmission, Outcome
-from torchpipe_py.methods.oip.core import Control, Model, Models
+from torchpipe_py.methods.oip.core import Control, Model, Models, Totals
 from torchpipe_py.methods.routes import (
     JSON,
     OK,
@@ -55,6 +55,9 @@ from torchpipe_py.runtime.record.statistics import (
     NODE_GAUGES,
     NODE_TIMES,
     PLACES,
+    SINCE_START,
+    TOTALS,
+    add,
     folded,
 )
 from torchpipe_py.runtime.record.visits import Timeline
@@ -88,6 +91,8 @@ __all__ = [
     "NO_MODEL",
     "OK",
     "PLACES",
+    "SINCE_START",
+    "TOTALS",
     "AnswerStream",
     "ArgumentParser",
     "Bound",
@@ -124,8 +129,10 @@ __all__ = [
     "Streams",
     "Tables",
     "Timeline",
+    "Totals",
     "TraceFields",
     "WireAnswer",
+    "add",
     "answer_of",
     "answers",
     "check_name",

@@ -10,8 +10,17 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py import ConfigError, TorchpipeError
-from torchpipe_py.runtime.record.statistics import SINCE_START, add
-from torchpipe_py.serving import Folder, Pipes, engine_part, message_of, name_of, release_freed_memory, sections
+from torchpipe_py.serving import (
+    SINCE_START,
+    Folder,
+    Pipes,
+    add,
+    engine_part,
+    message_of,
+    name_of,
+    release_freed_memory,
+    sections,
+)
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 from torchpipe_server.options import Options
 from torchpipe_server.worker.service import make_plan

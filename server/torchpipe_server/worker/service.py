@@ -12,8 +12,7 @@ from torchpipe_server.options import Options
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.methods.oip.core import Totals
-    from torchpipe_py.serving import Control, Pipeline
+    from torchpipe_py.serving import Control, Pipeline, Totals
 
 
 def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
-from torchpipe_py.runtime.record.statistics import SINCE_START, TOTALS, add
-from torchpipe_py.serving import COUNTS
+from torchpipe_py.serving import COUNTS, SINCE_START, TOTALS, add
 
 Figures = dict[str, Any]
 
