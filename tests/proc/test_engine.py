@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import Register
 from kit.backends import Gate
-from kit.engines import Worker, engine_of, link, workers_of
+from kit.engines import Watcher, Worker, engine_of, link, workers_of
 from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run
 
 from torchpipe_py import Backend, ItemBackend, Param, PipeClosed, WorkerDied
@@ -355,6 +355,22 @@ def test_request_without_an_engine_fails_after_a_while(register: Register, monke
             link(worker, worker.server)
         eventually(lambda: worker.engine.links)
         assert worker.pipe({"data": 1})["result"] == 1
+
+
+def test_worker_reports_whether_it_is_linked(register: Register) -> None:
+    linked: list[bool] = []
+    watcher = Watcher()
+    engine = EngineClient(watcher.watch, linked.append)
+    with engine_of(shared(register(Scale))) as server:
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            server.attach(ours)
+            assert engine.attach_and_wait(theirs)
+            assert linked[-1] is True
+            ours.shutdown(socket.SHUT_RDWR)
+            eventually(lambda: linked[-1] is False)
+        engine.close()
+        watcher.close()
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "recv_fds", "mmap"])

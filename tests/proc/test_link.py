@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from math import inf
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -48,6 +49,18 @@ def test_releases_memory_of_large_messages(ends: Ends) -> None:
         assert ends.used() > 13 * MEBIBYTE
         ends.link.free_slot(slot)
         assert ends.used() <= empty + ends.link.room.kept_bytes + 64 * KIBIBYTE
+
+
+def test_time_of_a_call_begins_when_the_one_before_ended(ends: Ends) -> None:
+    assert ends.link.since == 0.0
+    began = perf_counter()
+    (first, _), (second, _) = ends.ask(1), ends.ask(2)
+    ended = perf_counter()
+    assert began <= ends.link.since <= ended
+    ends.link.free_slot(first)
+    assert ends.link.since >= ended
+    ends.link.free_slot(second)
+    assert ends.link.since == 0.0
 
 
 def test_takes_calls_in_the_order_of_sending_and_notices_abandoned_ones(ends: Ends) -> None:

@@ -164,6 +164,28 @@ def test_call_begun_in_a_dead_process_fails_and_others_run_elsewhere() -> None:
     assert a.outcomes[other] == a.outcomes[waiting] == ["done"]
 
 
+def test_call_of_a_dead_process_goes_to_an_idle_one_at_once() -> None:
+    a = Asking(2)
+    call = a.ask()
+    dead, idle = a.ends if a.ends[0].take() else reversed(a.ends)
+    a.pool.lose(dead.link, WorkerDied("died"))
+    idle.answer()
+    a.pool.take(idle.link)
+    assert a.outcomes[call] == ["done"]
+
+
+def test_call_of_a_dead_process_is_the_first_of_the_next_one() -> None:
+    a = Asking(1)
+    first, second = a.ask(), a.ask()
+    a.pool.lose(a.ends[0].link, WorkerDied("died"))
+    ends = Ends()
+    a.pool.add(ends.link)
+    for ended in ([first], [first, second]):
+        ends.answer()
+        a.pool.take(ends.link)
+        assert a.ended() == ended
+
+
 def test_call_with_a_passed_deadline_is_not_sent_again() -> None:
     a = Asking(1)
     call = a.ask(deadline=perf_counter())
