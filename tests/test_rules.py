@@ -424,11 +424,15 @@ _FILTERS: list[tuple[str, str, str, str]] = [
     ("Second", "x2", "x23", "x234"),
 ]
 _BAD_FILTERS = [
-    ("Error", "node 'b': its filter returned Status.Error", "BackendError: a filter in front of Mark says Error"),
+    (
+        "Error",
+        "node 'b': its filter returned Status.Error",
+        "BackendError: the filter before Mark returned Status.Error",
+    ),
     (
         "no_status",
         "node 'b': its filter returned None, not a Status",
-        "BackendError: a filter in front of Mark gave None, which is no Status",
+        "BackendError: the filter before Mark returned None, not a Status",
     ),
     ("raising", "node 'b': its filter: KeyError: 'on purpose'", "KeyError: 'on purpose'"),
 ]

@@ -105,22 +105,22 @@ class Sequential(Several):
         filters = [default if plan is None else plan.create() for plan, default in zip(given, defaults, strict=True)]
         self._single_steps: list[_Step] = []
         self._stages: list[Callable[[list[Data]], list[Data]]] = []
-        walked: list[_Step] | None = None
+        item_steps: list[_Step] | None = None  # of the children before this one that take single items
         for filter_, child in zip(filters, self.config.children, strict=True):
-            one = child.forward_one()
-            # NOTE: the default filter is None here and inlined: the call would take longer than its work.
+            forward_one = child.forward_one()
+            # `_walk` runs the default filter inline, as None: a call would take longer than its work.
             forward = child.forward if child.min() == 1 else partial(run_padded, child)
-            step = None if filter_ is swap else filter_, child, one or _alone(forward)
+            step = None if filter_ is swap else filter_, child, forward_one or _alone(forward)
             self._single_steps.append(step)
-            if one is None:
-                walked = None
+            if forward_one is None:
+                item_steps = None
                 most = sys.maxsize if child.any_batch else child.max()
                 self._stages.append(partial(_in_batches, filter_, child, forward, most))
-            elif walked is None:
-                walked = [step]
-                self._stages.append(partial(_item_by_item, walked))
+            elif item_steps is None:
+                item_steps = [step]
+                self._stages.append(partial(_item_by_item, item_steps))
             else:
-                walked.append(step)
+                item_steps.append(step)
 
     def forward(self, items: list[Data]) -> None:
         if len(items) == 1:
@@ -139,8 +139,8 @@ class Sequential(Several):
 def _check_end(status: Any, child: Backend) -> None:
     """Check a status other than ``Run`` and ``Skip``: it ends the sequence for the item, or is a ``BackendError``."""
     if status not in (Status.Break, Status.SerialSkip, Status.SubGraphSkip):
-        said = "says Error" if status is Status.Error else f"gave {status!r}, which is no Status"
-        raise BackendError(f"a filter in front of {child.config.label} {said}")
+        returned = "Status.Error" if status is Status.Error else f"{status!r}, not a Status"
+        raise BackendError(f"the filter before {child.config.label} returned {returned}")
 
 
 _Step = tuple[Callable[[Data], Any] | None, Backend, Callable[[Data], object]]
@@ -150,8 +150,8 @@ _Step = tuple[Callable[[Data], Any] | None, Backend, Callable[[Data], object]]
 def _item_by_item(steps: Sequence[_Step], items: list[Data]) -> list[Data]:
     """Run items through steps that each take one; returns the items that continue.
 
-    NOTE: run each item through all steps while it is in the processor's cache: step by step, a batch of eight
-    photographs takes a fifth longer.
+    Each item passes all steps while it is in the processor's cache: step by step, a batch of eight photographs takes
+    a fifth longer.
     """
     return [item for item in items if _walk(steps, item)]
 
@@ -177,7 +177,7 @@ def _walk(steps: Sequence[_Step], item: Data) -> bool:
             returned = forward(item)
         except InvalidRequest as error:
             if child.forward_one() is None:
-                raise  # `forward` reports errors in the dict: an exception is a defect, as outside a sequence
+                raise  # `forward` reports errors in the dict; one that raises has a defect, as outside a sequence
             item[TASK_ERROR_KEY] = error
         else:
             if returned is not None:
@@ -194,7 +194,7 @@ def _in_batches(
 ) -> list[Data]:
     """Run items through one step, in batches of up to ``most`` items; returns the items that continue."""
     running = []
-    going = []
+    continuing = []
     for item in items:
         status = filter_(item)
         if status is RUN:
@@ -202,15 +202,15 @@ def _in_batches(
             item.pop(TASK_RESULT_KEY, None)
             item.pop(TASK_ERROR_KEY, None)
             running.append(item)
-            going.append(item)
+            continuing.append(item)
         elif status is SKIP:
-            going.append(item)
+            continuing.append(item)
         else:
             _check_end(status, child)
     for start in range(0, len(running), most):
         batch = running[start : start + most]
         explain_returned(child, batch, forward(batch))
-    return going
+    return continuing
 
 
 def _alone(forward: Callable[[list[Data]], object]) -> Callable[[Data], object]:
