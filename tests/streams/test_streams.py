@@ -23,7 +23,7 @@ from torchpipe_py.streams import stream as stream_module
 from torchpipe_py.streams import streams as streams_module
 from torchpipe_py.streams.config import read_stream, read_streams
 from torchpipe_py.streams.source import Picture, read_pictures
-from torchpipe_py.streams.stream import LAST_SECONDS, Stream
+from torchpipe_py.streams.stream import LAST_SECONDS, State, Stream
 
 pytest.importorskip("av")
 cv2 = pytest.importorskip("cv2")
@@ -213,7 +213,7 @@ def test_failed_thread_start_affects_only_its_stream(video, monkeypatch):
             streams.add("b", source=str(video))
         assert list(streams.stats()) == ["a"]
         stream.replace_blocked_thread(time.monotonic())
-        assert stream.state == "blocked"
+        assert stream.state is State.BLOCKED
 
 
 def test_close_ends_the_iteration(video):

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from contextlib import closing, suppress
+from enum import Enum
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -29,6 +30,24 @@ LAST_SECONDS = 0.04
 """Seconds for which the last frame of a file is shown before it ends or is repeated."""
 
 _GRACE_SECONDS = 2.0  # a read counts as blocked so long after its time limits
+
+
+class State(Enum):
+    """State of a stream, by the name that statistics and the log show."""
+
+    CONNECTING = "connecting"
+    PLAYING = "playing"
+    WAITING = "waiting"
+    """For the next attempt to open it."""
+    BLOCKED = "blocked"
+    """Its read does not return; another thread tries again."""
+    ENDED = "ended"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the stream reads no further frame."""
+        return self in (State.ENDED, State.FAILED)
 
 
 class Waiting(NamedTuple):
@@ -56,8 +75,7 @@ class Stream:
         has_ended: threading.Condition,
     ) -> None:
         self.options = options
-        self.state = "connecting"
-        """``connecting``, ``playing``, ``waiting`` (for the next attempt), ``blocked``, ``ended`` or ``failed``."""
+        self.state = State.CONNECTING
         self.waiting: deque[Waiting] = deque()
         self.in_flight = 0
         self.is_converting = self.is_entering = False
@@ -92,8 +110,8 @@ class Stream:
         """Read no further; under the lock."""
         self._stop.set()
         self.waiting.clear()
-        if self.state != "failed":
-            self.state = "ended"
+        if self.state is not State.FAILED:
+            self.state = State.ENDED
         self._has_room.notify_all()
         self._has_ended.notify_all()
 
@@ -105,12 +123,12 @@ class Stream:
     @property
     def is_over(self) -> bool:
         """Whether the stream has no further frame."""
-        return self.state in ("ended", "failed") and not self.waiting
+        return self.state.is_final and not self.waiting
 
     def take(self) -> Waiting:
         """Remove and return the oldest waiting frame; under the lock."""
         waiting = self.waiting.popleft()
-        if len(self.waiting) <= AHEAD // 2:  # NOTE: a wake-up costs as much as a small frame
+        if len(self.waiting) <= AHEAD // 2:  # a wake-up costs as much as a small frame
             self._has_room.notify_all()
         return waiting
 
@@ -129,10 +147,10 @@ class Stream:
         self._overdue_at = float("inf")
         problem = f"no frame for {self.options.timeout:g} s, and the read does not return"
         if not self.options.reconnect:
-            self._set_state("failed", problem)
+            self._set_state(State.FAILED, problem)
             return
-        if self.state != "blocked":
-            self._set_state("blocked", problem)
+        if self.state is not State.BLOCKED:
+            self._set_state(State.BLOCKED, problem)
         if len(self._blocked) < MOST_BLOCKED:
             self.counts["reconnects"] += 1
             with suppress(RuntimeError):  # no thread available: tried again when it is overdue again
@@ -142,9 +160,10 @@ class Stream:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the seconds since the last frame; under the lock."""
+        is_unreached = self.state is State.ENDED and not self.counts["decoded"]
         return {
             "source": self.options.masked(self.options.shown),
-            "state": "never reached" if self.state == "ended" and not self.counts["decoded"] else self.state,
+            "state": "never reached" if is_unreached else self.state.value,
             "waiting": len(self.waiting),
             "in_flight": self.in_flight,
             "silent_s": max(0.0, monotonic() - self._last_at),
@@ -168,15 +187,15 @@ class Stream:
                 if error is None and self.options.is_file:
                     if self.options.repeat:
                         continue
-                    self._set_state("ended")
+                    self._set_state(State.ENDED)
                     return
                 text = "the stream ended" if error is None else str(error)
                 if self.options.is_file or not self.options.reconnect or isinstance(error, Exception):
-                    self._set_state("ended" if error is None else "failed", text)
+                    self._set_state(State.ENDED if error is None else State.FAILED, text)
                     return
                 pause = self._pause * random.uniform(0.75, 1.25)
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
-                self._set_state("waiting", f"{text}; opening it again in {pause:.1f} s")
+                self._set_state(State.WAITING, f"{text}; opening it again in {pause:.1f} s")
             if stop.wait(pause):
                 return
             with self._lock:
@@ -222,7 +241,7 @@ class Stream:
             self._pause = FIRST_PAUSE
             self._overdue_at = monotonic() + self.options.timeout + _GRACE_SECONDS
             self._last_at = monotonic()
-            self._set_state("playing")
+            self._set_state(State.PLAYING)
             number = self.counts["decoded"]
             self.counts["decoded"] += 1
             if not self._passes_fps(picture.pts):
@@ -257,14 +276,14 @@ class Stream:
         self._next_pts += step
         return True
 
-    def _set_state(self, state: str, problem: str = "") -> None:
+    def _set_state(self, state: State, problem: str = "") -> None:
         """Change the state and log it; under the lock."""
         if problem:
             self.last_error = problem
-        if state != self.state or problem:
+        if state is not self.state or problem:
             with suppress(Exception):
                 log = logger.warning if problem else logger.info
-                log("stream %r: %s%s", self.options.name, state, problem and f": {problem}")
+                log("stream %r: %s%s", self.options.name, state.value, problem and f": {problem}")
         self.state = state
-        if state in ("ended", "failed"):
+        if state.is_final:
             self._has_ended.notify_all()
