@@ -19,14 +19,14 @@ def to_python(value: Any) -> Any:
     names = [name for name in _VALUE_FIELDS if getattr(value, name) is not None]
     if len(names) != 1:
         raise InvalidRequest(f"a Value has exactly one field set, this one {', '.join(names) or 'none'}")
-    held = getattr(value, names[0])
+    field = getattr(value, names[0])
     if names[0] == "tensor":
-        return _to_tensor(held)
+        return _to_tensor(field)
     if names[0] == "tensors":
-        if len(held) > wire.MOST_TENSORS:
-            raise InvalidRequest(f"a list of {len(held)} tensors; the limit is {wire.MOST_TENSORS}")
-        return [_to_tensor(tensor) for tensor in held]
-    return held
+        if len(field) > wire.MOST_TENSORS:
+            raise InvalidRequest(f"a list of {len(field)} tensors; the limit is {wire.MOST_TENSORS}")
+        return [_to_tensor(tensor) for tensor in field]
+    return field
 
 
 def _to_tensor(tensor: Any) -> torch.Tensor:

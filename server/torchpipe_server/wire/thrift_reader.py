@@ -101,7 +101,7 @@ class ThriftReader:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes held here of messages that were not returned yet."""
+        """Size of the buffered messages that were not returned yet."""
         return len(self._buffer) - self._start
 
     def feed(self, data: bytes) -> None:
@@ -123,8 +123,8 @@ class ThriftReader:
         if self._start == size or self._needed > size:
             return None
         if self._walk is None:
-            if self._usual is not None and (found := self._read_usual(*self._usual)) is not None:
-                return self._ended(*found)
+            if self._usual is not None and (message := self._read_usual(*self._usual)) is not None:
+                return self._ended(*message)
             self._walk, self._limit = self._message(), sys.maxsize
         self._end = min(size, self._limit)
         try:
@@ -307,8 +307,8 @@ class ThriftReader:
         if inner is not None:
             expected, specs = _inside(is_map, inner)
             if size and expected != types:
-                found, wanted = (", ".join(map(str, kinds)) for kinds in (types, expected))
-                self._blame(place, f"is a {'map' if is_map else 'list'} of type {found}, not {wanted}")
+                sent, declared = (", ".join(map(str, kinds)) for kinds in (types, expected))
+                self._blame(place, f"is a {'map' if is_map else 'list'} of type {sent}, not {declared}")
                 inner, specs = None, (None, None)
         made: Any = {} if is_map else []
         for _ in range(size):
