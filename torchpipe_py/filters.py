@@ -25,7 +25,7 @@ class Status(enum.Enum):
 
 Filter = Callable[[Data], Status]
 
-# NOTE: on the path of every request, and until Python 3.12 a member of an enum takes as long as a call.
+# On the path of every request, and until Python 3.12 a member of an enum takes as long as a call.
 RUN, SKIP, BREAK = Status.Run, Status.Skip, Status.Break
 
 

@@ -34,7 +34,7 @@ def timed(
             is_asked = isinstance(args, (HttpRequest, RpcRequest)) and (
                 is_always or ASKING_HEADER in args.fields or (args.query != "" and "timing=1" in args.query.split("&"))
             )
-            # NOTE: this is all that a request pays whose time nobody asks for.
+            # A request that does not ask for its times pays only this.
             if not is_asked and slow_s is None:
                 return start(args, done)
             began = perf_counter()
@@ -57,7 +57,7 @@ def timed(
         return method._replace(start=start_timed)
 
     changed = served.changed(change)
-    # NOTE: an answer of Thrift has no room for times.
+    # An answer of Thrift has no room for times.
     return changed if slow_s is not None else changed._replace(methods=served.methods)
 
 

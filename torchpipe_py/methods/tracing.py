@@ -43,7 +43,7 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_
 
         def start_traced(args: Any, done: Done) -> Cancellable | None:
             parent, state = fields(args)
-            # NOTE: this is the whole cost of a request that is not traced.
+            # This is the whole cost of a request that is not traced.
             context = None if parent is None else context_of(parent, state)
             if context is not None:
                 if not trace.get_current_span(context).get_span_context().trace_flags.sampled:

@@ -161,7 +161,7 @@ class Isolated(ItemBackend):
     files or connections or start programs; its answers are checked and never unpickled. Linux on x86-64 only.
     """
 
-    # NOTE: any_thread() stays False: one thread uses a child process.
+    # any_thread() stays False: one thread uses a child process.
     children = (1, 1)
 
     max_seconds = Param(to_float, 10.0, low=0.1, high=3600, doc="the most seconds that an image takes")

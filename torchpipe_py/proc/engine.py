@@ -215,7 +215,7 @@ class Answered(threading.local, AbstractContextManager[None]):
 
     def ring(self, link: Link | None) -> None:
         """The worker of ``link`` has an answer: ring the previous worker, and this one too unless more may come."""
-        # NOTE: a batch holds the requests of a worker in a row, as they are taken together.
+        # A batch holds the requests of a worker in a row, as they are taken together.
         last, self._last = self._last, link
         if last is not None and last is not link:
             last.other.ring()

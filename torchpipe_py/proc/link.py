@@ -231,7 +231,7 @@ class Link:
 
     def take_slot(self, call: Any) -> tuple[int, int]:
         """Give a call a free slot, and a number different from the slot's last one."""
-        slot = self._free.pop()  # NOTE: the last freed slot, which is still cached
+        slot = self._free.pop()  # the last freed slot, which is still cached
         number = self._numbers[slot] = self._numbers[slot] % (2**32 - 1) + 1
         self.calls[slot] = call
         self.under_way += 1
@@ -328,7 +328,7 @@ class Link:
         try:
             self.answer(slot, number, Packed.of(failure), FAILED, begun)
         except TooLargeError:
-            # NOTE: this answer always fits, since it has no traceback and no pickled exception.
+            # This answer always fits, since it has no traceback and no pickled exception.
             self.answer(slot, number, Packed.of(replace(failure, trace="", pickled=b"")), FAILED, begun)
 
     # -- both -------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class Link:
         offset += padded(small)
         for part in parts:
             end = offset + part.nbytes
-            # NOTE: NumPy releases the GIL to copy: for a few microseconds' copy, getting it back would take longer.
+            # NumPy releases the GIL to copy: for a few microseconds' copy, getting it back would take longer.
             if part.nbytes <= _SMALL:
                 self._map[offset:end] = part
             else:

@@ -95,7 +95,7 @@ class Streams:
         in_flight: int | None = None,
     ) -> None:
         self._run = run
-        # NOTE: two conditions, so that a frame wakes only a feeder, and a result only the iterating thread.
+        # Two conditions, so that a frame wakes only a feeder, and a result only the iterating thread.
         self._lock = threading.RLock()
         self._has_work, self._has_result = threading.Condition(self._lock), threading.Condition(self._lock)
         self._streams: dict[str, Stream] = {}
@@ -304,7 +304,7 @@ class Streams:
             if not order and stream in self._removed:
                 self._removed.discard(stream)
                 del self._order[stream]
-            if stream.waiting or self._under_way == self._most - 1:  # NOTE: one feeder takes all waiting frames
+            if stream.waiting or self._under_way == self._most - 1:  # one feeder takes all waiting frames
                 self._has_work.notify()
             if self._finished or not self._under_way:
                 self._has_result.notify_all()

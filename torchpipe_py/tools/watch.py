@@ -27,7 +27,7 @@ def run_watch(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         run = stack.enter_context(pipe(options.config))
         streams = stack.enter_context(Streams(run, options.streams))
-        out = stack.enter_context(open(options.out, "wb")) if options.out else None  # NOTE: once the start succeeded
+        out = stack.enter_context(open(options.out, "wb")) if options.out else None  # once the start succeeded
         lines: IO[bytes] = out or sys.stdout.buffer
         began = seen_at = monotonic()
         if options.seconds:

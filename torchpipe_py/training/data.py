@@ -226,7 +226,7 @@ class TensorToTensor:
             raise TypeError(f"expected a Tensor 1xCxHxW or CxHxW, got {shown_dims(tensor.shape)}")
         if tensor.dtype != torch.uint8 and not tensor.is_floating_point():
             raise TypeError(f"expected a Tensor of uint8 or floats in 0..255, got {tensor.dtype}")
-        # NOTE: divide, as ToTensor does: multiplying by 1/255 differs in the last bit.
+        # Divide, as ToTensor does: multiplying by 1/255 differs in the last bit.
         floats = tensor.to(torch.float32)
         return floats.div(255.0) if floats is tensor else floats.div_(255.0)
 

@@ -61,7 +61,7 @@ def read_request(
         if admit is not None and len(body) <= text.bytes:
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
                 early = msgspec.to_builtins(_decode_options(body))
-                # NOTE: outputs in JSON, which are not read here, replace those of the query.
+                # Outputs in JSON, which are not read here, replace those of the query.
                 known = {"priority": priority, "deadline_ms": deadline, **options, **early, "outputs": None}
                 admit(_asked({}, known, ""))
         data = _read_json(body, options, text)
@@ -70,7 +70,7 @@ def read_request(
         from torchpipe_py.wire.forms import read_form
 
         data = read_form(content_type, body, _OPTIONS, options)
-    else:  # NOTE: whatever the type: `curl --data-binary` sends that of a form
+    else:  # whatever the type: `curl --data-binary` sends that of a form
         data = {"data": body}
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:

@@ -105,7 +105,7 @@ class Journal:
             for index in indexes
             if streams[index] == CLEAN and works[index] == IDLE and (requests[index] != _NO_REQUEST) is has_asked
         ]
-        heapify(idle)  # NOTE: most callers take one, and a flood of new connections calls this often
+        heapify(idle)  # most callers take one, and a flood of new connections calls this often
         while idle:
             time, index = heappop(idle)
             now = self.is_idle(index), view[index * SLOT_BYTES + 2] != _NO_REQUEST, self._times[index]

@@ -142,7 +142,7 @@ class ThriftReader:
 
     def _ended(self, message: Message, end: int) -> Message:
         self._start = end
-        if end == len(self._buffer):  # NOTE: an idle connection keeps no memory of its last message
+        if end == len(self._buffer):  # an idle connection keeps no memory of its last message
             self._buffer, self._start = b"", 0
         return message
 

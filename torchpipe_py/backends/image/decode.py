@@ -184,7 +184,7 @@ class DecodeMat(ItemBackend):
     max_pixels = max_pixels()
 
     def prefer_color(self, color: str | None) -> str | None:
-        # NOTE: pixels decoded to gray differ from pixels converted to gray.
+        # Pixels decoded to gray differ from pixels converted to gray.
         if color is not None and self.color != "gray":
             self.color = color
         return None

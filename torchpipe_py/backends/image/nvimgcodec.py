@@ -132,7 +132,7 @@ class NvImageCodec:
             targets = [self._targets[place] for place in places]
             is_decoded = self._decode(decoder, [encoded[place] for place in places], targets)
             if len(places) > 1:
-                # NOTE: retry each alone, so that an outcome does not depend on the other images of the batch.
+                # Retry each alone, so that an outcome does not depend on the other images of the batch.
                 for number, place in enumerate(places):
                     if not is_decoded[number]:
                         (is_decoded[number],) = self._decode(decoder, [encoded[place]], [targets[number]])

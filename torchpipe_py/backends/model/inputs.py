@@ -142,7 +142,7 @@ def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
 
 def to_numpy(tensor: Any) -> np.ndarray:
     """A tensor as an array on the host, perhaps sharing its memory; ``float32`` if NumPy lacks its dtype."""
-    # NOTE: try the last step first: PyTorch releases the GIL in each call, and most tensors need no other.
+    # Try the last step first: PyTorch releases the GIL in each call, and most tensors need no other.
     if not tensor.is_cpu or tensor.requires_grad:
         tensor = tensor.detach().cpu()
     try:

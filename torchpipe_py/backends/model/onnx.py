@@ -223,7 +223,7 @@ class _Input:
         if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
             raise InvalidRequest(misfit(name, dims[1:], given.shape))
         check_numbers(array, self.dtype, name)
-        # NOTE: a cast to a smaller integer type looks at every number.
+        # A cast to a smaller integer type looks at every number.
         if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
             self._fitting = array.shape, array.dtype
         return array

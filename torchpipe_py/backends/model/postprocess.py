@@ -103,7 +103,7 @@ def _best(scores: Any, count: int) -> Any:
         return torch.stack([largest, indices.float()], 1)
     values = scores.numpy()
     chosen = np.argsort(-values, 1, kind="stable")[:, :count] if count > 1 else values.argmax(1)[:, None]
-    # NOTE: `take_along_axis` and `stack` would take three times as long.
+    # `take_along_axis` and `stack` would take three times as long.
     largest = values[np.arange(len(values))[:, None], chosen]
     return torch.from_numpy(np.array([largest, chosen]).swapaxes(0, 1))
 

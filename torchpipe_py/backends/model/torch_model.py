@@ -168,7 +168,7 @@ class TorchTensor(ModelBackend):
         ]
         outputs = self.enqueue(inputs)
         self.layout.check(outputs, self.output_names, len(items))
-        # NOTE: copy: an output may be memory of the model, which a user could change in place.
+        # Copy: an output may be memory of the model, which a user could change in place.
         self.write_results(items, [output.clone() for output in outputs])
 
 

@@ -175,7 +175,7 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
     first = inputs[0]
-    # NOTE: one image is one element of bytes, which needs none of what tensors need.
+    # One image is one element of bytes: the checks of tensors are skipped.
     if len(inputs) == 1 and first.datatype == BYTES and first.shape in ([1], [1, 1]):
         element = only_element(first.data)
         if element is not None and 0 < len(first.name) <= NAME_CHARACTERS:

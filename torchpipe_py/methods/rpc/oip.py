@@ -151,7 +151,7 @@ class OipRpcs:
         """
         name, now = "" if asked.service in (OIP, _HEALTH) else asked.service, perf_counter()
         if name and is_watch and not self._core.models.versions(name):
-            return {"status": "SERVICE_UNKNOWN"}  # NOTE: ``find`` looks for a name like it, which takes long
+            return {"status": "SERVICE_UNKNOWN"}  # ``find`` looks for a name like it, which takes long
         if name:
             self._core.models.find(name)
         is_ready, asked_at = self._was_ready.get(name, (False, -_WATCH_SECONDS))

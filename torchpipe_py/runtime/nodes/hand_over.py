@@ -48,7 +48,7 @@ class HandOverNode(Node):
         try:
             self._end(instance, request, error, ran)
         finally:
-            # NOTE: each thread changes only its own state, since several run this at once.
+            # Each thread changes only its own state, since several run this at once.
             if not is_inner:
                 threads.discard(thread)
         # NOTE: only after delivery, so that a request always counts in some node's load.

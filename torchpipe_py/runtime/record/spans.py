@@ -58,7 +58,7 @@ class Spans:
         """A request, traced if its parent, the current span, is sampled. Without a parent the sampler decides."""
         request = Request(data, on_done, root, deadline)
         if not self._starts_traces and not contexts.get_current():
-            return request  # NOTE: a fast path for a service that traces few requests: the checks below are slower
+            return request  # a fast path for a service that traces few requests: the checks below are slower
         parent = trace.get_current_span().get_span_context()
         if not (parent.trace_flags.sampled if parent.is_valid else self._starts_traces):
             return request

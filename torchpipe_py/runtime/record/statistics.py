@@ -42,7 +42,7 @@ NODE_TIMES = (
 
 def folded(places: Sequence[int]) -> list[int]:
     """Histogram from counters indexed by ``int(seconds * 1e6).bit_length()``: first below 1 µs, then below 2**n µs."""
-    # NOTE: recording code inlines that expression, to avoid a function call for each time of each request.
+    # Recording code inlines that expression, to avoid a function call for each time of each request.
     return [*places[: COUNTS - 1], sum(places[COUNTS - 1 :])]
 
 
@@ -89,7 +89,7 @@ class Record:
         queue_counts, wait_counts = self.queue_counts, self.wait_counts
         for request in requests:
             arrived = request.arrived
-            # NOTE: a request that arrives while the leader collects has no queue time.
+            # A request that arrives while the leader collects has no queue time.
             taken = arrived if arrived > collected else collected
             queued, waited = taken - arrived, start - taken
             self.queue_time += queued

@@ -51,7 +51,7 @@ def save_onnx(model: Any, path: Path, size: Size, opset: int = OPSET, axes: Axes
     model.eval()
     example = torch.zeros(2, *_shape(size))  # NOTE: 2, since the newer exporter treats a batch of 1 as a constant
     names = {"input_names": ["input"], "output_names": [name for name in axes if name != "input"]}
-    # NOTE: only the batch is named; a named width would have to state its divisor, which AUTO finds.
+    # Only the batch is named; a named width would have to state its divisor, which AUTO finds.
     free = {at: torch.export.Dim(name) if at == 0 else torch.export.Dim.AUTO for at, name in axes["input"].items()}
     # The TorchScript exporter needs no onnxscript and keeps the given opset; the one of torch.export is for operators
     # that it lacks, and for a PyTorch without it.

@@ -98,7 +98,7 @@ def run_from_triton(args: argparse.Namespace) -> int:
     try:
         for path, text in texts.items():
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            # NOTE: keep classes that the user has completed.
+            # Keep classes that the user has completed.
             if path in codes and os.path.exists(path) and read_bytes(path) != text.encode():
                 kept.append(path)
             else:

@@ -340,7 +340,7 @@ def run_search(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "lowest_rate_that_failed": min((rate for rate, is_clear in failed if is_clear), default=None),
         "undecided_rates": sorted(rate for rate, is_clear in failed if not is_clear),
         "tolerance": TOLERANCE,
-        # NOTE: the tester only makes latencies longer, so a rate that held would hold without it.
+        # The tester only makes latencies longer, so a rate that held would hold without it.
         "valid": best is not None or all(is_clear for _, is_clear in failed),
     }
     return series.report("search", about, judge.EXIT_SLO_MISSED if best is None else judge.EXIT_OK)

@@ -147,7 +147,7 @@ def process_candidates(shapes: Sequence[Candidate], cores: int) -> list[Candidat
     half = -(-cores // 2)
     for workers in sorted({half, -(-cores // 4), cores, 1}, key=lambda each: (abs(math.log(each / half)), each)):
         for shape in shapes:
-            # NOTE: with one worker, ``shared`` changes nothing.
+            # With one worker, ``shared`` changes nothing.
             engines = [count for count in ENGINES if count <= workers] if shape.heads and workers > 1 else [0]
             if engines != [0] or shape.shape == WRITTEN or not shape.heads:
                 found += [_within_cores(replace(shape, workers=workers, engines=count), cores) for count in engines]
@@ -242,7 +242,7 @@ def _joined(shape: Candidate) -> Tables:
             continue
         one, two = (shape.pipeline.plans[each] for each in (name, after[0]))
         first, second = tables[name], tables[after[0]]
-        # NOTE: for one pair that means other values by a key, `_computes` would refuse the whole shape.
+        # For one pair that means other values by a key, `_computes` would refuse the whole shape.
         both = (set(first) & set(second) | _keys(one.backends) & _keys(two.backends)) - {*KNOBS, *ROUTING, "backend"}
         is_other = one.spec.device_id != two.spec.device_id or any(first.get(key) != second.get(key) for key in both)
         if two.spec.map or two.spec.filter or is_other:

@@ -217,7 +217,7 @@ class Service:
                 self._build(slot, candidate)
                 break
             except ToolError:
-                self._drop(slot)  # NOTE: other workers may have built theirs
+                self._drop(slot)  # other workers may have built theirs
                 if not (self.has_gpu and self._built):
                     raise
                 for other in list(self._built):  # perhaps there is not enough memory for several
@@ -264,7 +264,7 @@ class Loops:
         rate = self._goal.rate
         if rate is None:
             return self._service.closed_loop(candidate, self._clients, self._seconds)
-        # NOTE: if over 1 % have no answer, the length of the loop stands for the p99.
+        # If over 1 % have no answer, the length of the loop stands for the p99.
         return 1 / min(self._goal.dues(rate)[-1] + self._goal.slo, self.point(candidate, rate, number).p99)
 
     def point(self, candidate: Candidate, rate: float, number: int) -> Point:

@@ -118,7 +118,7 @@ def search(
     ranked = halved("processes", process_candidates(shapes, cores))
     winners = [trial for trial in ranked if trial.gain > MARGIN][:1]
     others = ranked[len(winners) :]
-    # NOTE: the file as it is served counts too: a noisy first round must not decide for all settings.
+    # The file as it is served counts too: a noisy first round must not decide for all settings.
     starts = [*(trial.candidate for trial in winners), base]
     while budget.left("settings") > 0:
         changes = [setting_candidates(start, measurer.busy(start), cores, profile.uses_gpu) for start in starts]

@@ -194,7 +194,7 @@ class BatchReader:
             sampler=self._keys,
             num_workers=workers,
             collate_fn=_as_it_is,
-            worker_init_fn=dataset.start,  # NOTE: pickled together with the dataset, so that they stay one object
+            worker_init_fn=dataset.start,  # pickled together with the dataset, so that they stay one object
             generator=generator,
             **(several if workers else {}),
         )
