@@ -120,25 +120,25 @@ def sideways() -> bytes:
 
 def compared(decoder: Decoder, images: Images) -> Difference:
     """Decode each image and compare it with OpenCV's; ``NotMeasured`` if the decoder decodes none."""
-    found = Difference(_turns(decoder), 0.0, 0, {}, [])
+    difference = Difference(_turns(decoder), 0.0, 0, {}, [])
     total, values = 0, 0
     for name, encoded in images.items():
         try:
             pixels = decoder.pixels(decoder.decode([encoded])[0])
         except Exception as error:  # each library raises its own
-            found.refused[name] = reason(error)
+            difference.refused[name] = reason(error)
             continue
-        expected = by_opencv(encoded, upright=found.turns)
+        expected = by_opencv(encoded, upright=difference.turns)
         if pixels.shape != expected.shape:
-            found.shapes.append(name)
+            difference.shapes.append(name)
             continue
         distance = cv2.absdiff(pixels, expected)
         total, values = total + int(distance.sum()), values + distance.size
-        found.most = max(found.most, int(distance.max()))
-    if len(found.refused) == len(images):
-        raise NotMeasured(f"it decodes none of the images: {next(iter(found.refused.values()))}")
-    found.mean = total / values if values else float("nan")
-    return found
+        difference.most = max(difference.most, int(distance.max()))
+    if len(difference.refused) == len(images):
+        raise NotMeasured(f"it decodes none of the images: {next(iter(difference.refused.values()))}")
+    difference.mean = total / values if values else float("nan")
+    return difference
 
 
 def _turns(decoder: Decoder) -> bool:
@@ -181,17 +181,17 @@ def compare(title: str, images: Images, args: argparse.Namespace) -> Report:
         def add(name: str, threads: int) -> None:
             decoder = args.decoders[name](Setting(threads, batch))
             stack.callback(decoder.close)
-            found = compared(decoder, images)
+            difference = compared(decoder, images)
             if threads == args.threads[0]:
-                report.remarks += [f"{name}: {file} is left out: {why}" for file, why in found.refused.items()]
-                report.remarks += [f"{name}: {file} has another size than OpenCV's" for file in found.shapes]
-            call = next_batch(decoder, [encoded for file, encoded in images.items() if file not in found.refused])
-            more = {"difference": found.mean, "most": float(found.most), "exif": float(found.turns)}
+                report.remarks += [f"{name}: {file} is left out: {why}" for file, why in difference.refused.items()]
+                report.remarks += [f"{name}: {file} has another size than OpenCV's" for file in difference.shapes]
+            call = next_batch(decoder, [encoded for file, encoded in images.items() if file not in difference.refused])
+            more = {"difference": difference.mean, "most": float(difference.most), "exif": float(difference.turns)}
             load = in_threads(call, decoder.batch)
 
             def measured(clients: int, seconds: float) -> Load:
                 call()  # buffers of this size; on a GPU also kernels, and JPEG engines that sleep when not in use
-                return replace(load(decoder.callers, seconds), note=str(found), more=more)
+                return replace(load(decoder.callers, seconds), note=str(difference), more=more)
 
             subjects.append(Subject(f"{name}, {{}} thread{'s' * (threads != 1)}", measured, (threads,)))
 

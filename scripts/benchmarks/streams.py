@@ -140,11 +140,11 @@ def _broken(report: Report, video: Path, short: Path, seconds: float) -> int:
                 _take(frames, WARM_UP_SECONDS)
                 ages = _take(frames, seconds)
                 stats = frames.stats()
-        others = {name: each for name, each in ages.items() if name not in BROKEN}
-        late[is_broken] = sum(age > _late_s(count) for each in others.values() for age in each)
+        healthy = {name: of_stream for name, of_stream in ages.items() if name not in BROKEN}
+        late[is_broken] = sum(age > _late_s(count) for of_stream in healthy.values() for age in of_stream)
         note = ", ".join(f"{kind} {stats[kind]['reconnects']} times opened again" for kind in BROKEN)
         name = "the others of {} streams, three " + ("broken" if is_broken else "over HTTP")
-        report.add(name, count, _load(others, seconds, f"{late[is_broken]} late; {note}"))
+        report.add(name, count, _load(healthy, seconds, f"{late[is_broken]} late; {note}"))
     return late[True] - late[False]
 
 

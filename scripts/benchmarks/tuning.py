@@ -1,4 +1,4 @@
-"""What ``torchpipe tune`` finds, against the best of a brute sweep over the same settings."""
+"""The result of ``torchpipe tune``, against the best of a brute sweep over the same settings."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Paced:
         self.busy = loops.busy
 
     def figure(self, candidate: Candidate, number: int) -> float:
-        """Answers per second of a closed loop; those that it is compared with follow at once."""
+        """Answers per second of a closed loop, to be compared with loops that follow at once."""
         return self._loops.figure(candidate, number)
 
     def point(self, candidate: Candidate, rate: float, number: int) -> Point:
         """One open loop, in seconds of the usual pace."""
         pace = self._pace() / self._usual
-        found = self._loops.point(candidate, rate * pace, number)
-        return Point(rate, pace * found.p50, pace * found.p99)
+        measured = self._loops.point(candidate, rate * pace, number)
+        return Point(rate, pace * measured.p50, pace * measured.p99)
 
 
 def tuning(args: argparse.Namespace) -> Report:
@@ -101,7 +101,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
         def answers() -> float:
             return reference.closed_loop(unchanged, CLIENTS, span)
 
-        if "found" not in done:
+        if "result" not in done:
             paces, began, paused = dict[str, float](), monotonic(), 0.0
 
             def on_progress(phase: str, share: float, left: float) -> None:
@@ -111,14 +111,14 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
                     paces[phase] = answers()
                     paused += monotonic()
 
-            found = tune(config, images, imports=imports, budget=args.budget, progress=on_progress)
-            progress("\n".join(lines_of(found)))
-            if not found["best"]:
-                raise RuntimeError(found["verdict"])
-            done |= {"found": found, "pace": statistics.median(paces.values()), "took": monotonic() - began - paused}
+            result = tune(config, images, imports=imports, budget=args.budget, progress=on_progress)
+            progress("\n".join(lines_of(result)))
+            if not result["best"]:
+                raise RuntimeError(result["verdict"])
+            done |= {"result": result, "pace": statistics.median(paces.values()), "took": monotonic() - began - paused}
             save()
-        found, usual, rates, turns = done["found"], done["pace"], done["rates"], done["turns"]
-        best, slo = found["best"], found["slo_p99"]
+        result, usual, rates, turns = done["result"], done["pace"], done["rates"], done["turns"]
+        best, slo = result["best"], result["slo_p99"]
         swept, sweeping = _settings(tables, len(cores)), service()
         ranked = list(swept)
         for number, part in enumerate(PASSES):
@@ -128,7 +128,7 @@ def _compare(report: Report, name: str, args: argparse.Namespace) -> None:
                     rates[name].append(sweeping.closed_loop(swept[name], CLIENTS, 2 * span) * usual / answers())
                     save()
             ranked.sort(key=lambda name: -statistics.mean(rates[name]))
-        config_of_tuned = copied(found["tuned"] or tables, config)
+        config_of_tuned = copied(result["tuned"] or tables, config)
         tuned, gains = Candidate("tuned", config_of_tuned, best["workers"], best["engines"]), done["gains"]
         measuring = service(tuned.engines)
         seconds = max(args.seconds, 5 * slo)  # as in tune

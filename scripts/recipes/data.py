@@ -129,6 +129,6 @@ def _in_memory(args: argparse.Namespace, place: Place, datasets: Sequence[ImageF
 
 
 def _wrapped(args: argparse.Namespace, place: Place, loader: Any, toml: Any, transforms: Any) -> TorchpipeLoader:
-    given = {name: getattr(args, name) for name in ("seed", "bad_samples", "workers_decode", "prefetch")}
+    options = {name: getattr(args, name) for name in ("seed", "bad_samples", "workers_decode", "prefetch")}
     where: dict[str, Any] = {"local_rank": place.local_rank, "devices": place.devices}
-    return wrap_dataloader_torchpipe(place.kind, loader, toml, transforms_batch=transforms, **where, **given)
+    return wrap_dataloader_torchpipe(place.kind, loader, toml, transforms_batch=transforms, **where, **options)

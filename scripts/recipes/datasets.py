@@ -83,10 +83,10 @@ def check_memory(datasets: Sequence[ImageFolder | LmdbImages], args: argparse.Na
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if args.ddp else 1  # each has a copy
     size, available = sum(map(encoded_bytes, datasets)), available_memory()
     if available is not None and ranks * (1 + workers) * size > IN_MEMORY_SHARE * available:
-        each = f" in this process and in each of {workers} workers" if workers else ""
-        each += f", for each of {ranks} ranks" if ranks > 1 else ""
+        where = f" in this process and in each of {workers} workers" if workers else ""
+        where += f", for each of {ranks} ranks" if ranks > 1 else ""
         raise TrainingError(
-            f"--in-memory: the files take {gigabytes(size)}{each}, {gigabytes(available)} of memory are available, of "
+            f"--in-memory: the files take {gigabytes(size)}{where}, {gigabytes(available)} of memory are available, of "
             f"which they may fill {IN_MEMORY_SHARE:.0%}; leave --in-memory out, or pack them (scripts/run.py lmdb)"
         )
 
@@ -108,7 +108,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
         folder = group if limit == "memory.max" else group / "memory"  # version 2, or 1
         most, now = _text(folder / limit).strip(), _text(folder / used).strip()
         if most.isdigit() and now.isdigit():
-            # NOTE: cached files count as used, and are given up when memory is needed.
+            # Cached files count as used, but the system drops them when memory is needed.
             cached = re.search(r"^inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
             amounts.append(max(0, int(most) - int(now) + (int(cached[1]) if cached else 0)))
     return min(amounts, default=None)

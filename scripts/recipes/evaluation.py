@@ -1,4 +1,4 @@
-"""How good a trained model is on labelled images: everything in one pipe, or the pipe for preprocessing only.
+"""Accuracy of a trained model on labelled images: everything in one pipe, or the pipe for preprocessing only.
 
 "pipe": preprocessing and model in one pipe, with several requests in it, as in a service. "torch": the pipe
 preprocesses only, and PyTorch runs the model in batches, as in training.
@@ -95,7 +95,7 @@ def by_pipe(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
 
 
 def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
-    """Preprocessing by the pipe, the model by PyTorch in batches: what validates in training."""
+    """Preprocessing by the pipe, the model by PyTorch in batches, as a training validates."""
     model = load_model(args.checkpoint, args.arch, dataset.classes)
     check_preprocessing(args.toml, args.size)
     plain = DataLoader(dataset, args.batch_size, num_workers=args.workers)
@@ -118,7 +118,7 @@ def by_torch(args: argparse.Namespace, dataset: ImageFolder) -> Predictions:
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def _probabilities(model: Any, images: Any, precision: str) -> Any:
     """float32 N×classes."""
-    # NOTE: by default PyTorch rounds the operands of convolutions to TF32, which is not what fp32 says.
+    # NOTE: by default PyTorch rounds the operands of convolutions to TF32, which has fewer bits than fp32.
     with (
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
         torch.autocast(images.device.type, torch.float16, enabled=precision == "fp16"),
@@ -130,7 +130,7 @@ def _probabilities(model: Any, images: Any, precision: str) -> Any:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Run and print what ``--solution`` asks for; all figures. Raises ``TorchpipeError``."""
+    """Run and print the chosen ``--solution``; returns all figures. Raises ``TorchpipeError``."""
     dataset = ImageFolder(args.data)
     labels = [label for _, label in dataset.samples]
     runs: dict[str, Predictions] = {}

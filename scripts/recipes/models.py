@@ -53,15 +53,15 @@ def start_from(model: nn.Module, weights: str, arch: str, classes: Sequence[str]
     """
     if weights == PRETRAINED and arch == SMALL:
         raise TrainingError(f"--weights {weights}: of torchvision's classifiers, chosen by --arch")
-    given = pretrained_weights(arch) if weights == PRETRAINED else read_weights(Path(weights))
+    source = pretrained_weights(arch) if weights == PRETRAINED else read_weights(Path(weights))
     wanted = model.state_dict()
-    tensors = named_as(given.tensors, wanted)
+    tensors = named_as(source.tensors, wanted)
     head = _classifier(model, len(classes))
-    same = list(given.classes or classes) == list(classes)
+    same = list(source.classes or classes) == list(classes)
     if same and all(name in tensors and tensors[name].shape == wanted[name].shape for name in head):
         head = []
-    load_into(model, replace(given, tensors={**tensors, **{name: wanted[name] for name in head}}), f"--arch {arch}")
-    return f"weights of {given}{', but for ' if head else ''}{', '.join(head)}"
+    load_into(model, replace(source, tensors={**tensors, **{name: wanted[name] for name in head}}), f"--arch {arch}")
+    return f"weights of {source}{', but for ' if head else ''}{', '.join(head)}"
 
 
 def _classifier(model: nn.Module, classes: int) -> list[str]:
@@ -120,7 +120,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def check_classes(path: Path, trained: Sequence[str], classes: Sequence[str]) -> None:
-    """Raise ``TrainingError`` if a checkpoint's classes are not those of the data, in their order."""
+    """Raise ``TrainingError`` unless a checkpoint and the data have the same classes in the same order."""
     if list(trained) != list(classes):
         only = {"only trained": set(trained) - set(classes), "only in the folder": set(classes) - set(trained)}
         odd = [f"{where}: {', '.join(sorted(names)[:3])}" for where, names in only.items() if names]
@@ -129,7 +129,7 @@ def check_classes(path: Path, trained: Sequence[str], classes: Sequence[str]) ->
 
 
 def load_weights(path: Path, model: nn.Module, weights: Any, arch: str, trained: str | None) -> None:
-    """Load weights into ``model``; ``TrainingError`` for those of another one. ``trained``: their architecture."""
+    """Load weights, trained for the architecture ``trained``; ``TrainingError`` if they do not fit ``model``."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -159,7 +159,7 @@ def make_parser() -> ArgumentParser:
     several.add_argument("--ddp", action="store_true", help="a process for each GPU; start it with torchrun")
     several.add_argument("--dp", action="store_true", help="one process for several GPUs")
     option("--devices", nargs="+", type=to_device, help="of --dp: CUDA devices, or 'cpu' twice (default: all GPUs)")
-    norms = "of --ddp on GPUs: over the batches of all, which takes its time, or each one's own (default: %(default)s)"
+    norms = "of --ddp on GPUs: over the batches of all GPUs, which is slower, or of each (default: %(default)s)"
     option("--batch-norm", choices=("sync", "local"), default="sync", help=norms)
     option("--dali", action="store_true", help="decode and augment by NVIDIA DALI, in place of a pipe")
     where = "of --dali: what decodes and augments (default: the GPU where there is one)"

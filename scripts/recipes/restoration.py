@@ -114,8 +114,8 @@ def train(args: argparse.Namespace) -> None:
             began = perf_counter()
             loss = _epoch(model, optimiser, training)
             speed = len(pairs) / (perf_counter() - began)
-            restored, given = validate(model, validation)
-            shown = f"PSNR {restored:.2f} dB of {len(validation.pairs)} pairs, of the inputs {given:.2f} dB"
+            of_outputs, of_inputs = validate(model, validation)
+            shown = f"PSNR {of_outputs:.2f} dB of {len(validation.pairs)} pairs, of the inputs {of_inputs:.2f} dB"
             print(f"epoch {epoch}: loss {loss:.4f}, {shown}, {speed:.0f} images/s", flush=True)
             _save(args, parts, epoch + 1)
 
@@ -137,11 +137,11 @@ def _epoch(model: nn.Module, optimiser: torch.optim.Optimizer, loader: PairLoade
 def validate(model: nn.Module, loader: PairLoader) -> tuple[float, float]:
     """The mean PSNR in dB of the outputs of ``model``, and of the inputs."""
     model.eval()
-    restored, given = [], []
+    of_outputs, of_inputs = [], []
     for inputs, targets in loader:
-        restored.append(psnr(model(inputs), targets))
-        given.append(psnr(inputs, targets))
-    return float(torch.cat(restored).mean()), float(torch.cat(given).mean())
+        of_outputs.append(psnr(model(inputs), targets))
+        of_inputs.append(psnr(inputs, targets))
+    return float(torch.cat(of_outputs).mean()), float(torch.cat(of_inputs).mean())
 
 
 def _loader(args: argparse.Namespace, pairs: Pairs, device: torch.device, is_training: bool) -> PairLoader:

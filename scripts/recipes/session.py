@@ -62,7 +62,7 @@ class Session:
         # Of this epoch: losses, on the device, since reading one waits for the step; samples; seconds.
         self._loss: Any = torch.zeros((), dtype=torch.float64, device=self.device)
         self._samples = 0
-        self._timed = 0.0, 0  # seconds of it in this run, and the samples before those
+        self._timed = 0.0, 0  # seconds of the epoch in this run, and its samples before this run
         self._resume()
 
     def train(self) -> None:

@@ -55,8 +55,8 @@ class TfRecordImages:
         _write_index(self.index, index_text(self.records))
         features = _features(self.data(0), self.path)
         if not {IMAGE, LABEL} <= features.keys():
-            found = ", ".join(sorted(features)) or "none"
-            raise TrainingError(f"{self.path}: expected the features {IMAGE} and {LABEL}, the first record has {found}")
+            names = ", ".join(sorted(features)) or "none"
+            raise TrainingError(f"{self.path}: expected the features {IMAGE} and {LABEL}, the first record has {names}")
 
     def __len__(self) -> int:
         return len(self.records)

@@ -81,7 +81,7 @@ def _baseline(report: Report, engines: Engines, library: str) -> dict[str, Servi
 
 
 def _services(report: Comparison, engines: Engines, args: argparse.Namespace, library: str) -> None:
-    """The locked engine, the documents' three nodes, and what this project recommends for a GPU."""
+    """Compare the locked engine, the documents' three nodes, and this project's recommendation for a GPU."""
     most = args.model_max
     several = sharing(config_of(engines, WORKERS, most), "model")
     services = {
@@ -102,10 +102,10 @@ def _services(report: Comparison, engines: Engines, args: argparse.Namespace, li
 
 
 def _decoders(report: Comparison, engines: Engines, args: argparse.Namespace) -> None:
-    """The services have ``SERVICE_CORES`` cores, the clients the others."""
+    """Compare decoders; services have ``SERVICE_CORES`` cores, clients the rest."""
     usable = sorted(os.sched_getaffinity(0))
-    limited, others = usable[:SERVICE_CORES], usable[SERVICE_CORES:]
-    if not others:
+    limited, rest = usable[:SERVICE_CORES], usable[SERVICE_CORES:]
+    if not rest:
         report.remarks.append(f"there are {len(usable)} cores: services and clients share them")
     names = [f"{what}, {len(limited)} cores" for what in (CPU, GPU)]
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def _decoders(report: Comparison, engines: Engines, args: argparse.Namespace) ->
             configs = [config_of(engines, 1, args.model_max, checks) for checks in ("", "node")]
             services = {name: serving_process(config) for name, config in zip(names, configs, strict=True)}
             running = start(report, stack, services)
-        with on_cores(others) if others else nullcontext():
+        with on_cores(rest) if rest else nullcontext():
             measure(report, running, images, DECODE_CLIENTS, args.seconds, args.rounds)
     title = f"{engines.name}, {DOCUMENTED_SIDE}x{DOCUMENTED_SIDE} JPEGs, service limited to {100 * len(limited)}% CPU"
     report.tables.append(decoder_table(report, title, names, DECODE_CLIENTS))

@@ -93,7 +93,7 @@ class RecordReader:
         self._positions = positions_of(len(dataset), options)
         self._starts = [start for start, _ in dataset.records]
         self.outputs = ("labels", "places")
-        # NOTE: an index says what is read, in which order: padding, and the part of a rank, are one of their own.
+        # DALI reads what an index lists, in its order; padding, and a rank's part, need an index of their own.
         self._folder = TemporaryDirectory(prefix="torchpipe-tfrecord-") if options.ranks > 1 else None
         self._index = str(dataset.index)
         if self._folder is not None:

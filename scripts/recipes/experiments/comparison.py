@@ -265,7 +265,7 @@ def _counted(data: Path) -> str:
 
 
 def _settings(batch_sizes: Sequence[int], workers: Sequence[int]) -> list[tuple[int, int]]:
-    """Batch sizes with numbers of workers: the first size with each number, the others with the last."""
+    """Pairs of batch size and number of workers: the first size with each number, every further size with the last."""
     return [(batch_sizes[0], count) for count in workers] + [(size, workers[-1]) for size in batch_sizes[1:]]
 
 

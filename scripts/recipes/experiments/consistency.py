@@ -1,11 +1,11 @@
-"""What it costs to serve a model on other pixels than it was trained on, as the table of torchpipe's document.
+"""Cost of serving a model on other pixels than it was trained on, as the table of torchpipe's document.
 
     python scripts/run.py consistency --work DIR            # on a GPU, some minutes
     python scripts/run.py consistency --work DIR --small    # on two cores, within two minutes
 
 Trains a classifier of generated fine textures on pixels decoded by the CPU (all images, and a small share) and by the
-GPU, and names the validation images on each decoder's pixels: by PyTorch, and by a pipe in fp32 and fp16. A row is held
-against that of the same model on the pixels it was trained on. Rows that need a GPU say so where there is none.
+GPU, and names the validation images on each decoder's pixels: by PyTorch, and by a pipe in fp32 and fp16. A row is
+compared with the same model on its training pixels. Rows that need a GPU are marked on a machine without one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Model:
 
 
 def preprocessing(size: int) -> dict[str, dict[str, Any]]:
-    """Configurations by name, all to Tensors 1×3×``size``×``size`` of 0..255; those on the GPU where there is one."""
+    """Configurations by name, all to Tensors 1×3×``size``×``size`` of 0..255; with a GPU also those on it."""
     sides = {"resize_h": size, "resize_w": size}
     on_cpu = {**sides, "color": "rgb", "device": "cpu", "instance_num": min(8, usable_cores())}
     nodes = {
@@ -285,7 +285,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown: the document's columns, with those of the comparison before its last one."""
+    """The rows in Markdown: the document's columns, with the comparison's before the last one."""
     header = ["index", "train type", "model inference method", "recall", "Diff", "precision", "Diff"]
     lines = [[*header, "same class", "accuracy Diff (95 % interval)", "remark"]]
     for row in rows:

@@ -203,8 +203,8 @@ def _operators(profiler: Any, on_gpu: bool) -> list[Operator]:
 def described(profile: Profile) -> list[str]:
     """Lines to print; the last is the verdict."""
     steps, wall = profile.steps, profile.wall
-    each = f"{1e3 * wall / steps:.1f} ms each, {profile.images / wall:.0f} images/s"
-    lines = [f"{steps} steps on {profile.device}, {each}"]
+    speed = f"{1e3 * wall / steps:.1f} ms each, {profile.images / wall:.0f} images/s"
+    lines = [f"{steps} steps on {profile.device}, {speed}"]
     width = max(map(len, WHERE))
     lines.append(f"{'':{width}}  ms a step   share")
     for name in WHERE:
@@ -212,14 +212,14 @@ def described(profile: Profile) -> list[str]:
         figures = f"{'-':>9}  {'-':>6}" if seconds is None else f"{1e3 * seconds / steps:9.2f}  {seconds / wall:6.1%}"
         lines.append(f"{name:{width}}  {figures}  {_where(profile, name)}")
     if profile.prefetch or profile.workers:
-        lines.append("what runs beside the training loop costs it only the time that it waits")
+        lines.append("work beside the training loop costs only the time that the loop waits for it")
     lines += _gpu_lines(profile.gpu, steps) if profile.gpu is not None else []
     total = sum(operator.milliseconds for operator in profile.operators)
     lines.append(f"operators by their own time on {profile.runs_on}, {total / steps:.2f} ms a step in all:")
     for operator in profile.operators[:OPERATORS]:
         share = operator.milliseconds / total if total else 0.0
-        each = f"{operator.milliseconds / steps:9.3f} ms a step  {share:6.1%}  {operator.calls / steps:7.1f} calls"
-        lines.append(f"  {each}  {operator.name}")
+        figures = f"{operator.milliseconds / steps:9.3f} ms a step  {share:6.1%}  {operator.calls / steps:7.1f} calls"
+        lines.append(f"  {figures}  {operator.name}")
     return [*lines, verdict(profile)]
 
 
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ddp or args.dp:
         parser.error("a profile is of one device: leave --ddp and --dp out")
     if args.dali:
-        parser.error("DALI's stages cannot be told apart: leave --dali out")
+        parser.error("DALI's stages cannot be measured separately: leave --dali out")
     check_options(parser, args)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Measurements of what makes a training faster on this machine, trick by trick.
+"""Tricks that may make a training faster, each measured on this machine.
 
     python scripts/run.py tricks
     python scripts/run.py tricks --data DIR --arch resnet50 --sections 3 5 8
@@ -155,8 +155,8 @@ class Bench:
     def options(self, *changes: object) -> list[str]:
         """The arguments of a training."""
         args = self.args
-        given = ["--data", args.data, "--toml", self.toml, "--arch", args.arch, "--batch-size", args.batch_size]
-        return list(map(str, [*given, "--workers", args.workers, "--seed", 0, *self._device, *changes]))
+        usual = ["--data", args.data, "--toml", self.toml, "--arch", args.arch, "--batch-size", args.batch_size]
+        return list(map(str, [*usual, "--workers", args.workers, "--seed", 0, *self._device, *changes]))
 
     def parsed(self, *changes: object) -> argparse.Namespace:
         """The options, parsed by ``train.py``."""
@@ -240,17 +240,17 @@ class Bench:
     def _output(self, command: list[str]) -> str:
         """The output of a process of this Python; if it fails, ``TrainingError`` with its last line on stderr."""
         process = python(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        printed, said = process.communicate()
+        stdout, stderr = process.communicate()
         if process.returncode:
-            raise TrainingError((said.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
-        return printed
+            raise TrainingError((stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
+        return stdout
 
 
 # -- the tricks ---------------------------------------------------------------------------------------------------
 
 
 def tricks(bench: Bench) -> list[Trick]:
-    """All that compare two trainings, in the order of the sections."""
+    """Every trick that compares two trainings, in the order of the sections."""
     gpu = "" if bench.on_gpu else NO_GPU
     several = "" if bench.on_gpu and torch.cuda.device_count() > 1 else "needs two GPUs"
     default, alone, by_dali = "train.py", "train.py, a process", "train.py, folders by DALI"
@@ -363,9 +363,9 @@ def images(args: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         if args.data is None:
             args.data = Path(folder, "textures")
-            each = -(-args.batch_size * (args.warmup + args.steps) // CLASSES)  # an epoch is not over before the end
+            per_class = -(-args.batch_size * (args.warmup + args.steps) // CLASSES)  # an epoch lasts until the end
             script = str(REPOSITORY / "scripts" / "run.py")
-            command = [script, "textures", "--out", str(args.data), "--train", str(each), "--val", "4"]
+            command = [script, "textures", "--out", str(args.data), "--train", str(per_class), "--val", "4"]
             if python(*command, stdout=subprocess.DEVNULL).wait():
                 raise TrainingError(f"the set of textures could not be drawn in {args.data}")
         yield Path(folder)
