@@ -162,7 +162,7 @@ def test_request_abandoned_while_it_is_written_is_not_run(register: Register, mo
         (way,) = worker.server._links.values()
 
         def ask_late(asked: Link, slot: int, number: int, *rest: Any) -> None:
-            asked.give_up(slot, number)
+            asked.abandon(slot, number)
             asked.other.ring()
             eventually(lambda: not way.has_work())
             ask(asked, slot, number, *rest)

@@ -68,11 +68,11 @@ def test_takes_calls_in_the_order_of_sending_and_notices_abandoned_ones(ends: En
     calls = [ends.link.take_slot(object()) for _ in range(4)]
     for sent, (slot, number) in enumerate(reversed(calls)):
         ends.link.ask(slot, number, Packed.of(sent), 1, sent, inf)
-    ends.link.give_up(*calls[2])
-    asked, given_up = ends.there.take()
+    ends.link.abandon(*calls[2])
+    asked, abandoned = ends.there.take()
     assert [(slot, number) for _, slot, number in asked] == calls[::-1]
-    assert (given_up, ends.there.take()) == ([calls[2]], ([], []))
-    assert ends.there.is_given_up(*calls[2])
+    assert (abandoned, ends.there.take()) == ([calls[2]], ([], []))
+    assert ends.there.is_abandoned(*calls[2])
     slot, number = calls[0]
     ends.there.begin(slot, number)
     assert [ends.link.has_begun(*call) for call in calls] == [True, False, False, False]

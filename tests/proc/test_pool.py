@@ -206,7 +206,7 @@ def test_process_that_refuses_a_call_without_a_reason_is_refused() -> None:
 def test_abandoned_call_keeps_its_slot_until_it_is_answered() -> None:
     a = Asking(1)
     abandoned, waiting = a.ask(), a.ask()
-    a.pool.give_up(abandoned)
+    a.pool.abandon(abandoned)
     assert [type(error).__name__ for error in a.outcomes[abandoned]] == ["CancelledError"]
     assert a.ends[0].take() == 1
     a.ends[0].answer(NOT_RUN)
@@ -260,7 +260,7 @@ def test_client_leaving_while_a_process_dies_loses_no_other_call() -> None:
     leaving: list[threading.Thread] = []
 
     def leave() -> None:
-        leaving.append(threading.Thread(target=pool.give_up, args=(calls[-1],)))
+        leaving.append(threading.Thread(target=pool.abandon, args=(calls[-1],)))
         leaving[0].start()
         eventually(lambda: (7, "CancelledError") in outcomes)
 

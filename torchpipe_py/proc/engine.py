@@ -159,20 +159,22 @@ class EngineServer:
             for link in self._links.values():
                 try:
                     self._take_from(link)
-                    link.answer_given_up()
+                    link.answer_abandoned()
                 except Exception as error:
                     log_failure("cannot read a message from a worker", error)
 
     def _take_from(self, link: WorkerLink) -> None:
         if not link.has_work():
             return
-        asked, given_up = link.slots.take()
+        asked, abandoned = link.slots.take()
         for header, slot, number in asked:
             self._begin(link, header, slot, number)
-            if link.slots.is_given_up(slot, number):  # NOTE: perhaps before it was written, so not in the next ``take``
-                link.give_up(slot, number)
-        for slot, number in given_up:
-            link.give_up(slot, number)
+            if link.slots.is_abandoned(
+                slot, number
+            ):  # NOTE: perhaps before it was written, so not in the next ``take``
+                link.abandon(slot, number)
+        for slot, number in abandoned:
+            link.abandon(slot, number)
 
     def _begin(self, link: WorkerLink, header: Header, slot: int, number: int) -> None:
         now = perf_counter()
@@ -192,7 +194,7 @@ class EngineServer:
         data: Data, error: BaseException | None,
     ) -> None:  # fmt: skip
         if isinstance(error, GivenUpError):
-            return  # see ``WorkerLink.give_up``
+            return  # see ``WorkerLink.abandon``
         try:
             message = _outcome(before, data) if error is None else Failure.of(error)
         except Exception as failure:
@@ -240,7 +242,7 @@ class WorkerLink:
         self._bell: Bell | None = None
         self._is_over = False
         self._tickets: list[tuple[int, Any] | None] = [None] * MOST_SLOTS
-        self._given_up: list[tuple[int, int, Any]] = []
+        self._abandoned: list[tuple[int, int, Any]] = []
 
     def fileno(self) -> int:
         """A descriptor that is readable when the worker has sent something or has ended."""
@@ -279,22 +281,22 @@ class WorkerLink:
         if ticket.is_over:
             self._tickets[slot] = None
 
-    def give_up(self, slot: int, number: int) -> None:
-        """Drop a request that the worker abandoned; ``answer_given_up`` answers it."""
+    def abandon(self, slot: int, number: int) -> None:
+        """Drop a request that the worker abandoned; ``answer_abandoned`` answers it."""
         kept = self._tickets[slot]
         if kept is not None and kept[0] == number and kept[1].cancel(GivenUpError()):
-            self._given_up.append((slot, number, kept[1]))
+            self._abandoned.append((slot, number, kept[1]))
 
-    def answer_given_up(self) -> None:
+    def answer_abandoned(self) -> None:
         """Answer the dropped requests that no backend is running."""
         # NOTE: after the answer the worker reuses the slot for its next request; a backend that still used the arrays
         # of this one, perhaps changing them in place, would corrupt the next one. A node first records a request that
         # it takes and then checks whether it is over: a request that is over and not taken now will never run.
-        if self._given_up:
-            dropped, self._given_up = self._given_up, []
+        if self._abandoned:
+            dropped, self._abandoned = self._abandoned, []
             for slot, number, ticket in dropped:
                 if ticket.is_running:
-                    self._given_up.append((slot, number, ticket))
+                    self._abandoned.append((slot, number, ticket))
                 else:
                     self.answer(slot, number, Failure.of(GivenUpError()), perf_counter())
 

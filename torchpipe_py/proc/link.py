@@ -182,8 +182,8 @@ class Link:
     """One side of the slots shared by two processes.
 
     Each word has one writer: the asker writes the number of a call into ``asked`` and, if it abandons the call, into
-    ``given_up``; the answerer writes it into ``answered``, and then the slot is free again. An answerer that runs calls
-    one after the other may first write it into ``begun``.
+    ``abandoned``; the answerer writes it into ``answered``, and then the slot is free again. An answerer that runs
+    calls one after the other may first write it into ``begun``.
 
     Data read after the words of the other side is at least as new as these words. ``bell`` is this side's bell,
     ``other`` the other side's. The asker has ``calls`` in its slots, of which ``under_way`` are not answered; ``since``
@@ -204,7 +204,7 @@ class Link:
         self._map = mmap.mmap(fd, _CONTENT + self.room.slots * self.room.slot_bytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
         words = memoryview(self._map)[: 4 * _WORDS].cast("I")
-        self._asked, self._given_up, self._answered, self._begun = (
+        self._asked, self._abandoned, self._answered, self._begun = (
             words[at * MOST_SLOTS : (at + 1) * MOST_SLOTS] for at in range(4)
         )
         self.asker_asleep, self.answerer_asleep = (
@@ -257,9 +257,9 @@ class Link:
         self._write(_REQUESTS, slot, packed, kind, 0, sent, deadline)
         self._asked[slot] = number
 
-    def give_up(self, slot: int, number: int) -> None:
+    def abandon(self, slot: int, number: int) -> None:
         """Mark the call as abandoned; it is answered nevertheless."""
-        self._given_up[slot] = number
+        self._abandoned[slot] = number
 
     def has_begun(self, slot: int, number: int) -> bool:
         """Whether the other side runs the call, or has run it."""
@@ -296,23 +296,23 @@ class Link:
         """Header, slot and number of each new call in order; slot and number of each newly abandoned call."""
         before, self._seen_asked = self._seen_asked, self._from_asker()
         numbers = memoryview(self._seen_asked).cast("I")
-        asked, given_up = [], []
+        asked, abandoned = [], []
         for index in changed(before, self._seen_asked):
             if index < MOST_SLOTS:
                 asked.append((self.request(index), index, numbers[index]))
             else:
-                given_up.append((index - MOST_SLOTS, numbers[index]))
+                abandoned.append((index - MOST_SLOTS, numbers[index]))
         if len(asked) > 1:
             asked.sort(key=lambda call: call[0].first)
-        return asked, given_up
+        return asked, abandoned
 
     def request(self, slot: int) -> Header:
         """The header of the call in a slot."""
         return Header._make(_HEADER.unpack_from(self._map, _REQUESTS + slot * _HEADER.size))
 
-    def is_given_up(self, slot: int, number: int) -> bool:
+    def is_abandoned(self, slot: int, number: int) -> bool:
         """Whether the asker has abandoned the call."""
-        return self._given_up[slot] == number
+        return self._abandoned[slot] == number
 
     def begin(self, slot: int, number: int) -> None:
         """Mark the call as running."""
@@ -349,7 +349,7 @@ class Link:
         return self._bytes[at : at + size]
 
     def _from_asker(self) -> bytes:
-        """The words ``asked``, then ``given_up``, one for each slot."""
+        """The words ``asked``, then ``abandoned``, one for each slot."""
         return self._map[: 2 * _WORDS]
 
     def _from_answerer(self) -> bytes:

@@ -114,7 +114,7 @@ class Pool:
             call.end(PipeClosed("closed"))
         self._write(assigned)
 
-    def give_up(self, call: Call) -> None:
+    def abandon(self, call: Call) -> None:
         """Abandon a call: it ends here at once, with ``CancelledError``. Its slot becomes free when it has ended in the
         other process, too.
         """
@@ -125,7 +125,7 @@ class Pool:
                 self._queue_of(call).remove(call)  # NOTE: or abandoned calls would pile up while no slot becomes free
         if place is not None:
             link, slot, number = place
-            link.give_up(slot, number)
+            link.abandon(slot, number)
             link.other.ring()
 
     def is_waiting(self) -> bool:

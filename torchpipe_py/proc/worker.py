@@ -71,7 +71,7 @@ class Answerer:
         link = self.link
         link.begin(slot, number)
         begun = perf_counter()
-        if link.is_given_up(slot, number) or begun >= header.second:
+        if link.is_abandoned(slot, number) or begun >= header.second:
             link.answer(slot, number, Packed.of(None), NOT_RUN, begun)
         else:
             try:

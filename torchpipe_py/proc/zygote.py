@@ -184,7 +184,7 @@ def main(control_fd: int) -> None:
             return
         order = pickle.loads(message)
         try:
-            answer = pickle.dumps(_end(order) if isinstance(order, int) else _fork(control, setup, order, fds))
+            answer = pickle.dumps(_kill(order) if isinstance(order, int) else _fork(control, setup, order, fds))
         except OSError as error:
             answer = _failure(error)
         for fd in fds:
@@ -206,7 +206,7 @@ def _fork(control: socket.socket, setup: Setup, order: tuple[int, Limits], fds: 
     return pid
 
 
-def _end(pid: int) -> int:
+def _kill(pid: int) -> int:
     """Kill the decoder, unless it has died by itself; returns its exit status."""
     try:
         os.kill(pid, signal.SIGKILL)  # still the same process, since this one has not waited for it yet

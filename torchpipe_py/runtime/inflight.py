@@ -141,9 +141,9 @@ class InFlight:
         """Cancel the requests that its jumps started, and drop its branches."""
         links = request.links
         if links is not None:
-            for give_up in links.give_up:
-                give_up()
-            links.give_up.clear()
+            for end_work in links.on_completed:
+                end_work()
+            links.on_completed.clear()
             if links.timeline is not None:
                 links.timeline.end(request.error, request.data)
         if branches is not None:

@@ -70,7 +70,7 @@ class Links:
     """Links of a request to others; shared by all its branches.
 
     ``branches`` is their common state, once the request has forked. ``is_inner`` marks a request that a node of
-    another graph started: ``parent`` is the request that waits for it, if any. ``give_up`` holds functions to call
+    another graph started: ``parent`` is the request that waits for it, if any. ``on_completed`` holds functions to call
     when the request is completed, which end the work that it started elsewhere.
     ``timeline`` is set if spans or a timeline are recorded.
     """
@@ -78,7 +78,7 @@ class Links:
     def __init__(self, parent: Request | None = None, is_inner: bool = False) -> None:
         self.parent, self.is_inner = parent, is_inner
         self.branches: Branches | None = None
-        self.give_up: list[Callable[[], object]] = []
+        self.on_completed: list[Callable[[], object]] = []
         self.timeline: Timeline | None = None
 
 

@@ -401,7 +401,7 @@ class Runtime:
                 if timeline is not None:
                     request.links.timeline = timeline.element(root, parent.node, index)
                 request.deadline = parent.deadline
-                parent.linked().give_up.append(partial(self.inflight.complete, request, CancelledError()))
+                parent.linked().on_completed.append(partial(self.inflight.complete, request, CancelledError()))
             requests.append(request)
         self.inflight.add_inner(requests)
         for request in requests:

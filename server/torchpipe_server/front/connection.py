@@ -65,7 +65,7 @@ class Connection(asyncio.BufferedProtocol):
         READING ── message ──► ANSWERING ── answer ──► READING, or WRITING if a part is unsent
         WRITING ── all sent ──► READING
 
-    `leave` comes from drain, release and shed. ``owner`` is the `Server`, ``call`` the request in work. ``reader``
+    `leave` comes from drain, release and hand_over. ``owner`` is the `Server`, ``call`` the request in work. ``reader``
     splits the input; it is a `_NoReader` before the protocol is known and after the last message. ``entry`` is the
     connection's slot in the journal, for the process that takes over if this one dies: the transport asks for a
     buffer before bytes arrive, and that is when the entry is touched.

@@ -32,9 +32,9 @@ TURN_SECONDS, REST_SECONDS = 0.001, 0.0001  # of pipelined requests, and for oth
 class Server:
     """Serves the connections that it is given.
 
-    ``drain`` answers accepted requests, then closes each connection. ``release`` and ``shed`` give up connections
+    ``drain`` answers accepted requests, then closes each connection. ``release`` and ``hand_over`` give connections
     between two messages without closing them, for another process to serve. ``on_gone(slot, is_closed)`` is called for
-    each connection that was closed or given up. Everything but ``answer`` is for the loop's thread.
+    each connection that was closed or handed over. Everything but ``answer`` is for the loop's thread.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Server:
             self._on_gone(connection.slot, is_closed)
 
     def close_or_hand_over(self, connection: Connection) -> None:
-        """Close an idle connection in a drain; otherwise give it up to another process."""
+        """Close an idle connection in a drain; otherwise hand it over to another process."""
         if not self.is_draining:
             connection.abandon()
             self.forget(connection, False)
@@ -156,17 +156,17 @@ class Server:
             self._end()
 
     def release(self) -> None:
-        """Give up every connection as soon as it is between two messages; close those that are late."""
+        """Hand over every connection as soon as it is between two messages; close those that are late."""
         if self._ending_until is None:
             self._end()
 
     def _end(self) -> None:
         self._ending_until = monotonic() + self.options.drain_seconds
         self.pacing.stop()
-        self.shed(len(self._connections))
+        self.hand_over(len(self._connections))
 
-    def shed(self, count: int) -> None:
-        """Give up ``count`` connections, each as soon as it is between two messages."""
+    def hand_over(self, count: int) -> None:
+        """Hand over ``count`` connections, each as soon as it is between two messages."""
         for connection in list(itertools.islice(self._connections, count)):
             connection.leave()
 
@@ -184,7 +184,7 @@ class Server:
     def close(self) -> bool:
         """Close all connections; returns whether none of them had an unanswered request.
 
-        One with a request in work is given up: the supervisor, which also holds its socket, answers it.
+        One with a request in work is abandoned: the supervisor, which also holds its socket, answers it.
         """
         busy = sum(connection.is_busy for connection in self._connections)
         if busy:

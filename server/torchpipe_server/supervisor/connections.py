@@ -104,7 +104,7 @@ class Connections:
     # -- events of workers ------------------------------------------------------------------------------------------
 
     def gone(self, child: Child, slot: int, is_closed: bool) -> None:
-        """A worker closed a connection or gave it up."""
+        """A worker closed a connection or handed it over."""
         child.connections.discard(slot)
         self._left(slot, is_closed)
 
@@ -114,12 +114,12 @@ class Connections:
         for slot, timer in waiting.items():
             timer.cancel()
             self._give(slot, child)
-        self._fallback_server.shed(self._fallback_server.connections)
+        self._fallback_server.hand_over(self._fallback_server.connections)
         ready = self._ready()
         share = sum(len(other.connections) for other in ready) // len(ready)
         for other in ready:
             if len(other.connections) > share + 1:
-                other.send("shed", count=len(other.connections) - share - 1)
+                other.send("hand_over", count=len(other.connections) - share - 1)
 
     def died(self, child: Child) -> int:
         """Take over the connections of a dead worker; returns how many requests or replies were lost."""

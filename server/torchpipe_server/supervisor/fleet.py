@@ -148,7 +148,7 @@ class Fleet:
             slot.child = Child(self._loop, slot.name, forked, self._receive, self._ended)
             self._link(slot)
         else:
-            forked.abandon()  # its reload was given up, or the service is stopping
+            forked.kill()  # its reload was given up, or the service is stopping
 
     def _not_forked(self, slot: WorkerSlot, error: Exception) -> None:
         logger.error("cannot start %s: %s", slot.name, error or type(error).__name__)

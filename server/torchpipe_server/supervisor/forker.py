@@ -59,8 +59,8 @@ class Forked(NamedTuple):
     stderr: Connection
     tables: Any = None
 
-    def abandon(self) -> None:
-        """Kill a process that is no longer wanted."""
+    def kill(self) -> None:
+        """Kill a process that is no longer wanted, and close its handles."""
         self.process.kill()
         self.process.release()
         self.sock.close()
@@ -98,7 +98,7 @@ class Forker:
         self._is_closed = True
         with suppress(IndexError):  # NOTE: the forking thread may call this at the same time
             while True:
-                self._unclaimed.pop().abandon()
+                self._unclaimed.pop().kill()
 
     def _fork(self, slot: Any) -> None:
         with self._lock:

@@ -227,7 +227,7 @@ class Worker:
             "prepare": self._prepare,
             "commit": self._commit,
             "abort": self._abort,
-            "shed": self._server.shed,
+            "hand_over": self._server.hand_over,
             "listen": self._listen,
             "release": partial(self._end, self._server.release),
             "drain": partial(self._end, self._server.drain),
