@@ -145,6 +145,23 @@ def test_a_load_sets_up_that_model_only(tmp_path: Path) -> None:
         assert service.stats["reloads"] == {"ok": 1, "failed": 0}
 
 
+def test_serves_what_an_engine_process_can_set_up(tmp_path: Path) -> None:
+    shared = "shared = true\n"
+    files = {"good": steered() + shared, "plan": BAD["missing"] + shared, "setup": BAD["setup"] + shared, "own": GOOD}
+    with folder_service(written(tmp_path, **files), "--workers", "2") as service:
+        service.wait_started()
+        ready = {name for name, (state, _) in index(service.port).items() if state == "READY"}
+        assert ready == {"good", "own"}
+        assert infer(service.port, "good") == infer(service.port, "own") == "a"
+        engines, workers = service.pids("engines"), service.pids()
+        assert control(service, "unload", "own")[0] == control(service, "load", "own")[0] == 200
+        assert (service.pids("engines"), service.pids()) == (engines, workers)
+        written(tmp_path, setup=steered() + shared)
+        assert control(service, "load", "setup")[0] == 200
+        assert infer(service.port, "setup") == infer(service.port, "good") == "a"
+        assert not set(service.pids()) & set(workers), "a model with shared nodes is a reload"
+
+
 def test_a_request_in_work_is_answered_by_a_model_that_is_unloaded(tmp_path: Path) -> None:
     folder, state = written(tmp_path / "models", a=GOOD, b=steered(folder=tmp_path / "state")), tmp_path / "state"
     state.mkdir()
