@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,11 @@ from kit.waits import WAIT, eventually
 from torch.utils.data import DataLoader
 
 from torchpipe_py.training import BackgroundIterator, BatchFeeder, CudaPrefetcher
-from torchpipe_py.training.plan import forked, key_of
+from torchpipe_py.training.batcher import LoaderStatistics
+from torchpipe_py.training.loader import Source as BatchSource
+from torchpipe_py.training.plan import PlannedBatch, forked, key_of
+from torchpipe_py.training.prefetch import SideStreams
+from torchpipe_py.training.workers.transfer import ReadResult
 
 
 class Source:
@@ -129,6 +134,28 @@ def test_a_feeder_needs_threads_and_room(counts: dict[str, int]) -> None:
 class Pair(NamedTuple):
     images: Any
     names: list[str]
+
+
+def test_reading_thread_ends_if_decoding_fails() -> None:
+    """It then waits for room to start one batch more."""
+    has_read_on, before = threading.Event(), set(threading.enumerate())
+
+    def read(epoch: int, plan: list[PlannedBatch]) -> Iterator[ReadResult]:
+        for planned in plan:
+            if planned.number == 2:
+                has_read_on.set()
+            yield ReadResult(samples=[])
+
+    def fail() -> list[Any]:
+        assert has_read_on.wait(WAIT)
+        raise ArithmeticError("a bug")
+
+    batcher = SimpleNamespace(statistics=LoaderStatistics(), aside=SideStreams([]))
+    parts: tuple[Any, ...] = SimpleNamespace(read=read), SimpleNamespace(start=lambda samples: fail), batcher, 1
+    batches = BatchSource(*parts).ahead(0, [PlannedBatch(number, (), False) for number in range(4)], 1)
+    with pytest.raises(ArithmeticError, match="a bug"):
+        next(batches)
+    assert not [each for each in threading.enumerate() if each.name == "torchpipe-read" and each not in before]
 
 
 def test_the_prefetcher_is_plain_iteration_on_the_cpu() -> None:

@@ -254,6 +254,19 @@ def test_stream_answers_in_order() -> None:
     assert server.server.counters.summary()["by_method"]["gRPC ModelStreamInfer"]["ok"] == len(sent) - 2
 
 
+def test_stream_keeps_no_bytes_of_answers_that_were_read() -> None:
+    large = as_rpc(Asked(b"large")).SerializeToString()
+    with steered(grpc_port=0) as server, channel(server.grpc_port) as on:
+        asked = SimpleQueue[bytes]()
+        answers = on.stream_stream(f"{SERVICE}/ModelStreamInfer")(iter(asked.get, b""), timeout=WAIT)
+        for _ in range(2):
+            asked.put(large)
+            assert len(next(answers)) > 2**20
+            eventually(lambda: server.rpc.held_bytes == 0)
+        asked.put(b"")
+        assert not list(answers)
+
+
 def started(process: Process) -> int:
     """The gRPC port of a service that starts."""
     process.wait_started()
