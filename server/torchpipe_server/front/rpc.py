@@ -32,8 +32,9 @@ WATCHED_BYTES = 4096  # the largest message of a watch, which is kept and parsed
 PROBE_EVERY_MS, PROBE_MS = 60_000, 20_000  # keep-alive probes to clients, which may have vanished
 CLIENT_PROBE_MS = 10_000  # a client that pings more often is disconnected
 SILENT_SECONDS = 0.1  # a call without a message may be replaced by a newcomer after these
-LOOK_SECONDS, FASTEST_BYTES = 0.05, 4 * 2**30  # shortest time between two looks; what may arrive in a second
+LOOK_SECONDS, FASTEST_BYTES = 0.02, 4 * 2**30  # shortest time between two looks; what may arrive in a second
 HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
+PENDING_CALLS = 4  # for each that is admitted, until they are taken and admitted or refused
 HEALTH_CALLS = 64  # that are admitted beyond the limit
 
 
@@ -118,6 +119,7 @@ class RpcServer:
         self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
         self.peers = Peers(options.grpc_port)
         self.reading: dict[RpcCall, Reading] = {}  # calls that wait for a message, the longest waiting first
+        self._unread_bytes = 0  # that grpc holds, at the last look
         self._is_looking = False  # before the next tick
         self.reply, self.text = reply_bound(options.max_reply_bytes), Bound(options.max_text_bytes, "--max-text-bytes")
         self.held_bytes = 0
@@ -228,17 +230,18 @@ class RpcServer:
     def _bound_memory(self) -> None:
         """If messages that were not read yet hold too much, refuse them, beginning with the clients that hold most."""
         limit, partial = self.options.max_held_bytes, self.peers.partial()
-        excess = self.held_bytes + sum(peer.partial_bytes for peer in partial) - limit
+        self._unread_bytes = sum(peer.held_bytes for peer in partial)
+        excess = self.held_bytes + self._unread_bytes - limit
         for peer in partial:
             if excess <= 0:
                 return
             calls = [call for call in self.reading if call.peer is peer]
             if not calls:
-                excess -= peer.partial_bytes
+                excess -= peer.held_bytes
                 self.peers.disconnect([peer], "sent more than there is room for (--max-held-bytes)")
                 self.counters.add("gRPC connection", Overloaded.code, 0.0, "")
                 continue
-            each = -(-peer.partial_bytes // len(calls))
+            each = -(-peer.held_bytes // len(calls))
             # NOTE: those that have waited longest, since grpc does not show which of them has how much.
             for call in calls:
                 if excess > 0:
@@ -248,7 +251,7 @@ class RpcServer:
 
     def _watch_memory(self) -> None:
         """Look again before messages that were not read yet can hold too much."""
-        room = self.options.max_held_bytes - self.held_bytes
+        room = self.options.max_held_bytes - self.held_bytes - self._unread_bytes
         if not self._is_looking and len(self._calls) * self.options.max_message_bytes > room:
             self._is_looking = True
             self.loop.call_later(min(max(LOOK_SECONDS, room / FASTEST_BYTES), TICK_SECONDS), self._look_again)
@@ -492,6 +495,9 @@ def settings(options: Options) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", max(1, most // 2)),
         # NOTE: it would count calls that were answered and not yet freed, and reset others of the same client.
         ("grpc.http.overload_protection", 0),
+        # NOTE: beyond as many that Python has not taken yet, grpc resets calls at random, without a word.
+        ("grpc.server.max_pending_requests", PENDING_CALLS * most),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS * most),
         ("grpc.max_allowed_incoming_connections", 2 * most),  # silent ones are closed at the next tick
         ("grpc.max_metadata_size", MAX_HEAD_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_HEAD_BYTES),

@@ -121,10 +121,12 @@ def test_numbers_are_bounded_in_all_their_pieces_together() -> None:
         assert "27000 bytes of numbers in shape; the limit is 2048 numbers" in failed.exception(WAIT).details()
 
 
-def test_calls_at_once_on_one_channel_are_answered_or_refused_with_a_time() -> None:
-    with serving("Identity", grpc_port=0) as server, channel(server.grpc_port) as on:
+@pytest.mark.parametrize(("channels", "calls"), [(1, 1500), (4, 500)])
+def test_calls_at_once_are_answered_or_refused_with_a_time(channels: int, calls: int) -> None:
+    with serving("Identity", grpc_port=0) as server, ExitStack() as stack:
+        opened = [stack.enter_context(channel(server.grpc_port)) for _ in range(channels)]
         for _ in range(2):
-            ended = [on.unary_unary(INFER).future(GOOD, timeout=WAIT) for _ in range(1500)]
+            ended = [on.unary_unary(INFER).future(GOOD, timeout=WAIT) for _ in range(calls) for on in opened]
             outcomes = Counter("ok" if each.exception() is None else outcome_of(each) for each in ended)
             assert set(outcomes) <= {"ok", "RESOURCE_EXHAUSTED, to be sent again"}, outcomes
 
