@@ -10,14 +10,17 @@ Two modules are imported where their optional libraries are in use: ``methods.tr
 - Statistics and pictures of a pipe: ``folded``, ``live_svg``.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, message_of, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
-from torchpipe_py.methods.inference import Inference
 from torchpipe_py.methods.many import FairAdmission, Outcome
-from torchpipe_py.methods.oip.core import Control, Model, Models, Totals
 from torchpipe_py.methods.routes import (
     JSON,
     OK,
@@ -77,9 +80,13 @@ from torchpipe_py.wire.errors import (
     report,
 )
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import answer_of, priority_in, priority_of, read_request
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
+
+if TYPE_CHECKING:
+    from torchpipe_py.methods.inference import Inference
+    from torchpipe_py.methods.oip.core import Control, Model, Models, Totals
+    from torchpipe_py.wire.infer import answer_of, priority_in, priority_of, read_request
 
 __all__ = [
     "BOUNDS_MS",
@@ -186,3 +193,28 @@ __all__ = [
     "version_of",
     "watch_on",
 ]
+
+_IMPORTED_ON_USE = {
+    "methods.inference": ("Inference",),
+    "methods.oip.core": (
+        "Control",
+        "Model",
+        "Models",
+        "Totals",
+    ),
+    "wire.infer": (
+        "answer_of",
+        "priority_in",
+        "priority_of",
+        "read_request",
+    ),
+}
+"""Modules that need msgspec: the command line imports this one before it can say that the library is missing."""
+
+if not TYPE_CHECKING:  # a type checker must not take every name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _IMPORTED_ON_USE.items():
+            if name in names:
+                return getattr(importlib.import_module(f"torchpipe_py.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

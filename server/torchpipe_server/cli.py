@@ -131,6 +131,7 @@ def _require_libraries(options: Options) -> None:
         (True, "", "thriftpy2", "server"),
         (True, "", "httptools", "server"),
         (True, "", "multipart", "server"),
+        (True, "", "msgspec", "server"),
         (options.http_port >= 0, "--http-port: ", "prometheus_client", "server"),
         (options.grpc_port >= 0, "--grpc-port: ", "grpc", "grpc"),
         (options.grpc_port >= 0, "--grpc-port: ", "google", "grpc"),  # NOTE: a package comes before its parts

@@ -44,7 +44,7 @@ import torchpipe_server.front.server  # noqa: E402
 import torchpipe_server.methods.thrift  # noqa: E402
 import torchpipe_server.worker.worker  # noqa: E402, F401
 from torchpipe_py import Registry  # noqa: E402
-from torchpipe_py.serving import load_idl  # noqa: E402
+from torchpipe_py.serving import Inference, load_idl  # noqa: E402, F401
 
 with contextlib.suppress(ImportError):
     import uvloop  # noqa: F401

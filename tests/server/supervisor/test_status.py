@@ -334,7 +334,7 @@ def test_alive_but_not_ready_while_loading_and_draining(tmp_path: Path):
         assert process.wait() == 0
 
 
-@pytest.mark.parametrize("name", ["httptools", "prometheus_client"])
+@pytest.mark.parametrize("name", ["httptools", "msgspec", "prometheus_client"])
 def test_names_a_missing_library(name):
     code = f"import sys; sys.modules[{name!r}] = None; from torchpipe_server import cli; sys.exit(cli.main())"
     done = run(sys.executable, "-c", code, DEMO, "--host=127.0.0.1", "--port=0", "--http-port=0", cwd=ROOT)
