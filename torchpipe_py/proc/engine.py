@@ -169,9 +169,8 @@ class EngineServer:
         asked, abandoned = link.slots.take()
         for header, slot, number in asked:
             self._begin(link, header, slot, number)
-            if link.slots.is_abandoned(
-                slot, number
-            ):  # NOTE: perhaps before it was written, so not in the next ``take``
+            # NOTE: perhaps before it was written, so not in the next ``take``.
+            if link.slots.is_abandoned(slot, number):
                 link.abandon(slot, number)
         for slot, number in abandoned:
             link.abandon(slot, number)

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from _thread import LockType, allocate_lock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from functools import partial
@@ -474,12 +474,17 @@ class pipe:
         return request
 
     def _root(self, name: object) -> str:
-        if name is None:
-            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self.roots)}")
         if not isinstance(name, str) or name not in self.roots:
-            hint = nearest(name if isinstance(name, str) else "", self.roots)
-            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
+            raise unknown_root(name, self.roots)
         return self.roots[name]
+
+
+def unknown_root(name: object, roots: Collection[str]) -> UnknownNode:
+    """The error for a ``node_name`` that is none of ``roots``; ``None`` if it is missing."""
+    if name is None:
+        return UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(roots)}")
+    hint = nearest(name if isinstance(name, str) else "", roots)
+    return UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import ConfigError, InvalidRequest, Overloaded, PipeClosed, UnknownNode, nearest, shown
+from torchpipe_py.errors import ConfigError, InvalidRequest, Overloaded, PipeClosed, UnknownNode
 from torchpipe_py.keys import TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY
 from torchpipe_py.plan.config import DEFAULT_MAX_INFLIGHT
 from torchpipe_py.plan.folder import Model, name_of, version_of
 from torchpipe_py.runtime.nodes.wiring import Due
-from torchpipe_py.runtime.pipe import Data, Ticket, pipe, wanted_timelines
+from torchpipe_py.runtime.pipe import Data, Ticket, pipe, unknown_root, wanted_timelines
 from torchpipe_py.runtime.record.visits import Timeline
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ class _Members:
             return self.of_name[name]
         if not self.roots:
             raise UnknownNode("no model is loaded")
-        if name is None:
-            raise UnknownNode(f"{TASK_NODE_NAME_KEY!r} must name one of the roots: {', '.join(self.roots)}")
-        hint = nearest(name if isinstance(name, str) else "", self.roots)
-        raise UnknownNode(f"{TASK_NODE_NAME_KEY!r}: no root {shown(name)}; {hint}")
+        raise unknown_root(name, self.roots)
 
 
 class Pipes:
