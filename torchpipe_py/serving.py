@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import limit_threads, usable_cores
-from torchpipe_py.errors import counted, describe, log_failure, logger, message_of, nearest
+from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.many import FairAdmission, Outcome
@@ -162,7 +162,6 @@ __all__ = [
     "load_idl",
     "log_failure",
     "logger",
-    "message_of",
     "name_of",
     "nearest",
     "output_of",

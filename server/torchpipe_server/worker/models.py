@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,11 @@ from torchpipe_py.serving import (
     Folder,
     Pipes,
     add,
+    describe,
     engine_part,
-    message_of,
+    live_svg,
     name_of,
+    pipe_of_worker,
     release_freed_memory,
     sections,
 )
@@ -47,7 +49,7 @@ class FolderModels:
         self._prepared: tuple[Folder, str, dict[str, pipe]] | None = None
         self._past: dict[str, Any] = {}  # totals of nodes of removed pipes
         self._is_wanted = True  # what is being prepared
-        self._retiring: dict[str, tuple[pipe, float]] = {}  # with the time when they are closed at the latest
+        self._retiring: list[tuple[pipe, float]] = []  # with the time when they are closed at the latest
         for key in folder:
             try:
                 self.pipes.replace((), {key: self._set_up(folder, key)})
@@ -79,8 +81,6 @@ class FolderModels:
         heads = [section.head for section in sections(plan)] if self._engine is not None else []
         if self._engine is None or not heads:
             return pipe(plan)
-        from torchpipe_py.serving import pipe_of_worker
-
         if missing := [head for head in heads if head not in self._engine.sections]:
             raise ConfigError(f"{folder[key].source}: the engine process cannot run {missing[0]!r}: see the log")
         return pipe_of_worker(plan, self._engine)
@@ -88,7 +88,7 @@ class FolderModels:
     def with_past(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
         """The statistics of nodes, with the totals of the removed ones of the same names."""
         past = self._past
-        for run, _ in self._retiring.values():
+        for run, _ in self._retiring:
             past = add(past, _totals(run))
         return {name: {**node, **add(_of(node), past.get(name, {}))} for name, node in nodes.items()}
 
@@ -114,7 +114,7 @@ class FolderModels:
 
         def settle(added: dict[str, pipe], problem: str, graph: str) -> None:
             if problem or not self._is_wanted:
-                _close_aside(added)
+                _close_aside(added.values())
             else:
                 self._prepared = folder, name, added
             done(problem, graph)
@@ -130,12 +130,12 @@ class FolderModels:
         try:
             removed = self.pipes.replace([key for key in self.pipes.keys if name_of(key) == name], added)
         except ConfigError as error:
-            _close_aside(added)
+            _close_aside(added.values())
             return str(error)
         self._folder = folder
         self.problems = {key: problem for key, problem in self.problems.items() if name_of(key) != name}
         until = monotonic() + self._options.drain_seconds
-        self._retiring.update({f"{until} {index}": (run, until) for index, run in enumerate(removed)})
+        self._retiring += [(run, until) for run in removed]
         return ""
 
     def abort(self) -> None:
@@ -143,17 +143,18 @@ class FolderModels:
         self._is_wanted = False
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            _close_aside(prepared[2])
+            _close_aside(prepared[2].values())
 
     def retire(self) -> None:
         """Close removed pipes that have answered their requests; to be called a few times a second."""
         now = monotonic()
-        idle = {key: run for key, (run, until) in self._retiring.items() if now >= until or not run.stats()["inflight"]}
-        for key, run in idle.items():
-            del self._retiring[key]
+        ended = [run for run, until in self._retiring if now >= until or not run.stats()["inflight"]]
+        if not ended:
+            return
+        self._retiring = [each for each in self._retiring if each[0] not in ended]
+        for run in ended:
             self._past = add(self._past, _totals(run))
-        if idle:
-            _close_aside(idle)
+        _close_aside(ended)
 
 
 def servable(options: Options, folder: Folder, processes: int, is_set_up: bool) -> Folder:
@@ -181,8 +182,6 @@ def servable(options: Options, folder: Folder, processes: int, is_set_up: bool) 
 
 def draw(plan: Pipeline | None) -> str:
     """The graph as SVG; empty without a plan, or if it cannot be drawn."""
-    from torchpipe_py.serving import live_svg
-
     try:
         return "" if plan is None else live_svg(plan)
     except Exception:
@@ -199,12 +198,13 @@ def _of(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: node[key] for key in SINCE_START}
 
 
-def _close_aside(pipes: dict[str, pipe]) -> None:
+def _close_aside(pipes: Iterable[pipe]) -> None:
     """Close the pipes on a thread of their own, and return their memory to the system."""
+    left = list(pipes)
 
     def close() -> None:
-        while pipes:
-            pipes.popitem()[1].close()
+        while left:
+            left.pop().close()  # NOTE: no variable may keep the last one
         gc.collect()
         release_freed_memory()
 
@@ -212,4 +212,4 @@ def _close_aside(pipes: dict[str, pipe]) -> None:
 
 
 def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, TorchpipeError) else f"{type(error).__name__}: {message_of(error)}"
+    return str(error) if isinstance(error, TorchpipeError) else describe(error)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchpipe_py.serving import Routes, Served
+from torchpipe_py.serving import Bound, Folder, Routes, Served, load_idl, plan_pipeline, shared_nodes, usual_engines
 from torchpipe_server.options import Options
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
     """The plan of the configuration, run by ``processes`` processes; options that override it change ``tables``."""
-    from torchpipe_py.serving import Folder, plan_pipeline
-
     for each in tables.values() if isinstance(tables, Folder) else [tables]:
         if options.max_inflight:
             each["global"]["max_inflight"] = options.max_inflight
@@ -31,15 +29,11 @@ def make_plan(options: Options, tables: Any, processes: int) -> Pipeline:
 
 def has_engine(options: Options, tables: Any) -> bool:
     """Whether an engine process runs the shared nodes of the configuration."""
-    from torchpipe_py.serving import shared_nodes
-
     return options.workers > 1 and bool(shared_nodes(tables))
 
 
 def engine_processes(options: Options, tables: Any) -> int:
     """The number of engine processes, if there are shared nodes: at most one per worker."""
-    from torchpipe_py.serving import usual_engines
-
     each = options.engines or usual_engines(tables)
     return min(each * max(1, len(options.device_numbers)), options.workers)
 
@@ -64,7 +58,7 @@ def served_maker(
 
 def usual_service(options: Options, run: pipe, control: Control | None = None, totals: Totals | None = None) -> Served:
     """The methods of ``idl/inference.thrift``, ``POST /infer``, and the Open Inference Protocol."""
-    from torchpipe_py.serving import Bound, Inference, load_idl
+    from torchpipe_py.serving import Inference
     from torchpipe_server.front.services import reply_bound
     from torchpipe_server.methods.page import PageHandler
     from torchpipe_server.methods.thrift import InferenceHandler

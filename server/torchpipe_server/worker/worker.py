@@ -24,7 +24,17 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchpipe_py import SetupError, TorchpipeError
-from torchpipe_py.serving import Folder, limit_threads, timed
+from torchpipe_py.serving import (
+    EngineClient,
+    EngineServer,
+    Folder,
+    import_all,
+    keep_freed_memory,
+    limit_threads,
+    pipe_of_worker,
+    timed,
+    watch_on,
+)
 from torchpipe_server.front.counters import RequestCounters, log_request
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop, every, new_loop
@@ -40,7 +50,6 @@ from torchpipe_server.worker.service import engine_processes, has_engine, make_p
 
 if TYPE_CHECKING:
     from torchpipe_py import pipe
-    from torchpipe_py.serving import EngineClient
     from torchpipe_server.front.rpc import RpcServer
     from torchpipe_server.worker.streams import WorkerStreams
 
@@ -176,7 +185,6 @@ class Worker:
 
     def __init__(self, start: Start) -> None:
         from torchpipe_py import pipe
-        from torchpipe_py.serving import pipe_of_worker
 
         options = start.options
         self._loop, self._journal = new_loop(), start.journal
@@ -188,8 +196,6 @@ class Worker:
         )
         set_up_process(options)
         if has_engine(options, start.tables):
-            from torchpipe_py.serving import EngineClient, pipe_of_worker, watch_on
-
             self._engine = EngineClient(partial(watch_on, self._loop), start.heartbeat.set_linked)
             wait_for_engine(self._engine, start)
         self._models: FolderModels | None = None
@@ -346,8 +352,6 @@ class EngineProcess:
     """Serves the workers that the supervisor links to it, until the supervisor ends it."""
 
     def __init__(self, start: Start) -> None:
-        from torchpipe_py.serving import EngineServer
-
         options, tables = start.options, start.tables
         set_up_process(options)
         processes = engine_processes(options, tables)
@@ -387,8 +391,6 @@ class EngineProcess:
 
 def set_up_process(options: Options) -> None:
     """Import custom code, and tune libraries, Python and malloc for a process with a pipe."""
-    from torchpipe_py.serving import import_all, keep_freed_memory
-
     import_all(options.import_code)
     limit_threads()  # NOTE: after custom code, which may have set them
     keep_freed_memory()

@@ -21,7 +21,6 @@ from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, Wor
 from torchpipe_server.worker import worker
 from torchpipe_server.worker.service import engine_processes, make_plan
 
-import torchpipe_py.malloc
 from torchpipe_py import Overloaded
 
 SHARED = {"global": {}, "model": {"backend": "Identity", "shared": True}}
@@ -226,7 +225,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the process-wide settings that were changed."""
     names: list[str] = []
     monkeypatch.setattr(worker, "limit_threads", lambda: names.append("threads"))
-    monkeypatch.setattr(torchpipe_py.malloc, "keep_freed_memory", lambda: names.append("malloc"))
+    monkeypatch.setattr(worker, "keep_freed_memory", lambda: names.append("malloc"))
     return names
 
 
