@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from torchpipe_py import Backend, Param, register_backend
@@ -47,8 +48,8 @@ def _crash_once_ready() -> None:
     """End this process right after it has said that it is ready."""
     from torchpipe_server.worker.worker import Post
 
-    def run(post: Post, graph: str) -> None:
-        post.send({"type": "ready", "graph": graph})
+    def run(post: Post, graph: str, problems: Mapping[str, str]) -> None:
+        post.send({"type": "ready", "graph": graph, "problems": dict(problems)})
         os._exit(3)
 
     Post.run = run  # type: ignore[method-assign]
