@@ -222,6 +222,14 @@ def test_each_module_of_tests_has_a_name_of_its_own() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
+def test_folders_of_tests_mirror_the_folders_that_they_test() -> None:
+    homes = {"server": "server/torchpipe_server", "client": "server/torchpipe_client", "scripts": "scripts"}
+    for folder in {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}:
+        first, *rest = folder.parts or ("",)
+        if first not in ("", "chaos", "fuzz", "gpu"):
+            assert ROOT.joinpath(homes.get(first, f"torchpipe_py/{first}"), *rest).is_dir(), folder
+
+
 def test_no_command_takes_the_beginning_of_a_flag() -> None:
     """``--engine`` for ``--engines``, say: a parser is that of ``arguments``, or says so itself."""
     abbreviating = re.compile(r"from argparse import|argparse\.ArgumentParser\((?!allow_abbrev=False)")

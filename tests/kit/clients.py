@@ -214,6 +214,10 @@ def ask(port: int, body: Any, path: str = "/infer", verb: str = "POST", **fields
     return answer.status, json.loads(answer.body)
 
 
+def get_json(port: int, path: str) -> tuple[int, Any]:
+    return ask(port, b"", path, "GET")
+
+
 def is_answered(client: Client) -> bool:
     """Whether it is: while no worker is there, requests are answered with an error on the same connection."""
     try:

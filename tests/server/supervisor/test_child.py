@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from kit.clients import IDL
+from kit.figures import ONE
 from kit.services import turn
 from kit.waits import WAIT, eventually
-from test_figures import ONE
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import child as module

@@ -19,7 +19,7 @@ from kit.steered import steering
 from torchpipe_py.cli import main
 from torchpipe_py.tools.load import run as command
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEMO_IMAGES = ROOT / "configs" / "demo" / "images"
 
 IDENTITY = 'backend = "Identity"\n'

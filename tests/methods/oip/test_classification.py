@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.clients import ask
+from kit.clients import ask, get_json
 from kit.contract import HAS_GRPC
 from kit.services import LocalServer, serving
 from kit.waits import WAIT
-from test_service_oip import get
 
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.methods.oip.requests import InferRequest, Wanted
@@ -88,7 +87,7 @@ def images() -> np.ndarray:
 
 
 def test_over_http(server: LocalServer) -> None:
-    config = get(server, "/v2/models/test/config")[1]
+    config = get_json(server.port, "/v2/models/test/config")[1]
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [3, -1, -1], "format": "FORMAT_NCHW"}]
     given = {"name": "x", "datatype": "FP32", "shape": [2, 3, 4, 4], "data": images().tolist()}
     raw = server.run({"data": images()[:1]})["result"][0]
@@ -133,9 +132,9 @@ def test_over_grpc(server: LocalServer, classes: Any) -> None:
 @pytest.mark.parametrize("memory", ["system", "cuda"])
 def test_shared_memory_is_not_served_and_has_no_regions(server: LocalServer, memory: str) -> None:
     path, said = f"/v2/{memory}sharedmemory", "shared memory is not served: send tensors in the request"
-    assert get(server, f"{path}/status") == (200, [])
+    assert get_json(server.port, f"{path}/status") == (200, [])
     assert ask(server.port, b"", f"{path}/unregister") == (200, {})
     for action in ("register", "unregister"):
         refused = (400, {"error": said, "code": "not_served"})
         assert ask(server.port, b"{}", f"{path}/region/a/{action}") == refused
-    assert get(server, f"{path}/region/a/status")[0] == 400
+    assert get_json(server.port, f"{path}/region/a/status")[0] == 400

@@ -27,7 +27,7 @@ from torchpipe_py.tools.compare_models.images import shown_name
 from torchpipe_py.tools.compare_models.results import Unusable, read_pixels, read_prediction
 from torchpipe_py.tools.report import ToolError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 SIZE = "resize_h = 64\nresize_w = 64\n"
 BILINEAR = f'backend = "S[DecodeMat,ResizeMat]"\n{SIZE}'

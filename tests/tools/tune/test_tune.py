@@ -41,7 +41,7 @@ from torchpipe_py.tools.tune.report import completed, new_report, rows_of, verdi
 from torchpipe_py.tools.tune.search import Budget, Trial, best_first, halve, search
 from torchpipe_py.tools.tune.verify import judge, limit_of, verify
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 IMAGES = ROOT / "configs" / "demo" / "images"
 DEMO_MODEL = {"model": str(ROOT / "configs/demo/model.onnx"), "labels": str(ROOT / "configs/demo/labels.txt")}
 DEMO_MODEL["postprocessor"] = "SoftmaxMax"

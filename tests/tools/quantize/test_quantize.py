@@ -23,7 +23,7 @@ from torchpipe_py.plan.config import Tables
 from torchpipe_py.tools.quantize.quantiser import Quantiser, search
 from torchpipe_py.tools.quantize.target import Target, find_target
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 IMAGES = ROOT / "configs" / "demo" / "images"
 MODEL = ROOT / "configs" / "demo" / "model.onnx"
 LABELS = ROOT / "configs" / "demo" / "labels.txt"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.clients import IDL, Client, HttpClient, ask, fetch
+from kit.clients import IDL, Client, HttpClient, ask, fetch, get_json
 from kit.monitored import Monitored
 from kit.services import LIGHT, LocalServer, serving, steered
 from kit.steered import FILE, Steered
@@ -30,10 +30,6 @@ def demo() -> Iterator[LocalServer]:
         yield server
 
 
-def get(server: LocalServer, path: str) -> tuple[int, Any]:
-    return ask(server.port, b"", path, "GET")
-
-
 def texts(*data: str, **members: Any) -> dict[str, Any]:
     return {"inputs": [{"name": "data", "datatype": "BYTES", "shape": [len(data)], "data": list(data)}], **members}
 
@@ -42,7 +38,7 @@ def texts(*data: str, **members: Any) -> dict[str, Any]:
 
 
 def test_metadata(demo: LocalServer):
-    status, said = get(demo, "/v2")
+    status, said = get_json(demo.port, "/v2")
     assert (status, said["name"]) == (200, "torchpipe_py")
     assert "binary_tensor_data" in said["extensions"]
     expected = {
@@ -55,8 +51,8 @@ def test_metadata(demo: LocalServer):
             {"name": "score", "datatype": "FP32", "shape": [-1]},
         ],
     }
-    assert get(demo, DEMO) == get(demo, f"{DEMO}/versions/1") == (200, expected)
-    status, said = get(demo, f"{DEMO}/config")
+    assert get_json(demo.port, DEMO) == get_json(demo.port, f"{DEMO}/versions/1") == (200, expected)
+    status, said = get_json(demo.port, f"{DEMO}/config")
     assert (status, said["max_batch_size"]) == (200, 256)
     assert said["input"] == [{"name": "data", "data_type": "TYPE_STRING", "dims": [1], "format": "FORMAT_NONE"}]
     index = [{"name": "demo", "version": "1", "state": "READY", "reason": ""}]
@@ -69,11 +65,11 @@ def test_metadata_of_roots(classifier: str, backend: str):
     config = {"model": model, "other": {"backend": "Identity"}}
     with pipe(config) as run, LocalServer(run, config="folder/a b.toml") as server:
         path = "/v2/models/a%20b"
-        assert get(server, path)[1]["inputs"] == [], "of several roots, none is meant"
-        status, said = get(server, f"{path}?node_name=model")
+        assert get_json(server.port, path)[1]["inputs"] == [], "of several roots, none is meant"
+        status, said = get_json(server.port, f"{path}?node_name=model")
         assert said["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
         assert said["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 5]}]
-        status, said = get(server, f"{path}?node_name=modle")
+        status, said = get_json(server.port, f"{path}?node_name=modle")
         assert (status, said["code"]) == (404, "unknown_node")
 
 
@@ -135,7 +131,7 @@ def test_errors_of_items_and_figures():
         assert ask(server.port, texts("x"), TEST, Content_Encoding="gzip")[0] == 415
         assert ask(server.port, texts("a", "b"), TEST)[0] == 200
         for path in ("/v2/models/test/stats", "/v2/models/stats", "/v2/models/test/versions/1/stats"):
-            status, said = get(server, path)
+            status, said = get_json(server.port, path)
             (stats,) = said["model_stats"]
             assert (status, stats["name"], stats["inference_count"]) == (200, "test", 2)
             found = {kind: count["count"] for kind, count in stats["inference_stats"].items()}
@@ -184,7 +180,7 @@ def test_while_requests_are_refused_json_is_judged_before_its_inputs_are_read(pa
 def test_model_with_dead_instance_is_not_ready(demo: LocalServer, monkeypatch: pytest.MonkeyPatch):
     dead = {"nodes": {"node": {"alive": 0}}}
     monkeypatch.setattr(pipe, "stats", lambda self: dead)
-    assert get(demo, "/v2/health/ready") == (503, {"ready": False})
+    assert get_json(demo.port, "/v2/health/ready") == (503, {"ready": False})
 
 
 # -- models by name and version: each root of a file, the files of a folder -------------------------------------------
@@ -216,13 +212,13 @@ def test_each_root_is_a_model() -> None:
         assert infer(server, "test", parameters={"node_name": "one"}) == ("test", "1", ["a"]), "the file's name"
         assert "model 'two' is the root 'two', not 'one'" in infer(server, "two", parameters={"node_name": "one"})
         shown = {"datatype": "BYTES", "parameters": UNDECLARED}
-        said = get(server, "/v2/models/two")[1]
+        said = get_json(server.port, "/v2/models/two")[1]
         assert said["inputs"] == [{"name": "data", "shape": [-1, 1], **shown}]
         assert said["outputs"] == [{"name": "result", "shape": [-1], **shown}]
-        assert get(server, "/v2/models/test")[1]["inputs"] == [], "a request has to name a root"
-        (stats,) = get(server, "/v2/models/two/stats")[1]["model_stats"]
+        assert get_json(server.port, "/v2/models/test")[1]["inputs"] == [], "a request has to name a root"
+        (stats,) = get_json(server.port, "/v2/models/two/stats")[1]["model_stats"]
         assert (stats["inference_count"], stats["inference_stats"]["queue"]["count"]) == (1, 1)
-        (stats,) = get(server, "/v2/models/one/stats")[1]["model_stats"]
+        (stats,) = get_json(server.port, "/v2/models/one/stats")[1]["model_stats"]
         assert (stats["inference_count"], stats["inference_stats"]["queue"]["count"]) == (0, 1)
 
 
@@ -233,7 +229,7 @@ def test_versions_of_a_folder(tmp_path: Path) -> None:
         assert infer(server, "b/versions/2") == ("b", "2", ["a"])
         assert infer(server, "b/versions/3") == f"{UNKNOWN_MODEL}: 'b' version '3' is not found; valid: 10, 2"
         assert infer(server, "b%2F2") == f"{UNKNOWN_MODEL}: 'b/2' is not found; did you mean 'b'?"
-        assert get(server, "/v2/models/b/ready") == (200, {"name": "b", "ready": True})
+        assert get_json(server.port, "/v2/models/b/ready") == (200, {"name": "b", "ready": True})
         request = IDL.InferRequest(uuid="", inputs={"data": IDL.Value(text="c")}, node_name="b/2")
         with Client(server.port) as client:
             assert client.call("infer", request=request).outputs["result"].text == "c"
