@@ -55,7 +55,7 @@ def test_mutants_to_a_real_service_harm_nobody(protocol: str) -> None:
             if index % 20 == 0:
                 other.ping()
         other.ping()
-        eventually(lambda: len(server.server._connections) == 1)
+        eventually(lambda: server.server.connections == 1)
     assert server.error is None
 
 

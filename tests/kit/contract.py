@@ -26,11 +26,13 @@ from torchpipe_server.methods.custom import CustomHandler
 import torchpipe_py.errors
 from kit.clients import IDL, Client, HttpClient
 from kit.engines import workers_of
+from kit.inside import pipes_of
 from kit.services import ROOT, LocalServer
 from kit.steered import steering
 from kit.waits import WAIT
 from torchpipe_py import NoResult, pipe
 from torchpipe_py.methods.routes import Routes, Served
+from torchpipe_py.ray import service as replica_module
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.service import PipeReplica
 from torchpipe_py.wire.errors import reason
@@ -100,14 +102,16 @@ class House:
         self.own = stack.enter_context(LocalServer(self.pipe, make_served=lambda loop: served, **LIMITS))
         (worker,) = stack.enter_context(workers_of({**CONFIG, "main": {**CONFIG["main"], "shared": True}}))
         self.shared, self.engine = worker.pipe, worker.server.pipe
-        self.replica = PipeReplica(Arguments("configs/demo.toml", **LIMITS), CONFIG, str(ROOT))
+        with pipes_of(replica_module) as pipes:
+            self.replica = PipeReplica(Arguments("configs/demo.toml", **LIMITS), CONFIG, str(ROOT))
+        (self.replica_pipe,) = pipes
         stack.callback(lambda: asyncio.run(self.replica.end()))
         self.seconds = WAIT
         """How long a client waits for its answer before it leaves."""
 
     def pipe_of(self, way: str) -> pipe:
         """The pipe that answers."""
-        return {"shared": self.shared, **dict.fromkeys(REPLICA, self.replica._served.pipe)}.get(way, self.pipe)
+        return {"shared": self.shared, **dict.fromkeys(REPLICA, self.replica_pipe)}.get(way, self.pipe)
 
     def connect(self, cls: type = Client, port: int = 0, **options: Any) -> Any:
         client = cls(port or self.server.port, **options)

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 from torchpipe_server.cli import reserve
+from torchpipe_server.front.connection import CLOSED, Connection
 from torchpipe_server.front.counters import log_request
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import call_from_any_thread, every, new_loop
@@ -94,10 +95,15 @@ class LocalServer:
             self.rpc = RpcServer(self.loop, served.rpcs, settings, self.server.counters, self.server.pacing)
         self.error: BaseException | None = None
         self.is_over = False
+        self._adopted: list[Connection] = []
         self.thread = threading.Thread(target=self._serve, daemon=True)
 
     def stop(self) -> None:
         self.call(self._stop)
+
+    def connections(self) -> list[Connection]:
+        """Those that are open."""
+        return [connection for connection in list(self._adopted) if connection.state is not CLOSED]
 
     def call(self, function: Any) -> None:
         """Run it on the loop's thread."""
@@ -116,7 +122,7 @@ class LocalServer:
             sock.close()
         else:
             slot, is_refused = place
-            self.server.adopt(sock, slot, self.journal.entry(slot), is_refused)
+            self._adopted.append(self.server.adopt(sock, slot, self.journal.entry(slot), is_refused))
 
     def _stop(self) -> None:
         self.acceptor.close()

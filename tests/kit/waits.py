@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from kit.inside import runtime_of
 from torchpipe_py import pipe
 
 WAIT = 60.0
@@ -80,6 +81,6 @@ def in_threads(count: int, work: Callable[[int], object]) -> None:
 
 def all_idle(p: pipe) -> pipe:
     """The pipe, once nothing is in flight and all its instances are idle."""
-    nodes = p._runtime.nodes.values()
+    nodes = runtime_of(p).nodes.values()
     eventually(lambda: not p.stats()["inflight"] and all(node.is_idle() for node in nodes), str(p))
     return p

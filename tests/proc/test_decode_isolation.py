@@ -18,6 +18,7 @@ import psutil
 import pytest
 from conftest import Register, picture
 from kit import hostile_decoders
+from kit.inside import backend_of
 from kit.leftovers import nothing_left  # noqa: F401
 from kit.waits import PROGRAM_WAIT, WAIT, eventually, is_alive
 
@@ -47,10 +48,6 @@ def ask(p: pipe, data: bytes | str, **more: Any) -> Data:
     item = {"data": data.encode() if isinstance(data, str) else data, **more}
     p(item)
     return item
-
-
-def backend_of(p: pipe) -> Any:
-    return p._runtime.nodes["node"].instances[0].backend
 
 
 def ask_in_haste(p: pipe, data: str) -> Data:

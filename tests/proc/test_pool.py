@@ -17,6 +17,7 @@ import pytest
 from conftest import Register
 from kit import process_backends
 from kit.ends import ROOM, Ends
+from kit.inside import runtime_of
 from kit.waits import WAIT, error_of, eventually, outcome
 
 from torchpipe_py import DeadlineExceeded, PipeClosed, WorkerDied, pipe
@@ -349,7 +350,7 @@ def test_pipe_collected_on_the_thread_that_takes_answers_ends(
     gc.disable()  # elsewhere
     try:
         p = start()
-        runtime, held = p._runtime, Held(p, tmp_path).wait_begun()
+        runtime, held = runtime_of(p), Held(p, tmp_path).wait_begun()
         vars(p)["itself"] = p
         del p
         held.open()

@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import Register, picture
 from kit import process_backends
+from kit.inside import backend_of
 from kit.leftovers import nothing_left  # noqa: F401
 from kit.steered import Steered
 from kit.waits import WAIT, error_of, eventually, outcome, run
@@ -374,7 +375,7 @@ def test_batch_longer_than_max_seconds_fails_and_its_process_is_replaced(
     """Stopped, the process would never answer; what is to be answered has a minute, on a busy machine too."""
     monkeypatch.setattr(backends, "loaded_torch", lambda: None)  # importing it takes each process two seconds
     with pipe({"backend": f"Process[{register(cls)}]", "max_seconds": WAIT}) as p:
-        backend = p._runtime.nodes["node"].instances[0].backend
+        backend = backend_of(p)
         assert backend._restarter.max_seconds == WAIT
         pid = p({"data": "pid"})["result"][0]
         os.kill(pid, signal.SIGSTOP)

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 from kit.backends import Gate
+from kit.inside import pipes_of
 from kit.kept_spans import KeptSpans
 from kit.waits import WAIT
 from opentelemetry import trace
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, parse_toml, pipe
 from torchpipe_py.methods.oip.core import UNKNOWN_MODEL
+from torchpipe_py.ray import service
 from torchpipe_py.ray.arguments import Arguments
 from torchpipe_py.ray.metrics import FIGURE, Metrics, QueueTime, request_ms
 from torchpipe_py.ray.service import PipeReplica, UnhealthyError
@@ -198,11 +200,12 @@ def test_reports_a_batch_that_does_not_end_and_a_dead_instance(gate: tuple[Gate,
             replica.check()
         gate[0].open()
         await first
-        await asyncio.to_thread(replica._served.pipe.close)
+        await asyncio.to_thread(pipes[0].close)
         with pytest.raises(UnhealthyError, match=r"^node 'node': 1 of 1 instances are dead$"):
             replica.check()
 
-    served(use, gate[1], hang_seconds=1e-6)
+    with pipes_of(service) as pipes:
+        served(use, gate[1], hang_seconds=1e-6)
 
 
 def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str, Any]], tmp_path: Path) -> None:
@@ -212,24 +215,22 @@ def test_exchanges_the_pipe_without_losing_a_request(gate: tuple[Gate, dict[str,
     async def use(replica: PipeReplica) -> tuple[Any, Any]:
         first = asyncio.create_task(replica.infer(b"old"))
         await asyncio.to_thread(gate[0].wait_entered)
-        before = replica._served.pipe
         exchange = asyncio.create_task(replica.reconfigure({"config": str(other), "node.instance_num": 2}))
-        while replica._served.pipe is before:
+        while (await replica.stats())["nodes"]["node"]["instances"] != 2:
             await asyncio.sleep(0)
         new = await replica.infer(b"new")
-        assert (await replica.stats())["nodes"]["node"]["instances"] == 2
         assert not first.done()
         assert not exchange.done()
         gate[0].open()
         await exchange
         with pytest.raises(PipeClosed):
-            before({"data": b"late"})
-        now = replica._served
+            pipes[0]({"data": b"late"})
         await replica.reconfigure({"config": str(other), "node.instance_num": 2})
-        assert replica._served is now
+        assert len(pipes) == 2, "nothing has changed"
         return await first, new
 
-    assert served(use, gate[1]) == (b"old", b"new")
+    with pipes_of(service) as pipes:
+        assert served(use, gate[1]) == (b"old", b"new")
 
 
 def test_keeps_pipe_if_new_one_cannot_be_built(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, Gate
+from kit.inside import node_of
 from kit.waits import WAIT, eventually, outcome, wait_queued
 
 from torchpipe_py import DeadlineExceeded, Overloaded, pipe
@@ -199,7 +200,7 @@ def test_request_without_deadline_is_refused_at_once_behind_a_long_queue(registe
         gate.wait_entered()
         wait_queued(run, 19)
         run.limit_delays(None)
-        run._runtime.nodes["node"].times.add(1, 0.5, perf_counter())
+        node_of(run).times.add(1, 0.5, perf_counter())
         with pytest.raises(Overloaded, match="may wait 2000 ms") as caught:
             run.check_delay(None)
         assert caught.value.retry_after_ms is not None
@@ -245,7 +246,7 @@ def test_requests_of_programs_are_never_dropped(register: Register) -> None:
 def test_request_at_an_idle_instance_is_computed_although_it_seems_too_slow(register: Register) -> None:
     with pipe({"backend": register(Echo)}) as run:
         run.limit_delays(0.0)
-        run._runtime.nodes["node"].times.add(1, 100 * WAIT, perf_counter())
+        node_of(run).times.add(1, 100 * WAIT, perf_counter())
         # One that a busy machine brings there late is dropped.
         eventually(lambda: outcome(dispatched(run, seconds=WAIT)) is None)
 
@@ -277,7 +278,7 @@ def test_request_that_cannot_meet_its_deadline_is_not_computed(register: Registe
         run.limit_delays(0.0)
         first = dispatched(run)
         gate.wait_entered()
-        run._runtime.nodes["node"].times.add(1, 100 * WAIT, perf_counter())
+        node_of(run).times.add(1, 100 * WAIT, perf_counter())
         late = dispatched(run, seconds=WAIT)
         wait_queued(run, 1)
         since = perf_counter()

@@ -22,6 +22,7 @@ import psutil
 import pytest
 from conftest import Register
 from kit.backends import EchoFour
+from kit.inside import runtime_of
 from kit.waits import WAIT, all_idle, eventually
 
 import torchpipe_py.runtime
@@ -88,7 +89,7 @@ def pipes(register: Register, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def assert_healthy(p: pipe) -> None:
     """All instances are idle, nothing is in flight or held, and the next calls are answered."""
-    nodes = all_idle(p)._runtime.nodes.values()
+    nodes = runtime_of(all_idle(p)).nodes.values()
     several = [{"data": 1} for _ in range(4)]
     p(several, timeout=WAIT)
     assert all("result" in item or "error" in item for item in several)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, Gate
+from kit.inside import runtime_of
 from kit.waits import WAIT, error_of, eventually, in_threads, outcome, run, wait_queued
 
 import torchpipe_py.runtime.runtime
@@ -342,7 +343,7 @@ def test_jump_started_while_its_request_is_cancelled_is_cancelled(register: Call
 
     each = {"backend": register(gate.backend)}
     with pipe({"root": {"backend": register(Late), "jump": "each"}, "each": each}) as p, gate:
-        inflight = p._runtime.inflight._requests = GivesUpBetween()
+        inflight = runtime_of(p).inflight._requests = GivesUpBetween()
         outcome: Future[Any] = Future()
         ticket = p.dispatch({"data": [1, 2, 3], "node_name": "root"}, lambda data, error: outcome.set_result(error))
         assert entered.wait(WAIT)
@@ -354,7 +355,7 @@ def test_jump_started_while_its_request_is_cancelled_is_cancelled(register: Call
         inflight.before = start_children
         assert ticket.cancel()
         assert isinstance(outcome.result(WAIT), CancelledError)
-        assert not p._runtime.inflight._inner
+        assert not runtime_of(p).inflight._inner
         gate.open()
 
 

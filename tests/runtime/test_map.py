@@ -13,6 +13,7 @@ import pytest
 from conftest import Register
 from kit.backends import Gate
 from kit.engines import workers_of
+from kit.inside import node_of
 from kit.waits import WAIT, wait_queued
 
 from torchpipe_py import (
@@ -239,7 +240,7 @@ def test_flood_of_one_key_does_not_delay_other_keys(register: Register) -> None:
         run.limit_delays(None)
         flood = [run.submit({"data": number, "camera": 1}) for number in range(50)]
         gate.wait_entered()
-        run._runtime.nodes["node"].times.add(1, 10.0, perf_counter())
+        node_of(run).times.add(1, 10.0, perf_counter())
         wait_queued(run, 49)
         run.check_delay(1.0)  # of a request of another camera, say, for which an instance is idle
         gate.open()

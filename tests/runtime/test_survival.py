@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import Register
 from kit.backends import Echo, EchoFour, Gate
+from kit.inside import runtime_of
 from kit.waits import WAIT, all_idle, error_of, eventually, outcome, run
 
 import torchpipe_py.runtime.runtime
@@ -141,7 +142,7 @@ def test_exception_in_instance_loop_fails_its_requests(
 ) -> None:
     """What a recorder of batches raises, say; the instance goes on."""
     with pipe({"backend": register(backend), "instance_num": 2}) as p:
-        for instance in p._runtime.instances:
+        for instance in runtime_of(p).instances:
             monkeypatch.setattr(instance.record, "single" if backend is Echo else "batch", None)
         errors = [error_of(future) for future in [p.submit({"data": index}) for index in range(4)]]
         assert [type(error) for error in errors] == [BackendError] * 4

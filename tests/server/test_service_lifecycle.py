@@ -202,7 +202,7 @@ def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
     large = register(returns(b"r" * 2**23))
     with serving(large, drain_seconds=2 * WAIT) as server, narrow(server.port) as sock:
         sock.sendall(pack_infer(b"x"))
-        eventually(lambda: any(one.is_stalled for one in list(server.server._connections)))
+        eventually(lambda: any(one.is_stalled for one in server.connections()))
         server.stop()
         eventually(lambda: is_refused(server.port))
         assert b"r" * 2**23 in read_all(sock)

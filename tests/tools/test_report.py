@@ -95,11 +95,12 @@ def test_a_missing_required_library_is_exit_status_1(monkeypatch: Any, capsys: A
     assert "pip install no-such-distribution" in capsys.readouterr().out
 
 
-def test_a_library_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reports_why_a_library_cannot_be_imported(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "broken_library.py").write_text('raise RuntimeError("operator nms does not exist\\nmore")')
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = doctor._library("broken_library", "broken-library", "train", "nothing")
-    assert found.remedy == "cannot be imported: RuntimeError: operator nms does not exist"
+    monkeypatch.setattr(doctor, "LIBRARIES", (("broken_library", "broken-library", "train", "nothing"),))
+    main(["doctor"])
+    assert "cannot be imported: RuntimeError: operator nms does not exist\n" in capsys.readouterr().out
     assert "broken_library" not in sys.modules
 
 

@@ -179,6 +179,11 @@ class RpcServer:
         return self.draining.done()
 
     @property
+    def calls(self) -> int:
+        """The number of calls."""
+        return len(self._calls)
+
+    @property
     def is_finished(self) -> bool:
         """Whether the drain is complete or its time is over."""
         return self._server is None or (self._ending is not None and self._ending.done())

@@ -60,8 +60,8 @@ class Server:
 
     def adopt(
         self, sock: socket.socket, slot: int, entry: Entry, is_refused: bool = False, is_answered: bool = False
-    ) -> None:
-        """Serve a connection, given as a non-blocking socket.
+    ) -> Connection:
+        """Serve a connection, given as a non-blocking socket, and return it.
 
         If ``is_answered``, it is closed once its client has had time to read the last answer.
         """
@@ -72,6 +72,7 @@ class Server:
         task = self.loop.create_task(self._connect(connection))
         self._adopting.add(task)  # the loop keeps no strong reference
         task.add_done_callback(self._adopting.discard)
+        return connection
 
     async def _connect(self, connection: Connection) -> None:
         try:

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import cv2
 import numpy as np
@@ -13,29 +15,45 @@ import pytest
 from kit.waits import eventually, run
 
 from torchpipe_py import DeadlineExceeded, pipe
-from torchpipe_py.backends.image.memory import DECODING, SMALL, DecodingMemory
+from torchpipe_py.backends.image import memory as memory_module
+from torchpipe_py.backends.image.memory import CURRENT, DECODING, SMALL, DecodingMemory
 
 SIZE = 2 * SMALL
 
 
 class Holder(threading.Thread):
-    """Holds a reservation until ``end``."""
+    """Holds a reservation until ``end``; ``waits`` is set once it waits for others."""
+
+    deadline = None
 
     def __init__(self, memory: DecodingMemory, size: int, limit: int, is_large: bool = False) -> None:
         super().__init__(daemon=True)
         self._arguments = memory, size, limit, is_large
-        self.has, self.may_end = threading.Event(), threading.Event()
+        self.waits, self.has, self.may_end = threading.Event(), threading.Event(), threading.Event()
         self.start()
 
     def run(self) -> None:
-        memory, *arguments = self._arguments
+        CURRENT.waiter, (memory, *arguments) = self, self._arguments
         with memory.reserved(*arguments):
             self.has.set()
             self.may_end.wait(60)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.waits.set()
+        yield
+
     def end(self) -> None:
         self.may_end.set()
         self.join(60)
+
+
+def is_unused(memory: DecodingMemory) -> bool:
+    """Whether a large image gets the whole limit: it would wait for one in use, of either kind."""
+    holder = Holder(memory, SIZE, SIZE, is_large=True)
+    is_admitted = holder.has.wait(60)
+    holder.end()
+    return is_admitted
 
 
 def test_requests_beyond_limit_wait_in_order() -> None:
@@ -44,11 +62,9 @@ def test_requests_beyond_limit_wait_in_order() -> None:
     assert first.has.wait(60)
     assert second.has.wait(60)
     large = Holder(memory, 2 * SIZE, 2 * SIZE)
-    while not memory._waiting:
-        pass
+    assert large.waits.wait(60)
     small = Holder(memory, SIZE, 2 * SIZE)  # would fit sooner, but came later
-    while len(memory._waiting) < 2:
-        pass
+    assert small.waits.wait(60)
     first.end()
     assert not large.has.is_set()
     assert not small.has.is_set()
@@ -58,7 +74,7 @@ def test_requests_beyond_limit_wait_in_order() -> None:
     large.end()
     assert small.has.wait(60)
     small.end()
-    assert not memory._under_way
+    assert is_unused(memory)
 
 
 def test_small_images_do_not_wait_for_large_ones() -> None:
@@ -68,22 +84,19 @@ def test_small_images_do_not_wait_for_large_ones() -> None:
     others = [Holder(memory, SIZE, limit) for _ in range(2)]
     assert all(other.has.wait(60) for other in others)
     third = Holder(memory, SIZE, limit)  # beside a large one they have half of the limit
-    while not memory._waiting:
-        pass
+    assert third.waits.wait(60)
     large.end()
     assert third.has.wait(60)
     next_large = Holder(memory, SIZE, limit, is_large=True)
-    while not memory._waiting_large:
-        pass
+    assert next_large.waits.wait(60)
     fourth = Holder(memory, SIZE, limit)  # or one that is wanted
-    while not memory._waiting:
-        pass
+    assert fourth.waits.wait(60)
     third.end()
     assert next_large.has.wait(60)
     assert fourth.has.wait(60)
     for holder in (*others, next_large, fourth):
         holder.end()
-    assert not memory._under_way
+    assert is_unused(memory)
 
 
 def test_forked_process_starts_without_reservations() -> None:
@@ -99,7 +112,9 @@ def test_forked_process_starts_without_reservations() -> None:
     holder.end()
 
 
-def test_wait_for_memory_ends_at_deadline_and_is_not_a_hung_batch() -> None:
+def test_wait_for_memory_ends_at_deadline_and_is_not_a_hung_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, waiting = threading.Semaphore(0), memory_module.waiting
+    monkeypatch.setattr(memory_module, "waiting", lambda: (waits.release(), waiting())[1])
     big = bytes(cv2.imencode(".jpg", np.zeros((1400, 1400, 3), np.uint8))[1])
     limit = 8 * 1400 * 1400
     with pipe({"backend": "DecodeMat", "max_pixels": 1400 * 1400}) as p:
@@ -107,7 +122,8 @@ def test_wait_for_memory_ends_at_deadline_and_is_not_a_hung_batch() -> None:
             request = p.submit({"data": big}, timeout=0.3)
             late = p.submit({"data": big})
             assert isinstance(request.exception(60), DeadlineExceeded)
-            eventually(lambda: DECODING._waiting_large)  # of which only the other is left
+            assert waits.acquire(timeout=60)
+            assert waits.acquire(timeout=60), "the other does not wait"
             eventually(lambda: not any(node["oldest_batch_s"] for node in p.stats()["nodes"].values()))
             assert not late.done()
         assert late.result(60)["result"].shape == (1400, 1400, 3)

@@ -154,7 +154,7 @@ def test_health_watch_reports_each_change(monkeypatch: pytest.MonkeyPatch) -> No
         long = code_of(lambda: next(watch(b"\n\x88\x27" + b"x" * 5000, timeout=WAIT)))
         assert long == ("INVALID_ARGUMENT", "5003 bytes to watch; the limit is 4096")
         told.cancel()
-        eventually(lambda: len(server.rpc._calls) == 1, "a watch whose client is gone takes room")
+        eventually(lambda: server.rpc.calls == 1, "a watch whose client is gone takes room")
         told = watch(b"", timeout=WAIT)
         assert next(told) == SERVING
         server.call(server.rpc.drain)
@@ -353,7 +353,7 @@ def test_client_that_leaves_before_its_answer_is_not_logged(
         with connect(server.grpc_port) as sock:
             sock.sendall(without_room(path, data, 1))
             eventually(lambda: any(call.answered_at for call in list(server.rpc._calls)), "no answer")
-        eventually(lambda: not server.rpc._calls, "the call of a client that is gone takes room")
+        eventually(lambda: not server.rpc.calls, "the call of a client that is gone takes room")
     assert caplog.text == ""
 
 
@@ -391,7 +391,7 @@ def test_call_leaves_no_reference_cycle() -> None:
             assert code_of(lambda: on.unary_unary(f"{SERVICE}/ModelInfer")(refused, timeout=WAIT))[0] == "NOT_FOUND"
             for _ in range(20):
                 infer(on, GOOD)
-            eventually(lambda: not server.rpc._calls)
+            eventually(lambda: not server.rpc.calls)
             kept = gc.get_objects()
             for name in ("_ServicerContext", "RpcCall", "Recipient"):
                 assert sum(type(each).__name__ == name for each in kept) < 20, name

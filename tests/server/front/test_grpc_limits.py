@@ -79,7 +79,7 @@ def test_newcomers_replace_silent_calls(path: str, monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             sock = stack.enter_context(connect(server.grpc_port))
             sock.sendall(http2.opening() + http2.head(path, 1) + http2.head(path, 3))
-        eventually(lambda: len(server.rpc._calls) == 4)
+        eventually(lambda: server.rpc.calls == 4)
         with channel(server.grpc_port) as on:
             for _ in range(3):
                 assert call(on)

@@ -187,7 +187,7 @@ def test_connections_with_costly_messages_take_turns_whatever_they_pipeline(coun
 
 
 def held_bytes(server: LocalServer) -> int:
-    connections = [one for one in list(server.server._connections) if one.transport is not None]
+    connections = [one for one in server.connections() if one.transport is not None]
     return sum(one.transport.get_write_buffer_size() for one in connections)
 
 
@@ -306,7 +306,7 @@ def test_client_is_silent_for_long_after_a_message_in_two_parts(clock, client_ty
     message = client_type.pack(b"ring")
     with steered(message_seconds=100) as server, client_type(server.port) as client:
         client.sock.sendall(message[:20])
-        eventually(lambda: any(one.message_since for one in list(server.server._connections)))
+        eventually(lambda: any(one.message_since for one in server.connections()))
         client.sock.sendall(message[20:])
         assert client.receive().label == "ring"
         clock.ahead = 200
@@ -319,7 +319,7 @@ def test_reading_goes_on_after_the_last_of_many_unread_requests():
         client.send_batch(b"block")
         assert Steered.entered.acquire(timeout=WAIT)
         client.sock.sendall(batch_of(READ_AHEAD_BYTES + 1))
-        (connection,) = list(server.server._connections)
+        (connection,) = server.connections()
         eventually(lambda: not connection.is_reading)
         Steered.opened.set()
         assert client.receive().label == "block"
@@ -333,7 +333,7 @@ def test_client_that_closed_its_side_gets_the_answer_of_a_running_request(client
     with steered() as server, client_type(server.port) as client:
         client.send_batch(b"block")
         assert Steered.entered.acquire(timeout=WAIT)
-        (connection,) = list(server.server._connections)
+        (connection,) = server.connections()
         client.sock.shutdown(socket.SHUT_WR)
         eventually(lambda: connection.ended_at)
         wait_ticks(server, 1)
@@ -453,7 +453,7 @@ def test_paced_refusal_releases_its_message_and_delays_no_results(monkeypatch) -
         Steered.values = {name: Overloaded("busy")}
         client.send_batch(f"error {name}".encode())
         eventually(lambda: "infer_batch" in server.server.counters.summary()["by_method"])
-        (connection,) = (one for one in list(server.server._connections) if one.call is not None)
+        (connection,) = (one for one in server.connections() if one.call is not None)
         assert connection.held_bytes == 0
         refused, answered = other.infer_many([f"error {name}".encode(), b"ring"])
         assert (refused.error.code, answered.result.label) == ("overloaded", "ring")
@@ -542,7 +542,7 @@ def test_half_sent_messages_of_many_connections_are_bounded(client_type):
 
 
 def held_by_connections(server: LocalServer) -> int:
-    return sum(one.held_bytes for one in list(server.server._connections))
+    return sum(one.held_bytes for one in server.connections())
 
 
 def is_readable(sock: socket.socket, seconds: float = 0) -> bool:

@@ -209,7 +209,7 @@ def test_a_client_that_is_done_sending_gets_its_answers(client_type, rest, monke
         sock.sendall(client_type.pack(b"first") + client_type.pack(b"block") + rest)
         sock.shutdown(1)
         assert Steered.entered.acquire(timeout=WAIT)
-        eventually(lambda: all(connection.ended_at for connection in server.server._connections))
+        eventually(lambda: all(connection.ended_at for connection in server.connections()))
         Steered.opened.set()
         received = read_all(sock)
     assert b"first" in received
@@ -223,8 +223,8 @@ def test_what_waits_when_its_client_leaves_is_not_computed(client_type, monkeypa
         first.sendall(client_type.pack(b"block"))
         assert Steered.entered.acquire(timeout=WAIT)
         second.sendall(client_type.pack(b"queued"))
-        eventually(lambda: [bool(connection.call) for connection in server.server._connections] == [True] * 2)
-        for connection in server.server._connections:
+        eventually(lambda: [bool(connection.call) for connection in server.connections()] == [True] * 2)
+        for connection in server.connections():
             connection.call.began -= WAIT  # as long ago
         second.shutdown(1)
         assert read_all(second) == b""

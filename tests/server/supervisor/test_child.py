@@ -21,6 +21,7 @@ from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import child as module
+from torchpipe_server.supervisor import connections as connections_module
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.forker import Forked
@@ -41,10 +42,13 @@ class Subject:
         ours, self.sock = socket.socketpair()
         self.heartbeat = Heartbeat()
         self.ended: list[Child] = []
+        self.heard: list[Any] = []
         process = ChildProcess("worker 0", self.process)
         read_end, self.stderr = multiprocessing.Pipe(duplex=False)
         forked = Forked(process, ours, self.heartbeat, read_end)
-        self.child = Child(self.loop, "worker 0", forked, lambda child, message: None, self.ended.append)
+        self.child = Child(
+            self.loop, "worker 0", forked, lambda child, message: self.heard.append(message), self.ended.append
+        )
 
     def say(self, *messages: Any) -> None:
         for message in messages:
@@ -164,16 +168,15 @@ def test_kills_a_worker_that_sends_a_control_message_too_early_or_unread(
 
 def test_worker_that_sends_much_leaves_time_for_others(subject: Subject) -> None:
     rounds: list[int] = []
-    heard: list[Any] = []
-    subject.child._on_message = lambda child, message: heard.append(message)
+    subject.heard.clear()
 
     def count() -> None:
-        rounds.append(len(heard))
+        rounds.append(len(subject.heard))
         subject.loop.call_soon(count)
 
     subject.loop.call_soon(count)
     subject.sock.sendall((json.dumps(CONTROL).encode() + b"\n") * 1000)
-    eventually(lambda: (turn(subject.loop), len(heard) == 1000)[1])
+    eventually(lambda: (turn(subject.loop), len(subject.heard) == 1000)[1])
     assert max(after - before for before, after in pairwise(rounds)) < 300
 
 
@@ -248,26 +251,35 @@ class Taker:
         self.connections.add(slot)
 
 
-def test_new_connections_wait_for_the_replacement_of_a_dead_worker() -> None:
+def test_new_connections_wait_for_the_replacement_of_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """What killed it may come again: those whose worker lives keep it."""
+    monkeypatch.setattr(connections_module, "HOLD_SECONDS", WAIT)
     loop, survivor, successor = new_loop(is_fast=False), Taker(), Taker()
     ready: list[Any] = [survivor]
     is_recovering = False
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        connections = Connections(loop, listener, Options("test"), IDL, lambda: ready, lambda: is_recovering)
-        pairs = [socket.socketpair() for _ in range(2)]
-        connections._take(pairs[0][0], "127.0.0.1")
-        (old,) = survivor.connections
-        is_recovering = True
-        connections._take(pairs[1][0], "127.0.0.1")
-        (new,) = connections._waiting
-        connections.gone(ready[0], old, False)
-        assert (survivor.connections, set(connections._waiting)) == ({old}, {new})
-        ready.append(successor)
-        is_recovering = False
-        connections.became_ready(ready[1])
-        assert (successor.connections, connections._waiting) == ({new}, {})
-        connections.close()
-        for _, client in pairs:
-            client.close()
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections = Connections(loop, listener, Options("test"), IDL, lambda: ready, lambda: is_recovering)
+    connections.open()
+
+    def connect() -> socket.socket:
+        count = connections.figures()[0]["open"]
+        client = socket.create_connection(listener.getsockname())
+        eventually(lambda: turn(loop) or connections.figures()[0]["open"] > count)
+        return client
+
+    clients = [connect()]
+    (old,) = survivor.connections
+    is_recovering = True
+    clients.append(connect())
+    connections.gone(ready[0], old, False)
+    assert survivor.connections == {old}
+    ready.append(successor)
+    is_recovering = False
+    connections.became_ready(ready[1])
+    assert len(successor.connections - {old}) == len(successor.connections) == 1
+    connections.drain()
+    connections.close()
+    for client in clients:
+        client.close()
+    turn(loop)
     loop.close()

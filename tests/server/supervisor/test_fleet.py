@@ -12,9 +12,11 @@ from unittest import mock
 import psutil
 import pytest
 from kit.services import turn
+from kit.waits import eventually
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options, parse_options
+from torchpipe_server.supervisor import fleet as module
 from torchpipe_server.supervisor.fleet import FIRST_DELAY, LONGEST_DELAY, SETTLED_SECONDS, START_ATTEMPTS, Fleet
 from torchpipe_server.supervisor.forker import Forker
 from torchpipe_server.supervisor.generation import MOST_CHANGES, Generation, WorkerSlot
@@ -50,34 +52,46 @@ class VirtualLoop:
 
 
 class Fleets:
-    """Makes a `Fleet` that forks nothing: ``started`` has index and time of each start, ``failed`` its problems."""
+    """Makes a `Fleet` that forks nothing: ``starts`` has slot and time of each start, ``failed`` its problems."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop, self.journal = VirtualLoop(), Journal(1)
-        self.starts: list[tuple[int, float]] = []
+        self.starts: list[tuple[WorkerSlot, float]] = []
         self.failed: list[str] = []
+        monkeypatch.setattr(module, "Forker", self._make_forker)
+        monkeypatch.setattr(module, "Child", self._make_child)
 
     @property
     def started(self) -> list[int]:
-        return [index for index, _ in self.starts]
+        return [slot.index for slot, _ in self.starts]
+
+    def _make_forker(self, loop: Any, options: Any, journal: Any, is_wanted: Any, done: Any) -> mock.Mock:
+        self.forked = done
+        """Takes a slot and its process or why there is none."""
+        return mock.Mock(fork=lambda slot: self.starts.append((slot, self.loop.time)))
+
+    def _make_child(self, loop: Any, name: str, forked: Any, on_message: Any, on_end: Any) -> mock.Mock:
+        child = mock.Mock(is_ready=True, has_served=False, ready_at=0.0, stats={}, clients=set(), failure="")
+        child.configure_mock(reason="died", answered=True, end=lambda: on_end(child))
+        return child
 
     def make(self, tables: Any = SHARED, **options: Any) -> Fleet:
         connections = mock.Mock(journal=self.journal, died=lambda child: 0)
         loop: Any = self.loop
         options_, load = Options("test", **options), lambda: tables
-        fleet = Fleet(loop, options_, connections, tables, load, self.failed.append, lambda: self.loop.time)
-        fleet._forker.fork = lambda slot: self.starts.append((slot.index, self.loop.time))  # type: ignore[method-assign]
-        return fleet
+        return Fleet(loop, options_, connections, tables, load, self.failed.append, lambda: self.loop.time)
 
-    def die(self, fleet: Fleet, slot: WorkerSlot, **changes: Any) -> None:
-        dying = {"stats": {}, "clients": set(), "failure": "", "reason": "died", "answered": True}
-        slot.child = mock.Mock(**{"has_served": False, "ready_at": 0.0, **dying, **changes})
-        fleet._ended(slot.child)
+    def die(self, slot: WorkerSlot, **changes: Any) -> None:
+        """Start the slot's process and let it end."""
+        self.forked(slot, mock.Mock())
+        child: Any = slot.child
+        child.configure_mock(**changes)
+        child.end()
 
 
 @pytest.fixture
-def fleets() -> Iterator[Fleets]:
-    made = Fleets()
+def fleets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleets]:
+    made = Fleets(monkeypatch)
     yield made
     made.journal.close()
 
@@ -87,7 +101,7 @@ def test_worker_that_served_is_replaced_at_once_however_often_it_dies(fleets: Fl
     fleet = fleets.make(workers=2)
     fleet.has_begun = True
     for _ in range(50):
-        fleets.die(fleet, fleet.generation.workers[0], has_served=True, ready_at=fleets.loop.time)
+        fleets.die(fleet.generation.workers[0], has_served=True, ready_at=fleets.loop.time)
     assert fleets.started == [0] * 50
     assert fleet.is_recovering
     assert (fleet.generation.workers[0].restarts, fleet.restarts) == (50, {"died": 50})
@@ -100,17 +114,17 @@ def test_worker_that_dies_before_it_serves_is_replaced_after_a_delay_that_double
     delays = []
     for _ in range(9):
         died, count = fleets.loop.time, len(fleets.starts)
-        fleets.die(fleet, worker, ready_at=died)
+        fleets.die(worker, ready_at=died)
         assert (len(fleets.starts), fleet.is_recovering) == (count, False)
         fleets.loop.advance(LONGEST_DELAY)
         delays.append(fleets.starts[-1][1] - died)
     assert delays == [FIRST_DELAY * 2**doublings for doublings in range(7)] + 2 * [LONGEST_DELAY]
-    fleets.die(fleet, worker, ready_at=fleets.loop.time - SETTLED_SECONDS)
-    assert fleets.starts[-1] == (0, fleets.loop.time)
-    fleets.die(fleet, worker, ready_at=fleets.loop.time)
+    fleets.die(worker, ready_at=fleets.loop.time - SETTLED_SECONDS)
+    assert fleets.starts[-1] == (worker, fleets.loop.time)
+    fleets.die(worker, ready_at=fleets.loop.time)
     died = fleets.loop.time
     fleets.loop.advance(LONGEST_DELAY)
-    assert fleets.starts[-1] == (0, died + FIRST_DELAY), "it worked for a while, so the delay is the first again"
+    assert fleets.starts[-1] == (worker, died + FIRST_DELAY), "it worked for a while, so the delay is the first again"
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
@@ -118,9 +132,9 @@ def test_start_without_system_resources_does_not_count_as_failed(fleets: Fleets,
     """A worker is given up only for its own failures."""
     fleet = fleets.make(workers=1)
     for _ in range(2 * START_ATTEMPTS):
-        fleet._forked(fleet.generation.workers[0], OSError(number, os.strerror(number)))
+        fleets.forked(fleet.generation.workers[0], OSError(number, os.strerror(number)))
     assert (fleet.generation.workers[0].failures, fleets.failed) == (0, [])
-    fleet._forked(fleet.generation.workers[0], OSError(errno.ESRCH, "it is gone"))
+    fleets.forked(fleet.generation.workers[0], OSError(errno.ESRCH, "it is gone"))
     assert fleet.generation.workers[0].failures == 1
 
 
@@ -134,7 +148,7 @@ def test_change_of_the_configuration_is_answered_once(fleets: Fleets) -> None:
     with pytest.raises(Overloaded, match=f"more than {MOST_CHANGES} changes wait"):
         fleet.change(dict, answers.append)
     fleet.drain()
-    fleet._not_forked(fleet._next_generation.workers[0], OSError(errno.EPERM, "not any more"))
+    fleets.forked(fleets.starts[-1][0], OSError(errno.EPERM, "not any more"))
     fleets.loop.advance(0.01)
     assert answers == ["the service is stopping"] * (1 + MOST_CHANGES)
 
@@ -146,23 +160,22 @@ def test_service_ends_if_an_engine_process_cannot_be_started(fleets: Fleets) -> 
     ready.child = mock.Mock(is_ready=True, clients=set())
     for _ in range(START_ATTEMPTS):
         assert fleets.failed == []
-        fleets.die(fleet, dying)
+        fleets.die(dying)
     assert fleets.failed == [f"engine process 1 cannot be started, after {START_ATTEMPTS} attempts"]
 
 
 def test_reload_ends_if_the_engine_process_that_it_keeps_is_given_up(fleets: Fleets) -> None:
     """Its workers would wait for that one forever, and the service would not end while they do."""
     fleet = fleets.make(workers=2)
-    for slot in fleet._slots:
-        slot.child = mock.Mock(is_ready=True, clients=set())
+    for slot in fleet.generation.slots:
+        fleets.forked(slot, mock.Mock())
     fleet.has_begun = True
     fleet.reload()
-    assert fleet._next_generation is not None
-    assert fleet._next_generation.engines == fleet.generation.engines
+    assert [slot.role for slot, _ in fleets.starts] == ["worker"] * 2
     for _ in range(START_ATTEMPTS):
-        assert (fleets.failed, fleet._next_generation is None) == ([], False)
-        fleets.die(fleet, fleet.generation.engines[0])
-    assert fleet._next_generation is None
+        assert (fleets.failed, fleet.reloads["failed"]) == ([], 0)
+        fleets.die(fleet.generation.engines[0])
+    assert fleet.reloads["failed"] == 1
     assert fleets.failed == [f"no engine process can be started, after {START_ATTEMPTS} attempts each"]
 
 
@@ -206,8 +219,8 @@ def test_process_is_killed_if_no_descriptor_is_left_for_it(fleets: Fleets, monke
     monkeypatch.setattr(os, "pidfd_open", none_is_left)
     before = psutil.Process().num_fds()
     subject = Forker(loop, Options("test"), fleets.journal, lambda slot: True, lambda slot, error: failed.append(error))
-    subject._fork(WorkerSlot(0, {}))
-    turn(loop)
+    subject.fork(WorkerSlot(0, {}))
+    eventually(lambda: turn(loop) or failed)
     assert [error.errno for error in failed] == [errno.EMFILE]
     process.kill.assert_called_once()
     failed.clear()

@@ -314,9 +314,10 @@ class Faults(ImageFiles):
 
 def test_closing_workers_is_not_a_failure(dataset: ImageFiles, toml: str) -> None:
     """After a DataLoader of its own, a program has PyTorch's handler, which raises for each worker that failed."""
+    before = multiprocessing.active_children()
     with wrapped(dataset, toml, workers=2) as loader:
         next(iter(loader))
-        workers = list(loader._source._reader._loader._iterator._workers)
+        workers = [child for child in multiprocessing.active_children() if child not in before]
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
