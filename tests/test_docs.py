@@ -210,7 +210,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_does_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_gives_the_shown_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runnable = [block for block in blocks(page) if block.language != "text" and block.marked("not run: ") is None]
     if not runnable:
         return
@@ -274,7 +274,7 @@ def test_the_flags_of_the_service_are_the_declared_ones() -> None:
     assert between("docs/service.md", "flags")[2:] == options.markdown_table()
 
 
-def test_the_metrics_shown_are_those_that_the_service_tells() -> None:
+def test_documented_metrics_equal_those_of_the_service() -> None:
     files = ("server/torchpipe_server/supervisor/monitoring/metrics.py", "torchpipe_py/runtime/record/statistics.py")
     source = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
     page = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")

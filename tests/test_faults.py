@@ -55,7 +55,7 @@ def code_of(client: Any, root: str, text: bytes) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("root", ["own", "engine", "child", "decoder"])
-def test_who_dies_or_hangs_costs_its_own_request(service: SteeredProcess, root: str, fault: str, way: str) -> None:
+def test_a_death_or_hang_costs_its_own_request_only(service: SteeredProcess, root: str, fault: str, way: str) -> None:
     """Connections that wait for nothing go on, on another worker if need be; a child or a decoder costs no worker."""
     eventually(lambda: len(service.workers) == 3)
     workers = service.workers  # two of them, and the engine process

@@ -913,7 +913,7 @@ def test_range_cuts_batches(register: Register, inner: Any, outer: Any, count: i
 
 
 @pytest.mark.parametrize("backend", ["MapReduce", "S[Identity,MapReduce]"])
-def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backend: str) -> None:
+def test_requests_of_different_jumps_share_a_batch(register: Register, backend: str) -> None:
     gate = Gate(most=8, blocks=lambda data: data == "first")
     config = {"a": {"backend": backend, "jump": "r", "instance_num": 2}, "r": {"backend": register(gate.backend)}}
     with pipe(config) as p, gate:
@@ -932,7 +932,7 @@ def test_requests_of_a_jump_batch_with_those_of_others(register: Register, backe
 
 @pytest.mark.parametrize("backend", ["Jump", "MapReduce"])
 @pytest.mark.parametrize("end", ["cancel", "timeout", "ticket"])
-def test_the_end_of_a_request_reaches_what_its_jump_started(register: Register, backend: str, end: str) -> None:
+def test_end_of_a_request_ends_requests_of_its_jump(register: Register, backend: str, end: str) -> None:
     gate = Gate(blocks=lambda data: data == "first")
     with pipe(jump(backend) | {"r": {"backend": register(gate.backend)}}) as p, gate:
         first = gate.hold(p, {"data": "first", "node_name": "r"})
@@ -992,7 +992,7 @@ def test_close_fails_a_request_that_waits_for_a_jump(register: Register, backend
 # -- many at once, deep and wide ------------------------------------------------------------------------------------
 
 
-def test_forks_and_jumps_under_many_threads_answer_once_whatever_ends_them() -> None:
+def test_forks_and_jumps_under_many_threads_answer_once() -> None:
     config = {
         "global": {"batching_timeout": 1},
         "a": mark("a", "b,c", instance_num=2),

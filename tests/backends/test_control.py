@@ -111,7 +111,7 @@ def test_no_rows_are_an_empty_list(register: Register, array: Any) -> None:
         (np.zeros((4, 5, 3), np.uint8), "an image of 4x5x3; split names the keys that hold lists"),
     ],
 )
-def test_what_has_no_rows_is_refused(register: Register, array: Any, shown: str) -> None:
+def test_refuses_values_without_rows(register: Register, array: Any, shown: str) -> None:
     found = ask(graph("MapReduce", register), array)[0]["error"]
     assert type(found) is InvalidRequest
     assert str(found).endswith(f"found {shown}")
@@ -170,7 +170,7 @@ class Boxes:
         ("Identity", {}, Signature()),
     ],
 )
-def test_what_is_said(classifier: str, backend: str, keys: dict[str, Any], expected: Signature):
+def test_signature_of_combined_backends(classifier: str, backend: str, keys: dict[str, Any], expected: Signature):
     model = {"model": classifier} if "OnnxTensor" in backend else {}
     device = {"device": "cpu"} if "Mat2Tensor" in backend else {}
     with pipe({"backend": backend} | device | model | keys) as p:

@@ -62,7 +62,7 @@ ONCE = {"idempotent": False}
         *(([step], ONCE, ConnectionLost, 1, 2) for step in (hang_up, reset, half)),
     ],
 )
-def test_what_a_call_ends_with(make, monkeypatch, script, options, end, calls, connections):
+def test_call_ends_with_answer_or_error_after_retries(make, monkeypatch, script, options, end, calls, connections):
     with pauses(monkeypatch), ScriptedServer(*script) as server, make(server.address, **options) as client:
         if end is None:
             assert label(client) == "a"
@@ -88,7 +88,7 @@ def test_delays_grow_and_are_not_the_same_for_all(make, monkeypatch):
         assert 1.025 <= first <= 1.05 <= second <= 1.1 <= third <= 1.2
 
 
-def test_ping_knows_what_it_does_not_declare(make):
+def test_ping_reads_undeclared_exceptions(make):
     steps = [fails_undeclared("Unavailable: no worker"), fails_undeclared("ValueError: a defect")]
     with ScriptedServer(*steps) as server, make(server.address) as client:
         with pytest.raises(InferenceError, match=r"^ValueError: a defect$") as raised:

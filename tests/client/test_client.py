@@ -57,7 +57,7 @@ BLOCK = np.arange(24).reshape(2, 3, 4)
     ],
     ids=str,
 )
-def test_a_value_comes_back_as_it_went(make, echo, sent, dtype):
+def test_value_survives_a_round_trip(make, echo, sent, dtype):
     with make(echo) as client:
         result = client.infer({"data": sent})["result"]
         if dtype is None:
@@ -148,7 +148,7 @@ def test_arguments_that_are_refused_before_they_are_sent(make, method, args, tex
         getattr(client, method)(args[0], **dict(*args[1:]))
 
 
-def test_what_the_service_refuses_is_told(make, echo):
+def test_refusals_of_the_service_are_raised(make, echo):
     with make(echo) as client:
         with pytest.raises(UnknownNode, match="no root 'other'"):
             client.infer({"data": b""}, node_name="other")

@@ -45,7 +45,7 @@ from torchpipe_client.contract import decode_reply
         (lambda server, sock, call: sock.sendall(reply(call)), "neither a result nor an error"),
     ],
 )
-def test_what_is_no_answer_is_told_and_the_connection_used_no_more(make, step, text):
+def test_invalid_reply_is_an_error_and_ends_its_connection(make, step, text):
     with ScriptedServer(step) as server, make(server.address) as client:
         with pytest.raises(BadReply, match=text):
             label(client)
@@ -218,7 +218,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_says_too_much_is_not_decoded(name: str):
+def test_refuses_oversized_and_malformed_replies(name: str):
     fields, said = WRONG[name]
     with pytest.raises(BadReply, match=said):
         decode_reply("infer", 1, infer_reply(fields))

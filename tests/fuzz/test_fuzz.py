@@ -25,7 +25,7 @@ def test_mutants(protocol: str, mutants: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda path: path.stem)
-def test_what_was_found_before(seed: Path) -> None:
+def test_handles_saved_findings(seed: Path) -> None:
     judge, data = fuzzer.Judge(), seed.read_bytes()
     rng = random.Random(1)
     assert judge.wrong(data, rng) == ""
@@ -73,6 +73,6 @@ def test_mutants_of_images(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_found_is_refused_or_decoded() -> None:
+def test_saved_images_are_refused_or_decoded() -> None:
     done = run(sys.executable, FUZZER, "--decoder", "every-format", "--replay", *map(str, IMAGE_SEEDS))
     assert (done.returncode, done.stdout) == (0, "".join(f"{path}: ok\n" for path in IMAGE_SEEDS)), done.stderr

@@ -58,7 +58,9 @@ def cached(built: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Sta
     return start_pipe
 
 
-def test_what_changed_or_is_damaged_is_rebuilt(cached: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_or_damaged_engines_are_rebuilt(
+    cached: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each change once; ``test_engine_cache`` has them all."""
     assert not cached()
     assert cached(precision="fp32")

@@ -52,7 +52,7 @@ def layers_of(backend: Backend) -> list[Layer]:
 
 @needs_tensorrt
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_small_model_runs_in_what_was_asked_for(tmp_path: Path, precision: str) -> None:
+def test_small_model_runs_in_the_requested_precision(tmp_path: Path, precision: str) -> None:
     model = small_model(tmp_path / "small.onnx", channels=8)
     with backend_of({"backend": "TensorrtTensor", "model": model, "max": 4, "precision": precision}) as backend:
         assert {layer.precision for layer in layers_of(backend)} == {precision}
@@ -163,7 +163,7 @@ def answers(config: Path, **more: Any) -> list[tuple[str, float]]:
 
 @needs_tensorrt
 @pytest.mark.parametrize("precision", ["fp16", "int8", "best", "fp32"])
-def test_tensorrt_computes_what_onnx_runtime_does(config: Path, quantised: str, precision: str) -> None:
+def test_tensorrt_agrees_with_onnx_runtime(config: Path, quantised: str, precision: str) -> None:
     expected = answers(config, model=quantised, backend="OnnxTensor", providers="CPUExecutionProvider")
     given = answers(config, model=quantised, precision=precision)
     assert sum(a[0] == b[0] for a, b in zip(expected, given, strict=True)) >= 47

@@ -38,7 +38,7 @@ def check_same(backend: str, tensor: torch.Tensor, tolerance: float, keys: Data 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", ON_TENSORS, ids=str)
-def test_each_operation_gives_what_it_gives_on_the_cpu(case: Case, size: tuple[int, int, int, int]) -> None:
+def test_each_operation_equals_its_result_on_the_cpu(case: Case, size: tuple[int, int, int, int]) -> None:
     tensor = to_tensor(case.source(*size[:2]))
     exact = case.off == 0
     if case.name == "ResizeShorter":  # 8 bits are resized as such on the CPU, and as float32 on the GPU

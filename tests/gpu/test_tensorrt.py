@@ -113,7 +113,7 @@ def numbers(result: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["cpu", "SoftmaxCpu", "SoftmaxMax", "ArgMax", "SoftmaxArgMax", "TopK", "Sigmoid"])
-def test_postprocessors_on_the_gpu_are_those_on_the_host(resnet18: str, name: str) -> None:
+def test_postprocessors_on_the_gpu_equal_those_on_the_host(resnet18: str, name: str) -> None:
     mats = [photo(224, 224, seed) for seed in range(5)]
     with backend_of(resnet_config("resnet18", resnet18)) as backend:
         logits = torch.cat([item["result"].cpu() for item in forward(backend, mats)])
@@ -249,7 +249,7 @@ def test_out_of_gpu_memory_fails_alone() -> None:
     assert torch.ones(4, device="cuda").sum().item() == 4.0
 
 
-def test_what_tensorrt_cannot_take_is_said(tmp_path: Path) -> None:
+def test_error_names_what_tensorrt_refuses(tmp_path: Path) -> None:
     node = helper.make_node("Frobnicate", ["input"], ["output"], name="odd", domain="com.example")
     value = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 3])  # noqa: E731
     graph = helper.make_graph([node], "odd", [value("input")], [value("output")])

@@ -32,7 +32,7 @@ aoti_load_package(save_small("aoti", Path({str(path)!r}), "cuda"))
 
 @pytest.mark.parametrize("cuda_graph", [True, False])
 @pytest.mark.parametrize("kind", ["script", "export", "aoti"])
-def test_a_model_file_gives_what_the_module_gives(tmp_path: Path, kind: str, cuda_graph: bool) -> None:
+def test_model_file_equals_its_module(tmp_path: Path, kind: str, cuda_graph: bool) -> None:
     path = tmp_path / "model"
     if kind == "aoti":
         try_package(path)

@@ -93,7 +93,7 @@ class OnTheCpu:
 
 
 @decoders
-def test_a_batch_is_what_the_pipe_gives(dataset: ImageFiles, decoder: str) -> None:
+def test_batch_equals_results_of_the_pipe(dataset: ImageFiles, decoder: str) -> None:
     with wrapped(dataset, decoder=decoder) as loader, pipe(config(decoder=decoder)) as run:
         seen = 0
         for images, labels in loader:
@@ -142,7 +142,7 @@ CHAIN = Compose([AUGMENTATIONS["crop"], AUGMENTATIONS["color"], AUGMENTATIONS["c
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_augmentations_on_the_gpu_are_those_on_the_cpu(name: str, dtype: Any) -> None:
+def test_augmentations_on_the_gpu_equal_those_on_the_cpu(name: str, dtype: Any) -> None:
     images = torch.stack([torch.from_numpy(photo(50, 60, seed)).permute(2, 0, 1) for seed in range(16)]).to(dtype)
     seeds = torch.arange(16)
     expected = AUGMENTATIONS[name](images, seeds=seeds)
@@ -379,7 +379,7 @@ def test_the_documents_toml_decodes_jpegs_on_the_gpu_and_the_rest_on_the_cpu(tmp
     assert float((floats - integers.float()).abs().mean()) < 5
 
 
-def test_the_documents_transforms_keep_the_brightness_of_what_the_gpu_decodes(dataset: ImageFiles) -> None:
+def test_the_documents_transforms_keep_the_brightness_of_gpu_images(dataset: ImageFiles) -> None:
     """``ColorJitter`` takes floats for values of 0..1: those of ``ResizeTensor`` would all be clipped to 1."""
     from torchvision import transforms
 

@@ -98,7 +98,7 @@ def test_form_fields_become_keys(values: LocalServer, text: str, value: Any):
         ("multipart/form-data", "form"),
     ],
 )
-def test_forms_that_are_wrong(values: LocalServer, parts: Any, said: str):
+def test_refuses_invalid_forms(values: LocalServer, parts: Any, said: str):
     body, kind = (b"", parts) if isinstance(parts, str) else form(*parts)
     status, answer = ask(values.port, body, Content_Type=kind)
     assert (status, answer["code"]) == (400, "invalid_request")
@@ -169,7 +169,7 @@ WRONG_JSON = {
 
 
 @pytest.mark.parametrize("name", WRONG_JSON)
-def test_json_that_is_wrong(values: LocalServer, name: str):
+def test_refuses_invalid_json(values: LocalServer, name: str):
     body, said = WRONG_JSON[name]
     status, answer = ask_json(values.port, body)
     assert (status, answer["code"]) == (400, "invalid_request")

@@ -26,7 +26,7 @@ def timing_over_http(server: LocalServer, path: str, body: bytes = b"x", **field
     return fetch(server.port, path, "POST", body, **fields).fields.get("server-timing", "")
 
 
-def test_an_answer_says_where_its_time_went_if_that_is_asked_for() -> None:
+def test_answer_has_node_times_if_asked_for() -> None:
     batch = b'{"inputs": [{"name": "data", "datatype": "BYTES", "shape": [3], "data": ["x", "y", "z"]}]}'
     with serving(CONFIG) as server:
         assert timing_over_http(server, "/infer") == ""
@@ -43,7 +43,7 @@ def test_an_answer_says_where_its_time_went_if_that_is_asked_for() -> None:
 
 
 @pytest.mark.skipif(not contract.HAS_GRPC, reason="grpcio is not installed")
-def test_over_grpc_it_is_metadata() -> None:
+def test_node_times_over_grpc_are_metadata() -> None:
     import grpc
 
     with serving(CONFIG, grpc_port=0) as server, grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as on:
@@ -55,7 +55,7 @@ def test_over_grpc_it_is_metadata() -> None:
             assert bool(found and re.fullmatch(HEADER, found)) == wanted, found
 
 
-def test_slow_requests_are_logged_with_the_times_in_each_node(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_requests_are_logged_with_node_times(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with serving(CONFIG, log_requests="slow:0") as server, Client(server.port) as client:
         client.call("infer", request=IDL.InferRequest(uuid="7", inputs={"data": IDL.Value(bytes=b"x")}))
@@ -74,7 +74,7 @@ def test_slow_requests_are_logged_with_the_times_in_each_node(caplog: pytest.Log
 
 
 @pytest.mark.parametrize(("fields", "query"), [(7, "timing=1"), (["x-timing"], ["timing=1"]), (b"x", 7), (None, None)])
-def test_arguments_of_thrift_ask_for_nothing(fields: Any, query: Any) -> None:
+def test_thrift_arguments_ask_for_no_node_times(fields: Any, query: Any) -> None:
     """They may have fields of these names; nor does a result with headers of its own change."""
     answer, given = SimpleNamespace(headers={}), list[Any]()
     method = Method(SimpleNamespace, lambda args, done: done(answer), trace_fields=lambda args: (None, None))
@@ -84,7 +84,7 @@ def test_arguments_of_thrift_ask_for_nothing(fields: Any, query: Any) -> None:
     assert given == [answer]
 
 
-def test_of_several_visits_of_a_node_the_longest_counts() -> None:
+def test_longest_visit_of_a_node_counts() -> None:
     visits = [
         SimpleNamespace(node="x", arrived=start, collected=start + 1, started=start + 1, ended=end)
         for start, end in ((0, 3), (1, 9), (2, 4))

@@ -384,7 +384,7 @@ def test_serves_a_file_of_any_printable_name(tmp_path: Path, name: str) -> None:
         assert run.stats()["nodes"][f"{name}/2/inner"]["requests"] == 2
 
 
-def test_reads_what_a_folder_has_beside_its_mistakes(tmp_path: Path) -> None:
+def test_reads_valid_models_beside_invalid_ones(tmp_path: Path) -> None:
     folder = read_folder(written(tmp_path, a="[n]", b="[n", c__x="[n]", d="[n]", d__1="[n]"))
     assert list(folder) == ["a/1", "d/1"]
     assert list(folder.problems) == ["c/x", "d/1", "b/1"]

@@ -119,7 +119,7 @@ def test_filters_and_limits_with_isolation() -> None:
         ({"backend": "DecodeMat", "max_second": 3}, "did you mean 'max_seconds'"),
     ],
 )
-def test_refuses_what_cannot_be_isolated(config: Data, message: str) -> None:
+def test_refuses_backends_that_cannot_be_isolated(config: Data, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_pipeline(config)
 

@@ -214,6 +214,7 @@ def test_abandoned_request_no_longer_counts_as_load(register: Register, has_slot
         assert given_up.cancel()
         assert [type(error) for error in ended] == [CancelledError]
         assert worker.pipe.stats()["nodes"]["a"]["queued"] == 0
+        assert not worker.engine.is_waiting()
         eventually(lambda: worker.server.pipe.stats()["inflight"] == 1)
         gate.open()
         assert outcome(held)["result"] == "held"

@@ -70,7 +70,7 @@ def test_names_unknown_node_of_an_override() -> None:
         overridden(Tables({"global": {}, "model": {}}), {("modl", "max"): 3})
 
 
-def test_the_working_directory_of_a_node_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_of_a_node_has_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()

@@ -76,7 +76,7 @@ def jpegs(count: int) -> list[bytes]:
     return [encode(picture(30 + number, 40, seed=number)) for number in range(count)]
 
 
-def test_labels_are_those_of_the_pipe_and_other_columns_stay(mapper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_equal_the_pipes_and_other_columns_stay(mapper: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     images = [path.read_bytes() for path in sorted(Path("configs/demo/images").glob("*.jpg"))[::8]]
     given = rows(images)

@@ -281,7 +281,7 @@ def test_metrics_have_the_names_of_the_service() -> None:
     assert library.names == {name for _, name, _ in families} | {"torchpipe_node_batch_size"}
 
 
-def test_metrics_add_what_is_new() -> None:
+def test_metrics_count_each_request_once() -> None:
     library = Library()
     metrics = Metrics(library)
     with pipe({"a": {"next": "b"}, "b": {}}) as p:

@@ -67,7 +67,7 @@ def test_preprocessing_refuses_invalid_images(data: bytes) -> None:
         baseline.preprocess(data)
 
 
-def test_label_and_score_are_those_of_the_softmax() -> None:
+def test_label_and_score_equal_the_softmax() -> None:
     label, score = baseline.Baseline(FakeModel())(solid(red=10, green=30, blue=20))
     assert label == "1"
     assert score == pytest.approx(np.exp(3) / np.exp([1, 3, 2]).sum(), rel=1e-5)

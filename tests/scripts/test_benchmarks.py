@@ -83,7 +83,7 @@ def test_a_case_that_was_not_measured_is_open() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_demo_images_are_those_that_demo_draws(tmp_path: Path) -> None:
+def test_demo_images_equal_newly_drawn_ones(tmp_path: Path) -> None:
     folder = ROOT / "configs" / "demo"
     assert (folder / "labels.txt").read_text(encoding="utf-8").split() == list(shapes.LABELS)
     for index, label in enumerate(shapes.LABELS):

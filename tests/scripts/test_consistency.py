@@ -66,7 +66,7 @@ def test_without_a_gpu_the_rows_of_the_cpu_are_measured_and_the_others_say_why_n
             assert row["recall_diff"] == pytest.approx(row["recall"] - rows[row["against"]]["recall"])
 
 
-def test_the_pipe_names_the_classes_that_pytorch_names_and_says_what_ran_the_model(work: Path) -> None:
+def test_pipe_agrees_with_pytorch_and_report_names_the_runtime(work: Path) -> None:
     rows = json.loads((work / "figures.json").read_text(encoding="utf-8"))["rows"]
     served = [row for row in rows if "torchpipe" in row["inference"] and "not_measured" not in row]
     assert [(row["agreement"], row["accuracy_diff"], row["engine"]) for row in served] == [(1.0, 0.0, "OnnxTensor")] * 2

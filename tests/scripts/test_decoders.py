@@ -62,7 +62,7 @@ def test_differences_are_over_all_values_of_all_images() -> None:
     assert (found.refused, found.shapes) == ({}, [])
 
 
-def test_a_decoder_that_does_not_turn_is_compared_with_what_is_stored() -> None:
+def test_decoder_without_rotation_is_compared_with_stored_pixels() -> None:
     images = {"sideways.jpg": sideways()}
     for upright in (True, False):
         found = compared(planted(np.asarray, upright), images)
@@ -110,7 +110,7 @@ def test_each_decoder_that_is_there_gives_rgb() -> None:
     assert {"OpenCV", "Pillow", "pipe, DecodeMat"} <= {*there}
 
 
-def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     monkeypatch.setitem(sys.modules, "torchvision.io", None)
     for name, package in (("TurboJPEG (simplejpeg)", "simplejpeg"), ("torchvision, CPU", "torchvision")):

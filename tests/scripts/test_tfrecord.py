@@ -71,13 +71,13 @@ def test_an_index_is_written_where_it_is_missing_or_of_another_file(packed: Path
 
 
 @needs_dali
-def test_validation_images_are_those_of_the_folder(folder: Path, packed: Path) -> None:
+def test_validation_images_equal_those_of_the_folder(folder: Path, packed: Path) -> None:
     with loader_of(folder / "val", False) as files, loader_of(TfRecordImages(packed, "val"), False) as records:
         assert same(list(steps(records, 2)), list(steps(files, 2)))
 
 
 @needs_dali
-def test_training_images_are_those_of_the_folder_in_another_order_each_epoch(folder: Path, packed: Path) -> None:
+def test_training_images_come_in_another_order_each_epoch(folder: Path, packed: Path) -> None:
     dataset = TfRecordImages(packed, "train")
     files = ImageFolder(folder / "train")
     labels = {files[position][0]: files[position][1] for position in range(11)}

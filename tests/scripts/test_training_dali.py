@@ -97,7 +97,7 @@ def same(batches: list[Taken], others: list[Taken]) -> bool:
 
 
 @needs_dali
-def test_each_validation_image_comes_once_as_opencv_resizes_it(folder: Path) -> None:
+def test_gives_each_validation_image_once_as_opencv_resizes_it(folder: Path) -> None:
     dataset = ImageFolder(folder / "val")
     with loader_of(dataset, False, batch_size=4) as loader:
         assert len(loader) == 2
@@ -475,7 +475,7 @@ def test_a_name_that_is_not_utf8_is_refused(folder: Path, capsys: Any) -> None:
     assert "/\\udcff/01.jpg': DALI takes only names that are UTF-8" in told(capsys, *options(folder))
 
 
-def test_missing_dali_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_missing_dali_error_names_the_package(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for name in ("nvidia.dali", "nvidia.dali.fn"):
         monkeypatch.setitem(sys.modules, name, None)
     assert "NVIDIA DALI is not installed: pip install -e '.[dali]'" in told(capsys, *options(folder))

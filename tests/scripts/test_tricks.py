@@ -53,7 +53,7 @@ def trained(capsys: pytest.CaptureFixture[str], data: Path, toml: str, *more: ob
 # -- the options ----------------------------------------------------------------------------------------------------
 
 
-def test_no_option_changes_what_is_trained(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_option_changes_the_trained_weights(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lmdb")
     toml = write_toml(tmp_path)
     assert lmdb(["--data", str(data), "--out", str(tmp_path / "packed")]) == 0

@@ -40,7 +40,7 @@ def demo() -> Iterator[LocalServer]:
         yield server
 
 
-def test_the_client_with_nothing_but_a_socket(demo: LocalServer, tmp_path: Path):
+def test_answers_a_bare_socket(demo: LocalServer, tmp_path: Path):
     (tmp_path / "none.jpg").write_bytes(b"no image")
     demo.run(wanted := {"data": RING.read_bytes()})
     label, score = wanted["result"]
@@ -85,7 +85,7 @@ BODY = ["--data-binary", f"@{RING}"]
         ["--request-target", "http://b/infer", *BODY],
     ],
 )
-def test_curl(demo: LocalServer, arguments: list[str]):
+def test_answers_curl(demo: LocalServer, arguments: list[str]):
     answer = curl(*arguments, f"http://127.0.0.1:{demo.port}/infer")
     assert json.loads(answer)["label"] == "ring"
     assert answer.endswith(b"}\n")

@@ -11,7 +11,7 @@ from torchpipe_py.plan.config import NODE_KEYS, PIPELINE_KEYS
 from torchpipe_py.plan.unknown import SERVICE_FLAGS
 
 
-def test_errors_about_configurations_name_flags_that_are_there() -> None:
+def test_configuration_errors_name_existing_flags() -> None:
     flags = {row.split("`")[1].removeprefix("--") for row in markdown_table()}
     assert set(SERVICE_FLAGS) == flags - {key.replace("_", "-") for key in (*NODE_KEYS, *PIPELINE_KEYS)}
 
@@ -24,9 +24,7 @@ def test_errors_about_configurations_name_flags_that_are_there() -> None:
         (["x.toml", "--http", "80"], "--http 80; --port takes HTTP and Thrift, --http-port is for monitoring"),
     ],
 )
-def test_a_flag_of_another_server_is_named_as_it_is_here(
-    given: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flag_of_another_server_names_ours(given: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_options(given)
     assert hint in capsys.readouterr().err
@@ -65,7 +63,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("flag", "value"), [(flag, value) for flag, values in WRONG.items() for value in values])
-def test_a_wrong_value_ends_with_a_line_that_names_the_flag(flag, value, capsys):
+def test_invalid_value_error_names_the_flag(flag, value, capsys):
     with pytest.raises(SystemExit) as end:
         parse_options(["x.toml", f"{flag}={value}"])
     assert end.value.code == 2

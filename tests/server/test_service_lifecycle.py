@@ -49,7 +49,7 @@ SHARED = '[node]\nbackend = "Steered"\nshared = true\nFOLDER\n'
 
 
 @pytest.mark.parametrize(("workers", "tables"), [("1", ""), ("2", SHARED)], ids=["one worker", "an engine process"])
-def test_a_signal_lets_everything_accepted_finish(tmp_path: Path, workers: str, tables: str):
+def test_accepted_requests_finish_after_a_signal(tmp_path: Path, workers: str, tables: str):
     with SteeredProcess(tmp_path, "--workers", workers, tables=tables) as process:
         port = process.wait_started().port
         clients: list[Any] = [Client(port, framed=index % 2 == 0, compact=index % 3 == 0) for index in range(30)]
@@ -106,7 +106,7 @@ def test_health_is_answered_while_models_load(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "is_loaded"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_a_signal_while_loading_ends_the_process(tmp_path: Path, number, is_loaded):
+def test_signal_while_loading_ends_the_process(tmp_path: Path, number, is_loaded):
     """A model that takes minutes to load must not keep the process from ending."""
     (tmp_path / "hold").touch()
     with SteeredProcess(tmp_path) as process:
@@ -117,7 +117,7 @@ def test_a_signal_while_loading_ends_the_process(tmp_path: Path, number, is_load
         assert (process.wait(), "Traceback" in process.stderr) == (0, False)
 
 
-def test_a_backend_that_hangs_does_not_keep_the_process(tmp_path: Path):
+def test_hung_backend_does_not_keep_the_process(tmp_path: Path):
     """After drain_seconds the process ends, whatever its backends do, and what they had is answered."""
     with SteeredProcess(tmp_path, "--drain-seconds", "0.2") as process, Client(process.wait_started().port) as client:
         seqid = client.send_batch(b"block")
@@ -163,7 +163,7 @@ WRONG_LINES = {
 
 
 @pytest.mark.parametrize("name", WRONG_LINES)
-def test_a_wrong_command_line_ends_with_a_line_that_says_why(places, name, capfd, monkeypatch, restored_logging):
+def test_invalid_command_line_ends_with_one_line(places, name, capfd, monkeypatch, restored_logging):
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # the service would set it for good
     args, word = WRONG_LINES[name]
@@ -182,7 +182,7 @@ def test_a_wrong_command_line_ends_with_a_line_that_says_why(places, name, capfd
 # -- stopping, in this process --------------------------------------------------------------------------------------
 
 
-def test_connections_the_system_has_accepted_are_served_at_the_stop():
+def test_connections_in_the_backlog_are_served_at_a_stop():
     """More than one round of `accept` takes."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     socks = [connect(listener.getsockname()[1]) for _ in range(300)]
@@ -198,7 +198,7 @@ def test_connections_the_system_has_accepted_are_served_at_the_stop():
     assert lost == [], f"{len(lost)} of {len(socks)} requests lost"
 
 
-def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
+def test_half_written_reply_is_finished_at_a_stop(register: Register):
     large = register(returns(b"r" * 2**23))
     with serving(large, drain_seconds=2 * WAIT) as server, narrow(server.port) as sock:
         sock.sendall(pack_infer(b"x"))
@@ -221,7 +221,7 @@ def test_a_reply_half_written_at_the_stop_is_finished(register: Register):
         ("", False, False, 64, 128, 1),  # descriptors are for connections first
     ],
 )
-def test_workers_by_default(
+def test_default_number_of_workers(
     flags: str, shared: bool, has_gpu: bool, cores: int, files: int, expected: int,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip

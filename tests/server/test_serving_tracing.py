@@ -48,7 +48,7 @@ def of(parent: Any, state: str | None = None) -> trace.SpanContext:
     return trace.INVALID_SPAN_CONTEXT if context is None else trace.get_current_span(context).get_span_context()
 
 
-def test_what_the_standard_allows() -> None:
+def test_reads_traceparents_of_the_standard() -> None:
     span = of(PARENT, "vendor=x , other@me=y=z")
     assert (span.trace_id, span.span_id, span.is_remote, span.trace_flags) == (TRACE, 0x00F067AA0BA902B7, True, 1)
     assert not of(PARENT, "vendor=x , other@me=y=z").trace_state  # '=' in a value
@@ -80,13 +80,13 @@ def test_what_the_standard_allows() -> None:
         f"{PARENT}{' ' * 2**20}",
     ],
 )
-def test_what_is_no_traceparent_is_ignored(parent: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignores_invalid_traceparents(parent: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         assert tracing.context_of(parent, "a=b") is None
     assert not caplog.records
 
 
-def test_an_exporter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_exporter_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonsense")
     with pytest.raises(ConfigError, match=r"\(OTEL_TRACES_EXPORTER=nonsense; .*\): .*'nonsense' not found"):
         set_up()
@@ -136,7 +136,7 @@ OIP = "POST /v2/models/{model}/infer"
         ("/twice", b"x", {"own": Own}, 200, ["remote > POST /twice", *2 * ["POST /twice > pipe node"]]),
     ],
 )
-def test_http(kept: KeptSpans, path: str, body: Any, options: Any, status: int, tree: list[str]) -> None:
+def test_spans_over_http(kept: KeptSpans, path: str, body: Any, options: Any, status: int, tree: list[str]) -> None:
     with serving(kept.provider, **options) as server:
         for parent in ("hostile", UNSAMPLED, f"ff{PARENT[2:]}"):
             assert fetch(server.port, path, "POST", body, traceparent=parent).status == status
@@ -152,7 +152,7 @@ def test_http(kept: KeptSpans, path: str, body: Any, options: Any, status: int, 
     assert root.context.trace_state.to_header() == "a=b"
 
 
-def test_the_clients_send_the_current_span_or_what_is_named(kept: KeptSpans) -> None:
+def test_clients_send_current_span_or_given_traceparent(kept: KeptSpans) -> None:
     caller = KeptSpans()
     nodes = {"global": {"max_inflight": 64}, "only": {"backend": "Identity"}}
     with serving(kept.provider, config=nodes) as server, Client(f"127.0.0.1:{server.port}") as client:
@@ -202,7 +202,7 @@ def printed_spans(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_one_trace_from_the_client_to_each_element() -> None:
+def test_one_trace_leads_from_client_to_each_element() -> None:
     caller = KeptSpans()
     arguments = ("--import", "configs/examples/backends.py", "--trace-ratio", "0")
     environment = {"OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "digits"}

@@ -72,7 +72,7 @@ def test_ratio_interval_without_a_ratio_is_none(a: list[float], b: list[float]) 
     ("hits", "total", "interval"),
     [(81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0, 0.1611)), (29, 29, (0.883, 1))],
 )
-def test_wilson_intervals_are_those_of_newcombe(hits: int, total: int, interval: tuple[float, float]) -> None:
+def test_wilson_intervals_equal_newcombes(hits: int, total: int, interval: tuple[float, float]) -> None:
     """Newcombe 1998, table I."""
     assert wilson_interval(hits, total) == pytest.approx(interval, abs=1e-4)
 

@@ -450,7 +450,7 @@ def by_sample(batches: list[Any]) -> dict[int, Any]:
     return {index: image for images, _, indices, *_ in batches for index, image in zip(indices, images, strict=True)}
 
 
-def test_a_sample_is_augmented_by_its_own_seed_whatever_its_batch(dataset: ImageFiles, toml: str) -> None:
+def test_augmentation_depends_on_the_seed_of_the_sample_only(dataset: ImageFiles, toml: str) -> None:
     def epoch(**options: Any) -> dict[int, Any]:
         with wrapped(dataset, toml, transforms_gpu=None, transforms_batch=CHAIN, **options) as loader:
             return by_sample(taken(loader))

@@ -162,7 +162,7 @@ def test_cv2_resize_takes_whole_numbers() -> None:
             cv2Resize(*sides)  # type: ignore[arg-type]
 
 
-def test_decoded_and_resized_pixels_are_those_of_the_pipe() -> None:
+def test_decoded_and_resized_pixels_equal_the_pipes() -> None:
     jpeg = encode(picture(33, 47))
     toml = {"backend": "S[DecodeMat,ResizeMat]", "resize_h": 20, "resize_w": 31, "color": "rgb"}
     with pipe(toml) as run:

@@ -169,7 +169,7 @@ def unchanged(image: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["skip", "mask"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_stacked_ahead_are_those_of_transforms(tmp_path: Path, toml: str, policy: str, prefetch: int) -> None:
+def test_batches_stacked_ahead_equal_those_of_transforms(tmp_path: Path, toml: str, policy: str, prefetch: int) -> None:
     dataset = write_images(tmp_path / "images", 14, corrupt=[1, 4, 5, 6, 7], missing=[9])
     epochs, counts = [], []
     for transforms in (None, unchanged):
@@ -302,7 +302,7 @@ def test_epochs_without_an_end_or_a_length(dataset: ImageFiles, toml: str, monke
 
 
 @pytest.mark.parametrize("place", [(SideStreams, "hand_over"), (LoaderStatistics, "count")])
-def test_a_batch_at_which_ctrl_c_comes_is_read_again(
+def test_batch_interrupted_by_ctrl_c_is_read_again(
     dataset: ImageFiles, toml: str, place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name = place
@@ -330,7 +330,7 @@ def test_a_batch_at_which_ctrl_c_comes_is_read_again(
 
 
 @pytest.mark.parametrize("options", [{}, {"workers_decode": True}])
-def test_workers_stay_when_ctrl_c_comes(dataset: ImageFiles, toml: str, options: dict[str, Any]) -> None:
+def test_workers_survive_ctrl_c(dataset: ImageFiles, toml: str, options: dict[str, Any]) -> None:
     before = set(multiprocessing.active_children())
     with wrapped(dataset, toml, batch_size=1, workers=2, **options) as loader:
         for _ in range(2):  # of each worker, so that both have begun

@@ -67,7 +67,7 @@ def test_background_iterator_keeps_the_order_and_runs_ahead_only_so_far() -> Non
         assert [*items, *items] == list(range(1, 100))
 
 
-def test_an_error_comes_after_the_items_before_it_and_stays() -> None:
+def test_error_is_raised_after_earlier_items_and_again() -> None:
     with BackgroundIterator(Source(2, ArithmeticError("here"))) as items:
         assert [next(items), next(items)] == [0, 1]
         for _ in range(2):

@@ -31,7 +31,7 @@ FRACTIONS = np.linspace(0, 1, 4097, dtype=np.float32)
         ({"ü": [1, None, b"ab"]}, {"ü": [1, None, {"b64": "YWI="}]}),
     ],
 )
-def test_arrays_of_any_size_are_those_of_json(value: Any, expected: Any) -> None:
+def test_arrays_of_any_size_equal_json(value: Any, expected: Any) -> None:
     assert json.loads(json_line(to_json('key "x', value))) == {'key "x': expected}
 
 

@@ -240,7 +240,7 @@ def test_broken_library_is_unavailable(
         NvImageCodec(CPU, STREAM, TRIAL)
 
 
-def test_missing_library_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(BackendUnavailable, match=r"pip install 'nvidia-nvimgcodec-cu13\[nvjpeg\]>=0\.9'\)"):

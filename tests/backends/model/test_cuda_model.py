@@ -134,7 +134,7 @@ def test_a_batch_of_all_kinds_and_two_sizes(make: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_tensors_on_the_gpu_are_put_together_whatever_their_dimensions(dtype: torch.dtype) -> None:
+def test_concatenates_gpu_tensors_with_or_without_batch_dimension(dtype: torch.dtype) -> None:
     staged = StagedInput(torch.zeros(4, 3, 2, 2))
     values = [torch.full(shape, number).to(dtype) for number, shape in ((1, (3, 2, 2)), (2, (1, 3, 2, 2)))]
     staged._concatenate(values, dtype)  # what `gather` does with tensors that are there already

@@ -86,7 +86,7 @@ def images() -> np.ndarray:
     return np.arange(2 * 3 * 4 * 4, dtype=np.float32).reshape(2, 3, 4, 4)
 
 
-def test_over_http(server: LocalServer) -> None:
+def test_classification_over_http(server: LocalServer) -> None:
     config = get_json(server.port, "/v2/models/test/config")[1]
     assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [3, -1, -1], "format": "FORMAT_NCHW"}]
     given = {"name": "x", "datatype": "FP32", "shape": [2, 3, 4, 4], "data": images().tolist()}
@@ -103,7 +103,7 @@ def test_over_http(server: LocalServer) -> None:
 
 @pytest.mark.skipif(not HAS_GRPC, reason="grpcio is not installed")
 @pytest.mark.parametrize("classes", [1, 2, 0, -1, "x"])
-def test_over_grpc(server: LocalServer, classes: Any) -> None:
+def test_classification_over_grpc(server: LocalServer, classes: Any) -> None:
     import grpc
 
     from torchpipe_py.methods.rpc.messages import message

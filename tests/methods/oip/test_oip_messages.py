@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_requests_that_are_wrong(name: str):
+def test_refuses_invalid_requests(name: str):
     asked, said, *rest = WRONG[name]
     with pytest.raises(InvalidRequest) as raised:
         read(asked, *rest)
@@ -286,7 +286,7 @@ def test_rankings_are_filled_up():
         ([None, 1], ("BYTES", [2], ["null", "1"])),
     ],
 )
-def test_other_results(values: list[Any], expected: Any):
+def test_converts_results_without_labels(values: list[Any], expected: Any):
     assert results(*values) == {"result": expected}
     assert results(*values, specs=[Y]) == {"y": expected}
 
@@ -300,7 +300,7 @@ def test_several_tensors_have_the_names_of_the_model():
     assert list(results(pair)) == ["result_0", "result_1"]
 
 
-def test_outputs_that_are_asked_for():
+def test_gives_requested_outputs_only():
     item = {"result": ("ring", 0.5), "class": 3, "data": b""}
     assert tensors([item], "score", "class") == {"score": ("FP32", [1], [0.5]), "class": ("INT64", [1], [3])}
     assert tensors([item], "result") == {"result": ("BYTES", [1], ['["ring", 0.5]'])}

@@ -37,7 +37,7 @@ def texts(*data: str, **members: Any) -> dict[str, Any]:
 # -- what is known --------------------------------------------------------------------------------------------------
 
 
-def test_metadata(demo: LocalServer):
+def test_describes_server_and_model(demo: LocalServer):
     status, said = get_json(demo.port, "/v2")
     assert (status, said["name"]) == (200, "torchpipe_py")
     assert "binary_tensor_data" in said["extensions"]
@@ -60,7 +60,7 @@ def test_metadata(demo: LocalServer):
 
 
 @pytest.mark.parametrize("backend", ["OnnxTensor", "S[OnnxTensor,Identity]"])
-def test_metadata_of_roots(classifier: str, backend: str):
+def test_metadata_is_of_the_named_root(classifier: str, backend: str):
     model = {"backend": backend, "model": classifier}
     config = {"model": model, "other": {"backend": "Identity"}}
     with pipe(config) as run, LocalServer(run, config="folder/a b.toml") as server:
@@ -100,7 +100,7 @@ def test_request_batch_is_one_batch_of_the_pipe():
         assert server.run.stats()["nodes"]["node"]["batch_sizes"] == {4: 1}
 
 
-def test_tensors(classifier: str):
+def test_infers_tensors_of_a_model(classifier: str):
     with serving({"backend": "OnnxTensor", "model": classifier, "max": 4}) as server:
         images = torch.arange(3 * 3 * 4 * 4, dtype=torch.float32).reshape(3, 3, 4, 4) / 100
         expected = [server.run({"data": image[None]})["result"] for image in images]
@@ -156,7 +156,7 @@ def test_errors_of_items_and_figures():
         ("/infer", "NaN, ", "invalid_request"),
     ],
 )
-def test_while_requests_are_refused_json_is_judged_before_its_inputs_are_read(path, wish, code, monkeypatch):
+def test_refuses_by_head_of_json_before_reading_inputs(path, wish, code, monkeypatch):
     """These inputs are wrong, which is the answer to whoever is let in."""
 
     def check_delay(run: pipe, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
@@ -279,7 +279,7 @@ def test_data_port_loads_models_with_repository_control(tmp_path: Path) -> None:
         assert fetch(service.http_port, f"{path}/load", "POST", Host="other.example").status == 403
 
 
-def test_requests_that_need_the_supervisor_are_answered_once_it_is_gone(tmp_path: Path) -> None:
+def test_answers_repository_requests_after_supervisor_died(tmp_path: Path) -> None:
     arguments = "--import", FILE, "--repository-control", "--drain-seconds", "1000"
     folder, env = str(written(tmp_path, a=IDENTITY)), {"PYTHONPATH": LIGHT}
     with Monitored(*arguments, config=folder, env=env) as service, HttpClient(service.wait_started().port) as client:

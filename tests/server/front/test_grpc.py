@@ -276,7 +276,7 @@ def started(process: Process) -> int:
     return int(found[1])
 
 
-def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path) -> None:
+def test_sigterm_answers_accepted_calls_and_ends_streams(tmp_path: Path) -> None:
     with SteeredProcess(tmp_path, "--grpc-port", "0") as service, channel(started(service)) as on:
         asked, block = SimpleQueue[bytes](), as_rpc(Asked(b"block"), "steered").SerializeToString()
         asked.put(as_rpc(Asked(b"abc"), "steered").SerializeToString())

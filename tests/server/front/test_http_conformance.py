@@ -375,7 +375,7 @@ def test_rfc_9110_10_1_1_a_client_is_told_to_send_its_body(echo: LocalServer, ex
         (post(b"Content-Length: 2", EXPECTING, b"Host: b", body=b""), 400),
     ],
 )
-def test_rfc_9110_10_1_1_an_error_comes_in_place_of_the_invitation(echo: LocalServer, sent: bytes, status: int):
+def test_rfc_9110_10_1_1_error_replaces_100_continue(echo: LocalServer, sent: bytes, status: int):
     with HttpClient(echo.port) as client:
         client.send(sent)
         check(client.read(), status, is_last=True)
@@ -392,7 +392,7 @@ def test_rfc_9112_8_half_a_message_is_no_request(echo: LocalServer):
             client.end()
 
 
-def test_rfc_9112_9_6_what_comes_behind_the_last_request_does_not_reset_the_answer(echo: LocalServer):
+def test_rfc_9112_9_6_bytes_after_last_request_do_not_reset_the_answer(echo: LocalServer):
     with HttpClient(echo.port) as client:
         client.send(sized(b"Connection: close"))
         for _ in range(20):

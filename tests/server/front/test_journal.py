@@ -46,7 +46,7 @@ STEPS: list[tuple[str, Callable[[Entry], None], Message | None, bool]] = [
 
 
 @pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[step[0] for step in STEPS])
-def test_records_what_a_death_after_each_step_leaves(journal: Journal, count: int) -> None:
+def test_journal_names_request_after_death_at_each_step(journal: Journal, count: int) -> None:
     entry = journal.entry(1)
     assert journal.read(1) == NOTHING
     for _, step, _, _ in STEPS[:count]:

@@ -171,7 +171,7 @@ def costly(uuid: str, texts: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_connections_with_costly_messages_take_turns_whatever_they_pipeline(count, caplog):
+def test_pipelined_costly_messages_take_turns_with_other_connections(count, caplog):
     """All of it is there when the first round begins. A cheap message of another connection comes before them."""
     caplog.set_level("INFO", REQUESTS)
     with steered(log_requests="all") as server, ExitStack() as stack:

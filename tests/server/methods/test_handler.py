@@ -231,7 +231,7 @@ class Routed(Handler):
         return HttpAnswer(200, "text/plain", b"", {"A": f"b{request.query}\r\nC: d"})
 
 
-def test_routes() -> None:
+def test_serves_routes_of_a_custom_handler() -> None:
     with pipe({"backend": "Identity"}) as run:
         handler = CustomHandler(Routed, run)
         with LocalServer(run, make_served=lambda loop: Served(handler.methods, Routes(handler.routes))) as server:
@@ -293,7 +293,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("my_servise:Mine", "No module named 'my_servise'"),
     ],
 )
-def test_references(folder: Path, reference: str, text: str) -> None:
+def test_finds_handler_by_reference_or_says_why_not(folder: Path, reference: str, text: str) -> None:
     reference = reference.format(folder=folder)
     if not text:
         assert load_handler(reference).__name__ == "Mine"

@@ -47,7 +47,7 @@ VALUES = [
 
 
 @every_framing
-def test_values_come_back_as_they_went_in(framed, compact):
+def test_values_survive_a_round_trip(framed, compact):
     with serving("Identity") as server, Client(server.port, framed, compact) as client:
         for value in VALUES:
             assert client.infer({"data": value})["result"] == value
@@ -151,7 +151,7 @@ class Measured(FakePipe):
     ],
 )
 @pytest.mark.parametrize("method", ["infer_many", "infer"])
-def test_the_shorter_deadline_holds(method, wait_ms, service_ms, call_ms, given_ms):
+def test_shorter_deadline_holds(method, wait_ms, service_ms, call_ms, given_ms):
     """What cannot meet it is refused at once."""
     run = Measured(wait_ms / 1000)
     request = IDL.InferRequest(uuid="x", inputs={"data": IDL.Value(bytes=b"x")}, deadline_ms=call_ms)
@@ -170,7 +170,7 @@ def test_the_shorter_deadline_holds(method, wait_ms, service_ms, call_ms, given_
 
 
 @every_framing
-def test_an_unknown_method(framed, compact):
+def test_refuses_unknown_method(framed, compact):
     with serving("Identity") as server, Client(server.port, framed, compact) as client:
         for name in ("no_such_method", "größe", "x" * 255):
             with pytest.raises(TApplicationException) as caught:
@@ -202,7 +202,7 @@ def test_pipelined_requests_are_answered_in_order(framed, compact):
 
 @pytest.mark.parametrize("rest", [b"", pack_batch(b"half")[:9]], ids=["whole", "half"])
 @every_client
-def test_a_client_that_is_done_sending_gets_its_answers(client_type, rest, monkeypatch):
+def test_half_closed_connection_gets_its_answers(client_type, rest, monkeypatch):
     for name in ("END_SECONDS", "QUEUE_SECONDS"):
         monkeypatch.setattr(torchpipe_server.front.connection, name, WAIT)
     with steered() as server, connect(server.port) as sock:
@@ -217,7 +217,7 @@ def test_a_client_that_is_done_sending_gets_its_answers(client_type, rest, monke
 
 
 @every_client
-def test_what_waits_when_its_client_leaves_is_not_computed(client_type, monkeypatch):
+def test_queued_request_of_departed_client_is_not_computed(client_type, monkeypatch):
     monkeypatch.setattr(torchpipe_server.front.connection, "QUEUE_SECONDS", WAIT)
     with steered() as server, connect(server.port) as first, connect(server.port) as second:
         first.sendall(client_type.pack(b"block"))
@@ -242,7 +242,7 @@ def images(data: bytes, count: int) -> list[Any]:
     return [IDL.InferenceParams(uuid="x", data=data) for _ in range(count)]
 
 
-def test_what_others_send_does_not_wait_for_all_images_of_a_call():
+def test_single_request_does_not_wait_for_all_images_of_a_call():
     with steered() as server, Client(server.port) as client, Client(server.port) as other:
         large = client.send("infer_many", params=images(b"block", 256))
         assert Steered.entered.acquire(timeout=WAIT)
@@ -255,7 +255,7 @@ def test_what_others_send_does_not_wait_for_all_images_of_a_call():
     assert Steered.seen.index(b"single") == ROUNDS
 
 
-def test_what_waits_ends_with_its_call():
+def test_queued_images_end_with_their_call():
     with steered() as server, Client(server.port) as client, Client(server.port) as leaving:
         leaving.send("infer_many", params=images(b"block", 256))
         assert Steered.entered.acquire(timeout=WAIT)

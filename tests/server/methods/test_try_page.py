@@ -183,7 +183,7 @@ def test_page_is_for_browsers_and_can_be_turned_off() -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_in_a_browser(tmp_path: Path) -> None:
+def test_page_works_in_a_browser(tmp_path: Path) -> None:
     with serving(BRANCHES) as server, Tab(tmp_path) as tab:
         url = f"http://127.0.0.1:{server.port}/"
         for width in (1200, 360):

@@ -91,7 +91,7 @@ LOOKS: dict[str, tuple[float, list[tuple[dict[str, float], str | None]]]] = {  #
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_heartbeats_show_what_hangs(subject: Subject, name: str) -> None:
+def test_heartbeats_show_silent_stuck_and_hung_workers(subject: Subject, name: str) -> None:
     hang_seconds, looks = LOOKS[name]
     for signs, problem in looks:
         subject.show(**signs)

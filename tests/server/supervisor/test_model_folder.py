@@ -65,7 +65,7 @@ BAD = {
 }
 
 
-def test_serves_what_can_be_set_up(tmp_path: Path) -> None:
+def test_serves_models_that_can_be_set_up(tmp_path: Path) -> None:
     folder = written(tmp_path / "models", **BAD, **{"yolo-v8.1": GOOD, "my model": GOOD})
     with folder_service(folder, "--workers", "2") as service:
         service.wait_started()

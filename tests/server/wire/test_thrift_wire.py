@@ -329,7 +329,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("data", "kind"), BROKEN)
-def test_rejects_what_is_no_call(data, kind):
+def test_rejects_messages_other_than_calls(data, kind):
     assert refusal(data) == kind
     with pytest.raises(ProtocolError) as caught:  # in pieces, some are refused before they are known
         take_bytes(reader_of(), data)

@@ -168,7 +168,7 @@ def test_a_model_that_ends_in_a_softmax(folder: Path, refused: Refused) -> None:
     assert data["score"] == pytest.approx(0.25)
 
 
-def test_what_is_around_a_model_is_taken_away(folder: Path) -> None:
+def test_unwraps_data_parallel_models(folder: Path) -> None:
     text = "import torch\ndef build():\n return nn.DataParallel(nn.Sequential(nn.AvgPool2d(14), nn.Flatten()))"
     assert main(["export", f"{code(folder, 'wrapped', text)}:build", "--resize", "28x28"]) == 0
 
@@ -213,7 +213,7 @@ MENDABLE = [
 
 
 @pytest.mark.parametrize(("command", "problem"), MENDABLE)
-def test_what_a_user_can_mend(folder: Path, refused: Refused, command: str, problem: str) -> None:
+def test_error_names_the_remedy(folder: Path, refused: Refused, command: str, problem: str) -> None:
     (folder / "two.txt").write_text("cat\ndog\n", encoding="utf-8")
     assert problem in refused(*command.split())
 
@@ -240,7 +240,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_a_model_that_is_not_what_it_seems(folder: Path, refused: Refused, name: str) -> None:
+def test_refuses_models_with_unsuitable_outputs(folder: Path, refused: Refused, name: str) -> None:
     expression, problem = OUTPUTS[name]
     text = f"class Model(nn.Module):\n def forward(self, x):\n  return {expression}\nnumber = 3\ndef needs(path): ..."
     file = code(folder, name, text)

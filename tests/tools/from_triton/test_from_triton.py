@@ -140,7 +140,7 @@ def test_a_step_that_only_triton_runs(capsys: pytest.CaptureFixture[str]) -> Non
         run({"data": X})
 
 
-def test_labels_are_those_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_belong_to_the_named_output(capsys: pytest.CaptureFixture[str]) -> None:
     scale("net", 2.0)
     configured("net", f'{ONNX} output {{ name: "y" label_filename: "l.txt" }}')
     Path("models/net/l.txt").write_text("a\nb\nc\n")

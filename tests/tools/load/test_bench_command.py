@@ -116,7 +116,7 @@ def test_images_that_fail_are_counted_by_type(batch: int, bench: Bench, images: 
     assert "DecodeError, for example: " in run.err
 
 
-def test_interrupt_reports_what_was_done(bench: Bench, images: Any, register: Register, monkeypatch: Any) -> None:
+def test_interrupt_reports_finished_images(bench: Bench, images: Any, register: Register, monkeypatch: Any) -> None:
     gate = Gate(blocks=lambda data: data == b"stall")
 
     @contextmanager

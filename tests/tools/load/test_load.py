@@ -122,7 +122,7 @@ def test_images_over_http(images: Images) -> None:
 
 
 @pytest.mark.parametrize(("is_open", "ending"), [(False, signal.SIGINT), (True, signal.SIGTERM)])
-def test_interrupt_reports_what_was_done(
+def test_interrupt_reports_finished_calls(
     is_open: bool, ending: signal.Signals, serve: Serve, images: Images, tmp_path: Path
 ) -> None:
     server, path, times = serve(), tmp_path / "report.json", tmp_path / "times.txt"

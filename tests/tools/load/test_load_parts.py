@@ -435,7 +435,7 @@ def test_a_search_on_shared_cores_has_a_verdict_and_says_where_it_cannot_tell() 
     assert "the tester, on shared cores, cannot tell" in search_line(search)
 
 
-def test_the_bounds_of_p99_leave_out_what_the_tester_slept() -> None:
+def test_bounds_of_p99_exclude_time_without_a_cpu() -> None:
     assert judge.p99_bounds(made_records(*[(4, 3)] * 200)) == pytest.approx((2.0, 5.0))
     assert judge.p99_bounds(made_records()) is None
 
@@ -472,7 +472,7 @@ def test_exit_status(slo_ms: float | None, changes: dict[str, Any], status: int)
 # --- comparisons and files
 
 
-def test_comparison_reports_what_is_different() -> None:
+def test_comparison_reports_differences() -> None:
     other = made_report(p99=20.0, settings={"request_client": 6}, machine={"cores": 4}, image_files=5, valid=False)
     text = compare.comparison(made_report(), other)
     for line in (

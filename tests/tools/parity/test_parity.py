@@ -107,7 +107,7 @@ RED = np.full((2, 3, 3), (0, 0, 255), np.uint8)
 """A red Mat in BGR."""
 
 
-def test_pixels_are_rgb_whatever_they_came_as() -> None:
+def test_pixels_are_rgb_in_every_layout() -> None:
     red = np.full((2, 3, 3), (255, 0, 0), np.float32)
     planes = torch.from_numpy(red.transpose(2, 0, 1).copy())[None]
     for item in (
@@ -162,7 +162,7 @@ def test_an_image_without_usable_values() -> None:
 
 
 @pytest.mark.parametrize("other", [AREA, PILLOW])
-def test_the_figures_are_those_of_the_images(parity: Parity, write: Write, images: Path, other: str) -> None:
+def test_figures_equal_those_computed_from_the_images(parity: Parity, write: Write, images: Path, other: str) -> None:
     a, b = write("a", BILINEAR), write("b", other)
     run = parity(a, b, images)
     assert (run.status, run.json["schema"], run.json["a"], run.json["b"], run.json["model"]) == (0, 1, a, b, None)
@@ -302,7 +302,7 @@ def test_pixels_are_torchvisions(parity: Parity, tmp_path: Path, images: Path, m
         (None, "torchvision is not installed: pip install torchvision 'torch=="),
     ],
 )
-def test_transforms_that_are_not_there(
+def test_unknown_torchvision_weights_are_an_error(
     parity: Parity, write: Write, images: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None, problem: str
 ) -> None:
     use_small_zoo(monkeypatch)
@@ -315,7 +315,9 @@ def test_transforms_that_are_not_there(
 # -- status and errors ------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_compared(capsys: Any, write: Write, images: Path, tmp_path: Path, register: Register) -> None:
+def test_refuses_pipes_that_cannot_be_compared(
+    capsys: Any, write: Write, images: Path, tmp_path: Path, register: Register
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("")
     good, bad = write("good", BILINEAR), write("bad", BILINEAR.replace("resize_h", "resize_hh"))

@@ -153,7 +153,7 @@ def test_without_labels_classes_must_stay(folder: Path, write: Write, refused: R
 # -- what goes in -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_after_the_model_is_left_out(write: Write, register: Register) -> None:
+def test_leaves_out_nodes_after_the_model(write: Write, register: Register) -> None:
     after = register(ItemBackend)
     text = f"""
 precision = "fp16"
@@ -273,7 +273,7 @@ def test_mistakes(
     assert said in refused(write(text), "--img_dir", str(IMAGES), *options)
 
 
-def test_what_cannot_be_quantised(folder: Path) -> None:
+def test_refuses_models_that_cannot_be_quantised(folder: Path) -> None:
     path, inputs = folder / "odd.onnx", {"x": ["n", 2]}
 
     def refuses(why: str) -> None:

@@ -427,7 +427,7 @@ def test_search_finds_the_planted_settings() -> None:
     assert str(base) not in [str(trial.candidate) for trial in trials]
 
 
-def test_search_without_a_better_setting_changes_those_of_the_file() -> None:
+def test_search_varies_written_settings_if_no_other_is_better() -> None:
     measurer, trials, base = FakeMeasurer(lambda each: 100.0 - each.workers), list[Trial](), Candidate(WRITTEN, CHAIN)
     search(shapes_of(CHAIN), known(base), measurer, measurer.budget, trials)
     assert "as written, --workers 1, n.max = 8" in [str(trial.candidate) for trial in trials]
@@ -721,7 +721,7 @@ def test_two_gains_have_no_interval() -> None:
         assert rows_of(report)[1][3] == interval
 
 
-def test_report_names_what_was_left_out() -> None:
+def test_report_names_omitted_candidates() -> None:
     failed, late = (Trial(Candidate(WRITTEN, ONE, workers)) for workers in (2, 3))
     failed.failed = "out of memory"
     report = completed(report_of(), [trial(), trial(1.1, 1.1), failed, late, late])
@@ -776,7 +776,7 @@ def test_better_settings_are_the_tuned_file(fake: FakeMeasurer) -> None:
         ("verify", TeamDied("it died"), "cannot tell", "it died"),
     ],
 )
-def test_early_end_reports_what_is_known(
+def test_early_end_reports_results_so_far(
     phase: str, end: BaseException, verdict: str, failed: str, fake: FakeMeasurer
 ) -> None:
     def stop(now: str, share: float, left: float) -> None:

@@ -100,7 +100,7 @@ def epochs(workers: int, dataset: Any, toml: str, **options: Any) -> tuple[list[
         (2, {"bad_samples": "mask", "transforms_batch": Compose([RandomResizedCrop(16), CutOut(), GridMask(4)])}),
     ],
 )
-def test_batches_are_those_of_the_training_process(
+def test_batches_equal_those_made_in_the_training_process(
     tmp_path: Path, toml: str, workers: int, options: dict[str, Any]
 ) -> None:
     dataset = write_images(tmp_path / "images", 22, corrupt=[3, 17], missing=[4, 5])
@@ -115,7 +115,7 @@ def test_batches_are_those_of_the_training_process(
     assert all(stats["stages_s"][name] > 0 for name in ("read", "decode", "transform"))
 
 
-def test_large_batches_and_shares_are_those_of_the_training_process(tmp_path: Path, toml: str) -> None:
+def test_large_batches_and_shares_equal_those_made_in_process(tmp_path: Path, toml: str) -> None:
     dataset = write_images(tmp_path / "images", 50, corrupt=[20, 49])
     config = {"backend": "S[DecodeMat,ResizeMat,Mat2Tensor]", "resize_h": 8, "resize_w": 8, "device": "cpu"}
     both = []
