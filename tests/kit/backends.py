@@ -24,7 +24,7 @@ class Gate:
         self.opened = threading.Event()
         self.arrived = threading.Event()
         """Set when a leader has taken a request for its batch."""
-        self._entered = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
 
         class Gated(Backend):
             """Result is data, once the gate is open."""
@@ -32,7 +32,7 @@ class Gate:
             def forward(self, items: list[dict[str, Any]]) -> None:
                 gate.batches.append([item["data"] for item in items])
                 if any(blocks(item["data"]) for item in items):
-                    gate._entered.release()
+                    gate.entered.release()
                     assert gate.opened.wait(WAIT)
                 for item in items:
                     item["result"] = item["data"]
@@ -49,7 +49,7 @@ class Gate:
     def wait_entered(self, count: int = 1) -> None:
         """Wait until ``count`` further calls block."""
         for _ in range(count):
-            assert self._entered.acquire(timeout=WAIT)
+            assert self.entered.acquire(timeout=WAIT)
 
     def hold(self, p: pipe, data: dict[str, Any]) -> Future[Any]:
         """Submit a request that blocks here, and wait until it does."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ TIMEOUT = 120
 """Seconds after which gloo gives a silent rank up; one that is only slow, as on a busy machine, is not."""
 
 
-def main(rank: int, folder: str, names: list[str]) -> None:
-    """Run the scenarios by name, once all ranks have started, and write down what each returned or raised."""
+def main(rank: int, folder: str, names: list[str], have_started: Barrier) -> None:
+    """Run the scenarios by name, once all ranks have started, and write down what each returned or raised.
+
+    A rank has started when it has imported what it needs, which takes as long as the machine is busy.
+    """
     place = Path(folder)
-    (place / f"started_{rank}").touch()
-    while not have_started(place):
-        time.sleep(0.01)
+    have_started.wait()
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
     )
@@ -41,11 +43,6 @@ def main(rank: int, folder: str, names: list[str]) -> None:
             told[name] = (type(error).__name__, str(error))
         (place / f"told_{rank}.pickle").write_bytes(pickle.dumps(told))  # before the next one, which may be deadly
     dist.destroy_process_group()
-
-
-def have_started(place: Path) -> bool:
-    """Whether every rank has imported what it needs, which takes as long as the machine is busy."""
-    return all((place / f"started_{rank}").exists() for rank in range(RANKS))
 
 
 Scenario = Callable[[int, Path], Any]

@@ -265,7 +265,17 @@ def test_blocked_read_affects_only_its_stream(video, monkeypatch):
     with bright() as run, Streams(run, tables) as streams:
         while streams.stats()["stuck"]["reconnects"] < stream_module.MOST_BLOCKED - 1:
             assert next(streams).error is None
-        time.sleep(0.5)
+        looks, look = threading.Semaphore(0), Stream.replace_blocked_thread
+
+        def look_later(stream: Stream, now: float) -> None:
+            """As if time had passed for the one that hangs."""
+            is_stuck = stream.options.name == "stuck"
+            look(stream, now + 10 * is_stuck)
+            if is_stuck:
+                looks.release()
+
+        monkeypatch.setattr(Stream, "replace_blocked_thread", look_later)
+        assert all(looks.acquire(timeout=WAIT) for _ in range(3))
         assert streams.stats()["stuck"]["reconnects"] == stream_module.MOST_BLOCKED - 1
         stuck.set()
     eventually(lambda: not any(thread.name.endswith(" stuck") for thread in threading.enumerate()))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kit.training_data import same
-from kit.training_ranks import RANKS, SCENARIOS, TIMEOUT, have_started, main
+from kit.training_ranks import RANKS, SCENARIOS, TIMEOUT, main
 
 from torchpipe_py.training import DistributedEvalSampler
 
@@ -23,17 +23,12 @@ pytestmark = pytest.mark.timeout(START_SECONDS + RUN_SECONDS + 60)
 def run_ranks(folder: Path, names: list[str]) -> list[Any]:
     """The report of each rank; ``None`` for one that did not finish."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=main, args=(rank, str(folder), names)) for rank in range(RANKS)]
+    have_started = context.Barrier(RANKS, timeout=START_SECONDS)
+    shared = str(folder), names, have_started
+    processes = [context.Process(target=main, args=(rank, *shared)) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    latest_start = time.monotonic() + START_SECONDS
-    while (
-        not have_started(folder)
-        and all(process.is_alive() for process in processes)
-        and time.monotonic() < latest_start
-    ):
-        time.sleep(0.01)
-    end = time.monotonic() + RUN_SECONDS
+    end = time.monotonic() + START_SECONDS + RUN_SECONDS
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         process.kill()

@@ -7,16 +7,16 @@ import json
 import random
 import subprocess
 import sys
-import time
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from torchpipe_py.idl import load_idl
-from torchpipe_py.tools.load import compare, judge, run, wire
+from torchpipe_py.tools.load import client, compare, judge, run, wire
 from torchpipe_py.tools.load.arrivals import constant_times, cut, deal, make_load, poisson_times, rate_of, read_replay
 from torchpipe_py.tools.load.client import LagMeter, _Selector
 from torchpipe_py.tools.load.measure import CpuMeter, cpu_limits, summarize_gpus
@@ -185,13 +185,16 @@ def test_lag_of_late_sends(calls: tuple[tuple[int, int, int, int], ...], lags: l
     assert measured == lags
 
 
-def test_a_client_process_knows_how_long_it_was_without_a_cpu() -> None:
+def test_measures_time_without_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"wall": 0, "cpu": 0}
+    clocks = SimpleNamespace(perf_counter_ns=lambda: now["wall"], process_time_ns=lambda: now["cpu"])
+    monkeypatch.setattr(client, "time", clocks)
     selector = _Selector()
     assert selector.select(0) == selector.select(60) == []  # it naps
-    before = selector.starved
-    time.sleep(0.05)
+    assert selector.starved == 0
+    now.update(wall=50 * MS, cpu=20 * MS)
     selector.select(0)
-    assert selector.starved - before >= 49 * MS
+    assert selector.starved == 30 * MS
     selector.close()
 
 
