@@ -86,7 +86,7 @@ from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 if TYPE_CHECKING:
     from torchpipe_py.methods.inference import Inference
     from torchpipe_py.methods.oip.core import Control, Model, Models, Totals
-    from torchpipe_py.wire.infer import answer_of, priority_in, priority_of, read_request
+    from torchpipe_py.wire.infer import answer_of, is_long_json, priority_in, priority_of, read_request
 
 __all__ = [
     "BOUNDS_MS",
@@ -154,6 +154,7 @@ __all__ = [
     "failure",
     "folded",
     "import_all",
+    "is_long_json",
     "json_answer",
     "keep_freed_memory",
     "limit_threads",
@@ -203,6 +204,7 @@ _IMPORTED_ON_USE = {
     ),
     "wire.infer": (
         "answer_of",
+        "is_long_json",
         "priority_in",
         "priority_of",
         "read_request",

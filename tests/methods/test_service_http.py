@@ -178,6 +178,7 @@ def test_refuses_invalid_json(values: LocalServer, name: str):
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
+LONG_TEXT = b'{"inputs": {"data": "' + b"a" * (2**20 + 1) + b'"}}'
 MANY_LISTS = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data": [' + b"[1]," * 99_999 + b"[1]]}}}"
 
 
@@ -189,7 +190,7 @@ MANY_LISTS = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data":
         (b"x", "/infer?node=one", {}, 400, "invalid_request", "unknown parameter 'node'"),
         (b"x", "/infer", {"X_Deadline_Ms": "soon"}, 400, "invalid_request", "a deadline of 'soon'; expected milli"),
         (MANY_LISTS, "/infer", JSON, 413, "too_large", "JSON of more than 65536 lists and objects: write arrays flat"),
-        (b'"' + bytes(2**20), "/infer", JSON, 413, "too_large", "--max-text-bytes"),
+        (LONG_TEXT, "/infer", JSON, 413, "too_large", "text of 1048577 characters or more; the limit is 1048576"),
         (b"", "/infr", {}, 404, "not_found", "no /infr; did you mean '/infer'?"),
         (b"", "/metrics", {}, 404, "not_found", "--http-port opens a port for monitoring"),
     ],

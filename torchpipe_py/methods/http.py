@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import Asked, answer_of, priority_in, read_request
+from torchpipe_py.wire.infer import Asked, answer_of, is_long_json, priority_in, read_request
 
 
 class HttpHandler:
-    """Routes on a pipe. ``text`` bounds a body of JSON, ``reply`` an answer."""
+    """Routes on a pipe. ``text`` bounds the texts of JSON, ``reply`` an answer."""
 
     def __init__(self, run: pipe, deadlines: Deadlines, text: Bound, reply: Bound) -> None:
         self._pipe, self._deadlines, self._text, self._reply = run, deadlines, text, reply
@@ -25,13 +26,15 @@ class HttpHandler:
         document["info"]["version"] = torchpipe_py.__version__
         answer = json_answer(document)
         self.routes: Sequence[Route] = (
-            route("POST", "/infer", self._infer),
+            route("POST", "/infer", self._infer, takes_long=is_long_json),
             route("GET", "/openapi.json", lambda request, done: done(answer)),
         )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
-        admit = self._admit if self._pipe.is_refusing else None
-        asked = read_request(request.take_body(), request.query, request.fields, self._text, admit)
+        admit = partial(self._admit, request.arrived)
+        asked = read_request(
+            request.take_body(), request.query, request.fields, self._text, admit if self._pipe.is_refusing else None
+        )
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
@@ -40,7 +43,8 @@ class HttpHandler:
                 answer = failure
             done(answer)
 
-        return self._pipe.dispatch(asked.data, finish, self._admit(asked))
+        return self._pipe.dispatch(asked.data, finish, admit(asked))
 
-    def _admit(self, asked: Asked) -> float | None:
-        return self._deadlines.seconds(asked.deadline_ms, priority_in(asked.data), asked.data.get("node_name"))
+    def _admit(self, arrived: float | None, asked: Asked) -> float | None:
+        data = asked.data
+        return self._deadlines.seconds(asked.deadline_ms, priority_in(data), data.get("node_name"), arrived)

@@ -77,7 +77,8 @@ class Method(NamedTuple):
     ``start`` calls ``done`` once, or raises. ``fail`` makes a result of an error, or raises it where the method
     declares none for it. ``outcome`` gives the label of a result among the counters, ``request_id`` the client's name
     of a request. ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe.
-    ``is_streamed``: ``start`` returns a ``StreamSource``, or calls ``done``.
+    ``is_streamed``: ``start`` returns a ``StreamSource``, or calls ``done``. ``takes_long`` says of arguments whether
+    ``start`` takes long to read them, so that it should run on another thread than the event loop's.
     """
 
     args: type
@@ -87,6 +88,7 @@ class Method(NamedTuple):
     request_id: Callable[[Any], str] = lambda args: ""
     trace_fields: Callable[[Any], TraceFields] | None = None
     is_streamed: bool = False
+    takes_long: Callable[[Any], bool] | None = None
 
 
 def trace_fields(args: Any) -> TraceFields:
@@ -244,17 +246,18 @@ class Served(NamedTuple):
 def route(
     verb: str, path: str, start: Callable[[HttpRequest, Done], Cancellable | None], is_traced: bool | None = None,
     is_streamed: bool = False, changes_service: bool = False,
+    takes_long: Callable[[HttpRequest], bool] | None = None,
 ) -> Route:  # fmt: skip
     """A route whose ``start`` calls ``done`` with an ``HttpAnswer``, or with an exception.
 
-    ``is_traced``: whether it runs the pipe; by default all routes but those of GET. ``is_streamed``: see ``Method``,
-    ``changes_service``: see ``Route``.
+    ``is_traced``: whether it runs the pipe; by default all routes but those of GET. ``is_streamed``, ``takes_long``:
+    see ``Method``, ``changes_service``: see ``Route``.
     """
 
     fields = trace_headers if is_traced or (is_traced is None and verb != "GET") else None
     name = lambda request: request.fields.get("x-request-id", "")  # noqa: E731
     method = Method(HttpRequest, start, request_id=name, trace_fields=fields, is_streamed=is_streamed)
-    return Route(verb, path, method, changes_service)
+    return Route(verb, path, method._replace(takes_long=takes_long), changes_service)
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
-from torchpipe_py.errors import Overloaded
+from torchpipe_py.errors import DeadlineExceeded, Overloaded
 
 TARGET = 0.1
 """Seconds that a request without a deadline may wait, if no target is configured."""
@@ -228,14 +228,22 @@ class Deadlines:
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
 
-    def seconds(self, milliseconds: float | None = None, priority: int = 0, node_name: object = None) -> float | None:
+    def seconds(
+        self, milliseconds: float | None = None, priority: int = 0, node_name: object = None,
+        arrived: float | None = None,
+    ) -> float | None:  # fmt: skip
         """The time limit of a request that asks for ``milliseconds``, or ``None``; ``Overloaded`` if it cannot be met.
 
-        0 means no limit: Thrift clients send it in most languages if none is set.
+        0 means no limit: Thrift clients send it in most languages if none is set. ``arrived``: from when it counts, in
+        seconds of ``perf_counter``, if not from now; ``DeadlineExceeded`` if it is over.
         """
         limit = milliseconds or self._longest_ms
         if self._longest_ms and not 0 < limit <= self._longest_ms:
             limit = self._longest_ms
         seconds = limit / 1000 if limit > 0 else None
+        if seconds is not None and arrived is not None:
+            seconds -= perf_counter() - arrived
+            if seconds <= 0:
+                raise DeadlineExceeded("not read by its deadline")
         self._pipe.check_delay(seconds, priority, node_name)
         return seconds

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from torchpipe_py.wire.errors import ReplyTooLargeError, RouteError, report
+from torchpipe_py.wire.errors import RouteError, report
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
@@ -49,7 +49,7 @@ def failure(error: BaseException) -> Failure:
         if error.allowed:
             failed.headers["Allow"] = ", ".join(error.allowed)
         return failed
-    status = 500 if isinstance(error, ReplyTooLargeError) else STATUSES.get(code, 400)
+    status = STATUSES.get(code, 400)
     if code == "internal":
         text = f"{type(error).__name__}: {text}"
     return failure_of(status, code, text, getattr(error, "retry_after_ms", None))

@@ -50,12 +50,18 @@ class RouteError(TorchpipeError):
 
 
 class ReplyTooLargeError(NoResult):
-    """A result that is too large to be sent."""
+    """A result that is too large to be sent, so that its client has to ask for less, or in another form.
+
+    ``size`` is what is known of it, at least so many bytes as they would be sent.
+    """
 
     code = "too_large"
 
     def __init__(self, size: int, bound: Bound, hint: str = "") -> None:
-        super().__init__(f"the result has {size} bytes; the limit of a reply is {bound.bytes} ({bound.name}){hint}")
+        hint = hint or "ask for fewer outputs or smaller ones"
+        super().__init__(
+            f"the result has {size} bytes or more; the limit of a reply is {bound.bytes} ({bound.name}); {hint}"
+        )
 
 
 def code_of(error: BaseException) -> str:

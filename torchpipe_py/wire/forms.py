@@ -9,6 +9,7 @@ from typing import Any
 from multipart import MultipartError, PushMultipartParser, parse_options_header
 
 from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.json_values import inputs_from
 
 MOST_PARTS = 16
@@ -17,7 +18,9 @@ _FILE_KEY = "data"
 _JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 
 
-def read_form(content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any]) -> dict[str, Any]:
+def read_form(
+    content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any], text: Bound
+) -> dict[str, Any]:
     """The one file of the form under ``data``, and the other fields except ``parameters``.
 
     These go to ``options``, as texts. Raises ``InvalidRequest`` for an invalid form, another number of files,
@@ -53,7 +56,7 @@ def read_form(content_type: str, body: bytes, parameters: Collection[str], optio
     if len(files) != 1:
         raise InvalidRequest(f"form: {len(files)} files; one request has one, as in curl -F data=@image.jpg")
     options.update({name: text for name, text in texts.items() if name in parameters})
-    fields = inputs_from({name: _value(name, text) for name, text in texts.items() if name not in parameters})
+    fields = inputs_from({name: _value(name, text) for name, text in texts.items() if name not in parameters}, text)
     for name in ("", _FILE_KEY):
         if name in fields:
             raise InvalidRequest(

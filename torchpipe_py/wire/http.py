@@ -29,11 +29,24 @@ class HttpRequest:
 
     method, path: visible ASCII, the path without the query. fields: the headers, their names in lower case.
     parameters: the parts of the path that its route has in braces. error: why the request was not read to its end.
-    is_last: whether the connection ends after its answer. name: method and path, cut if they are long. label: the
+    is_last: whether the connection ends after its answer. arrived: when it was complete, in seconds of
+    ``perf_counter``, if it waits for a thread that reads it. name: method and path, cut if they are long. label: the
     route that it takes, as it is counted.
     """
 
-    __slots__ = ("body", "error", "fields", "is_last", "label", "method", "name", "parameters", "path", "query")
+    __slots__ = (
+        "arrived",
+        "body",
+        "error",
+        "fields",
+        "is_last",
+        "label",
+        "method",
+        "name",
+        "parameters",
+        "path",
+        "query",
+    )
 
     is_oneway, seqid, protocol = False, 0, "http"
 
@@ -45,6 +58,7 @@ class HttpRequest:
         self.fields: Mapping[str, str] = {} if fields is None else fields
         self.parameters: Mapping[str, str] = {}
         self.body = b""
+        self.arrived: float | None = None
         self.error: Exception | None = None
         self.name = f"{method} {path}"[:NAME_CHARACTERS]
         self.label = "http"  # until a route is found: a client's invented path must not become a counter

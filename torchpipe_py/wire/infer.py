@@ -12,11 +12,13 @@ import msgspec
 
 from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
-from torchpipe_py.wire.json_values import NUMBER_BYTES, inputs_from, json_line, label_line, parse_json, to_json
-from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, output_of, size_of
+from torchpipe_py.wire.http import HttpRequest
+from torchpipe_py.wire.json_values import SMALL_BYTES, inputs_from, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
 _FIELDS = "other values go in a form or in JSON"
+_SMALLER = "ask for fewer outputs, or at /v2 for binary ones (binary_data)"
 _OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
 
 
@@ -46,7 +48,7 @@ _decode_options = msgspec.json.Decoder(_Options).decode
 def read_request(
     body: bytes, query: str, fields: Mapping[str, str], text: Bound, admit: Callable[[Asked], object] | None = None
 ) -> Asked:
-    """Read a request. Raises ``InvalidRequest``. ``text`` bounds JSON.
+    """Read a request. Raises ``InvalidRequest``. ``text`` bounds the texts of JSON.
 
     ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
     read, which takes long, with a request that lacks them; it may raise.
@@ -58,7 +60,7 @@ def read_request(
     options = _parameters(query) if query else {}
     deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if kind == "application/json":
-        if admit is not None and len(body) <= text.bytes:
+        if admit is not None:
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
                 early = msgspec.to_builtins(_decode_options(body))
                 # Outputs in JSON, which are not read here, replace those of the query.
@@ -69,13 +71,18 @@ def read_request(
         # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
 
-        data = read_form(content_type, body, _OPTIONS, options)
+        data = read_form(content_type, body, _OPTIONS, options, text)
     else:  # whatever the type: `curl --data-binary` sends that of a form
         data = {"data": body}
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:
         return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint)
     return Asked(data, ["result"], None, hint)
+
+
+def is_long_json(request: HttpRequest) -> bool:
+    """Whether a request for ``read_request`` takes long to read."""
+    return request.size > SMALL_BYTES and request.kind == "application/json"
 
 
 def _is_stripped(body: bytes) -> bool:
@@ -112,19 +119,22 @@ def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
     if len(values) == 1 and is_label_and_score(value := values[asked.keys[0]]):
         line = label_line(value)
         if len(line) > reply.bytes:
-            raise ReplyTooLargeError(len(line), reply)
+            raise ReplyTooLargeError(len(line), reply, _SMALLER)
         return line
-    size = NUMBER_BYTES * sum(map(size_of, values.values()))
+    size = sum(map(json_size, values.values()))
     if size > reply.bytes:
-        raise ReplyTooLargeError(size, reply)
+        raise ReplyTooLargeError(size, reply, _SMALLER)
     outputs: dict[str, str] = {}
     for key, value in values.items():
-        outputs.update(to_json(key, value))
-    return json_line(outputs)
+        outputs.update(to_json(key, value, reply))
+    line = json_line(outputs)
+    if len(line) > reply.bytes:
+        raise ReplyTooLargeError(len(line), reply, _SMALLER)
+    return line
 
 
 def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, Any]:
-    value = parse_json(body, text)
+    value = parse_json(body)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
         raise InvalidRequest('expected an object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
     for key in value:
@@ -134,7 +144,7 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, A
         raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
     milliseconds(value.get("deadline_ms"), (int, float))
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
-    return inputs_from(value["inputs"])
+    return inputs_from(value["inputs"], text)
 
 
 def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked:

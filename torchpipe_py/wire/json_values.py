@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.wire.answers import utf8_json
-from torchpipe_py.wire.errors import Bound, RequestTooLargeError
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
+from torchpipe_py.wire.json_reader import Numbers, read_json
 from torchpipe_py.wire.values import (
     MOST_DIMENSIONS,
     MOST_TENSORS,
@@ -30,8 +32,11 @@ from torchpipe_py.wire.values import (
 if TYPE_CHECKING:
     import torch
 
-NUMBER_BYTES = 4
-"""An array's bytes become about so many times as many."""
+NUMBER_BYTES = 2
+"""The fewest bytes of a number in a list of JSON: a digit and a comma."""
+SMALL_BYTES = 2**16
+"""JSON up to this size is read at once; of more, other threads get their turn in between."""
+_BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """The types that JSON may hold for each of NumPy's kinds."""
 _SHOWN = {
@@ -44,60 +49,94 @@ MOST_ELEMENTS = 2**12
 """Limit of the elements of one request's plain lists. Each takes up to 100 bytes, as long as the request lives."""
 
 
-def parse_json(body: bytes, most: Bound) -> Any:
-    """The value; ``InvalidRequest`` for malformed JSON, and for more than ``most``."""
-    if len(body) > most.bytes:
-        raise RequestTooLargeError(
-            f"JSON of {len(body)} bytes; the limit is {most.bytes} ({most.name}): send large values as binary"
-        )
+def parse_json(body: bytes) -> Any:
+    """The value; in a large one, long lists of numbers are ``Numbers``. ``InvalidRequest`` for malformed JSON."""
     if body.count(b"[") + body.count(b"{") > MOST_CONTAINERS:  # those within texts too: it is not parsed yet
         raise RequestTooLargeError(f"JSON of more than {MOST_CONTAINERS} lists and objects: write arrays flat")
     try:
-        return json.loads(body)
+        if len(body) <= SMALL_BYTES:
+            return json.loads(body)
+        return read_json(body.decode(json.detect_encoding(body), "surrogatepass"))
     except RecursionError:
         raise InvalidRequest("JSON: nested too deeply") from None
+    except JSONDecodeError as error:
+        raise InvalidRequest(f"JSON: {error.msg} (char {error.pos})") from None
+    except InvalidRequest:
+        raise
     except ValueError as error:  # no UTF-8 as well
         raise InvalidRequest(f"JSON: {error}") from None
 
 
-def inputs_from(given: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_from(given: Mapping[str, Any], text: Bound) -> dict[str, Any]:
     """A request's dict: of each key what ``from_json`` makes of its value, a list of such bytes and arrays, or a plain
     list as it is: of texts, numbers, booleans and such lists. ``InvalidRequest`` for anything else, and for too much.
+
+    ``text`` bounds the texts: in memory a character may take four times its bytes.
     """
     check_names("inputs", given)
     inputs: dict[str, Any] = {}
-    elements = 0
+    counted = _Counted(text)
     for key, value in given.items():
         where = f"{key[:40]!r}: "
-        if not isinstance(value, list):
+        if not isinstance(value, (list, Numbers)):
             inputs[key] = from_json(where, value)
-        elif value and all(isinstance(item, dict) for item in value):
+            if isinstance(value, str):
+                counted.add_text(where, value)
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             if len(value) > MOST_TENSORS:
                 raise InvalidRequest(f"{where}a list of {len(value)}; the limit is {MOST_TENSORS}")
             inputs[key] = [from_json(where, item) for item in value]
         else:
-            elements = _count(where, value, 1, elements)
-            inputs[key] = value
+            inputs[key] = counted.plain_list(where, value)
     return inputs
 
 
-def _count(where: str, items: list[Any], depth: int, elements: int) -> int:
-    """Add a plain list's elements to ``elements``. Raises ``InvalidRequest`` for too many, or other types."""
-    if depth > MOST_DIMENSIONS:
-        raise InvalidRequest(f"{where}a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
-    elements += len(items)
-    if elements > MOST_ELEMENTS:
-        array = '{"dtype": "float32", "shape": […], "data": […]}'
-        raise InvalidRequest(f"{where}lists of more than {MOST_ELEMENTS} elements; numbers may come as {array}")
-    for item in items:
-        if isinstance(item, list):
-            elements = _count(where, item, depth + 1, elements)
-        elif isinstance(item, (int, float)):
-            _check_finite(where, item)
-        elif not isinstance(item, str):
-            holds = "a list holds texts, numbers, true, false and such lists, or else only bytes and arrays"
-            raise InvalidRequest(f"{where}a list with {_SHOWN.get(type(item), 'objects')}; {holds}")
-    return elements
+class _Counted:
+    """Counts the elements of a request's plain lists, and the characters of its texts."""
+
+    def __init__(self, text: Bound) -> None:
+        self._text, self._elements, self._characters = text, 0, 0
+
+    def add_text(self, where: str, text: str) -> None:
+        """Raises ``RequestTooLargeError`` for too much text."""
+        self._characters += len(text)
+        if self._characters > self._text.bytes:
+            raise RequestTooLargeError(
+                f"{where}text of {self._characters} characters or more; the limit is {self._text.bytes} "
+                f'({self._text.name}): send it as {{"b64": "…"}}'
+            )
+
+    def plain_list(self, where: str, items: list[Any] | Numbers, depth: int = 1) -> list[Any]:
+        """The list; raises ``InvalidRequest`` for too many elements, or other types."""
+        if depth > MOST_DIMENSIONS:
+            raise InvalidRequest(f"{where}a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
+        self._elements += items.most if isinstance(items, Numbers) else len(items)
+        if self._elements > MOST_ELEMENTS:
+            array = '{"dtype": "float32", "shape": […], "data": […]}'
+            raise InvalidRequest(f"{where}lists of more than {MOST_ELEMENTS} elements; numbers may come as {array}")
+        plain = list(chain.from_iterable(_pieces(where, items)))
+        for index, item in enumerate(plain):
+            if isinstance(item, (list, Numbers)):
+                plain[index] = self.plain_list(where, item, depth + 1)
+            elif isinstance(item, (int, float)):
+                _check_finite(where, item)
+            elif isinstance(item, str):
+                self.add_text(where, item)
+            else:
+                holds = "a list holds texts, numbers, true, false and such lists, or else only bytes and arrays"
+                raise InvalidRequest(f"{where}a list with {_SHOWN.get(type(item), 'objects')}; {holds}")
+        return plain
+
+
+def _pieces(where: str, items: list[Any] | Numbers) -> Iterator[list[Any]]:
+    """The elements of a list, a part at a time."""
+    if isinstance(items, list):
+        yield items
+        return
+    try:
+        yield from items.pieces()
+    except JSONDecodeError as error:
+        raise InvalidRequest(f"{where}JSON: {error.msg} (char {error.pos})") from None
 
 
 def _check_finite(where: str, value: float) -> None:
@@ -128,10 +167,20 @@ def from_json(where: str, value: Any) -> Any:
 
 def _from_base64(where: str, text: Any) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        if len(text) <= _BASE64_PIECE:
+            return base64.b64decode(text, validate=True)
+        return b"".join(_base64_pieces(text))
     except (TypeError, ValueError) as error:
         hint = "; leave out what is before its comma, 'data:image/…;base64,'" if str(text)[:5] == "data:" else ""
         raise InvalidRequest(f"{where}b64 is not base64: {str(error)[:80]}{hint}") from None
+
+
+def _base64_pieces(text: str) -> Iterator[bytes]:
+    for start in range(0, len(text), _BASE64_PIECE):
+        piece = text[start : start + _BASE64_PIECE]
+        if "=" in piece and start + _BASE64_PIECE < len(text):
+            raise ValueError("padding before its end")
+        yield base64.b64decode(piece, validate=True)
 
 
 def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
@@ -143,63 +192,96 @@ def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
 
 
 def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
-    """A list of numbers, flat or nested, as an array of this type; ``InvalidRequest`` for numbers beyond it."""
-    if not isinstance(data, list):
+    """A list of numbers, flat or nested, as a flat array of this type; ``InvalidRequest`` for numbers beyond it."""
+    if not isinstance(data, (list, Numbers)):
         raise InvalidRequest(f"{where}the data is not a list")
     wanted = np.dtype(dtype)
+    rows, sizes, parts = _rows(where, data), set(), []
+    if all(isinstance(row, list) for row in rows):
+        sizes, rows = set(map(len, rows)), [list(chain.from_iterable(rows)) if len(rows) > 1 else rows[0]]
+        parts = [_part(where, wanted, rows[0])]
+    else:
+        for row in rows:
+            parts += (own := [_part(where, wanted, piece) for piece in _pieces(where, row)])
+            sizes.add(sum(map(len, own)))
+    if len(sizes) > 1:
+        raise InvalidRequest(f"{where}the data has lists of several lengths")
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _rows(where: str, data: list[Any] | Numbers) -> list[Any]:
+    """The innermost lists of nested ones."""
+    rows = [data]
+    while any(isinstance(row, list) and row and isinstance(row[0], (list, Numbers)) for row in rows):
+        if not all(isinstance(row, list) and all(isinstance(item, (list, Numbers)) for item in row) for row in rows):
+            raise InvalidRequest(f"{where}the data has lists of several depths")
+        if len(set(map(len, rows))) > 1:
+            raise InvalidRequest(f"{where}the data has lists of several lengths")
+        rows = list(chain.from_iterable(rows))
+    return rows
+
+
+def _part(where: str, wanted: np.dtype, numbers: list[Any]) -> np.ndarray:
     # NOTE: before NumPy sees them, which gives each of many texts as much memory as the longest takes.
-    flat, kinds = _flat(data)
+    kinds = set(map(type, numbers))
     if not kinds <= _KINDS[wanted.kind]:
         other = next(kind for kind in kinds if kind not in _KINDS[wanted.kind])
-        raise InvalidRequest(f"{where}the data has {_SHOWN.get(other, 'objects')}, not {dtype}")
-    if flat and wanted.kind in "iu":
-        least, most, limits = min(flat), max(flat), np.iinfo(wanted)
+        raise InvalidRequest(f"{where}the data has {_SHOWN.get(other, 'objects')}, not {wanted}")
+    if numbers and wanted.kind in "iu":
+        least, most, limits = min(numbers), max(numbers), np.iinfo(wanted)
         if not limits.min <= least <= most <= limits.max:
             given = f"{str(least)[:24]}..{str(most)[:24]}"
-            raise InvalidRequest(f"{where}the data has {given}, {dtype} has {limits.min}..{limits.max}")
+            raise InvalidRequest(f"{where}the data has {given}, {wanted} has {limits.min}..{limits.max}")
     try:
         with np.errstate(over="raise"):
-            return np.array(data, wanted)
+            return np.array(numbers, wanted)
     except FloatingPointError:
-        raise InvalidRequest(f"{where}the data has numbers beyond those of {dtype}") from None
+        raise InvalidRequest(f"{where}the data has numbers beyond those of {wanted}") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"{where}{str(error)[:200]}") from None
 
 
-def _flat(data: list[Any]) -> tuple[list[Any], set[type]]:
-    """The elements of nested lists, and their types; lists are among them where the nesting is not even."""
-    kinds = set(map(type, data))
-    while kinds == {list}:
-        data = list(chain.from_iterable(data))
-        kinds = set(map(type, data))
-    return data, kinds
-
-
-def to_json(key: str, value: Any) -> dict[str, str]:
+def to_json(key: str, value: Any, most: Bound | None = None) -> dict[str, str]:
     """A pipeline's value under ``key`` as members of an object for ``json_line``; ``(label, score)`` becomes two.
 
-    Their values are JSON. Raises ``NoResult`` for types that JSON lacks.
+    Their values are JSON. Raises ``NoResult`` for types that JSON lacks, ``ReplyTooLargeError`` for arrays of more than
+    ``most``.
     """
     if is_label_and_score(value):
         return {"label": to_text("label", str(value[0])), "score": to_text("score", float(value[1]))}
-    return {key: _json_of(key, value)}
+    return {key: _json_of(key, value, most)}
 
 
-def _json_of(key: str, value: Any) -> str:
+def _json_of(key: str, value: Any, most: Bound | None) -> str:
     if is_array(value):
-        return _json_of_array(key, value)
+        array = to_array(key, value)
+        check_finite(key, array)
+        numbers = numbers_to_json(array, most)
+        return f'{{"dtype": "{array.dtype.name}", "shape": {list(array.shape)}, "data": {numbers}}}'
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
-        return f"[{', '.join([_json_of(key, item) for item in value])}]"
+        return f"[{', '.join([_json_of(key, item, most) for item in value])}]"
     return to_text(key, value)
 
 
-def _json_of_array(key: str, value: Any) -> str:
-    array = to_array(key, value)
-    check_finite(key, array)
-    flat = array.ravel()
-    # NOTE: in pieces, between which other threads get the GIL: 12 million numbers take more than a second.
-    pieces = [_encode(flat[start : start + _PIECE].tolist())[1:-1] for start in range(0, flat.size, _PIECE)]
-    return f'{{"dtype": "{array.dtype.name}", "shape": {list(array.shape)}, "data": [{", ".join(pieces)}]}}'
+def numbers_to_json(array: np.ndarray, most: Bound | None = None, hint: str = "") -> str:
+    """The finite numbers of an array as a flat list. ``ReplyTooLargeError`` as soon as there are more than ``most``."""
+    flat, pieces, size, encode = array.ravel(), [], 0, _encoder()
+    # In pieces, between which other threads get the GIL.
+    for start in range(0, flat.size, _PIECE):
+        pieces.append(encode(flat[start : start + _PIECE].tolist())[1:-1])
+        size += len(pieces[-1]) + 1
+        if most is not None and size > most.bytes:
+            raise ReplyTooLargeError(size, most, hint)
+    return f"[{b','.join(pieces).decode('ascii')}]"
+
+
+def _encoder() -> Callable[[list[Any]], bytes]:
+    """What writes lists of numbers: msgspec, which is ten times as fast, where it is installed."""
+    try:
+        import msgspec
+    except ImportError:
+        return lambda numbers: _encode(numbers).encode("ascii")
+    return msgspec.json.encode
 
 
 def json_line(members: Mapping[str, str]) -> bytes:
@@ -235,4 +317,4 @@ def _plain(value: Any) -> Any:
 
 
 _encode = json.JSONEncoder(default=_plain, ensure_ascii=False, allow_nan=False).encode
-_PIECE = 2**12  # numbers that are encoded without a pause
+_PIECE = 2**13  # numbers that are encoded without a pause

@@ -75,6 +75,19 @@ def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTY
 # -- what goes out --------------------------------------------------------------------------------------------------
 
 
+def json_size(value: Any) -> int:
+    """The fewest bytes that it takes as JSON: bytes are base64, a number in an array is a digit and a comma."""
+    if isinstance(value, (bytes, bytearray)):
+        return 4 * math.ceil(len(value) / 3)
+    if isinstance(value, str):
+        return len(value)
+    if is_array(value):
+        return 2 * math.prod(value.shape)
+    if isinstance(value, (list, tuple)):
+        return sum(map(json_size, value)) if any(map(is_array, value)) else 2 * len(value)
+    return 0
+
+
 def size_of(value: Any) -> int:
     """About how many bytes it takes on a wire, as binary; 0 where that is not known before."""
     if isinstance(value, (bytes, bytearray, str)):

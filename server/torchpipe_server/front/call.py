@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Executor
 from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from torchpipe_py import DeadlineExceeded
-from torchpipe_py.serving import Cancellable, Method
-from torchpipe_server.front.loop import Loop
+from torchpipe_py.serving import Cancellable, HttpRequest, Method
+from torchpipe_server.front.loop import Loop, call_from_any_thread
 
 
 class CallState(Enum):
     """The state of a call."""
 
-    WAITING = auto()  # no method has it yet; over gRPC its message is being read
+    WAITING = auto()  # no method has it yet; its message is being read
     RUNNING = auto()  # a method has it, and answers from any thread
     ANSWERED = auto()  # its client's side has the answer
     DROPPED = auto()  # its client left, or another process answers: an answer that still arrives is discarded
@@ -58,7 +59,31 @@ class Call:
         """Start the method; raises what it raises. ``is_logged``: whether the request's id is needed."""
         if is_logged:
             self.request_id = method.request_id(args)
-        ticket = method.start(args, self.done)
+        self._run(loop, method.start(args, self.done))
+
+    def start_aside(self, loop: Loop, reader: Executor, method: Method, args: HttpRequest, is_logged: bool) -> None:
+        """Start the method on a thread of ``reader``, since its request takes long to read. An error is the answer."""
+        if is_logged:
+            self.request_id = method.request_id(args)
+        args.arrived = perf_counter()
+        reader.submit(self._start_aside, loop, method, args)
+
+    def _start_aside(self, loop: Loop, method: Method, args: Any) -> None:
+        if self.state is not WAITING:  # its client left
+            return
+        try:
+            ticket = method.start(args, self.done)
+        except BaseException as error:  # others' requests are here
+            self.done(error)
+        else:
+            call_from_any_thread(loop, self._run, loop, ticket)
+
+    def _run(self, loop: Loop, ticket: Cancellable | None) -> None:
+        """A method has the request."""
+        if self.state is not WAITING:  # it was answered, or its client left, while another thread read it
+            if self.state is DROPPED and ticket is not None:
+                ticket.cancel()
+            return
         self.state = RUNNING
         if ticket is not None:
             self.ticket, deadline = ticket, ticket.deadline

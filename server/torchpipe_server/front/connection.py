@@ -239,7 +239,10 @@ class Connection(asyncio.BufferedProtocol):
                 self.close_when_answered()
                 most = counted(owner.options.max_connections, "connection")
                 raise Overloaded(f"more than {most}", retry_after_ms=1000)
-            call.start(owner.loop, method, args, owner.counters.is_logging)
+            if method.takes_long is not None and method.takes_long(args):
+                call.start_aside(owner.loop, owner.reader, method, args, owner.counters.is_logging)
+            else:
+                call.start(owner.loop, method, args, owner.counters.is_logging)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
             # NOTE: at once, since the other requests of this round of the loop would delay a refusal.
             owner.send(call, *service.reply(call.message, error), error)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, sleep
 
 from torchpipe_py import Overloaded
@@ -52,6 +53,8 @@ class Server:
         self._rested_at = 0.0  # when other threads last had time between pipelined requests
         self.answer = Inbox(loop, self.send).put
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
+        # One thread: they would only take turns, and each further one costs the loop a turn.
+        self.reader = ThreadPoolExecutor(1, "torchpipe-reader")
         self._ending_until: float | None = None
         self.is_draining = False
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
@@ -197,6 +200,7 @@ class Server:
                 connection.abandon()
                 self._connections.discard(connection)
         self._stop_ticks()
+        self.reader.shutdown(wait=False, cancel_futures=True)
         return not busy
 
     # -- the clock ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from kit.waits import WAIT
 from torchpipe_py import InvalidRequest, TensorSpec
 from torchpipe_py.methods.oip.requests import InferRequest, Wanted
 from torchpipe_py.methods.oip.results import kept, outputs_of
+from torchpipe_py.wire.errors import Bound
 
 LABELS = (*"abc", "")  # no label is the same as an empty one
 NUMBERS = [[0.5, 3, -1]]
@@ -27,7 +29,7 @@ def classified(classes: int, *values: Any, name: str = "y", labels: tuple[str, .
     items = [kept({"result": value}, request) for value in values]
     ((output, _),) = outputs_of(items, request, [TensorSpec("y", (None, 3), "float32", labels)])
     assert (output.name, output.datatype) == (name, "BYTES")
-    return list(output.shape), output.to_list()
+    return list(output.shape), json.loads(output.to_json(Bound(2**20, "--max-reply-bytes")))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torchpipe_py.methods.oip.results import kept, outputs_of
 from torchpipe_py.methods.oip.tensors import NUMBERS, Output
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 
+MANY = Bound(2**20, "--max-reply-bytes")
 LIMITS = InferLimits(Bound(2**16, "--max-text-bytes"), 32)
 TEXT: dict[str, Any] = {"name": "data", "datatype": "BYTES", "shape": [1], "data": ["x"]}
 ARRAY: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [1, 2, 3, 4]}
@@ -241,7 +242,7 @@ def tensors(items: list[dict[str, Any]], *names: str, specs: Any = ()) -> dict[s
     """Each output's datatype, shape and elements as JSON has them."""
     request = asking(*names)
     found = outputs_of([kept(item, request) for item in items], request, specs)
-    return {each.name: (each.datatype, list(each.shape), each.to_list()) for each, _ in found}
+    return {each.name: (each.datatype, list(each.shape), json.loads(each.to_json(MANY))) for each, _ in found}
 
 
 def results(*values: Any, specs: Any = ()) -> dict[str, tuple[str, list[int], Any]]:
@@ -318,10 +319,9 @@ def test_answers_as_json_and_binary():
         (Output("a", "FP32", [1], np.array([0.5], np.float32)), True),
         (Output("b", "BYTES", [1], [b"x"]), False),
     ]
-    text = Bound(100, "--max-text-bytes")
     asked = asking()
     asked.id = "7"
-    given = answer("demo", "1", asked, outputs, text)
+    given = answer("demo", "1", asked, outputs, MANY)
     head = {"model_name": "demo", "model_version": "1", "id": "7"}
     size = int(given.headers["Inference-Header-Content-Length"])
     assert json.loads(given.body[:size]) == {
@@ -332,14 +332,15 @@ def test_answers_as_json_and_binary():
         ],
     }
     assert (given.kind, given.body[size:]) == ("application/octet-stream", np.float32(0.5).tobytes())
-    plain = answer("demo", "1", asking(), outputs[1:], text)
+    plain = answer("demo", "1", asking(), outputs[1:], MANY)
     assert (plain.kind, plain.headers) == ("application/json", {})
 
 
-@pytest.mark.parametrize("datatype", ["UINT8", "FP64"])
-def test_large_outputs_come_as_binary(datatype: str):
-    text = Bound(100, "--max-text-bytes")
-    output = Output("a", datatype, [1, 26], np.zeros((1, 26), datatype.replace("FP64", "float64").lower()))
-    with pytest.raises(ReplyTooLargeError, match=r"104 bytes; .* 100 \(--max-text-bytes\); ask .* with binary_data"):
-        answer("demo", "1", asking(), [(output, False)], text)
-    assert answer("demo", "1", asking(), [(output, True)], text).body.endswith(output.to_binary())
+@pytest.mark.parametrize("datatype", ["UINT8", "FP64", "BYTES"])
+def test_refuses_json_beyond_the_reply_as_it_is_sent(datatype: str):
+    data: Any = [b"x" * 600] if datatype == "BYTES" else np.zeros(300, datatype.replace("FP64", "float64").lower())
+    output = Output("a", datatype, [1, len(data)], data)
+    whole = answer("demo", "1", asking(), [(output, False)], MANY).body
+    assert answer("demo", "1", asking(), [(output, False)], Bound(len(whole), "--max-reply-bytes")).body == whole
+    with pytest.raises(ReplyTooLargeError, match=r"or more; .* \(--max-reply-bytes\); ask .* with binary_data"):
+        answer("demo", "1", asking(), [(output, False)], Bound(len(whole) - 1, "--max-reply-bytes"))

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import Overloaded, TorchpipeError, UnknownNode, nearest
+from torchpipe_py.errors import DeadlineExceeded, Overloaded, TorchpipeError, UnknownNode, nearest
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import NO_SHARED_MEMORY, InferRequest
-from torchpipe_py.methods.oip.results import RESULT, kept, outputs_of
+from torchpipe_py.methods.oip.results import RESULT, SMALLER, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
@@ -219,7 +219,7 @@ class OpenInference:
         self, models: Models, items: int, reply: Bound, control: Control | None = None, may_load: bool = False,
         totals: Totals | None = None,
     ) -> None:  # fmt: skip
-        self.models, self.items, self._reply = models, items, reply
+        self.models, self.items, self.reply = models, items, reply
         self.control, self._folder = control if may_load else None, control
         self._indexing: list[Callable[[list[dict[str, Any]]], object]] = []
         self._totals: Totals = totals or (lambda done: done({}))
@@ -333,8 +333,8 @@ class OpenInference:
     ) -> float | None:
         """The time limit of a request in seconds; raises, and counts a failure, if it cannot be met."""
         try:
-            return model.deadlines.seconds(deadline_ms, priority, model.entered(node_name))
-        except Overloaded:
+            return model.deadlines.seconds(deadline_ms, priority, model.entered(node_name), began)
+        except (Overloaded, DeadlineExceeded):
             model.figures.add(0, began, False)
             raise
 
@@ -346,8 +346,8 @@ class OpenInference:
             raise _of_item(outcomes[failed[0]], failed[0], len(outcomes))
         outputs = outputs_of(outcomes, asked, root.outputs)
         size = sum(output.size(is_binary) for output, is_binary in outputs)
-        if size > self._reply.bytes:
-            raise ReplyTooLargeError(size, self._reply)
+        if size > self.reply.bytes:
+            raise ReplyTooLargeError(size, self.reply, "" if all(is_binary for _, is_binary in outputs) else SMALLER)
         return codec.answer(model, asked, outputs)
 
 

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
-from torchpipe_py.methods.oip.http import Templates, answer, read_index, read_infer, read_parameters
+from torchpipe_py.methods.oip.http import Templates, answer, read_index, read_infer, read_parameters, takes_long
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
@@ -29,13 +29,16 @@ class OipHandler:
         self._core, self._limits = core, limits
         self._templates: dict[Root, Templates] = {}
         of_model: Sequence[tuple[str, str, Callable[[HttpRequest, Done], Cancellable | None]]] = (
-            ("POST", "/infer", self._infer),
             ("GET", "", _known(lambda request: core.metadata(*_named(request), _node_name(request)))),
             ("GET", "/ready", _known(self._model_ready)),
             ("GET", "/config", _known(lambda request: core.config(*_named(request), _node_name(request)))),
             ("GET", "/stats", lambda request, done: self._statistics(*_named(request), done)),
         )
         self.routes: Sequence[Route] = (
+            *[
+                route("POST", f"{_MODEL}{version}/infer", self._infer, takes_long=takes_long)
+                for version in ("", "/versions/{version}")
+            ],
             *[route(verb, f"{_MODEL}{path}", start) for verb, path, start in of_model],
             *[route(verb, f"{_MODEL}/versions/{{version}}{path}", start) for verb, path, start in of_model],
             route("GET", "/v2", _known(lambda request: metadata.SERVER)),
@@ -80,11 +83,11 @@ class OipHandler:
             raise RouteError("pages of other origins load and unload nothing")
         name = unquote(request.parameters["model"])
         if action == "load" and request.body:
-            check_load(name, read_parameters(request.body, self._limits.text))
+            check_load(name, read_parameters(request.body))
         self._core.control(action, name, lambda status, body: done(json_answer(body, status)))
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
-        began = perf_counter()
+        began = request.arrived or perf_counter()
         parameters = request.parameters
         model = self._core.models.find(unquote(parameters["model"]), unquote(parameters.get("version", "")))
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
@@ -103,7 +106,7 @@ class OipHandler:
 
     def answer(self, model: Model, asked: InferRequest, outputs: Sequence[tuple[Output, bool]]) -> HttpAnswer:
         """See ``Codec``."""
-        return answer(model.name, model.version, asked, outputs, self._limits.text)
+        return answer(model.name, model.version, asked, outputs, self._core.reply)
 
 
 def _known(answer: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest, Done], None]:

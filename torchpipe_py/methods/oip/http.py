@@ -23,13 +23,13 @@ from torchpipe_py.methods.oip.requests import (
     options_of,
     refuse,
 )
-from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT
+from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT, SMALLER
 from torchpipe_py.methods.oip.tensors import BYTES, Output
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
-from torchpipe_py.wire.http import HttpAnswer
+from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
-from torchpipe_py.wire.json_values import MOST_CONTAINERS, parse_json
+from torchpipe_py.wire.json_values import SMALL_BYTES, parse_json
 from torchpipe_py.wire.values import is_label_and_score
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -37,6 +37,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 _JSON_SIZE = HEADER_LENGTH.lower()
 
 _float32 = struct.Struct("f")
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _encode_text = json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
@@ -102,10 +103,10 @@ def read_infer(
     if _JSON_SIZE in fields:
         size = _json_size(fields[_JSON_SIZE], size)
     text = view[:size]
-    if admit is not None and size <= limits.text.bytes:
+    if admit is not None:
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
             admit(*options_of(_decode_options(text).parameters, deadline_ms, priority))
-    asked = _read_json(text, limits.text)
+    asked = _read_json(text)
     options = asked.parameters
     is_binary = options is not None and options.binary_data_output
     outputs: Sequence[Wanted] = ()
@@ -113,6 +114,14 @@ def read_infer(
         outputs = [(output.parameters or _NO_OPTIONS).wanted(output.name, is_binary) for output in asked.outputs]
     _add_binary(asked.inputs, view[size:])
     return infer_request(asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority)
+
+
+def takes_long(request: HttpRequest) -> bool:
+    """Whether the JSON of a request for inference takes long to read; its binary data do not."""
+    given = request.fields.get(_JSON_SIZE)
+    return request.size > SMALL_BYTES and (
+        given is None or not given.isdigit() or len(given) > 5 or int(given) > SMALL_BYTES
+    )
 
 
 def _json_size(given: str, size: int) -> int:
@@ -131,10 +140,10 @@ def read_index(body: bytes) -> bool:
         raise InvalidRequest('expected no body, {} or {"ready": true}') from None
 
 
-def read_parameters(body: bytes, most: Bound) -> dict[str, Any]:
+def read_parameters(body: bytes) -> dict[str, Any]:
     """The parameters of a request to load a model. Raises ``InvalidRequest``."""
     try:
-        return msgspec.convert(parse_json(body, most), _LoadAsked).parameters
+        return msgspec.convert(parse_json(body), _LoadAsked).parameters
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request: {error}") from None
 
@@ -156,9 +165,9 @@ def _add_binary(inputs: Sequence[_Input], binary: memoryview) -> None:
         raise InvalidRequest(f"{end - start} bytes behind the binary data of the inputs")
 
 
-def _read_json(text: memoryview, most: Bound) -> _Asked:
+def _read_json(text: memoryview) -> _Asked:
     try:
-        if len(text) <= min(most.bytes, MOST_CONTAINERS):
+        if len(text) <= SMALL_BYTES:
             try:
                 return _decode(text)
             except msgspec.ValidationError:
@@ -166,7 +175,7 @@ def _read_json(text: memoryview, most: Bound) -> _Asked:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 pass
         # Python's own reader takes what others write beyond JSON: NaN, and halves of surrogate pairs.
-        return msgspec.convert(parse_json(bytes(text), most), _Asked)
+        return msgspec.convert(parse_json(bytes(text)), _Asked)
     except msgspec.ValidationError as error:
         refuse(error, _OPTIONS)
     except UnicodeEncodeError as error:
@@ -180,7 +189,7 @@ class Templates:
     """
 
     def __init__(self, model: str, version: str, names: Sequence[str]) -> None:
-        head = json.dumps({"model_name": model, "model_version": version}, ensure_ascii=False)[:-1]
+        head = _encode({"model_name": model, "model_version": version})[:-1]
         name = _encode_text(names[0] if len(names) == 1 else RESULT)
         self._score = ']}, {"name": "score", "datatype": "FP32", "shape": [1], "data": ['
         self._starts: dict[type, str] = {
@@ -214,27 +223,25 @@ class Templates:
 
 
 def answer(
-    model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], most_json: Bound
+    model: str, version: str, request: InferRequest, outputs: Sequence[tuple[Output, bool]], reply: Bound
 ) -> HttpAnswer:
-    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` for JSON beyond ``most_json``: while
-    it is made, an instance waits, and every thread that needs the GIL.
-    """
-    size = sum(output.size(is_binary) for output, is_binary in outputs if not is_binary)
-    if size > most_json.bytes:
-        raise ReplyTooLargeError(size, most_json, "; ask for large outputs with binary_data")
+    """JSON, followed by the binary data, if there is any. ``ReplyTooLargeError`` for more than ``reply``."""
     head: dict[str, Any] = {"model_name": model, "model_version": version}
     if request.id is not None:
         head["id"] = request.id
-    head["outputs"] = described = []
+    described: list[str] = []
     binary: list[bytes] = []
     for output, is_binary in outputs:
         form = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
         if is_binary:
             binary.append(output.to_binary())
-            described.append({**form, "parameters": {"binary_data_size": len(binary[-1])}})
+            described.append(_encode({**form, "parameters": {"binary_data_size": len(binary[-1])}}))
         else:
-            described.append({**form, "data": output.to_list()})
-    text = answers.utf8_json(json.dumps(head, ensure_ascii=False))
+            described.append(f'{_encode(form)[:-1]}, "data": {output.to_json(reply, SMALLER)}}}')
+    text = answers.utf8_json(f'{_encode(head)[:-1]}, "outputs": [{", ".join(described)}]}}')
+    size = len(text) + sum(map(len, binary))
+    if size > reply.bytes:
+        raise ReplyTooLargeError(size, reply, SMALLER if len(described) > len(binary) else "")
     if not binary:
         return HttpAnswer(200, _JSON, text)
     return HttpAnswer(200, _BINARY, b"".join([text, *binary]), {HEADER_LENGTH: str(len(text))})

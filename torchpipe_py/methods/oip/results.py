@@ -17,6 +17,7 @@ from torchpipe_py.wire.values import are_arrays, is_array, is_label_and_score, i
 
 RESULT = "result"
 MOST_FLOAT32 = 3.4e38
+SMALLER = "ask for fewer outputs, or with binary_data"
 
 
 def kept(data: Mapping[str, Any], request: InferRequest) -> dict[str, Any]:

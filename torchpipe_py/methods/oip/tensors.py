@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted
-from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json
+from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json, numbers_to_json
 from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
 
 BYTES, BF16 = "BYTES", "BF16"
@@ -25,6 +27,7 @@ NUMBERS = {
 DATATYPES = (*NUMBERS, BF16, BYTES)
 OF_DTYPE = {name: datatype for datatype, name in NUMBERS.items()} | {"bfloat16": BF16, "bytes": BYTES}
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
 
@@ -131,7 +134,7 @@ class Output(NamedTuple):
     data: np.ndarray | list[bytes]
 
     def size(self, is_binary: bool) -> int:
-        """About how many bytes it has, as binary or as JSON."""
+        """The fewest bytes that it has, as binary or as JSON."""
         if isinstance(self.data, list):
             return sum(map(len, self.data))
         return int(self.data.nbytes) if is_binary else NUMBER_BYTES * self.data.size
@@ -147,18 +150,17 @@ class Output(NamedTuple):
         assert isinstance(self.data, np.ndarray)
         return (self.data.astype(np.uint32) << 16).view(np.float32) if self.datatype == BF16 else self.data
 
-    def to_list(self) -> list[Any]:
-        """Its elements for JSON, flat. Raises ``NoResult`` for values that JSON cannot represent."""
+    def to_json(self, most: Bound, hint: str = "") -> str:
+        """Its elements, flat. Raises ``NoResult`` for values that JSON cannot represent, or beyond ``most``."""
         array = self.data
         if isinstance(array, list):
             try:
-                return [element.decode() for element in array]
+                return _encode([element.decode() for element in array])
             except UnicodeDecodeError:
                 raise NoResult(f"{self.name!r} is not UTF-8 text; ask for it with binary_data") from None
         array = self.numbers()
         check_finite(self.name, array, "; ask for it with binary_data")
-        elements: list[Any] = array.ravel().tolist()
-        return elements
+        return numbers_to_json(array, most, hint)
 
 
 def numbers(name: str, value: Any) -> tuple[str, np.ndarray]:

@@ -28,6 +28,7 @@ from torchpipe_py.serving import (
     Route,
     Timeline,
     answer_of,
+    is_long_json,
     json_answer,
     priority_in,
     read_request,
@@ -63,7 +64,10 @@ class PageHandler:
         self._page = HttpAnswer(200, "", b"")
         self._overview = json_answer({**_OVERVIEW, "monitoring": options.monitoring}, headers={"Vary": "Accept"})
         self._tries = threading.BoundedSemaphore(MOST_TRIES)
-        self.routes: Sequence[Route] = (route("GET", "/", self._show), route("POST", "/try", self._try))
+        self.routes: Sequence[Route] = (
+            route("GET", "/", self._show),
+            route("POST", "/try", self._try, takes_long=is_long_json),
+        )
 
     def _show(self, request: HttpRequest, done: Done) -> None:
         if "text/html" not in request.fields.get("accept", ""):
@@ -78,7 +82,8 @@ class PageHandler:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
         asked = read_request(request.take_body(), request.query, request.fields, self._text)
-        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(asked.data), asked.data.get("node_name"))
+        data = asked.data
+        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(data), data.get("node_name"), request.arrived)
         if not self._tries.acquire(blocking=False):
             raise Overloaded(f"more than {MOST_TRIES} tries at once", retry_after_ms=1000)
 
