@@ -9,6 +9,7 @@ TASK_CONTEXT_KEY = "context"
 TASK_NODE_NAME_KEY = "node_name"
 TASK_PRIORITY_KEY = "priority"
 TASK_STATE_KEY = "state"
+TASK_PARAMETERS_KEY = "parameters"
 
 BY_CONSTANT: dict[str, str] = {name: value for name, value in dict(vars()).items() if name.startswith("TASK_")}
 """The keys by the names of their constants, which a configuration may use, too."""

@@ -81,6 +81,7 @@ from torchpipe_py.wire.errors import (
 )
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.json_values import to_text
+from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ __all__ = [
     "EngineServer",
     "FairAdmission",
     "Folder",
+    "ForwardedHeaders",
     "Frame",
     "HttpAnswer",
     "HttpRequest",

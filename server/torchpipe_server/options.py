@@ -66,8 +66,10 @@ class Options:
         0, "the same for one IPv4 address or IPv6 /64; 0: half of --max-connections, without limit for this machine"
     )
     max_message_bytes: int = _option(16 * MEBIBYTE, "bytes of one message, and of each string in it", 64)
-    max_text_bytes: int = _option(MEBIBYTE, "bytes of all text in one message", 64)
-    max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply; beyond them 'too_large'", 4096)
+    max_text_bytes: int = _option(
+        MEBIBYTE, "bytes of all text in one message; over HTTP that of JSON, but not of base64 and numbers", 64
+    )
+    max_reply_bytes: int = _option(64 * MEBIBYTE, "bytes of one reply as it is sent; beyond them 'too_large'", 4096)
     max_held_bytes: int = _option(
         1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; then the largest are dropped", 64
     )
@@ -103,6 +105,11 @@ class Options:
     )
     exit_on_error: bool = _option(
         False, "a folder: start only if every file can be served, instead of with those that can"
+    )
+    forward_headers: str = _option(
+        "",
+        "request headers, and metadata of gRPC, that backends get as parameters: names separated by commas, * is "
+        "anything, as x-user-*; at most 32, of 4,096 bytes",
     )
     no_page: bool = _option(False, "no page to try the pipeline, at / of --port")
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))

@@ -15,13 +15,14 @@ from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import Asked, answer_of, is_long_json, priority_in, read_request
+from torchpipe_py.wire.parameters import ForwardedHeaders
 
 
 class HttpHandler:
-    """Routes on a pipe. ``text`` bounds the texts of JSON, ``reply`` an answer."""
+    """Routes on a pipe. ``text`` bounds the texts of JSON, ``reply`` an answer; ``headers`` are forwarded."""
 
-    def __init__(self, run: pipe, deadlines: Deadlines, text: Bound, reply: Bound) -> None:
-        self._pipe, self._deadlines, self._text, self._reply = run, deadlines, text, reply
+    def __init__(self, run: pipe, deadlines: Deadlines, text: Bound, reply: Bound, headers: ForwardedHeaders) -> None:
+        self._pipe, self._deadlines, self._text, self._reply, self._headers = run, deadlines, text, reply, headers
         document = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
         document["info"]["version"] = torchpipe_py.__version__
         answer = json_answer(document)
@@ -32,9 +33,8 @@ class HttpHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         admit = partial(self._admit, request.arrived)
-        asked = read_request(
-            request.take_body(), request.query, request.fields, self._text, admit if self._pipe.is_refusing else None
-        )
+        early = admit if self._pipe.is_refusing else None
+        asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers, early)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:

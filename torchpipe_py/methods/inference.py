@@ -13,23 +13,27 @@ from torchpipe_py.methods.routes import Route, Rpc
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.parameters import ForwardedHeaders
 
 
 class Inference:
     """Routes and gRPC methods of a pipe.
 
-    ``stem`` is the name of the file, ``items`` bounds the batch of a request, ``text`` JSON, ``reply`` an answer.
+    ``stem`` is the name of the file, ``items`` bounds the batch of a request, ``text`` its texts, ``reply`` an answer.
+    ``forward_headers``: see ``ForwardedHeaders``.
     """
 
     def __init__(
         self, run: pipe, stem: str, deadline_ms: float, items: int, text: Bound, reply: Bound,
         control: Control | None = None, may_load: bool = False, totals: Totals | None = None,
+        forward_headers: str = "",
     ) -> None:  # fmt: skip
+        headers = ForwardedHeaders(forward_headers)
         self.deadlines, self.admission = Deadlines(run, deadline_ms), FairAdmission(run)
         self.models = Models(run, stem, self.deadlines, self.admission)
         self._core = OpenInference(self.models, items, reply, control, may_load, totals)
-        self._limits = InferLimits(text, items)
-        http = HttpHandler(run, self.deadlines, text, reply)
+        self._limits = InferLimits(text, items, headers)
+        http = HttpHandler(run, self.deadlines, text, reply, headers)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]
 
     def rpcs(self) -> Sequence[Rpc]:

@@ -43,7 +43,7 @@ class Arguments:
     hang_seconds: float = _argument(30.0, "seconds for a batch; then the replica is unhealthy; 0: no limit", 0)
     drain_seconds: float = _argument(25.0, "seconds for accepted requests when a replica or a pipe ends", 0)
     max_message_bytes: int = _argument(16 * MEBIBYTE, "bytes of a body", 64)
-    max_text_bytes: int = _argument(MEBIBYTE, "bytes of a body of JSON", 64)
+    max_text_bytes: int = _argument(MEBIBYTE, "bytes of all text in a body of JSON, without base64 and numbers", 64)
     max_reply_bytes: int = _argument(64 * MEBIBYTE, "bytes of an answer", 4096)
     max_batch: int = _argument(256, "items of a request", 1)
     overrides: Overrides = field(default_factory=dict)

@@ -14,12 +14,14 @@ from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
 from torchpipe_py.wire.http import HttpRequest
 from torchpipe_py.wire.json_values import SMALL_BYTES, inputs_from, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, give, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
 _FIELDS = "other values go in a form or in JSON"
 _SMALLER = "ask for fewer outputs, or at /v2 for binary ones (binary_data)"
 _OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
+_MEMBERS = ("inputs", "parameters", *_OPTIONS)
 
 
 class Asked(msgspec.Struct):
@@ -46,9 +48,10 @@ _decode_options = msgspec.json.Decoder(_Options).decode
 
 
 def read_request(
-    body: bytes, query: str, fields: Mapping[str, str], text: Bound, admit: Callable[[Asked], object] | None = None
-) -> Asked:
-    """Read a request. Raises ``InvalidRequest``. ``text`` bounds the texts of JSON.
+    body: bytes, query: str, fields: Mapping[str, str], text: Bound, headers: ForwardedHeaders,
+    admit: Callable[[Asked], object] | None = None,
+) -> Asked:  # fmt: skip
+    """Read a request. Raises ``InvalidRequest``. ``text`` bounds the texts of JSON, ``headers`` become parameters.
 
     ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
     read, which takes long, with a request that lacks them; it may raise.
@@ -58,6 +61,7 @@ def read_request(
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     options = _parameters(query) if query else {}
+    more: dict[str, Any] = {}
     deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if kind == "application/json":
         if admit is not None:
@@ -66,7 +70,7 @@ def read_request(
                 # Outputs in JSON, which are not read here, replace those of the query.
                 known = {"priority": priority, "deadline_ms": deadline, **options, **early, "outputs": None}
                 admit(_asked({}, known, ""))
-        data = _read_json(body, options, text)
+        data, more = _read_json(body, options, text)
     elif kind == "multipart/form-data":
         # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
@@ -74,6 +78,7 @@ def read_request(
         data = read_form(content_type, body, _OPTIONS, options, text)
     else:  # whatever the type: `curl --data-binary` sends that of a form
         data = {"data": body}
+    give(data, headers.add_to(more, fields))
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:
         return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint)
@@ -133,18 +138,26 @@ def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
     return line
 
 
-def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> dict[str, Any]:
+def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The request's dict, and the parameters for backends; those for the service go to ``options``."""
     value = parse_json(body)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
         raise InvalidRequest('expected an object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
     for key in value:
-        if key not in ("inputs", *_OPTIONS):
-            raise InvalidRequest(f"unknown member {key[:40]!r}; the members are inputs, {', '.join(_OPTIONS)}")
+        if key not in _MEMBERS:
+            raise InvalidRequest(f"unknown member {key[:40]!r}; the members are {', '.join(_MEMBERS)}")
+    more = value.get("parameters") or {}
+    if not isinstance(more, dict):
+        raise InvalidRequest("parameters is not an object")
+    own, more = split("", more, _OPTIONS)
+    for key in own:
+        raise InvalidRequest(f"parameter {key!r}: it stands beside inputs, not in parameters")
+    check_values(more, text)
     if isinstance(value.get("outputs"), str):
         raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
     milliseconds(value.get("deadline_ms"), (int, float))
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
-    return inputs_from(value["inputs"], text)
+    return inputs_from(value["inputs"], text), more
 
 
 def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked:

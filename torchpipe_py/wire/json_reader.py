@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from json.decoder import JSONDecodeError, scanstring
+from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-defined]
 from typing import Any
 
 from torchpipe_py.wire.errors import RequestTooLargeError
@@ -94,7 +94,7 @@ class _Reader:
             return self._list(at + 1)
         self._count()
         if start == '"':
-            return scanstring(text, at + 1)
+            return scanstring(text, at + 1)  # type: ignore[no-any-return]
         end = _WORD.match(text, at, at + WORD).end()  # type: ignore[union-attr]
         try:
             return json.loads(text[at:end]), end
@@ -102,7 +102,8 @@ class _Reader:
             raise JSONDecodeError(error.msg, "", at + error.pos) from None
 
     def _object(self, at: int) -> tuple[dict[str, Any], int]:
-        text, members = self._text, {}
+        text = self._text
+        members: dict[str, Any] = {}
         at = _space(text, at)
         if text[at : at + 1] == "}":
             return members, at + 1
@@ -123,7 +124,8 @@ class _Reader:
             at = _space(text, at + 1)
 
     def _list(self, at: int) -> tuple[list[Any] | Numbers, int]:
-        text, elements = self._text, []
+        text = self._text
+        elements: list[Any] = []
         end = self._flat_end(at)
         if end is not None:
             if end - at > LONG:

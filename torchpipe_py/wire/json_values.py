@@ -196,14 +196,14 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
     if not isinstance(data, (list, Numbers)):
         raise InvalidRequest(f"{where}the data is not a list")
     wanted = np.dtype(dtype)
-    rows, sizes, parts = _rows(where, data), set(), []
+    rows = _rows(where, data)
     if all(isinstance(row, list) for row in rows):
-        sizes, rows = set(map(len, rows)), [list(chain.from_iterable(rows)) if len(rows) > 1 else rows[0]]
-        parts = [_part(where, wanted, rows[0])]
+        sizes = set(map(len, rows))
+        parts = [_part(where, wanted, list(chain.from_iterable(rows)))]
     else:
-        for row in rows:
-            parts += (own := [_part(where, wanted, piece) for piece in _pieces(where, row)])
-            sizes.add(sum(map(len, own)))
+        arrays = [[_part(where, wanted, piece) for piece in _pieces(where, row)] for row in rows]
+        sizes = {sum(map(len, row)) for row in arrays}
+        parts = list(chain.from_iterable(arrays))
     if len(sizes) > 1:
         raise InvalidRequest(f"{where}the data has lists of several lengths")
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -211,7 +211,7 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
 
 def _rows(where: str, data: list[Any] | Numbers) -> list[Any]:
     """The innermost lists of nested ones."""
-    rows = [data]
+    rows: list[Any] = [data]
     while any(isinstance(row, list) and row and isinstance(row[0], (list, Numbers)) for row in rows):
         if not all(isinstance(row, list) and all(isinstance(item, (list, Numbers)) for item in row) for row in rows):
             raise InvalidRequest(f"{where}the data has lists of several depths")

@@ -82,7 +82,7 @@ def json_size(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     if is_array(value):
-        return 2 * math.prod(value.shape)
+        return 2 * int(math.prod(value.shape))
     if isinstance(value, (list, tuple)):
         return sum(map(json_size, value)) if any(map(is_array, value)) else 2 * len(value)
     return 0

@@ -123,7 +123,7 @@ def test_classification_over_grpc(server: LocalServer, classes: Any) -> None:
         assert (given.name, given.format) == ("x", 2)
         call = channel.unary_unary(f"{service}/ModelInfer")
         if classes in (0, -1, "x"):
-            with pytest.raises(grpc.RpcError, match=r"output 'y': Expected `int.*\$.classification`"):
+            with pytest.raises(grpc.RpcError, match=r"output 'y': Expected `int.*\$.parameters.classification`"):
                 call(asked.SerializeToString(), timeout=WAIT)
             return
         answer = message("inference.ModelInferResponse").FromString(call(asked.SerializeToString(), timeout=WAIT))

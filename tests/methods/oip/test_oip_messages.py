@@ -162,7 +162,9 @@ def binary_of(size: Any, **changes: Any) -> dict[str, Any]:
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "nothing": (b"", "JSON: "),
-    "half a character in a name": (of(parameters={"binary\ud800": 1}), r"'binary\ud800' has half of a surrogate pair"),
+    "half a character in a name": (
+        {"inputs": [TEXT], "binary\ud800": 1}, r"'binary\ud800' has half of a surrogate pair",
+    ),
     "no inputs": ({"inputs": []}, "the request has no inputs"),
     "inputs of another kind": ({"inputs": {}}, "Expected `array`, got `object` - at `$.inputs`"),
     "an input twice": ({"inputs": [ARRAY, ARRAY]}, "inputs: a name appears twice"),
@@ -188,13 +190,13 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "a timeout of ages": ({"parameters": {"timeout": 10**400}, "inputs": [TEXT]}, "$.parameters.timeout"),
     "another parameter": ({"parameters": {"deadline": 1}, "inputs": [TEXT]}, "did you mean 'deadline_ms'?"),
     "a sequence": ({"parameters": {"sequence_id": 1}, "inputs": [TEXT]}, "a pipe keeps no state between requests"),
-    "shared memory": (of(parameters={"shared_memory_region": "a"}), "[0].parameters`; shared memory is not served"),
+    "shared memory": (of(parameters={"shared_memory_region": "a"}), "'shared_memory_region': shared memory is not"),
     "outputs of another kind": ({"inputs": [TEXT], "outputs": ["label"]}, "got `str` - at `$.outputs[0]`"),
     "many outputs": ({"inputs": [TEXT], "outputs": [{"name": "a"}] * 300}, "300 outputs; the limit"),
     "an output twice": ({"inputs": [TEXT], "outputs": [{"name": "a"}, {"name": "a"}]}, "a name appears twice"),
     "classification": (
         {"inputs": [TEXT], "outputs": [{"name": "a", "parameters": {"classification": 0}}]},
-        "Expected `int` >= 1 - at `$.outputs[0].parameters.classification`",
+        "output 'a': Expected `int` >= 1 - at `$.parameters.classification`",
     ),
     "a length of no number": ({"inputs": [TEXT]}, "'ten'; the body has", b"", "ten"),
     "a length beyond the body": ({"inputs": [TEXT]}, "'100000'; the body has", b"", "100000"),

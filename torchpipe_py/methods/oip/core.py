@@ -11,13 +11,14 @@ from torchpipe_py.errors import DeadlineExceeded, Overloaded, TorchpipeError, Un
 from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.requests import NO_SHARED_MEMORY, InferRequest
+from torchpipe_py.methods.oip.requests import InferRequest
 from torchpipe_py.methods.oip.results import RESULT, SMALLER, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
 from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RouteError, describe_error, log_defect
+from torchpipe_py.wire.parameters import NO_SHARED_MEMORY
 
 VERSION = "1"  # a model of a file has only this version
 UNKNOWN_MODEL = "Request for unknown model"  # Triton's words, which its clients look for

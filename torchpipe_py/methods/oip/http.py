@@ -16,12 +16,13 @@ from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
     InferRequest,
+    InputOptions,
     Options,
     OutputOptions,
     Wanted,
     infer_request,
+    options_from,
     options_of,
-    refuse,
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT, SMALLER
 from torchpipe_py.methods.oip.tensors import BYTES, Output
@@ -30,6 +31,7 @@ from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
 from torchpipe_py.wire.json_values import SMALL_BYTES, parse_json
+from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import is_label_and_score
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -42,19 +44,22 @@ _encode_text = json.encoder.encode_basestring
 _JSON, _BINARY = "application/json", "application/octet-stream"
 
 
-class _InputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    binary_data_size: int | None = None
-
-
 class _Input(Given):
     """A tensor of a request; ``data`` is absent if it is binary."""
 
-    parameters: _InputOptions | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class _Output(msgspec.Struct, gc=False):
     name: str
-    parameters: OutputOptions | None = None
+    parameters: dict[str, Any] | None = None
+
+    def wanted(self, is_binary: bool) -> Wanted:
+        """The output as it is asked for; ``is_binary`` is the default."""
+        if not self.parameters:
+            return Wanted(self.name, is_binary)
+        options, _ = options_from(OutputOptions, self.parameters, f"output {self.name[:40]!r}: ")
+        return options.wanted(self.name, is_binary)
 
 
 class _Asked(msgspec.Struct, gc=False):
@@ -62,7 +67,7 @@ class _Asked(msgspec.Struct, gc=False):
 
     inputs: list[_Input]
     id: str | None = None
-    parameters: Options | None = None
+    parameters: dict[str, Any] | None = None
     outputs: list[_Output] | None = None
 
 
@@ -80,10 +85,8 @@ class _LoadAsked(msgspec.Struct, gc=False):
     parameters: dict[str, Any] = {}
 
 
-_NO_OPTIONS = OutputOptions()
 _decode_options = msgspec.json.Decoder(_OptionsOnly).decode
 _decode = msgspec.json.Decoder(_Asked).decode
-_OPTIONS = [name for struct in (Options, _InputOptions, OutputOptions) for name in struct.__struct_fields__]
 
 
 def read_infer(
@@ -107,13 +110,16 @@ def read_infer(
         with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which ``_read_json`` reports
             admit(*options_of(_decode_options(text).parameters, deadline_ms, priority))
     asked = _read_json(text)
-    options = asked.parameters
+    options: Options | None = None
+    more: dict[str, Any] = {}
+    if asked.parameters:
+        options, more = options_from(Options, asked.parameters)
+        check_values(more, limits.text)
+    more = limits.headers.add_to(more, fields)
     is_binary = options is not None and options.binary_data_output
-    outputs: Sequence[Wanted] = ()
-    if asked.outputs:
-        outputs = [(output.parameters or _NO_OPTIONS).wanted(output.name, is_binary) for output in asked.outputs]
+    outputs = [output.wanted(is_binary) for output in asked.outputs] if asked.outputs else ()
     _add_binary(asked.inputs, view[size:])
-    return infer_request(asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority)
+    return infer_request(asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority, more)
 
 
 def takes_long(request: HttpRequest) -> bool:
@@ -152,7 +158,10 @@ def _add_binary(inputs: Sequence[_Input], binary: memoryview) -> None:
     """Give inputs with a ``binary_data_size`` their data from ``binary``, which has them one after the other."""
     start, end = 0, len(binary)
     for given in inputs:
-        size = None if given.parameters is None else given.parameters.binary_data_size
+        size = None
+        if given.parameters:
+            options, _ = options_from(InputOptions, given.parameters, f"input {given.name[:40]!r}: ")
+            size, given.is_base64 = options.binary_data_size, options.is_base64
         if size is not None:
             if given.data is not msgspec.UNSET:
                 raise InvalidRequest(f"input {given.name[:40]!r}: both data and binary_data_size")
@@ -177,7 +186,7 @@ def _read_json(text: memoryview) -> _Asked:
         # Python's own reader takes what others write beyond JSON: NaN, and halves of surrogate pairs.
         return msgspec.convert(parse_json(bytes(text)), _Asked)
     except msgspec.ValidationError as error:
-        refuse(error, _OPTIONS)
+        raise InvalidRequest(f"the request: {str(error)[:360]}") from None
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{error.object[:40]!r} has half of a surrogate pair") from None
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, nearest
 from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
+from torchpipe_py.wire import parameters
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import milliseconds
+from torchpipe_py.wire.json_values import from_json
+from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
 _DATA, _RESULT = "data", "result"
 MOST_ITEM_VALUES = 2**12
 """Limit of one request's items of all inputs, and elements of ``BYTES``. Each costs the same, however small."""
-NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
+
+_BASE64 = ("base64", "pillow_image")  # MLServer's codecs of bytes and of images
+_ELSEWHERE = {"binary_data_size": "an input", "binary_data": "an output", "classification": "an output"}
 
 Row = dict[str, Any]
 """The inputs of one item, by name."""
 
 
-class Options(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+class Options(msgspec.Struct, gc=False):
     """The parameters of a request. ``timeout`` is Triton's, in microseconds; 0 means none.
 
     Of ``priority``, Triton's too, 0 is normal and any larger number low.
@@ -36,8 +41,20 @@ class Options(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     timeout: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
-class OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """The parameters of an output."""
+class InputOptions(msgspec.Struct, gc=False):
+    """The parameters of an input; ``content_type`` is MLServer's. Others are ignored."""
+
+    binary_data_size: int | None = None
+    content_type: Any = None
+
+    @property
+    def is_base64(self) -> bool:
+        """Whether elements of ``BYTES`` are base64."""
+        return self.content_type in _BASE64
+
+
+class OutputOptions(msgspec.Struct, gc=False):
+    """The parameters of an output. Others are ignored."""
 
     binary_data: bool | None = None
     classification: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -47,23 +64,25 @@ class OutputOptions(msgspec.Struct, gc=False, forbid_unknown_fields=True):
         return Wanted(name, is_binary if self.binary_data is None else self.binary_data, self.classification or 0)
 
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `|$)")
+_Options = TypeVar("_Options", Options, InputOptions, OutputOptions)
 
 
 class InferLimits(NamedTuple):
-    """Limits of a request: ``text`` bounds JSON, ``items`` the batch."""
+    """Limits of a request: ``text`` bounds its texts, ``items`` the batch. ``headers`` become parameters."""
 
     text: Bound
     items: int
+    headers: ForwardedHeaders = ForwardedHeaders()
 
 
 class Given(msgspec.Struct, gc=False):
-    """An input of a request; ``data`` is what ``rows_of`` reads."""
+    """An input of a request; ``data`` is what ``rows_of`` reads. ``is_base64``: elements of ``BYTES`` are."""
 
     name: str
     datatype: str
     shape: list[int]
     data: Any = msgspec.UNSET
+    is_base64: bool = False
 
 
 class Wanted(NamedTuple):
@@ -75,7 +94,10 @@ class Wanted(NamedTuple):
 
 
 class InferRequest(msgspec.Struct):
-    """A checked request. ``outputs`` is empty if all are wanted; then ``is_binary`` is their form."""
+    """A checked request. ``outputs`` is empty if all are wanted; then ``is_binary`` is their form.
+
+    ``parameters`` are for the backends.
+    """
 
     id: str | None
     rows: list[Row]
@@ -84,6 +106,7 @@ class InferRequest(msgspec.Struct):
     node_name: str | None
     deadline_ms: float | None
     priority: int = 0
+    parameters: dict[str, Any] = {}
 
     def is_plain(self, is_binary: bool, data: Row) -> bool:
         """Whether the answer is the unchanged result in ``data``, and all of it binary or not, as ``is_binary``."""
@@ -101,6 +124,9 @@ class InferRequest(msgspec.Struct):
         """
         items = [row if _DATA in row else _item(row, names) for row in self.rows]
         self.rows.clear()
+        if self.parameters:
+            for item in items:
+                parameters.give(item, self.parameters)
         if self.node_name is not None or self.priority:
             for item in items:
                 if self.node_name is not None:
@@ -112,9 +138,9 @@ class InferRequest(msgspec.Struct):
 
 def infer_request(
     id: str | None, options: Options | None, inputs: Sequence[Given], outputs: Sequence[Wanted], most: int,
-    is_binary: bool, deadline_ms: float | None = None, priority: int = 0,
+    is_binary: bool, deadline_ms: float | None = None, priority: int = 0, more: dict[str, Any] | None = None,
 ) -> InferRequest:  # fmt: skip
-    """Check a request. Raises ``InvalidRequest``. ``most`` bounds the batch.
+    """Check a request. Raises ``InvalidRequest``. ``most`` bounds the batch, ``more`` are the backends' parameters.
 
     ``deadline_ms`` and ``priority`` are those that the options may change.
     """
@@ -125,7 +151,7 @@ def infer_request(
         check_name("id", id)
     if outputs:
         _check_names("outputs", [output.name for output in outputs])
-    return InferRequest(id, _rows(inputs, most), outputs, is_binary, node_name, deadline_ms, priority)
+    return InferRequest(id, _rows(inputs, most), outputs, is_binary, node_name, deadline_ms, priority, more or {})
 
 
 def options_of(
@@ -143,18 +169,18 @@ def options_of(
     return deadline_ms, min(1, options.priority) or priority, options.node_name
 
 
-def refuse(error: msgspec.ValidationError, known: Sequence[str], where: str = "the request") -> NoReturn:
-    """Raise ``InvalidRequest`` for an error of msgspec; ``known`` are the valid parameters."""
-    text = str(error)
-    unknown = _UNKNOWN.search(text)
-    if unknown is not None:
-        name, hint = unknown[1][:40], ""
-        if name.startswith("sequence_"):
-            hint = "a pipe keeps no state between requests"
-        elif name.startswith("shared_memory_"):
-            hint = NO_SHARED_MEMORY
-        text = f"{text[:240]}; {hint or nearest(name, known)}"
-    raise InvalidRequest(f"{where}: {text[:360]}") from None
+def options_from(kind: type[_Options], given: Mapping[str, Any], where: str = "") -> tuple[_Options, dict[str, Any]]:
+    """The options among parameters, and the other ones. Raises ``InvalidRequest``, which begins with ``where``."""
+    own, others = parameters.split(where, given, kind.__struct_fields__)
+    if kind is Options:
+        for name in others:
+            if name in _ELSEWHERE:
+                raise InvalidRequest(f"parameter {name!r} is one of {_ELSEWHERE[name]}, not of the request")
+    try:
+        return msgspec.convert(own, kind), others
+    except msgspec.ValidationError as error:
+        text = str(error).replace("`$", "`$.parameters")
+        raise InvalidRequest(f"{where or 'the request: '}{text[:360]}") from None
 
 
 def check_load(name: str, parameters: Mapping[str, Any] | None) -> None:
@@ -179,7 +205,7 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
     if len(inputs) == 1 and first.datatype == BYTES and first.shape in ([1], [1, 1]):
         element = only_element(first.data)
         if element is not None and 0 < len(first.name) <= NAME_CHARACTERS:
-            return [{first.name: element}]
+            return [{first.name: _decoded(first, element)}]
     _check_names("inputs", [given.name for given in inputs])
     rows: list[Row] = []
     values = 0
@@ -195,8 +221,20 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
         if items != len(rows):
             raise InvalidRequest(f"{form.where}a batch of {items}, and of {len(rows)} in another input")
         for row, value in zip(rows, rows_of(form, given.data), strict=True):
-            row[form.name] = value
+            row[form.name] = _decoded(given, value)
     return rows
+
+
+def _decoded(given: Given, value: Any) -> Any:
+    """An item of an input, read from base64 where it is."""
+    if not given.is_base64 or given.datatype != BYTES:
+        return value
+    where = f"input {given.name[:40]!r}: "
+    if isinstance(value, bytes):
+        return from_json(where, {"b64": value.decode("latin-1")})
+    elements = np.empty(value.size, object)
+    elements[:] = [from_json(where, {"b64": element.decode("latin-1")}) for element in value.ravel()]
+    return elements.reshape(value.shape)
 
 
 def _item(row: Row, names: Sequence[str]) -> Row:

@@ -6,9 +6,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, Overloaded
@@ -18,12 +17,13 @@ from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
     InferRequest,
+    InputOptions,
     Options,
     OutputOptions,
     Wanted,
     check_load,
     infer_request,
-    refuse,
+    options_from,
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32
 from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, Output
@@ -32,12 +32,12 @@ from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
 from torchpipe_py.wire.infer import priority_of
+from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import MOST_DIMENSIONS, MOST_VALUES, is_label_and_score
 
 _HEALTH = "grpc.health.v1.Health"
 _WATCH_SECONDS = 0.4  # the oldest state that a watch is answered with: there may be many, and each asks twice a second
 _FINAL = "triton_enable_empty_final_response"  # a wish of Triton's clients for streams
-_Options = TypeVar("_Options", Options, OutputOptions)
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -200,13 +200,21 @@ class OipRpcs:
         for what, given in (("inputs", inputs), ("outputs", outputs), ("parameters", parameters)):
             if len(given) > MOST_VALUES:
                 raise InvalidRequest(f"{len(given)} {what}; the limit is {MOST_VALUES}")
-        options = _options(parameters, Options) if parameters else None
+        options: Options | None = None
+        more: dict[str, Any] = {}
+        if parameters:
+            given = _named(parameters)
+            for name in ("binary_data_output", "binary_data"):  # over HTTP alone they make a difference
+                given.pop(name, None)
+            options, more = options_from(Options, given)
+            check_values(more, self._limits.text)
+        more = self._limits.headers.add_to(more, request.fields)
         wanted = [_wanted(output) for output in outputs]
         tensors = self._inputs(inputs, asked.raw_input_contents, asked.model_name)
         priority, deadline_ms = request.fields.get("x-priority"), request.deadline_ms
         read = infer_request(
             asked.id or None, options, tensors, wanted, self._limits.items, True, deadline_ms,
-            0 if priority is None else priority_of(priority),
+            0 if priority is None else priority_of(priority), more,
         )  # fmt: skip
         if options is not None and deadline_ms is not None and read.deadline_ms is not None:
             read.deadline_ms = min(read.deadline_ms, deadline_ms)
@@ -221,16 +229,14 @@ class OipRpcs:
             raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(inputs)} inputs")
         tensors: list[Given] = []
         for index, given in enumerate(inputs):
-            name, shape, parameters, wrong = given.name, given.shape, given.parameters, ""
-            if parameters:
-                text = "shared memory is not served" if "shared_memory_region" in parameters else "unknown"
-                wrong = f"parameter {next(iter(parameters))[:40]!r}: {text}"
-            elif len(shape) > MOST_DIMENSIONS:
-                wrong = f"{len(shape)} dimensions; the limit is {MOST_DIMENSIONS}"
-            if wrong:
-                raise InvalidRequest(f"input {name[:40]!r}: {wrong}")
+            name, shape, is_base64 = given.name, given.shape, False
+            if given.parameters:
+                options, _ = options_from(InputOptions, _named(given.parameters), f"input {name[:40]!r}: ")
+                is_base64 = options.is_base64
+            if len(shape) > MOST_DIMENSIONS:
+                raise InvalidRequest(f"input {name[:40]!r}: {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
             data = memoryview(raw[index]) if raw else self._contents(given)
-            tensors.append(Given(name, given.datatype, list(shape), data))
+            tensors.append(Given(name, given.datatype, list(shape), data, is_base64))
         return tensors
 
     def _contents(self, given: Any) -> list[Any]:
@@ -345,22 +351,20 @@ def _varint(number: int) -> bytes:
     return bytes(made)
 
 
-def _options(parameters: Any, kind: type[_Options], where: str = "the request") -> _Options:
+def _named(parameters: Any) -> dict[str, Any]:
+    """The parameters of a message as values."""
     given = {}
     for name, parameter in parameters.items():
-        if name not in ("binary_data_output", "binary_data"):  # over HTTP alone they make a difference
-            choice = parameter.WhichOneof("parameter_choice")
-            given[name] = None if choice is None else getattr(parameter, choice)
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        refuse(error, kind.__struct_fields__, where)
+        choice = parameter.WhichOneof("parameter_choice")
+        given[name] = None if choice is None else getattr(parameter, choice)
+    return given
 
 
 def _wanted(output: Any) -> Wanted:
     if not output.parameters:
         return Wanted(output.name, True)
-    return _options(output.parameters, OutputOptions, f"output {output.name[:40]!r}").wanted(output.name, True)
+    options, _ = options_from(OutputOptions, _named(output.parameters), f"output {output.name[:40]!r}: ")
+    return Wanted(output.name, True, options.classification or 0)  # NOTE: all answers are binary here
 
 
 def _reflect(request: RpcRequest, done: Done) -> None:

@@ -20,6 +20,7 @@ from torchpipe_py.serving import (
     Cancellable,
     Deadlines,
     Done,
+    ForwardedHeaders,
     HttpAnswer,
     HttpRequest,
     Model,
@@ -57,6 +58,7 @@ class PageHandler:
 
     def __init__(self, run: pipe, models: Models, deadlines: Deadlines, options: Options) -> None:
         self._pipe, self._deadlines = run, deadlines
+        self._headers = ForwardedHeaders(options.forward_headers)
         self._text = Bound(options.max_text_bytes, "--max-text-bytes")
         self._reply = reply_bound(options.max_reply_bytes)
         self._models, self._port = models, max(0, options.http_port)
@@ -81,7 +83,7 @@ class PageHandler:
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
-        asked = read_request(request.take_body(), request.query, request.fields, self._text)
+        asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers)
         data = asked.data
         seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(data), data.get("node_name"), request.arrived)
         if not self._tries.acquire(blocking=False):

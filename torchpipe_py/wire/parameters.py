@@ -1,0 +1,115 @@
+"""Parameters of a request: those that have a meaning here, and those for its backends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from fnmatch import translate
+from typing import Any
+
+from torchpipe_py.errors import InvalidRequest
+from torchpipe_py.keys import TASK_PARAMETERS_KEY
+from torchpipe_py.wire.errors import Bound, RequestTooLargeError
+from torchpipe_py.wire.values import check_names
+
+NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
+MOST_VALUES = 2**12
+"""Limit of the values in one request's parameters, each member of an object and element of a list counted."""
+MOST_HEADERS, HEADER_BYTES = 32, 4096
+"""Limits of the headers of one request that are forwarded: their number, and the bytes of names and values."""
+_REFUSED = {"sequence_": "a pipe keeps no state between requests", "shared_memory_": NO_SHARED_MEMORY}
+_REFUSED_NAMES = ("sequence_id", "sequence_start", "sequence_end", "shared_memory_region", "shared_memory_byte_size")
+
+
+def split(where: str, given: Mapping[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters with the names in ``known``, and the others.
+
+    ``InvalidRequest`` for those of sequences and shared memory, and for a name that is nearly a known one.
+    """
+    check_names(f"{where}parameters", given)
+    own, others = {}, {}
+    for name, value in given.items():
+        if name in known:
+            own[name] = value
+        else:
+            _check_name(where, name, known)
+            others[name] = value
+    return own, others
+
+
+def _check_name(where: str, name: str, known: Iterable[str]) -> None:
+    plain = name[:64].lower().replace("-", "_")
+    for prefix, reason in _REFUSED.items():
+        if plain.startswith(prefix):
+            raise InvalidRequest(f"{where}parameter {name[:40]!r}: {reason}")
+    near = next((each for each in (*known, *_REFUSED_NAMES) if each.replace("_", "") == plain.replace("_", "")), "")
+    # NOTE: of a longer name that ends like a known one, as of ``my_priority``, the first letter differs.
+    near = near or next(
+        (each for each in get_close_matches(plain, (*known, *_REFUSED_NAMES), 3, 0.8)
+         if each[0] == plain[0] or abs(len(each) - len(plain)) < 2), ""
+    )  # fmt: skip
+    if near:
+        reason = next((reason for prefix, reason in _REFUSED.items() if near.startswith(prefix)), "")
+        hint = f"; {reason}" if reason else ""
+        raise InvalidRequest(f"{where}unknown parameter {name[:40]!r}; did you mean {near!r}?{hint}")
+
+
+def check_values(given: Mapping[str, Any], text: Bound) -> None:
+    """``RequestTooLargeError`` for parameters with more than ``MOST_VALUES`` values, or more than ``text``."""
+    values = characters = 0
+    left: list[Any] = [given]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            values += len(value)
+            characters += sum(map(len, value))
+            left += value.values()
+        elif isinstance(value, list):
+            values += len(value)
+            left += value
+        elif isinstance(value, str):
+            characters += len(value)
+        elif value is not None and not isinstance(value, (int, float)):  # of JSON, a long list of numbers
+            values += MOST_VALUES + 1
+        if values > MOST_VALUES:
+            raise RequestTooLargeError(f"parameters of more than {MOST_VALUES} values: send them as an input")
+        if characters > text.bytes:
+            raise RequestTooLargeError(f"parameters of more than {text.bytes} characters ({text.name})")
+
+
+class ForwardedHeaders:
+    """The headers that backends get as parameters: those with a name that matches one of ``patterns``.
+
+    ``patterns`` are separated by commas, ``*`` stands for anything; empty for none. Case is ignored.
+    """
+
+    def __init__(self, patterns: str = "") -> None:
+        names = [part.strip().lower() for part in patterns.split(",") if part.strip()]
+        self._matches = re.compile("|".join(map(translate, names))).match if names else None
+
+    def add_to(self, parameters: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+        """The parameters with the matching headers of ``fields``, whose names are in lower case.
+
+        ``InvalidRequest`` for a parameter whose name is that of a forwarded header: a proxy may vouch for headers.
+        ``RequestTooLargeError`` for too many of them.
+        """
+        if self._matches is None:
+            return parameters
+        for name in parameters:
+            if self._matches(name.lower()):
+                raise InvalidRequest(f"parameter {name[:40]!r}: it is a header here (--forward-headers)")
+        found = {name: value for name, value in fields.items() if self._matches(name)}
+        size = sum(len(name) + len(value) for name, value in found.items())
+        if len(found) > MOST_HEADERS or size > HEADER_BYTES:
+            limits = f"{MOST_HEADERS} and {HEADER_BYTES}"
+            raise RequestTooLargeError(f"{len(found)} headers to forward, of {size} bytes; the limits are {limits}")
+        return {**parameters, **found}
+
+
+def give(data: dict[str, Any], parameters: Mapping[str, Any]) -> None:
+    """Put a copy of the parameters into a request's dict. ``InvalidRequest`` if an input has their key."""
+    if parameters:
+        if TASK_PARAMETERS_KEY in data:
+            raise InvalidRequest(f"both an input {TASK_PARAMETERS_KEY!r} and parameters, which come under this key")
+        data[TASK_PARAMETERS_KEY] = dict(parameters)
