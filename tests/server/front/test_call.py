@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from time import perf_counter
 from typing import Any
 from unittest.mock import Mock
@@ -11,6 +12,7 @@ from torchpipe_server.front.call import ANSWERED, DROPPED, RUNNING, WAITING, Cal
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest
 from torchpipe_py.methods.routes import Cancellable, Method
+from torchpipe_py.wire.http import HttpRequest
 
 
 class Ticket(Cancellable):
@@ -97,3 +99,69 @@ def test_deadline_ends_request_and_its_answer_still_counts() -> None:
     assert call.state is RUNNING
     call.settle()
     assert call.state is ANSWERED
+
+
+class Reader(Executor):
+    """Runs what it is given when a test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+
+    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        self.waiting.append(lambda: function(*args, **named))
+
+    def run(self) -> None:
+        self.waiting.pop()()
+
+
+def read_aside(start: Any) -> tuple[Call, Reader, Mock]:
+    call, reader, loop = Call(Mock()), Reader(), Mock()
+    loop.call_soon_threadsafe = lambda function, *args: loop.later.append(lambda: function(*args))
+    loop.later = []
+    call.start_aside(loop, reader, Method(object, start), HttpRequest(), False)
+    return call, reader, loop
+
+
+def test_call_waits_until_its_message_is_read() -> None:
+    ticket = Ticket(perf_counter() + 60)
+    call, reader, loop = read_aside(lambda args, done: ticket)
+    assert (call.state, call.ticket) == (WAITING, None)
+    reader.run()
+    loop.later.pop()()
+    assert (call.state, call.ticket, call.timer) == (RUNNING, ticket, loop.call_later.return_value)
+
+
+def test_error_of_a_message_that_is_read_aside_is_its_answer() -> None:
+    def refuse(args: Any, done: Any) -> None:
+        raise InvalidRequest("no")
+
+    call, reader, _ = read_aside(refuse)
+    reader.run()
+    (_, error), _ = call.caller.reply.call_args  # type: ignore[attr-defined]
+    assert isinstance(error, InvalidRequest)
+
+
+def test_message_of_a_client_that_left_is_not_read() -> None:
+    started: list[Any] = []
+    call, reader, _ = read_aside(lambda args, done: started.append(args))
+    call.cancel()
+    reader.run()
+    assert (call.state, started) == (DROPPED, [])
+
+
+def test_client_that_leaves_while_its_message_is_read_cancels_it() -> None:
+    ticket = Ticket()
+    call, reader, loop = read_aside(lambda args, done: ticket)
+    reader.run()
+    call.cancel()
+    loop.later.pop()()
+    assert (call.state, ticket.errors) == (DROPPED, [None])
+
+
+def test_answer_before_its_ticket_is_known_settles_the_call() -> None:
+    ticket = Ticket()
+    call, reader, loop = read_aside(lambda args, done: ticket)
+    reader.run()
+    call.settle()
+    loop.later.pop()()
+    assert (call.state, call.ticket, ticket.errors) == (ANSWERED, None, [])

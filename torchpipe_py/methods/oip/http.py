@@ -21,6 +21,7 @@ from torchpipe_py.methods.oip.requests import (
     OutputOptions,
     Wanted,
     infer_request,
+    is_base64,
     options_from,
     options_of,
 )
@@ -160,8 +161,8 @@ def _add_binary(inputs: Sequence[_Input], binary: memoryview) -> None:
     for given in inputs:
         size = None
         if given.parameters:
-            options, _ = options_from(InputOptions, given.parameters, f"input {given.name[:40]!r}: ")
-            size, given.is_base64 = options.binary_data_size, options.is_base64
+            options, others = options_from(InputOptions, given.parameters, f"input {given.name[:40]!r}: ")
+            size, given.is_base64 = options.binary_data_size, is_base64(others)
         if size is not None:
             if given.data is not msgspec.UNSET:
                 raise InvalidRequest(f"input {given.name[:40]!r}: both data and binary_data_size")

@@ -42,15 +42,9 @@ class Options(msgspec.Struct, gc=False):
 
 
 class InputOptions(msgspec.Struct, gc=False):
-    """The parameters of an input; ``content_type`` is MLServer's. Others are ignored."""
+    """The parameters of an input. Others are ignored, but for MLServer's ``content_type``."""
 
     binary_data_size: int | None = None
-    content_type: Any = None
-
-    @property
-    def is_base64(self) -> bool:
-        """Whether elements of ``BYTES`` are base64."""
-        return self.content_type in _BASE64
 
 
 class OutputOptions(msgspec.Struct, gc=False):
@@ -181,6 +175,11 @@ def options_from(kind: type[_Options], given: Mapping[str, Any], where: str = ""
     except msgspec.ValidationError as error:
         text = str(error).replace("`$", "`$.parameters")
         raise InvalidRequest(f"{where or 'the request: '}{text[:360]}") from None
+
+
+def is_base64(others: Mapping[str, Any]) -> bool:
+    """Whether the other parameters of an input, which are MLServer's, declare its elements of ``BYTES`` as base64."""
+    return others.get("content_type") in _BASE64
 
 
 def check_load(name: str, parameters: Mapping[str, Any] | None) -> None:

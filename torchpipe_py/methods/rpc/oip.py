@@ -23,6 +23,7 @@ from torchpipe_py.methods.oip.requests import (
     Wanted,
     check_load,
     infer_request,
+    is_base64,
     options_from,
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32
@@ -229,14 +230,14 @@ class OipRpcs:
             raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(inputs)} inputs")
         tensors: list[Given] = []
         for index, given in enumerate(inputs):
-            name, shape, is_base64 = given.name, given.shape, False
+            name, shape = given.name, given.shape
+            others: dict[str, Any] = {}
             if given.parameters:
-                options, _ = options_from(InputOptions, _named(given.parameters), f"input {name[:40]!r}: ")
-                is_base64 = options.is_base64
+                _, others = options_from(InputOptions, _named(given.parameters), f"input {name[:40]!r}: ")
             if len(shape) > MOST_DIMENSIONS:
                 raise InvalidRequest(f"input {name[:40]!r}: {len(shape)} dimensions; the limit is {MOST_DIMENSIONS}")
             data = memoryview(raw[index]) if raw else self._contents(given)
-            tensors.append(Given(name, given.datatype, list(shape), data, is_base64))
+            tensors.append(Given(name, given.datatype, list(shape), data, is_base64(others)))
         return tensors
 
     def _contents(self, given: Any) -> list[Any]:
