@@ -199,7 +199,7 @@ def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
     rows = _rows(where, data)
     if all(isinstance(row, list) for row in rows):
         sizes = set(map(len, rows))
-        parts = [_part(where, wanted, list(chain.from_iterable(rows)))]
+        parts = [_part(where, wanted, list(chain.from_iterable(rows)) if len(rows) > 1 else rows[0])]
     else:
         arrays = [[_part(where, wanted, piece) for piece in _pieces(where, row)] for row in rows]
         sizes = {sum(map(len, row)) for row in arrays}

@@ -58,6 +58,7 @@ class OutputOptions(msgspec.Struct, gc=False):
         return Wanted(name, is_binary if self.binary_data is None else self.binary_data, self.classification or 0)
 
 
+_KNOWN = {kind: frozenset(kind.__struct_fields__) for kind in (Options, InputOptions, OutputOptions)}
 _Options = TypeVar("_Options", Options, InputOptions, OutputOptions)
 
 
@@ -165,11 +166,12 @@ def options_of(
 
 def options_from(kind: type[_Options], given: Mapping[str, Any], where: str = "") -> tuple[_Options, dict[str, Any]]:
     """The options among parameters, and the other ones. Raises ``InvalidRequest``, which begins with ``where``."""
-    own, others = parameters.split(where, given, kind.__struct_fields__)
-    if kind is Options:
-        for name in others:
-            if name in _ELSEWHERE:
-                raise InvalidRequest(f"parameter {name!r} is one of {_ELSEWHERE[name]}, not of the request")
+    own: Mapping[str, Any] = given
+    others: dict[str, Any] = {}
+    if not given.keys() <= _KNOWN[kind]:
+        own, others = parameters.split(where, given, kind.__struct_fields__)
+        for name in _ELSEWHERE.keys() & others.keys() if kind is Options else ():
+            raise InvalidRequest(f"parameter {name!r} is one of {_ELSEWHERE[name]}, not of the request")
     try:
         return msgspec.convert(own, kind), others
     except msgspec.ValidationError as error:
