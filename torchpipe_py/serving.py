@@ -21,6 +21,7 @@ from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.many import FairAdmission, Outcome
+from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import (
     JSON,
     OK,
@@ -128,6 +129,8 @@ __all__ = [
     "Pipes",
     "ReplyTooLargeError",
     "RequestTooLargeError",
+    "Root",
+    "Roots",
     "Route",
     "RouteError",
     "Routes",

@@ -33,7 +33,7 @@ from torchpipe_server.worker.service import usual_service
 
 from kit.steered import FILE, steering
 from kit.waits import WAIT, eventually
-from torchpipe_py import pipe
+from torchpipe_py import Signature, pipe
 from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.methods.timing import timed
 
@@ -47,6 +47,14 @@ class FakePipe:
     """What a handler asks of a pipe beside ``dispatch``."""
 
     models = ()
+    only_root = "node"
+
+    def signature(self, node_name: str | None = None) -> Signature:
+        """It declares nothing."""
+        return Signature()
+
+    def keys_read(self, node_name: str | None = None) -> None:
+        """It may read any key."""
 
     def stats(self) -> dict[str, Any]:
         return {"max_inflight": 1000, "nodes": {"node": {"instances": 1, "max": 8}}}

@@ -76,7 +76,7 @@ BODY = ["--data-binary", f"@{RING}"]
     [
         BODY,
         ["-F", f"data=@{RING}", "-F", "outputs=result"],
-        ["-F", f"data=@{RING}", "-F", "conf=0.3", "-F", "box=[1, 1, 3, 3]"],
+        ["-F", f"data=@{RING}", "-F", "color=bgr", "-F", "priority=1"],
         ["-T", str(RING), "-X", "POST"],
         ["-H", "Transfer-Encoding: chunked", *BODY],
         ["-H", "Expect: 100-continue", *BODY],

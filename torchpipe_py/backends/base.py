@@ -14,6 +14,7 @@ from torchpipe_py.backends.params import Param, Remark
 from torchpipe_py.backends.signature import ImageSpec, Signature
 from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.values import to_keys
 
 Data = dict[str, Any]
 """One request's dict: ``data`` in, ``result`` out, other keys free."""
@@ -147,6 +148,12 @@ class Backend:
     passes_on = False
     """Its ``result`` is its ``data``."""
 
+    reads: Collection[str] | None = None
+    """The keys of a request's dict that it reads beside ``data``, and beside those that its parameters name.
+
+    ``None``: any. A subclass does not inherit it, since it may read more.
+    """
+
     checks = False
     """It refuses data that a later node must not get; by default it has instances for all cores."""
 
@@ -234,6 +241,15 @@ class Backend:
     def jumps(cls, params: Mapping[str, Any]) -> Mapping[str, str]:
         """Roots of the graphs that it runs with these parameters, each with the jump's label in a drawing."""
         return {}
+
+    @classmethod
+    def keys_read(cls, params: Mapping[str, Any]) -> Collection[str] | None:
+        """The keys of a request's dict that it may read with these parameters, beside ``data``; ``None``: any."""
+        own: Collection[str] | None = vars(cls).get("reads")
+        if own is None:
+            return None
+        named = [params[name] for name, param in cls.parameters().items() if param.convert is to_keys]
+        return {*own, *[key for keys in named for key in keys]}
 
     @classmethod
     def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterable[Remark]:

@@ -252,6 +252,7 @@ class SyncTensor(Wrapper):
     ``StreamGuard``, ``TensorSync`` and ``Torch``.
     """
 
+    reads = ()
     children = (0, 1)
     wraps_sequence = True
     guard: Guard

@@ -30,16 +30,20 @@ class TensorSpec:
     """A model's declaration of an input or output: ``dims`` with the batch, ``None`` for any size, empty if unknown.
 
     ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown. ``labels``
-    name the classes of an output that has one number per class.
+    name the classes of an output that has one number per class. ``is_scalar``: an output has no dimensions, and not
+    even a batch. ``is_optional``: the model has a value for an input that a request leaves out.
     """
 
     name: str
     dims: tuple[int | None, ...] = ()
     dtype: str = ""
     labels: tuple[str, ...] = ()
+    is_scalar: bool = False
+    is_optional: bool = False
 
     def __str__(self) -> str:
-        return " ".join([self.name, *([shown_dims((1, *self.dims[1:]))] if self.dims else []), self.dtype]).strip()
+        shape = [shown_dims((1, *self.dims[1:]))] if self.dims else []
+        return " ".join([self.name, *shape, self.dtype, *["(optional)"] * self.is_optional]).strip()
 
 
 def shown_dims(dims: Sequence[int | None]) -> str:

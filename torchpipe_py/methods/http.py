@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torchpipe_py
+from torchpipe_py.methods.roots import Roots
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
@@ -23,6 +24,7 @@ class HttpHandler:
 
     def __init__(self, run: pipe, deadlines: Deadlines, text: Bound, reply: Bound, headers: ForwardedHeaders) -> None:
         self._pipe, self._deadlines, self._text, self._reply, self._headers = run, deadlines, text, reply, headers
+        self._roots = Roots(run)
         document = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
         document["info"]["version"] = torchpipe_py.__version__
         answer = json_answer(document)
@@ -32,19 +34,20 @@ class HttpHandler:
         )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
-        admit = partial(self._admit, request.arrived)
-        early = admit if self._pipe.is_refusing else None
-        asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers, early)
+        admit = partial(self._admit, request.arrived) if self._pipe.is_refusing else None
+        asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers, admit)
+        root, data = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        root_name = data.get("node_name")
+        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(data), root_name, request.arrived)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
-                answer: Any = error or HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
+                answer: Any = error or HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))
             except BaseException as failure:
                 answer = failure
             done(answer)
 
-        return self._pipe.dispatch(asked.data, finish, admit(asked))
+        return self._pipe.dispatch(data, finish, seconds)
 
     def _admit(self, arrived: float | None, asked: Asked) -> float | None:
-        data = asked.data
-        return self._deadlines.seconds(asked.deadline_ms, priority_in(data), data.get("node_name"), arrived)
+        return self._deadlines.seconds(asked.deadline_ms, asked.priority or 0, asked.node_name, arrived)

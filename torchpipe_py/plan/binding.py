@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchpipe_py.backends.base import Backend, BackendConfig, BatchRange, FilterMaker
 from torchpipe_py.backends.params import REQUIRED, Param
 from torchpipe_py.errors import MOST_PROBLEMS, ConfigError, Problems, nearest, quoted
-from torchpipe_py.filters import Filter
+from torchpipe_py.filters import BUILT_IN, Filter
 from torchpipe_py.plan.config import NODE_KEYS, NodeSpec
 from torchpipe_py.plan.expression import Call, parse_expression
 from torchpipe_py.plan.unknown import backend_instead_of, elsewhere, instead_of, is_service_flag
@@ -28,6 +28,11 @@ class FilterPlan:
 
     source: Any
     params: Mapping[str, Any] | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is none of the built-in filters, and so may read any key."""
+        return self.source not in BUILT_IN.values()
 
     def create(self) -> Filter:
         """The function, or a new instance."""
@@ -72,6 +77,13 @@ class BackendPlan:
         is_open = self.params.get("device_type") == ""
         params = {**self.params, "device_type": "cpu"} if is_open else self.params
         return replace(self, params=params, children=tuple(child.on_cpu() for child in self.children))
+
+    def keys_read(self) -> Iterator[Collection[str] | None]:
+        """What each of its parts may read of a request's dict; see ``Backend.keys_read``."""
+        for part in self.parts():
+            yield part.cls.keys_read(part.params)
+            if any(isinstance(each, FilterPlan) and each.is_custom for each in part.filters):
+                yield None
 
     def batch_range(self) -> BatchRange | None:
         """The batch sizes that it accepts, or ``None`` if the configuration does not determine them."""

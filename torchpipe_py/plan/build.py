@@ -11,6 +11,7 @@ from torchpipe_py.backends.base import BatchRange
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.errors import Problems, logger
 from torchpipe_py.filters import run, swap
+from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.plan.binding import BackendPlan, Binder, FilterPlan, expand
 from torchpipe_py.plan.config import (
     GLOBAL,
@@ -60,6 +61,19 @@ class NodePlan:
         limits = [backend.batch_range() for backend in self.backends]
         known = [each for each in limits if each is not None]
         return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(limits) else None
+
+    def keys_read(self) -> frozenset[str] | None:
+        """The keys of a request's dict that it may read, beside ``data`` and ``result``; ``None``: any."""
+        of_parts = [keys for backend in self.backends for keys in backend.keys_read()]
+        if self.filter.is_custom:
+            return None
+        mapped = [key for source in self.spec.map for key, _ in source.pairs]
+        read = {self.spec.ordered_by, *mapped} - {"", TASK_DATA_KEY, TASK_RESULT_KEY}
+        for keys in of_parts:
+            if keys is None:
+                return None
+            read.update(keys)
+        return frozenset(read)
 
     def requires_cuda(self) -> bool:
         """Whether it cannot be set up without a CUDA device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,7 @@ class Process(HandOverBackend):
     If it is the node's outermost backend and takes one item at a time, each item goes to the least busy process.
     """
 
+    reads = ()
     children = (1, 1)
 
     max_seconds = Param(
@@ -161,6 +162,8 @@ class Isolated(ItemBackend):
     files or connections or start programs; its answers are checked and never unpickled. Linux on x86-64 only.
     """
 
+    reads = ()
+
     # any_thread() stays False: one thread uses a child process.
     children = (1, 1)
 
@@ -263,6 +266,11 @@ class Remote(HandOverBackend):
             self._engine.abandon(call)
         else:
             self._engine.ask(call)
+
+    @classmethod
+    def keys_read(cls, params: Mapping[str, Any]) -> Collection[str] | None:
+        keys: Collection[str] | None = params["reads"]
+        return keys
 
     def expected_wait(self) -> float:
         return self._engine.expected_wait()

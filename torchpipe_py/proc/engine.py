@@ -43,7 +43,10 @@ def pipe_of_worker(pipeline: Pipeline, engine: EngineClient) -> pipe:
     """The pipe of a worker whose shared nodes ``engine`` runs."""
 
     def remote(section: Section, label: str) -> BackendPlan:
-        return BackendPlan(Remote, label, {"engine": engine, "section": section.head})
+        plans = [pipeline.plans[name] for name in section.nodes]
+        read = [None if plan.jumps() else plan.keys_read() for plan in plans]
+        keys = None if None in read else frozenset().union(*[each for each in read if each is not None])
+        return BackendPlan(Remote, label, {"engine": engine, "section": section.head, "reads": keys})
 
     return pipe(worker_part(pipeline, remote))
 

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, InvalidRequest, UnknownNode, nearest, shown
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import (
+    TASK_DATA_KEY,
+    TASK_ERROR_KEY,
+    TASK_NODE_NAME_KEY,
+    TASK_PRIORITY_KEY,
+    TASK_RESULT_KEY,
+)
 from torchpipe_py.plan.build import Pipeline, plan_pipeline
 from torchpipe_py.registry import Registry
 from torchpipe_py.registry import default as default_registry
@@ -271,20 +277,39 @@ class pipe:
         """
         self._runtime.target.set(target)
 
+    def keys_read(self, node_name: str | None = None) -> frozenset[str] | None:
+        """The keys of a request's dict, beside ``data``, that nodes after this root may read; ``None``: any.
+
+        Raises ``UnknownNode`` as ``signature`` does.
+        """
+        root = self.only_root if node_name is None and self.only_root else self._root(node_name)
+        read: set[str] = set()
+        for name in self._reached(root):
+            keys = self._runtime.plans[name].keys_read()
+            if keys is None:
+                return None
+            read.update(keys)
+        return frozenset(read)
+
     def nodes_of(self, node_name: str) -> list[str]:
         """The nodes that requests of this root may reach, jumps included, by their names in ``stats``.
 
         Raises ``UnknownNode`` if it is not a root.
         """
-        graph, plans = self._runtime.graph, self._runtime.plans
+        plans = self._runtime.plans
+        return list(dict.fromkeys(plans[name].spec.owner for name in self._reached(self._root(node_name))))
+
+    def _reached(self, root: str) -> Collection[str]:
+        """The logical nodes that requests of this root may reach, jumps included."""
+        graph = self._runtime.graph
         found: dict[str, None] = {}
-        left = [self._root(node_name)]
+        left = [root]
         while left:
             root = left.pop()
             reached = [name for name in graph.order if root in graph.reached_from[name] and name not in found]
             found.update(dict.fromkeys(reached))
             left += [target for name in reached for target in graph.jumps.get(name, ())]
-        return list(dict.fromkeys(plans[name].spec.owner for name in found))
+        return found.keys()
 
     def check_delay(self, seconds: float | None, priority: int = 0, node_name: object = None) -> None:
         """Raise ``Overloaded``, with ``retry_after_ms``, if a new request would not be finished in ``seconds``.

@@ -168,6 +168,10 @@ class Pipes:
         """See ``pipe.signature``."""
         return self._members.find(node_name).signature(node_name)
 
+    def keys_read(self, node_name: str | None = None) -> frozenset[str] | None:
+        """See ``pipe.keys_read``."""
+        return self._members.find(node_name).keys_read(node_name)
+
     def nodes_of(self, node_name: str) -> list[str]:
         """See ``pipe.nodes_of``."""
         return self._members.find(node_name).nodes_of(node_name)

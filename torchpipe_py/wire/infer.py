@@ -14,7 +14,7 @@ from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
 from torchpipe_py.wire.http import HttpRequest
 from torchpipe_py.wire.json_values import SMALL_BYTES, inputs_from, json_line, label_line, parse_json, to_json
-from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, give, split
+from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
 _CURL_D = "curl -d leaves out line ends and NUL bytes: send it with --data-binary"
@@ -25,15 +25,18 @@ _MEMBERS = ("inputs", "parameters", *_OPTIONS)
 
 
 class Asked(msgspec.Struct):
-    """A request: ``data`` for the pipe, the ``keys`` that are answered, and ``deadline_ms``.
+    """A request: its inputs by name, the ``keys`` that are answered, its options, and parameters for backends.
 
     ``hint`` is for the answer, should ``data`` hold no image.
     """
 
-    data: dict[str, Any]
+    inputs: dict[str, Any]
     keys: list[str]
     deadline_ms: float | None
     hint: str = ""
+    node_name: str | None = None
+    priority: int | None = None
+    parameters: dict[str, Any] = {}
 
 
 class _Options(msgspec.Struct, gc=False, omit_defaults=True):
@@ -69,7 +72,7 @@ def read_request(
                 early = msgspec.to_builtins(_decode_options(body))
                 # Outputs in JSON, which are not read here, replace those of the query.
                 known = {"priority": priority, "deadline_ms": deadline, **options, **early, "outputs": None}
-                admit(_asked({}, known, ""))
+                admit(_asked({}, known, "", {}))
         data, more = _read_json(body, options, text)
     elif kind == "multipart/form-data":
         # Imported here: without forms their library is not needed.
@@ -78,11 +81,11 @@ def read_request(
         data = read_form(content_type, body, _OPTIONS, options, text)
     else:  # whatever the type: `curl --data-binary` sends that of a form
         data = {"data": body}
-    give(data, headers.add_to(more, fields))
+    parameters = headers.add_to(more, fields)
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:
-        return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint)
-    return Asked(data, ["result"], None, hint)
+        return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint, parameters)
+    return Asked(data, ["result"], None, hint, parameters=parameters)
 
 
 def is_long_json(request: HttpRequest) -> bool:
@@ -113,10 +116,12 @@ def check_encoding(fields: Mapping[str, str]) -> None:
         )
 
 
-def answer_of(data: Mapping[str, Any], asked: Asked, reply: Bound) -> bytes:
-    """The values under the keys as a line of JSON. Raises the dict's ``error`` if a key is missing."""
+def answer_of(
+    data: Mapping[str, Any], asked: Asked, reply: Bound, output: Callable[[Mapping[str, Any], str], Any] = output_of
+) -> bytes:
+    """The values of the keys as a line of JSON, by ``output``. Raises the dict's ``error`` if one is missing."""
     try:
-        values = {key: output_of(data, key) for key in asked.keys}
+        values = {key: output(data, key) for key in asked.keys}
     except DecodeError as error:
         if asked.hint:
             raise DecodeError(f"{error}; {asked.hint}") from error
@@ -160,7 +165,7 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> tuple[dict[
     return inputs_from(value["inputs"], text), more
 
 
-def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked:
+def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str, parameters: dict[str, Any]) -> Asked:
     for name in options:
         if name not in _OPTIONS:
             known = nearest(name, (*_OPTIONS, "timing"))
@@ -175,10 +180,9 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str) -> Asked
         if not isinstance(node_name, str):
             raise InvalidRequest("node_name is not a text")
         check_name("node_name", node_name)
-        data["node_name"] = node_name
-    if options.get("priority") is not None:
-        data["priority"] = priority_of(options["priority"])
-    return Asked(data, list(dict.fromkeys(keys)), milliseconds(options["deadline_ms"]), hint)
+    priority = None if options.get("priority") is None else priority_of(options["priority"])
+    names = list(dict.fromkeys(keys))
+    return Asked(data, names, milliseconds(options["deadline_ms"]), hint, node_name, priority, parameters)
 
 
 def priority_in(data: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchpipe_py import InvalidRequest, pipe
+from torchpipe_py import InvalidRequest, TorchpipeError, pipe
 from torchpipe_py.serving import (
     OK,
     Cancellable,
@@ -16,6 +16,8 @@ from torchpipe_py.serving import (
     Method,
     Outcome,
     ReplyTooLargeError,
+    Root,
+    Roots,
     TraceFields,
     check_name,
     check_names,
@@ -46,7 +48,7 @@ class InferenceHandler:
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
         self._admission = admission or FairAdmission(run)
-        self._service = idl.InferenceService
+        self._service, self._roots = idl.InferenceService, Roots(run)
         self.methods: Mapping[str, Method] = {
             "ping": Method(self._service.ping_args, self._ping),
             # Its arguments have no fields for a trace.
@@ -83,14 +85,21 @@ class InferenceHandler:
         return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.seconds())
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
-        items, outcome = self._images(args) if args.inputs is None else self._requests(args)
+        refused: dict[int, Any] = {}
+        items, outcome = self._images(args) if args.inputs is None else self._requests(args, refused)
         priority = priority_of(args.priority or 0)
         if priority:
             for data in items:
                 data["priority"] = priority
         seconds = self._deadlines.seconds(args.deadline_ms, priority, args.node_name)
         result_type = self._service.infer_many_result
-        return self._admission.gather(items, seconds, outcome, lambda outcomes: done(result_type(success=outcomes)))
+
+        def finish(outcomes: list[Any]) -> None:
+            accepted = iter(outcomes)
+            count = len(outcomes) + len(refused)
+            done(result_type(success=[refused.get(index) or next(accepted) for index in range(count)]))
+
+        return self._admission.gather(items, seconds, outcome, finish)
 
     def _images(self, args: Any) -> tuple[list[dict[str, Any]], Outcome]:
         """The requests of a call with ``params``, and what makes their ``InferenceOutcome``."""
@@ -105,14 +114,25 @@ class InferenceHandler:
 
         return [{"data": item.data} for item in params], outcome
 
-    def _requests(self, args: Any) -> tuple[list[dict[str, Any]], Outcome]:
-        """The same of a call with ``inputs``; its responses together are as large as one may be."""
+    def _requests(self, args: Any, refused: dict[int, Any]) -> tuple[list[dict[str, Any]], Outcome]:
+        """The same of a call with ``inputs``; its responses together are as large as one may be.
+
+        ``refused`` gets the outcomes of inputs that the root does not take, by their indices.
+        """
         if args.params:
             raise InvalidRequest("'params' or 'inputs', not both")
         self._check_batch(len(args.inputs), "request")
         keys, uuid, outcome_type = _keys(args.outputs), args.uuid or "", self._idl.InferenceOutcome
         check_name("uuid", uuid)
-        items = [_data(inputs, args.node_name) for inputs in args.inputs]
+        items, roots = [], {}  # each may name its own root
+        for index, given in enumerate([_inputs(inputs) for inputs in args.inputs]):
+            try:
+                root, data = self._roots.item(given, args.node_name, None, keys)
+            except TorchpipeError as error:
+                refused[index] = outcome_type(error=self._to_error(error))
+                continue
+            items.append(data)
+            roots[id(data)] = root
         left, lock = self._reply.bytes, threading.Lock()
 
         def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
@@ -120,7 +140,7 @@ class InferenceHandler:
             try:
                 if error is not None:
                     raise error
-                response, size = self._response(uuid, data, keys)
+                response, size = self._response(uuid, data, keys, roots[id(data)])
                 with lock:
                     left -= size
                 if left < 0:
@@ -139,16 +159,15 @@ class InferenceHandler:
         request = _given(args, "request")
         keys = _keys(request.outputs)
         check_name("uuid", request.uuid)
-        data = _data(request.inputs, request.node_name)
-        if request.priority is not None:
-            data["priority"] = priority_of(request.priority)
+        priority = None if request.priority is None else priority_of(request.priority)
+        root, data = self._roots.item(_inputs(request.inputs), request.node_name, priority, keys)
         uuid, result_type = request.uuid, self._service.infer_result
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
                 if error is not None:
                     raise error
-                result = result_type(success=self._response(uuid, data, keys)[0])
+                result = result_type(success=self._response(uuid, data, keys, root)[0])
             except BaseException as failure:
                 result = failure
             done(result)
@@ -156,9 +175,9 @@ class InferenceHandler:
         seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data), data.get("node_name"))
         return self._pipe.dispatch(data, finish, seconds)
 
-    def _response(self, uuid: str, data: dict[str, Any], keys: list[str]) -> tuple[Any, int]:
+    def _response(self, uuid: str, data: dict[str, Any], keys: list[str], root: Root) -> tuple[Any, int]:
         """The ``InferResponse`` with the values under ``keys``, and about how many bytes it has."""
-        values = {key: output_of(data, key) for key in keys}
+        values = {key: root.output(data, key) for key in keys}
         size = sum(map(size_of, values.values()))
         if size > self._reply.bytes:
             raise ReplyTooLargeError(size, self._reply)
@@ -191,13 +210,10 @@ def _keys(outputs: list[str] | None) -> list[str]:
     return keys
 
 
-def _data(inputs: Mapping[str, Any], node_name: str | None) -> dict[str, Any]:
-    """The dict of a request with these ``Value``s."""
+def _inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """These ``Value``s as values of Python."""
     check_names("inputs", inputs)
-    data = {key: to_python(value) for key, value in inputs.items()}
-    if node_name is not None:
-        data["node_name"] = node_name
-    return data
+    return {key: to_python(value) for key, value in inputs.items()}
 
 
 def _given(args: Any, name: str) -> Any:

@@ -12,11 +12,11 @@ import torch
 
 from torchpipe_py import InvalidRequest, NoResult, Signature, TensorSpec
 from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING
-from torchpipe_py.methods.oip.core import Root
 from torchpipe_py.methods.oip.http import HEADER_LENGTH, answer, read_infer
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, Wanted
 from torchpipe_py.methods.oip.results import kept, outputs_of
 from torchpipe_py.methods.oip.tensors import NUMBERS, Output
+from torchpipe_py.methods.roots import Root
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 
 MANY = Bound(2**20, "--max-reply-bytes")
@@ -139,7 +139,7 @@ A, B = TensorSpec("a", (None, 2), "float32"), TensorSpec("b", (None, 2), "float3
 def test_inputs_of_the_root_are_its_data(inputs: list[TensorSpec], names: list[str], expected: dict[str, Any]):
     one = {"datatype": "INT8", "shape": [1, 1], "data": [1]}
     request = read({"inputs": [{**one, "name": name} for name in names], "parameters": {"node_name": "n"}})
-    assert request.items(Root(Signature(inputs, ())).names) == [{**expected, "node_name": "n"}]
+    assert request.items(Root(Signature(inputs, ()))) == [{**expected, "node_name": "n"}]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_inputs_of_the_root_are_its_data(inputs: list[TensorSpec], names: list[s
 )
 def test_unknown_input_names_nearest(inputs: list[TensorSpec], said: str):
     with pytest.raises(InvalidRequest) as raised:
-        read({"inputs": [{**TEXT, "name": "dat"}]}).items(Root(Signature(inputs, ())).names)
+        read({"inputs": [{**TEXT, "name": "dat"}]}).items(Root(Signature(inputs, ())))
     assert said in str(raised.value)
 
 

@@ -19,6 +19,7 @@ from torchpipe_py.values import Value, to_int, to_list
 class Identity(ItemBackend):
     """``result = data``."""
 
+    reads = ()
     keeps_nothing = True
     passes_on = True
     keeps_color = True
@@ -84,6 +85,7 @@ class Sequential(Several):
     of a batch passes all consecutive children that work item by item before the next item does.
     """
 
+    reads = ()
     is_sequence = True
 
     _color_after: str | None = None
@@ -224,6 +226,7 @@ class FirstAvailable(Wrapper):
     It tries the next one only after ``BackendUnavailable`` (a missing library or device); other errors are defects.
     """
 
+    reads = ()
     children = (1, None)
 
     @classmethod
@@ -287,6 +290,7 @@ class Range(Wrapper):
     The first pieces are the largest. A range is refused if some size is not a sum of accepted pieces.
     """
 
+    reads = ()
     limits = Param(to_range, key="range", doc='"min,max" of the batches taken')
 
     @classmethod
@@ -330,6 +334,8 @@ class Composed(Several):
     Its range is the union of theirs. A run that is too small for its backend is filled up with copies, whose outcomes
     are dropped.
     """
+
+    reads = ()
 
     def setup(self) -> None:
         super().setup()

@@ -41,6 +41,7 @@ class Jump(DeferredBackend):
     to the end.
     """
 
+    reads = ()
     jump = Param(to_str, doc="root node of the graph to run")
 
     any_batch = True
@@ -169,6 +170,7 @@ class MapReduce(DeferredBackend):
     different lengths.
     """
 
+    reads = ()
     jump = Param(to_str, doc="root node of the graph to run")
     split_keys = Param(to_keys, (TASK_DATA_KEY,), key="split", doc="keys that hold lists or arrays of the same length")
     merge_keys = Param(_some_keys, (TASK_RESULT_KEY,), key="merge", doc="keys of the runs to gather as lists")

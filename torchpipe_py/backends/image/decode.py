@@ -175,6 +175,8 @@ class DecodeMat(ItemBackend):
     A decoded image, H×W×3 ``uint8`` in the order of its ``color`` (a frame of a video), is passed on.
     """
 
+    reads = ()
+
     takes, gives = ENCODED, MAT
     isolation = Isolation.MOVES
     keeps_nothing = True

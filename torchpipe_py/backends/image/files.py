@@ -19,7 +19,7 @@ from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT, TENSOR
 from torchpipe_py.errors import ConfigError, InvalidRequest, first_line
 from torchpipe_py.files import replace_file
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_str
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -64,6 +64,7 @@ class SaveTensor(ItemBackend):
     it is missing. A file gets its name once it is complete. ``ConfigError`` if the folder cannot be written.
     """
 
+    reads = ()
     gives = TENSOR
     keeps_sides = True
 
@@ -91,6 +92,8 @@ class SaveMat(ItemBackend):
     written, ``InvalidRequest`` for another number of channels, a ``color`` that is not a channel order, or a
     Mat that is not ``uint8``.
     """
+
+    reads = (TASK_COLOR_KEY,)
 
     takes, gives = MAT, MAT
     keeps_sides = True
@@ -126,6 +129,7 @@ class LoadTensor(ItemBackend):
     ``ConfigError`` for a file that holds no tensor.
     """
 
+    reads = ()
     gives = TENSOR
     any_batch = True
     guard: Guard

@@ -56,6 +56,8 @@ class CheckJpeg(ItemBackend):
     simplejpeg.
     """
 
+    reads = ()
+
     takes, gives = ENCODED, ENCODED
     passes_on = True
     checks = True
@@ -179,6 +181,8 @@ class DecodeTensor(ItemBackend):
     own files, or after a node with ``CheckJpeg``. ``nvimgcodec_cuda`` uses no engines, needs no check,
     and decodes a twentieth of the images in a second.
     """
+
+    reads = ()
 
     takes, gives = ENCODED, TENSOR
     needs_cuda = True

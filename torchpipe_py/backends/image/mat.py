@@ -17,7 +17,7 @@ from torchpipe_py.backends.image.geometry import Placement
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT
 from torchpipe_py.errors import ConfigError, InvalidRequest, shown
-from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_BOX_KEY, TASK_COLOR_KEY, TASK_DATA_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_int, to_ints, to_str
 
 COLORS = ("bgr", "rgb")
@@ -183,6 +183,8 @@ class cvtColorMat(ItemBackend):
     a ``color`` of the dict that is not a channel order.
     """
 
+    reads = (TASK_COLOR_KEY,)
+
     takes, gives = MAT, MAT
     keeps_sides = True
     keeps_nothing = True
@@ -211,6 +213,8 @@ class AlignMat(ItemBackend):
     ``widths`` that do not ascend, and for both or neither of them. A value that is not a Mat has an
     ``InvalidRequest`` as its ``error``.
     """
+
+    reads = (TASK_COLOR_KEY,)
 
     takes, gives = MAT, MAT
     keeps_sides = True
@@ -254,6 +258,8 @@ class PerspectiveTransformMat(ItemBackend):
     longer than 2**20 or more than ``max_pixels``, has its corners crosswise, three of them on a line or two equal, or
     lies outside the image; a value that is not a Mat.
     """
+
+    reads = (TASK_BOX_KEY, TASK_COLOR_KEY)
 
     takes, gives = MAT, MAT
     keeps_color = True

@@ -13,7 +13,7 @@ from torchpipe_py.backends.image.tensor import data_format, on_tensors, place_te
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import MAT, TENSOR
 from torchpipe_py.errors import InvalidRequest
-from torchpipe_py.keys import TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.keys import TASK_BOX_KEY, TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
 from torchpipe_py.values import to_bool, to_int, to_str
 
 MOST_VALUES = 2**25  # in one resize call on a GPU, which holds them twice, as they are and in float32
@@ -25,16 +25,17 @@ class Operation(NamedTuple):
     """A geometric operation: ``place(backend, item, height, width)`` computes a ``Placement`` from parameters and dict.
 
     ``params`` belong to both backends, for Mats and Tensors, as a pair if they differ; ``sides`` name the height and
-    the width of the result.
+    the width of the result, ``reads`` the keys of the dict.
     """
 
     place: Callable[[Any, Data, int, int], Placement]
     params: Mapping[str, Param | tuple[Param, Param]]
     sides: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
     def declare(self, cls: type[ItemBackend], kind: int) -> None:
         """Give ``cls`` the parameters; ``kind`` is 0 for Mats and 1 for Tensors."""
-        cls.sides = self.sides
+        cls.sides, cls.reads = self.sides, (*self.reads, TASK_COLOR_KEY)
         for key, param in self.params.items():
             value = param[kind] if isinstance(param, tuple) else param
             setattr(cls, key, value)
@@ -290,6 +291,7 @@ NAMED_SIZE = Operation(
         "pad_value": pad_value(0),
         "max_pixels": geometry.max_pixels(),
     },
+    reads=(geometry.HEIGHT_KEY, geometry.WIDTH_KEY),
 )
 
 
@@ -312,7 +314,7 @@ class DynamicResizeTensor(ItemBackend):
     """
 
 
-CROP = Operation(lambda backend, item, height, width: geometry.crop_box(item, height, width), {})
+CROP = Operation(lambda backend, item, height, width: geometry.crop_box(item, height, width), {}, reads=(TASK_BOX_KEY,))
 
 
 @on_mats(CROP)
@@ -377,6 +379,7 @@ BORDER = Operation(
         "pad_value": pad_value(0),
         "max_pixels": geometry.max_pixels(),
     },
+    reads=("top", "bottom", "left", "right"),
 )
 
 

@@ -126,6 +126,7 @@ class cvtColorTensor(ItemBackend):
     that is not a channel order.
     """
 
+    reads = (TASK_COLOR_KEY,)
     gives = TENSOR
     keeps_sides = True
 
@@ -165,6 +166,8 @@ class Mat2Tensor(ItemBackend):
 
     Channels keep their order. Where the dict names no ``color``, three or four channels are ``bgr`` from here on.
     """
+
+    reads = (TASK_COLOR_KEY,)
 
     takes, gives = MAT, TENSOR
     keeps_sides = True
@@ -218,6 +221,7 @@ class Tensor2Mat(ItemBackend):
     from here on.
     """
 
+    reads = (TASK_COLOR_KEY,)
     gives = MAT
     keeps_sides = True
 
@@ -247,6 +251,7 @@ class Tensor2Mat(ItemBackend):
 class Tensor2Vector(ItemBackend):
     """Tensor of any shape and real dtype to a flat list of floats, in row-major order."""
 
+    reads = ()
     gives = NUMBERS
 
     def forward_tensor(self, tensor: Any, item: Data) -> list[float]:

@@ -45,6 +45,7 @@ class TensorrtTensor(ModelBackend):
     between two sizes is padded. Needs TensorRT 8.6 or newer and a CUDA device.
     """
 
+    reads = ()
     needs_cuda = True
     use_graphs = True
     default_dtype = None

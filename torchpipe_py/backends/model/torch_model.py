@@ -48,6 +48,7 @@ class TorchTensor(ModelBackend):
     which declares that you trust everyone who could write the file as much as your own code.
     """
 
+    reads = ()
     ignored_keys = dict.fromkeys(
         ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
         "PyTorch keeps no engine and computes in the model's own precision; TensorrtTensor has it",

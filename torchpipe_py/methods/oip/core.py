@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import DeadlineExceeded, Overloaded, TorchpipeError, UnknownNode, nearest
-from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import InferRequest
 from torchpipe_py.methods.oip.results import RESULT, SMALLER, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
+from torchpipe_py.methods.roots import Root, root_of
 from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
@@ -48,14 +48,6 @@ Control = Callable[[str, str, Callable[[int, dict[str, Any]], object]], object]
 
 Totals = Callable[[Callable[[Mapping[str, Any]], object]], object]
 """Passes on the figures of all processes of the service, ``models`` as ``Models.figures`` and ``nodes``; or nothing."""
-
-
-class Root:
-    """Where requests enter a model's pipe: the names of inputs other than ``data``, and the outputs."""
-
-    def __init__(self, signature: Signature) -> None:
-        self.names = [spec.name for spec in signature.inputs if spec.name != TASK_DATA_KEY]
-        self.outputs = signature.outputs
 
 
 class Model:
@@ -109,7 +101,7 @@ class Model:
         """The root that a request names. Raises ``UnknownNode`` for an unknown one, or several and none is named."""
         root = self._roots.get(node_name)
         if root is None:
-            root = self._roots[node_name] = Root(self.pipe.signature(node_name))
+            root = self._roots[node_name] = root_of(self.pipe, node_name)
         return root
 
     def signature(self, node_name: str | None) -> Signature | None:
@@ -300,7 +292,7 @@ class OpenInference:
         if model.node_name is not None:
             asked.node_name = model.entered(asked.node_name)
         root = model.root(asked.node_name)
-        items = asked.items(root.names)
+        items = asked.items(root)
         count = len(items)
 
         def finish(outcomes: list[Any]) -> None:
@@ -318,13 +310,13 @@ class OpenInference:
                     model.figures.add(1, began, True)
                     done(answer)
                     return
-            finish([_outcome(asked, data, error)])
+            finish([_outcome(asked, root, data, error)])
 
         seconds = self.admit(model, began, asked.deadline_ms, asked.priority, asked.node_name)
         try:
             if count == 1:
                 return model.pipe.dispatch(items[0], finish_one, seconds)
-            return model.admission.gather(items, seconds, partial(_outcome, asked), finish)
+            return model.admission.gather(items, seconds, partial(_outcome, asked, root), finish)
         except BaseException:  # it was not let in
             model.figures.add(count, began, False)
             raise
@@ -352,12 +344,12 @@ class OpenInference:
         return codec.answer(model, asked, outputs)
 
 
-def _outcome(asked: InferRequest, data: dict[str, Any], error: BaseException | None) -> Any:
+def _outcome(asked: InferRequest, root: Root, data: dict[str, Any], error: BaseException | None) -> Any:
     """The outputs of an item, or its error, which are kept until the other items are finished."""
     if error is not None:
         return error
     try:
-        return kept(data, asked)
+        return kept(data, asked, root.outputs)
     except BaseException as failure:
         return failure
 

@@ -9,10 +9,11 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, OpenInference, Root, shared_memory
+from torchpipe_py.methods.oip.core import Model, OpenInference, shared_memory
 from torchpipe_py.methods.oip.http import Templates, answer, read_index, read_infer, read_parameters, takes_long
 from torchpipe_py.methods.oip.requests import InferLimits, InferRequest, check_load
 from torchpipe_py.methods.oip.tensors import Output
+from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Route, json_answer, route
 from torchpipe_py.wire.errors import RouteError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest

@@ -8,8 +8,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from torchpipe_py.errors import InvalidRequest, nearest
+from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.methods.oip.tensors import BYTES, form_of, only_element, rows_of
+from torchpipe_py.methods.roots import Root
 from torchpipe_py.wire import parameters
 from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.infer import milliseconds
@@ -17,7 +18,7 @@ from torchpipe_py.wire.json_values import from_json
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import NAME_CHARACTERS, check_name, check_names
 
-_DATA, _RESULT = "data", "result"
+_RESULT = "result"
 MOST_ITEM_VALUES = 2**12
 """Limit of one request's items of all inputs, and elements of ``BYTES``. Each costs the same, however small."""
 
@@ -112,12 +113,13 @@ class InferRequest(msgspec.Struct):
             for wanted in self.outputs
         )
 
-    def items(self, names: Sequence[str]) -> list[Row]:
-        """A dict for the pipe per item: the inputs with the ``names`` of the root's are its ``data``, others are keys.
+    def items(self, root: Root) -> list[Row]:
+        """A dict for the pipe per item; see ``Root.item``.
 
         Releases the rows, which are kept no longer than the pipe keeps them.
         """
-        items = [row if _DATA in row else _item(row, names) for row in self.rows]
+        wanted = [output.name for output in self.outputs]
+        items = [root.item(row, wanted) for row in self.rows]
         self.rows.clear()
         if self.parameters:
             for item in items:
@@ -236,13 +238,3 @@ def _decoded(given: Given, value: Any) -> Any:
     elements = np.empty(value.size, object)
     elements[:] = [from_json(where, {"b64": element.decode("latin-1")}) for element in value.ravel()]
     return elements.reshape(value.shape)
-
-
-def _item(row: Row, names: Sequence[str]) -> Row:
-    inputs = {name: row[name] for name in names if name in row}
-    if not inputs:
-        other = next(iter(row))[:40]
-        raise InvalidRequest(f"unknown input {other!r}; {nearest(other, names or [_DATA])}")
-    item = {name: value for name, value in row.items() if name not in inputs}
-    item[_DATA] = inputs if len(names) > 1 else inputs[names[0]]
-    return item

@@ -20,10 +20,15 @@ MOST_FLOAT32 = 3.4e38
 SMALLER = "ask for fewer outputs, or with binary_data"
 
 
-def kept(data: Mapping[str, Any], request: InferRequest) -> dict[str, Any]:
-    """The values of an item's dict that the answer needs. Raises the dict's ``error`` if one is missing."""
-    values = {output.name: data[output.name] for output in request.outputs if output.name in data}
-    if len(values) < len(request.outputs) or not values:
+def kept(data: Mapping[str, Any], request: InferRequest, specs: Sequence[TensorSpec] = ()) -> dict[str, Any]:
+    """The values of an item's dict that the answer needs. Raises the dict's ``error`` if one is missing.
+
+    ``specs`` declare the pipe's result; their names come before the keys of the dict.
+    """
+    own = [spec.name for spec in specs]
+    names = [output.name for output in request.outputs]
+    values = {name: data[name] for name in names if name in data and name not in own}
+    if len(values) < len(names) or not values:
         values[RESULT] = output_of(data, RESULT)
     return values
 

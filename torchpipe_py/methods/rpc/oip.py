@@ -12,7 +12,7 @@ from google.protobuf.json_format import ParseDict
 
 from torchpipe_py.errors import InvalidRequest, Overloaded
 from torchpipe_py.methods.oip import metadata
-from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, Root, shared_memory
+from torchpipe_py.methods.oip.core import Model, NotServedError, OpenInference, shared_memory
 from torchpipe_py.methods.oip.requests import (
     Given,
     InferLimits,
@@ -28,6 +28,7 @@ from torchpipe_py.methods.oip.requests import (
 )
 from torchpipe_py.methods.oip.results import MOST_FLOAT32
 from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, Output
+from torchpipe_py.methods.roots import Root
 from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, trace_headers
 from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
 from torchpipe_py.wire import answers

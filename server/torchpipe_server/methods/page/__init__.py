@@ -26,6 +26,7 @@ from torchpipe_py.serving import (
     Model,
     Models,
     Picture,
+    Roots,
     Route,
     Timeline,
     answer_of,
@@ -57,7 +58,7 @@ class PageHandler:
     """The routes of the page, on a pipe. It offers a choice of ``models``."""
 
     def __init__(self, run: pipe, models: Models, deadlines: Deadlines, options: Options) -> None:
-        self._pipe, self._deadlines = run, deadlines
+        self._pipe, self._roots, self._deadlines = run, Roots(run), deadlines
         self._headers = ForwardedHeaders(options.forward_headers)
         self._text = Bound(options.max_text_bytes, "--max-text-bytes")
         self._reply = reply_bound(options.max_reply_bytes)
@@ -84,8 +85,9 @@ class PageHandler:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
         asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers)
-        data = asked.data
-        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(data), data.get("node_name"), request.arrived)
+        root, given = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        root_name = given.get("node_name")
+        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(given), root_name, request.arrived)
         if not self._tries.acquire(blocking=False):
             raise Overloaded(f"more than {MOST_TRIES} tries at once", retry_after_ms=1000)
 
@@ -95,7 +97,9 @@ class PageHandler:
             def give() -> None:
                 result: HttpAnswer | BaseException
                 try:
-                    made = error_answer(error) if error else HttpAnswer(200, JSON, answer_of(data, asked, self._reply))
+                    if error is not None:
+                        raise error
+                    made = HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))
                 except BaseException as failure:
                     made = error_answer(failure)
                 try:
@@ -114,7 +118,7 @@ class PageHandler:
 
         try:
             with self._pipe.timed(with_pictures=True) as timelines:
-                return self._pipe.dispatch(asked.data, finish, seconds)
+                return self._pipe.dispatch(given, finish, seconds)
         except BaseException:
             self._tries.release()
             raise

@@ -1,0 +1,113 @@
+"""Inputs and outputs by name: which become ``data``, which keys, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchpipe_py import InvalidRequest, Signature, TensorSpec, pipe
+from torchpipe_py.methods.roots import Root, Roots
+
+A, B, DATA = (TensorSpec(name, (None, 2), "float32") for name in ("a", "b", "data"))
+OPTIONAL = TensorSpec("o", (None, 2), "float32", is_optional=True)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "given", "expected"),
+    [
+        ([], {"data": 1}, {"data": 1}),
+        ([A], {"data": 1}, {"data": 1}),
+        ([A], {"a": 1}, {"data": 1}),
+        ([A], {"a": 1, "color": "rgb"}, {"data": 1, "color": "rgb"}),
+        ([A, B], {"b": 2, "a": 1}, {"data": {"a": 1, "b": 2}}),
+        ([A, B], {"data": [1, 2]}, {"data": [1, 2]}),
+        ([DATA, B], {"data": 1, "b": 2}, {"data": {"data": 1, "b": 2}}),
+        ([DATA, B], {"data": [1, 2]}, {"data": [1, 2]}),
+        ([DATA, OPTIONAL], {"data": 1}, {"data": 1}),
+        ([A, OPTIONAL], {"a": 1}, {"data": {"a": 1}}),
+        ([A], {"a": 1, "priority": 1, "context": 2}, {"data": 1, "priority": 1, "context": 2}),
+    ],
+)
+def test_own_names_become_data_and_others_keys(inputs: Any, given: Any, expected: Any) -> None:
+    assert Root(Signature(tuple(inputs)), {"color"}).item(dict(given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reads", "given", "said"),
+    [
+        ([A], {"box"}, {"a": 1, "bax": 2}, "unknown input 'bax'; did you mean 'box'?"),
+        ([A], set(), {"data": 1, "result": 2}, "unknown input 'result'; valid: a"),
+        ([], set(), {"dta": 1}, "unknown input 'dta'; did you mean 'data'?"),
+        ([A], None, {"a": 1, "data": 2}, "both 'data', which is the whole input, and its part 'a'"),
+        ([A], set(), {}, "unknown input ''"),
+    ],
+)
+def test_refuses_input_that_nothing_reads(inputs: Any, reads: Any, given: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        Root(Signature(tuple(inputs)), reads).item(given)
+    assert said in str(raised.value)
+
+
+def test_takes_any_key_for_custom_backends_and_what_is_asked_back() -> None:
+    assert Root(Signature((A,)), None).item({"a": 1, "mine": 2}) == {"data": 1, "mine": 2}
+    assert Root(Signature((A,)), set()).item({"a": 1, "mine": 2}, ["mine"]) == {"data": 1, "mine": 2}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "result", "key", "expected"),
+    [
+        ([], 7, "result", 7),
+        ([A], 7, "a", 7),
+        ([A], 7, "result", 7),
+        ([A, B], [1, 2], "b", 2),
+        ([A, B], ("x", 0.5), "a", "x"),
+        ([A, B], [("x", 0.5), ("y", 0.25)], "a", ["x", "y"]),
+        ([DATA], 7, "data", 7),
+        ([A], 7, "other", "own"),
+    ],
+)
+def test_outputs_by_own_name_then_by_key(outputs: Any, result: Any, key: str, expected: Any) -> None:
+    data = {"data": "input", "result": result, "other": "own"}
+    assert Root(Signature((), tuple(outputs))).output(data, key) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"backend": "Identity"}, set()),
+        ({"backend": "S[DecodeMat,CropMat]"}, {"box", "color"}),
+        ({"backend": "S[DecodeMat,DynamicResizeMat]"}, {"resize_h", "resize_w", "color"}),
+        ({"backend": "CopyMakeBorderTensor"}, {"top", "bottom", "left", "right", "color"}),
+        (
+            {"a": {"backend": "Identity", "next": "b"}, "b": {"backend": "Identity", "map": "a[data:data,mine:x]"}},
+            {"mine"},
+        ),
+        (
+            {
+                "a": {"backend": "MapReduce", "jump": "b", "split": "data,boxes"},
+                "b": {"backend": "S[CropMat,Identity]", "filter": "or"},
+            },
+            {"data", "boxes", "box", "color"},
+        ),
+        ({"backend": "Python[Anything]"}, None),
+        ({"backend": "S[Identity,Anything]"}, None),
+    ],
+)
+def test_keys_read_are_those_of_built_in_backends(restored: Any, config: Any, expected: Any) -> None:
+    class Anything:
+        def forward(self, items: list[dict[str, Any]]) -> None:
+            for item in items:
+                item["result"] = item["data"]
+
+    restored.register_backend(Anything, "Anything")
+    with pipe(config) as run:
+        keys = run.keys_read()
+        assert (keys if expected is None else keys - {"data"}) == (expected and expected - {"data"})
+
+
+def test_input_node_name_names_one_of_several_roots() -> None:
+    with pipe({"a": {"backend": "Identity"}, "b": {"backend": "Identity"}}) as run:
+        roots = Roots(run)
+        assert roots.item({"data": 1, "node_name": "b"}, None, None, ())[1] == {"data": 1, "node_name": "b"}
+        assert roots.item({"data": 1}, "a", 1, ())[1] == {"data": 1, "node_name": "a", "priority": 1}

@@ -1,0 +1,124 @@
+"""Where requests enter a pipe: its inputs and outputs by name, the same for every protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torchpipe_py.backends.signature import Signature
+from torchpipe_py.errors import InvalidRequest, nearest
+from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
+from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.wire.parameters import give
+from torchpipe_py.wire.values import is_ranking, output_of
+
+_ALWAYS = (TASK_CONTEXT_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY)
+"""Keys that a request to any pipe may have."""
+
+
+class Root:
+    """A root of a pipe: the names of its model's inputs, unless that is ``data`` alone, and its outputs.
+
+    ``reads`` are the other keys that a request may have; ``None``: any.
+    """
+
+    def __init__(self, signature: Signature, reads: Collection[str] | None = None) -> None:
+        names = [spec.name for spec in signature.inputs]
+        self.names = [] if names == [TASK_DATA_KEY] else names
+        self.outputs = signature.outputs
+        self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
+        self._reads = reads
+
+    def item(self, given: dict[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
+        """The dict for the pipe of a request with these inputs: the model's own become ``data``, others are keys.
+
+        A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. Raises
+        ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back.
+        """
+        own = [name for name in self.names if name in given]
+        if own in ([], [TASK_DATA_KEY]):
+            if TASK_DATA_KEY not in given:
+                other = next(iter(given), "")
+                raise InvalidRequest(f"unknown input {other[:40]!r}; {nearest(other[:40], self._known())}")
+            if len(given) > 1:
+                self._check(given, (TASK_DATA_KEY, *wanted))
+            return given
+        if len(given) > len(own):
+            self._check(given, (*own, *wanted))
+            if TASK_DATA_KEY in given and TASK_DATA_KEY not in own:
+                raise InvalidRequest(f"both {TASK_DATA_KEY!r}, which is the whole input, and its part {own[0][:40]!r}")
+        inputs = {name: given[name] for name in own}
+        item = {name: value for name, value in given.items() if name not in inputs}
+        item[TASK_DATA_KEY] = inputs if len(self.names) > 1 else inputs[own[0]]
+        return item
+
+    def _check(self, given: Mapping[str, Any], known: Collection[str]) -> None:
+        if self._reads is None:
+            return
+        for name in given:
+            if name not in known and name not in self._reads and name not in _ALWAYS:
+                raise InvalidRequest(f"unknown input {name[:40]!r}; {nearest(name[:40], self._known())}")
+
+    def _known(self) -> list[str]:
+        return [*(self.names or [TASK_DATA_KEY]), *sorted(self._reads or ())]
+
+    def output(self, data: Mapping[str, Any], key: str) -> Any:
+        """The value of an output: one of the model's own by its name, or else what is under this key of the dict.
+
+        Without a result, raises the error that explains why.
+        """
+        index, count = self._of_output.get(key), len(self._of_output)
+        if index is None:
+            return output_of(data, key)
+        result = output_of(data, TASK_RESULT_KEY)
+        if count == 1:
+            return result
+        if is_ranking(result):
+            return [pair[index] for pair in result]
+        is_each = isinstance(result, (list, tuple)) and len(result) == count
+        return result[index] if is_each else output_of(data, key)
+
+
+class Roots:
+    """The roots of a pipe by the names that requests use. For one thread."""
+
+    def __init__(self, run: pipe) -> None:
+        self._pipe = run
+        self._models: Any = None  # those of a folder change
+        self._roots: dict[str | None, Root] = {}
+
+    def find(self, node_name: str | None) -> Root:
+        """The root. Raises ``UnknownNode`` for an unknown one, or several and none is named."""
+        if self._models is not self._pipe.models:
+            self._models, self._roots = self._pipe.models, {}
+        root = self._roots.get(node_name)
+        if root is None:
+            root = self._roots[node_name] = root_of(self._pipe, node_name)
+        return root
+
+    def item(
+        self, given: dict[str, Any], node_name: str | None, priority: int | None, wanted: Collection[str],
+        parameters: Mapping[str, Any] = {},
+    ) -> tuple[Root, dict[str, Any]]:  # fmt: skip
+        """The root that a request enters, and the dict for the pipe, with the parameters for backends.
+
+        See ``Root.item``.
+
+        Where the pipe has several roots, an input ``node_name`` names one, too.
+        """
+        if node_name is None and self._pipe.only_root is None:
+            named = given.get(TASK_NODE_NAME_KEY)
+            node_name = named if isinstance(named, str) else None
+        root = self.find(node_name)
+        item = root.item(given, wanted)
+        if node_name is not None:
+            item[TASK_NODE_NAME_KEY] = node_name
+        if priority is not None:
+            item[TASK_PRIORITY_KEY] = priority
+        give(item, parameters)
+        return root, item
+
+
+def root_of(run: pipe, node_name: str | None) -> Root:
+    """The root of this name. Raises ``UnknownNode``."""
+    return Root(run.signature(node_name), run.keys_read(node_name))
