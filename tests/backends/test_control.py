@@ -159,7 +159,7 @@ class Boxes:
         ("OnnxTensor", {"postprocessor": "SoftmaxMax"}, Signature((X,), LABEL_AND_SCORE)),
         ("OnnxTensor", {"postprocessor": "TopK"}, Signature((X,), RANKING)),
         ("OnnxTensor", {"postprocessor": "Sigmoid"}, Signature((X,), RANKING)),
-        ("OnnxTensor", {"postprocessor": "ArgMax"}, Signature((X,))),
+        ("OnnxTensor", {"postprocessor": "ArgMax"}, Signature((X,), (TensorSpec("result", (None,), "int64"),))),
         ("SyncTensor[OnnxTensor]", {}, Signature((X,), (Y,))),
         ("FirstAvailable[TensorrtTensor,OnnxTensor]", {}, Signature((X,), (Y,))),
         ("Range[OnnxTensor]", {"range": "1,4", "max": 4}, Signature((X,), (Y,))),

@@ -20,7 +20,8 @@ from torchpipe_py.keys import TASK_DATA_KEY
 def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     """The inputs of one request, in the model's order, from ``data``: a value, a list of values, or a dict by name.
 
-    Raises ``InvalidRequest`` if they do not match the model's ``inputs``, which are empty if the model declares none.
+    Optional inputs are not among them. Raises ``InvalidRequest`` if they do not match the model's ``inputs``, which are
+    empty if the model declares none.
     """
     data = item[TASK_DATA_KEY]
     if hasattr(data, "dtype"):  # a tensor or an array: checked first, as the usual case
@@ -32,10 +33,9 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
         values = [_value(data)] if is_vector else [_value(value) for value in data]
     else:
         values = [data]
-    if inputs and len(values) != len(inputs):
-        raise InvalidRequest(
-            f"the model has {counted(len(inputs), 'input')}, data holds {len(values)}: {_listed(inputs)}"
-        )
+    count = sum(not spec.is_optional for spec in inputs)
+    if inputs and len(values) != count:
+        raise InvalidRequest(f"the model has {counted(count, 'input')}, data holds {len(values)}: {_listed(inputs)}")
     return values
 
 
@@ -47,10 +47,19 @@ def _names(data: Mapping[Any, Any], inputs: Sequence[TensorSpec]) -> list[str]:
         if key not in names:
             hint = nearest(key, names) if isinstance(key, str) else "names are texts"
             raise InvalidRequest(f"the model has no input {shown(key)}; {hint} Its inputs: {_listed(inputs)}")
-    for name in names:
+    required = [spec.name for spec in inputs if not spec.is_optional]
+    for name in required:
         if name not in data:
             raise InvalidRequest(f"input {name!r} is not in data; the model's inputs: {_listed(inputs)}")
-    return names
+    return required
+
+
+def optional_values(item: Data, inputs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """The values of optional ``inputs`` that a request has, by name."""
+    data = item[TASK_DATA_KEY]
+    if not isinstance(data, Mapping):
+        return {}
+    return {spec.name: _value(data[spec.name]) for spec in inputs if spec.is_optional and spec.name in data}
 
 
 def _listed(inputs: Sequence[TensorSpec]) -> str:

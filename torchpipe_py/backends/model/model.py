@@ -97,6 +97,7 @@ class ModelBackend(Backend):
         return min(params["min_batch"].batches()), max(params["max_batch"].batches())
 
     inputs: Sequence[TensorSpec] = ()
+    optional: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     output_names: Sequence[str] = ()
     _image = 0  # index of the input that ``mean`` and ``std`` apply to
@@ -115,8 +116,14 @@ class ModelBackend(Backend):
         needs_rows = isinstance(self._postprocess, OfClasses) and self._postprocess.takes_rows
         self.layout = check.layout_of(self.max(), needs_rows)
 
-    def declare(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
-        """Store the declared inputs and outputs; ``ConfigError`` if the configuration does not fit them."""
+    def declare(
+        self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], optional: Sequence[TensorSpec] = ()
+    ) -> None:
+        """Store the declared inputs and outputs; ``ConfigError`` if the configuration does not fit them.
+
+        ``optional`` inputs have a value in the model.
+        """
+        self.optional = tuple(optional)
         self.inputs, self.outputs, self.output_names = tuple(inputs), tuple(outputs), [spec.name for spec in outputs]
         check.check_inputs(self.model, inputs, self.min(), self.max())
         self.layout.check_declared(self.model, outputs, self.min(), self.max())
@@ -127,9 +134,10 @@ class ModelBackend(Backend):
 
     def signature(self) -> Signature:
         gives = getattr(self._postprocess, "gives", None)
+        inputs = (*self.inputs, *self.optional)
         if self._postprocess is None:
-            return Signature(tuple(self.inputs), tuple(self.outputs))
-        return Signature(tuple(self.inputs), () if gives is None else tuple(gives(self.outputs)))
+            return Signature(inputs, tuple(self.outputs))
+        return Signature(inputs, () if gives is None else tuple(gives(self.outputs)))
 
     def known_shapes(self) -> Shapes | None:
         """The smallest shape of each input, without batch, from the model, ``min`` and ``max``; ``None`` if unknown."""

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with_batch
-from torchpipe_py.backends.model.inputs import check_numbers, fits, laid_out, misfit, request_values, tensor_to_numpy
+from torchpipe_py.backends.model.inputs import (
+    check_numbers,
+    fits,
+    laid_out,
+    misfit,
+    optional_values,
+    request_values,
+    tensor_to_numpy,
+)
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
-from torchpipe_py.backends.model.onnx_graph import keep_telemetry_off, missing_weights, model_bytes, unsigned_model
+from torchpipe_py.backends.model.onnx_graph import (
+    keep_telemetry_off,
+    missing_weights,
+    model_bytes,
+    scalar_outputs,
+    unsigned_model,
+)
 from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import TensorSpec
 from torchpipe_py.cores import usable_cores
@@ -42,6 +56,7 @@ class OnnxTensor(ModelBackend):
     The instances of a node share one session.
     """
 
+    reads = ()
     uses_device = True
     ignored_keys = dict.fromkeys(
         ("model::cache", "precision", "precision::fp32", "version_compatible", "workspace", "max_workspace_size"),
@@ -76,15 +91,24 @@ class OnnxTensor(ModelBackend):
         )
         self._inputs = [_Input(self.model, value, self.max()) for value in self._session.get_inputs()]
         self._only = self._inputs[0] if len(self._inputs) == 1 else None
-        outputs = [_output_spec(self.model, value) for value in self._session.get_outputs()]
-        self.declare([given.spec for given in self._inputs], outputs)
+        self._optional = {
+            value.name: _Input(self.model, value, self.max(), is_optional=True)
+            for value in self._session.get_overridable_initializers()
+        }
+        scalars = scalar_outputs(self.file) if any(not value.shape for value in self._session.get_outputs()) else ()
+        outputs = [_output_spec(self.model, value, scalars) for value in self._session.get_outputs()]
+        self.declare([given.spec for given in self._inputs], outputs, [each.spec for each in self._optional.values()])
         shapes = self.known_shapes()
         if shapes is not None:
             self.check_batches(shapes, self.max())
             self.config.shared.get((self._session, "warm"), lambda: self._warm_up(shapes))
 
     def run_on_host(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        return self._run(inputs, {})
+
+    def _run(self, inputs: list[np.ndarray], optional: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
+        feed.update(optional)
         try:
             outputs: list[np.ndarray] = self._session.run(self.output_names, feed)
         except Exception as error:
@@ -108,13 +132,25 @@ class OnnxTensor(ModelBackend):
         if self._only is not None and hasattr(data := item[TASK_DATA_KEY], "dtype"):  # most models have one input
             array = self._only.array(data)
             return (array.shape[1:],), [array]
-        values = request_values(item, self.inputs)
+        values = request_values(item, (*self.inputs, *self.optional))
         arrays = [given.array(value) for given, value in zip(self._inputs, values, strict=True)]
         return tuple([array.shape[1:] for array in arrays]), arrays
 
+    def forward(self, items: list[Data]) -> None:
+        # Optional inputs are of a run, not of an item: a request that has some runs alone.
+        alone = [item for item in items if optional_values(item, self.optional)] if self.optional else []
+        for item in alone:
+            super().forward([item])
+        together = [item for item in items if item not in alone] if alone else items
+        if together:
+            super().forward(together)
+
     def run_group(self, shapes: Shapes, items: list[Data], rows: list[list[Any]]) -> None:
         columns = zip(self._inputs, zip(*rows, strict=True), strict=True)
-        arrays = self.run_on_host([given.stack(column) for given, column in columns])
+        optional = {
+            name: self._optional[name].row(value) for name, value in optional_values(items[0], self.optional).items()
+        }
+        arrays = self._run([given.stack(column) for given, column in columns], optional)
         self.layout.check(arrays, self.output_names, len(items))
         self.write_results(items, [self._from_numpy(array) for array in arrays])
 
@@ -179,11 +215,12 @@ class OnnxTensor(ModelBackend):
         return [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
 
 
-def _output_spec(model: str, value: Any) -> TensorSpec:
+def _output_spec(model: str, value: Any, scalars: Collection[str]) -> TensorSpec:
     if not value.type.startswith("tensor("):
         raise ConfigError(f"model {model}: output {value.name!r} is a {value.type}; outputs are tensors")
     dtype = _DTYPES.get(value.type)
-    return TensorSpec(value.name, _dims(value), "" if dtype is None else np.dtype(dtype).name)
+    name = "" if dtype is None else np.dtype(dtype).name
+    return TensorSpec(value.name, _dims(value), name, is_scalar=value.name in scalars)
 
 
 def _dims(value: Any) -> tuple[int | None, ...]:
@@ -193,13 +230,16 @@ def _dims(value: Any) -> tuple[int | None, ...]:
 class _Input:
     """One input of the model and the buffer its batches are stacked in."""
 
-    def __init__(self, model: str, value: Any, most: int) -> None:
+    def __init__(self, model: str, value: Any, most: int, is_optional: bool = False) -> None:
         if value.type not in _DTYPES:
             raise ConfigError(f"model {model}: input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
         self.dtype = np.dtype(_DTYPES[value.type])
         dims = _dims(value)
-        self.spec = TensorSpec(value.name, with_batch(dims, most), self.dtype.name)
-        self._has_batch = self.spec.dims == dims
+        with_item = with_batch(dims, most)
+        if is_optional and dims[:1] not in ((1,), (None,)):
+            with_item = (1, *dims)  # of one request, as it is
+        self.spec = TensorSpec(value.name, with_item, self.dtype.name, is_optional=is_optional)
+        self._has_batch = with_item == dims
         if not self.spec.dims:
             raise ConfigError(f"model {model}: input {value.name!r} is a scalar; expected a batch dimension")
         self._most = most
@@ -227,6 +267,10 @@ class _Input:
         if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
             self._fitting = array.shape, array.dtype
         return array
+
+    def row(self, value: Any) -> np.ndarray:
+        """The value of one request, as the model takes it alone."""
+        return self.fed(self.array(value).astype(self.dtype, copy=False))
 
     def fed(self, batch: np.ndarray) -> np.ndarray:
         """An array N×… as the model takes it: one of a single image, where it takes that without a batch."""

@@ -238,6 +238,22 @@ def declared_tensors(path: str) -> tuple[list[TensorSpec], list[TensorSpec]]:
         return [], []
 
 
+def scalar_outputs(file: ModelFile) -> set[str]:
+    """The outputs that an ONNX file declares to have no dimensions, unlike those whose shape it leaves open."""
+    import onnx
+
+    source = file.source()
+    try:
+        if isinstance(source, str):
+            model = onnx.load(source, load_external_data=False)
+        else:
+            model = onnx.load_from_string(bytes(source))
+        types = {output.name: output.type.tensor_type for output in model.graph.output}
+    except Exception:  # ONNX Runtime has read it, so this is not worth an error
+        return set()
+    return {name for name, declared in types.items() if declared.HasField("shape") and not declared.shape.dim}
+
+
 def note_normalisation(path: str, mean: str, std: str) -> None:
     """Write into the metadata of an ONNX file that its input is to be normalised by these values of a node."""
     import onnx

@@ -12,8 +12,9 @@ from torchpipe_py.backends.control.python import configured, declared
 from torchpipe_py.backends.model.check import ROWS, layout_of
 from torchpipe_py.backends.model.inputs import to_numpy
 from torchpipe_py.backends.params import Param, Postprocessors
-from torchpipe_py.backends.signature import LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
+from torchpipe_py.backends.signature import BYTES, LABEL_AND_SCORE, RANKING, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, counted, nearest
+from torchpipe_py.keys import TASK_RESULT_KEY
 from torchpipe_py.registry import register_hint
 
 
@@ -112,10 +113,14 @@ def _classes(output: Any) -> Any:
     """The index of the largest at each place."""
     import torch
 
-    dtype = "uint8" if output.shape[1] <= 256 else "int32"
+    dtype = _dtype_of_classes(output.shape[1])
     if output.is_cuda:
         return output.argmax(1).to(getattr(torch, dtype))
     return torch.from_numpy(to_numpy(output).argmax(1).astype(dtype))
+
+
+def _dtype_of_classes(count: int) -> str:
+    return "uint8" if count <= 256 else "int32"
 
 
 # -- the built-in ones ------------------------------------------------------------------------------------------
@@ -253,6 +258,9 @@ class ArgMax(OfClasses):
     def on_host(self, tensors: list[Any]) -> list[Any]:
         return _results_of_largest(tensors[0], self.label)
 
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return _specs_of_largest(outputs, self._labels is not None)
+
 
 class SoftmaxArgMax(OfClasses):
     """The label of the most probable class; beside ``result``, ``score`` is its probability and ``class`` the index."""
@@ -266,10 +274,23 @@ class SoftmaxArgMax(OfClasses):
     def on_host(self, tensors: list[Any]) -> list[Any]:
         return _results_of_largest(tensors[0], self.label)
 
+    def gives(self, outputs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return _specs_of_largest(outputs, self._labels is not None)
+
 
 def _largest(output: Any, scores: Callable[[Any], Any]) -> Any:
     """The index of the largest value at each place of N×C×…; of N×C, the largest score and its index."""
     return _classes(output) if output.ndim > 2 else _best(scores(output), 1)
+
+
+def _specs_of_largest(outputs: Sequence[TensorSpec], has_labels: bool) -> Sequence[TensorSpec]:
+    """The result for a first output N×C, or N×C×…; empty if its number of classes is unknown."""
+    dims = outputs[0].dims if outputs else ()
+    if len(dims) == 2:
+        return [TensorSpec(TASK_RESULT_KEY, dims[:1], BYTES if has_labels else "int64")]
+    if len(dims) < 2 or dims[1] is None:
+        return ()
+    return [TensorSpec(TASK_RESULT_KEY, (dims[0], *dims[2:]), _dtype_of_classes(dims[1]))]
 
 
 def _results_of_largest(largest: Any, label: Callable[[int], int | str]) -> list[Any]:

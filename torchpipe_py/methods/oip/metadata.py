@@ -38,7 +38,7 @@ def config(name: str, signature: Signature | None, most: int) -> dict[str, Any]:
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": most,
-        "input": [{**_configured(tensor), "format": _layout(tensor)} for tensor in declared["inputs"]],
+        "input": [_configured_input(tensor) for tensor in declared["inputs"]],
         "output": [_configured(tensor) for tensor in declared["outputs"]],
         "dynamic_batching": {},
     }
@@ -49,7 +49,7 @@ def _declared(signature: Signature | None) -> dict[str, list[dict[str, Any]]]:
         return {"inputs": [], "outputs": []}
     return {
         "inputs": _tensors(signature.inputs) or _undeclared(TASK_DATA_KEY, [-1, 1]),
-        "outputs": _tensors(signature.outputs) or _undeclared(TASK_RESULT_KEY, [-1]),
+        "outputs": _tensors(signature.outputs, is_input=False) or _undeclared(TASK_RESULT_KEY, [-1]),
     }
 
 
@@ -59,22 +59,30 @@ def _undeclared(name: str, shape: list[int]) -> list[dict[str, Any]]:
     return [{"name": name, "datatype": BYTES, "shape": shape, "parameters": parameters}]
 
 
-def _tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-    if not all(spec.dims and spec.dtype in OF_DTYPE for spec in specs):
+def _tensors(specs: Sequence[TensorSpec], is_input: bool = True) -> list[dict[str, Any]]:
+    """The tensors; none if the type of one is unknown, or the shape of an input."""
+    if not all(spec.dtype in OF_DTYPE and (spec.dims or not is_input) for spec in specs):
         return []
     return [
         {
             "name": spec.name,
             "datatype": OF_DTYPE[spec.dtype],
-            "shape": [-1, *[-1 if size is None else size for size in spec.dims[1:]]],
+            # A scalar is sent as one number. The protocol has no form for a shape that is unknown altogether.
+            "shape": [1] if spec.is_scalar else [-1, *[-1 if size is None else size for size in spec.dims[1:]]],
+            **({"parameters": {"optional": True}} if spec.is_optional else {}),
         }
         for spec in specs
     ]
 
 
 def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
-    kind = "STRING" if tensor["datatype"] == BYTES else tensor["datatype"]
-    return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"][1:]}
+    kind, shape = "STRING" if tensor["datatype"] == BYTES else tensor["datatype"], tensor["shape"]
+    return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": shape if shape == [1] else shape[1:]}
+
+
+def _configured_input(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    optional = {"optional": True} if tensor.get("parameters", {}).get("optional") else {}
+    return {**_configured(tensor), "format": _layout(tensor), **optional}
 
 
 def _layout(tensor: Mapping[str, Any]) -> str:
