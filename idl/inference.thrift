@@ -22,7 +22,8 @@ exception InferenceError {
 
 // An array in C order, little-endian.
 struct Tensor {
-    1: required string dtype,           // NumPy's name: "uint8", "float32", "int64", ...
+    1: required string dtype,           // NumPy's name: "uint8", "float32", "int64", ..., or "bfloat16" (in requests), or
+                                        // "string": texts in UTF-8, each after its length in four bytes
     2: required list<i64> shape,
     3: required binary data,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,14 @@ from torchpipe_client.errors import BadReply, InvalidRequest
 if TYPE_CHECKING:
     import numpy as np
 
-_DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
+_DTYPES = frozenset(
+    {
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64"),
+    }
+)
+_BFLOAT16, _STRING = "bfloat16", "string"
+_LENGTH = struct.Struct("<I")  # before each text of an array
 _MOST_DIMENSIONS = 32
 _MOST_DIMENSIONS_BACK = 64  # of NumPy 2 and PyTorch
 _MOST_JSON_VALUES = 2**22
@@ -155,10 +163,51 @@ def _as_array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 def _to_tensor(name: str, value: Any) -> Any:
     array = _as_array(name, value)
+    if array.dtype.kind in "OSU":
+        return IDL.Tensor(dtype=_STRING, shape=list(array.shape), data=_joined(name, array.ravel().tolist()))
+    if array.dtype.name == _BFLOAT16:  # of the package ml_dtypes
+        return IDL.Tensor(dtype=_BFLOAT16, shape=list(array.shape), data=array.tobytes())
     if array.dtype.name not in _DTYPES:
         raise InvalidRequest(f"{name}: an array of {array.dtype}; supported: {', '.join(sorted(_DTYPES))}")
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return IDL.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())
+
+
+def _joined(name: str, elements: list[Any]) -> bytes:
+    """Texts, each after its length."""
+    if not all(isinstance(element, (str, bytes)) for element in elements):
+        raise InvalidRequest(f"{name}: an array of objects other than texts and bytes")
+    try:
+        encoded = [element.encode() if isinstance(element, str) else element for element in elements]
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name}: a text with half of a surrogate pair") from None
+    return b"".join([part for element in encoded for part in (_LENGTH.pack(len(element)), element)])
+
+
+def _to_texts(name: str, data: bytes, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """An array of texts, or of bytes where they are not UTF-8."""
+    np = _numpy(name)
+    elements: list[str | bytes] = []
+    start = 0
+    while start < len(data):
+        end = start + _LENGTH.size
+        if end <= len(data):
+            start, end = end, end + _LENGTH.unpack_from(data, start)[0]
+        if end > len(data):
+            raise BadReply(f"{name}: a text that ends after its {len(data)} bytes")
+        try:
+            elements.append(data[start:end].decode())
+        except UnicodeDecodeError:
+            elements.append(data[start:end])
+        start = end
+    if min(shape, default=0) < 0 or math.prod(shape) != len(elements):
+        raise BadReply(f"{name}: {len(elements)} texts do not fit an array of shape {shape}")
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    try:
+        return array.reshape(shape)  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise BadReply(f"{name}: NumPy has no array of shape {shape}: {error}") from error
 
 
 def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
@@ -167,6 +216,8 @@ def _to_array(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     shape = tuple(tensor.shape)
     if len(shape) > _MOST_DIMENSIONS_BACK:
         raise BadReply(f"{name}: an array of {len(shape)} dimensions; the limit is {_MOST_DIMENSIONS_BACK}")
+    if tensor.dtype == _STRING:
+        return _to_texts(name, tensor.data, shape)
     if tensor.dtype not in _DTYPES or min(shape, default=0) < 0:
         raise BadReply(f"{name}: an array of dtype {tensor.dtype[:40]!r} and shape {shape}")
     dtype = np.dtype(tensor.dtype)

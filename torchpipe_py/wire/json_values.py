@@ -17,13 +17,17 @@ from torchpipe_py.wire.answers import utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.json_reader import Numbers, read_json
 from torchpipe_py.wire.values import (
+    BFLOAT16,
     MOST_DIMENSIONS,
     MOST_TENSORS,
+    STRING,
+    array_of_texts,
     check_finite,
     check_form,
     check_names,
     is_array,
     is_label_and_score,
+    is_texts,
     plain,
     shaped,
     to_array,
@@ -183,12 +187,29 @@ def _base64_pieces(text: str) -> Iterator[bytes]:
         yield base64.b64decode(piece, validate=True)
 
 
-def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor:
-    """An array of NumPy's name for its type, its shape, and its numbers in C order, flat or nested."""
+def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor | np.ndarray:
+    """An array of NumPy's name for its type, its shape, and its numbers or texts in C order, flat or nested."""
     import torch
 
     check_form(where, dtype, shape)
+    if dtype == STRING:
+        return _texts_from(where, shape, data)
+    if dtype == BFLOAT16:
+        return torch.from_numpy(shaped(where, array_from(where, "float32", data), shape)).bfloat16()
     return torch.from_numpy(shaped(where, array_from(where, dtype, data), shape))
+
+
+def _texts_from(where: str, shape: Any, data: Any) -> np.ndarray:
+    rows = _rows(where, data) if isinstance(data, list) else [None]
+    flat = list(chain.from_iterable(rows)) if all(isinstance(row, list) for row in rows) else [None]
+    if not all(isinstance(each, (str, dict)) for each in flat):
+        raise InvalidRequest(f'{where}the data of {STRING} is a list of texts, or of {{"b64": "…"}} for bytes')
+    if len(flat) > MOST_ELEMENTS:
+        raise InvalidRequest(f"{where}{len(flat)} texts; the limit is {MOST_ELEMENTS}")
+    elements = [from_json(where, each) if isinstance(each, dict) else each for each in flat]
+    if not all(isinstance(each, (str, bytes)) for each in elements):
+        raise InvalidRequest(f"{where}the data of {STRING} is a list of texts")
+    return array_of_texts(where, shape, elements)
 
 
 def array_from(where: str, dtype: str, data: Any) -> np.ndarray:
@@ -254,10 +275,7 @@ def to_json(key: str, value: Any, most: Bound | None = None) -> dict[str, str]:
 
 def _json_of(key: str, value: Any, most: Bound | None) -> str:
     if is_array(value):
-        array = to_array(key, value)
-        check_finite(key, array)
-        numbers = numbers_to_json(array, most)
-        return f'{{"dtype": "{array.dtype.name}", "shape": {list(array.shape)}, "data": {numbers}}}'
+        return _json_of_array(key, value, most)
     if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return f"[{', '.join([_json_of(key, item, most) for item in value])}]"
     return to_text(key, value)
@@ -282,6 +300,16 @@ def _encoder() -> Callable[[list[Any]], bytes]:
     except ImportError:
         return lambda numbers: _encode(numbers).encode("ascii")
     return msgspec.json.encode
+
+
+def _json_of_array(key: str, value: Any, most: Bound | None) -> str:
+    if is_texts(value):
+        data, dtype = _encode(value.ravel().tolist()), STRING
+    else:
+        value = to_array(key, value)
+        check_finite(key, value)
+        data, dtype = numbers_to_json(value, most), value.dtype.name
+    return f'{{"dtype": "{dtype}", "shape": {list(value.shape)}, "data": {data}}}'
 
 
 def json_line(members: Mapping[str, str]) -> bytes:

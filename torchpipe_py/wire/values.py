@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,19 @@ import numpy as np
 from torchpipe_py.errors import InvalidRequest, NoResult, counted, nearest
 from torchpipe_py.wire.errors import reason
 
-# Data types that PyTorch and NumPy share; only these cross the wire.
-DTYPES = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"})
+# Data types of numbers that PyTorch and NumPy share; bfloat16 comes in and goes out as float32.
+DTYPES = frozenset(
+    {
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64"),
+    }
+)
+BFLOAT16, STRING = "bfloat16", "string"
+DTYPES_IN = DTYPES | {BFLOAT16, STRING}
+"""Data types of arrays in requests; ``string`` is that of texts, UTF-8."""
 
 _FLOAT32_BYTES = 4
+LENGTH = struct.Struct("<I")  # before each text of an array
 NAME_CHARACTERS = 1024  # limit of a uuid, a key or a node's name
 MOST_VALUES = 256  # inputs of a request, and outputs
 MOST_TENSORS = 256  # in one value
@@ -62,7 +72,7 @@ def array_of_bytes(where: str, dtype: str, shape: Sequence[int], data: bytes | m
     return shaped(where, np.frombuffer(data, stored).astype(dtype), shape)
 
 
-def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTYPES) -> None:
+def check_form(where: str, dtype: Any, shape: Any, dtypes: Collection[str] = DTYPES_IN) -> None:
     """Raises ``InvalidRequest`` for a type that does not exist, and for what is not a list of sizes."""
     if not isinstance(dtype, str) or dtype not in dtypes:
         raise InvalidRequest(f"{where}datatype {str(dtype)[:40]!r}; {nearest(str(dtype)[:40], dtypes)}")
@@ -92,6 +102,8 @@ def size_of(value: Any) -> int:
     """About how many bytes it takes on a wire, as binary; 0 where that is not known before."""
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
+    if is_texts(value):
+        return sum(map(len, value.ravel().tolist()))
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, (list, tuple)):
@@ -122,6 +134,41 @@ def is_array(value: Any) -> bool:
     """Whether ``value`` is a Tensor or an array of NumPy. Loads no PyTorch: without it nothing is a Tensor."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", np.ndarray)
     return isinstance(value, (np.ndarray, tensor))
+
+
+def is_texts(value: Any) -> bool:
+    """Whether ``value`` is an array of texts, or of bytes."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "OSU":
+        return False
+    return all(isinstance(element, (str, bytes)) for element in value.ravel().tolist())
+
+
+def array_of_texts(where: str, shape: Sequence[int], elements: Sequence[str | bytes]) -> np.ndarray:
+    """Texts as an array of objects; ``InvalidRequest`` if the number of elements is not that of ``shape``."""
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    return shaped(where, array, shape)
+
+
+def split_texts(where: str, data: bytes) -> list[bytes]:
+    """The elements of ``joined_texts``; ``InvalidRequest`` for other bytes."""
+    elements: list[bytes] = []
+    start = 0
+    while start < len(data):
+        end = start + LENGTH.size
+        if end <= len(data):
+            start, end = end, end + LENGTH.unpack_from(data, start)[0]
+        if end > len(data):
+            raise InvalidRequest(f"{where}element [{len(elements)}] ends at byte {end}, there are {len(data)}")
+        elements.append(bytes(data[start:end]))
+        start = end
+    return elements
+
+
+def joined_texts(array: np.ndarray) -> bytes:
+    """The elements of an array of texts, each after its length in four bytes, little-endian."""
+    elements = [each.encode("utf-8", "replace") if isinstance(each, str) else each for each in array.ravel().tolist()]
+    return b"".join([part for element in elements for part in (LENGTH.pack(len(element)), element)])
 
 
 def to_array(key: str, value: Any, dtypes: Collection[str] = DTYPES) -> np.ndarray:

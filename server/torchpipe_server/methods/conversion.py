@@ -29,8 +29,13 @@ def to_python(value: Any) -> Any:
     return field
 
 
-def _to_tensor(tensor: Any) -> torch.Tensor:
+def _to_tensor(tensor: Any) -> torch.Tensor | np.ndarray:
     wire.check_form("tensor: ", tensor.dtype, tensor.shape)
+    if tensor.dtype == wire.STRING:
+        return wire.array_of_texts("tensor: ", tensor.shape, wire.split_texts("tensor: ", tensor.data))
+    if tensor.dtype == wire.BFLOAT16:
+        bits = wire.array_of_bytes("tensor: ", "int16", tensor.shape, tensor.data)
+        return torch.from_numpy(bits).view(torch.bfloat16)
     return torch.from_numpy(wire.array_of_bytes("tensor: ", tensor.dtype, tensor.shape, tensor.data))
 
 
@@ -74,6 +79,8 @@ def _json(key: str, value: Any) -> str:
 
 
 def _from_array(idl: Any, key: str, value: Any) -> Any:
+    if wire.is_texts(value):
+        return idl.Tensor(dtype=wire.STRING, shape=list(value.shape), data=wire.joined_texts(value))
     array = wire.to_array(key, value)
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return idl.Tensor(dtype=array.dtype.name, shape=list(array.shape), data=little.tobytes())

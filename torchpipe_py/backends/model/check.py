@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchpipe_py.backends.model.inputs import fits
-from torchpipe_py.backends.signature import TensorSpec, shown_dims
+from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
 from torchpipe_py.errors import ConfigError, first_line, logger
 from torchpipe_py.values import Value, to_int, to_str
 
@@ -285,6 +285,8 @@ class BatchCheck:
 
     def _values(self, spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
         shape = tuple(dim or 0 for dim in spec.dims[1:])
+        if spec.dtype == BYTES:
+            return rng.integers(0, 2, (1, *shape)).astype(str).astype(object)
         dtype = np.dtype("float32" if spec.dtype in ("", "bfloat16") else spec.dtype)
         if dtype != np.uint8 and not np.issubdtype(dtype, np.floating):
             return rng.integers(0, 2, (1, *shape)).astype(dtype)  # valid as an index of any table

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image.mat import UINT8
-from torchpipe_py.backends.signature import TensorSpec, shown_dims
+from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
 from torchpipe_py.errors import InvalidRequest, counted, nearest, shown
 from torchpipe_py.keys import TASK_DATA_KEY
 
@@ -24,13 +24,16 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     empty if the model declares none.
     """
     data = item[TASK_DATA_KEY]
+    has_texts = any(spec.dtype == BYTES for spec in inputs)
     if hasattr(data, "dtype"):  # a tensor or an array: checked first, as the usual case
         values = [data]
     elif isinstance(data, Mapping):
-        return [_value(data[name]) for name in _names(data, inputs)]
+        return [_value(data[name], has_texts) for name in _names(data, inputs)]
     elif isinstance(data, (list, tuple)):
         is_vector = data and all(isinstance(value, Number) for value in data)  # an input is never a single number
-        values = [_value(data)] if is_vector else [_value(value) for value in data]
+        if len(inputs) == 1 and has_texts:
+            is_vector = all(isinstance(value, (str, bytes)) for value in data)
+        values = [_value(data, has_texts)] if is_vector else [_value(value, has_texts) for value in data]
     else:
         values = [data]
     count = sum(not spec.is_optional for spec in inputs)
@@ -59,15 +62,19 @@ def optional_values(item: Data, inputs: Sequence[TensorSpec]) -> dict[str, Any]:
     data = item[TASK_DATA_KEY]
     if not isinstance(data, Mapping):
         return {}
-    return {spec.name: _value(data[spec.name]) for spec in inputs if spec.is_optional and spec.name in data}
+    return {
+        spec.name: _value(data[spec.name], spec.dtype == BYTES)
+        for spec in inputs
+        if spec.is_optional and spec.name in data
+    }
 
 
 def _listed(inputs: Sequence[TensorSpec]) -> str:
     return ", ".join(map(str, inputs))
 
 
-def _value(value: Any) -> Any:
-    """An input of a request: a list of numbers as an array, one of tensors, arrays or Mats stacked."""
+def _value(value: Any, may_be_text: bool = False) -> Any:
+    """An input of a request: a list of numbers or texts as an array, one of tensors, arrays or Mats stacked."""
     if not isinstance(value, (list, tuple)) or not value:
         return value
     try:
@@ -79,6 +86,8 @@ def _value(value: Any) -> Any:
         array = np.stack(planes) if isinstance(value[0], np.ndarray) else np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidRequest(f"a list that makes no tensor: {str(error)[:200]}") from None
+    if may_be_text and array.dtype.kind in "USO":
+        return np.array(value, object)  # NOTE: bytes of NumPy's own end at a NUL
     if array.dtype.kind not in "biuf":
         raise InvalidRequest(f"a list of {type(value[0]).__name__} makes no tensor")
     return array
@@ -141,6 +150,35 @@ def _can_cast(source: np.dtype, target: np.dtype) -> bool:
     return np.can_cast(source, target, "same_kind")
 
 
+def to_texts(value: Any, rank: int, name: str) -> np.ndarray:
+    """A text, UTF-8, or an array or a list of them as an array of ``str``; one text has ``rank`` dimensions.
+
+    ``InvalidRequest`` for another value.
+    """
+    array = None if hasattr(value, "detach") else np.array(value, object)
+    elements = [None] if array is None else array.ravel().tolist()
+    if array is None or not all(isinstance(element, (str, bytes)) for element in elements):
+        raise InvalidRequest(f"input {name!r} takes texts, got {getattr(value, 'dtype', type(value).__name__)}")
+    texts = np.empty(array.size, object)
+    try:
+        texts[:] = [element.decode() if isinstance(element, bytes) else element for element in elements]
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"input {name!r} takes texts, got bytes that are not UTF-8") from None
+    return texts.reshape(array.shape or (1,) * rank)
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """``float32`` rounded to the bits of bfloat16, ``uint16``; those of a NaN are kept."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(array), bits >> 16 | ((bits >> 16 & 0x7F) == 0), rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """The bits of bfloat16 as the same numbers in ``float32``."""
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
 def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
     """``to_numpy``; ``InvalidRequest`` if ``value`` is not a tensor."""
     try:
@@ -181,6 +219,8 @@ class InputSpec:
 
     def row_shape(self, value: Any) -> tuple[int, ...]:
         """Shape without the batch of one request's value; ``InvalidRequest`` if it does not fit."""
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+            raise InvalidRequest(f"input {self.name!r} takes a Mat or a tensor, got an array of {value.dtype}")
         shape = self._row_shape(value)
         dims = self.dims
         if dims is not None and not fits(shape, dims):

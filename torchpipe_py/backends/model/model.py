@@ -17,7 +17,7 @@ from torchpipe_py.backends.model.inputs import looks_like_mat
 from torchpipe_py.backends.model.onnx_graph import declared_tensors, has_channels_last, noted_normalisation
 from torchpipe_py.backends.model.postprocess import OfClasses
 from torchpipe_py.backends.params import Param, Remark
-from torchpipe_py.backends.signature import TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
+from torchpipe_py.backends.signature import BYTES, TENSOR, ImageSpec, Signature, TensorSpec, shown_dims
 from torchpipe_py.encryption.keys import readers_problem
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import ConfigError, InvalidRequest, counted
@@ -270,6 +270,10 @@ def _file_remarks(file: ModelFile, problem_of: Callable[[ModelFile], str]) -> It
 def _check_labels(postprocessor: Any, outputs: Sequence[TensorSpec]) -> None:
     """Raise ``ConfigError`` if labels or postprocessor do not fit the first output, as far as it is declared."""
     dims = outputs[0].dims if outputs else ()
+    needs_numbers = isinstance(postprocessor, OfClasses) and not isinstance(postprocessor, postprocess.Cpu)
+    if needs_numbers and outputs and outputs[0].dtype == BYTES:
+        name = type(postprocessor).__name__
+        raise ConfigError(f"{name} takes numbers, and output {outputs[0].name!r} has texts; cpu gives them")
     # A custom postprocessor may make rows N×C of an output of another shape.
     is_known = len(dims) == 2 or (dims and type(postprocessor) in postprocess.BUILT_IN)
     if is_known and isinstance(postprocessor, OfClasses):

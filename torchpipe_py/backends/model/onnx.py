@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,14 @@ from torchpipe_py.backends.model.check import EXACT, HALF, QUANTISED, TF32, with
 from torchpipe_py.backends.model.inputs import (
     check_numbers,
     fits,
+    from_bfloat16,
     laid_out,
     misfit,
     optional_values,
     request_values,
     tensor_to_numpy,
+    to_bfloat16,
+    to_texts,
 )
 from torchpipe_py.backends.model.model import ModelBackend, Shapes
 from torchpipe_py.backends.model.onnx_graph import (
@@ -24,10 +27,11 @@ from torchpipe_py.backends.model.onnx_graph import (
     missing_weights,
     model_bytes,
     scalar_outputs,
+    unserved_tensors,
     unsigned_model,
 )
-from torchpipe_py.backends.params import Param
-from torchpipe_py.backends.signature import TensorSpec
+from torchpipe_py.backends.params import Param, Remark
+from torchpipe_py.backends.signature import BYTES, TensorSpec
 from torchpipe_py.cores import usable_cores
 from torchpipe_py.encryption.model_file import ModelFile
 from torchpipe_py.errors import BackendUnavailable, ConfigError, InvalidRequest, logger, nearest
@@ -36,15 +40,20 @@ from torchpipe_py.keys import TASK_DATA_KEY
 from torchpipe_py.values import to_int, to_strings
 
 _DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(uint8)": np.uint8,
-    "tensor(int8)": np.int8,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(bool)": np.bool_,
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(bool)": "bool",
+    "tensor(string)": BYTES,
+    **{
+        f"tensor({name})": name
+        for name in (
+            *("float16", "bfloat16", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        )
+    },
 }
+"""Our names of ONNX Runtime's types."""
+
+_ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 
 _ON_DEVICE = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 
@@ -73,6 +82,12 @@ class OnnxTensor(ModelBackend):
         return kind and f"model {file.path}: not an ONNX file: {kind}"
 
     @classmethod
+    def remarks(cls, params: Mapping[str, Any], own: Collection[str]) -> Iterator[Remark]:
+        yield from super().remarks(params, own)
+        for problem in unserved_tensors(params["model"]):
+            yield Remark("model", f"{params['model']}: {problem}")
+
+    @classmethod
     def requires_cuda(cls, params: Mapping[str, Any], children: Sequence[bool]) -> bool:
         return any(name in _ON_DEVICE for name in params["providers"])
 
@@ -94,9 +109,12 @@ class OnnxTensor(ModelBackend):
         self._optional = {
             value.name: _Input(self.model, value, self.max(), is_optional=True)
             for value in self._session.get_overridable_initializers()
+            if self.min() == 1  # else no request runs alone
         }
         scalars = scalar_outputs(self.file) if any(not value.shape for value in self._session.get_outputs()) else ()
         outputs = [_output_spec(self.model, value, scalars) for value in self._session.get_outputs()]
+        specs = [*outputs, *[each.spec for each in (*self._inputs, *self._optional.values())]]
+        self._has_bfloat16 = any(spec.dtype == "bfloat16" for spec in specs)
         self.declare([given.spec for given in self._inputs], outputs, [each.spec for each in self._optional.values()])
         shapes = self.known_shapes()
         if shapes is not None:
@@ -110,12 +128,35 @@ class OnnxTensor(ModelBackend):
         feed = {given.spec.name: given.fed(array) for given, array in zip(self._inputs, inputs, strict=True)}
         feed.update(optional)
         try:
+            if self._has_bfloat16:
+                return self._run_values(feed)
             outputs: list[np.ndarray] = self._session.run(self.output_names, feed)
         except Exception as error:
             if self.file.has_key:
                 raise self.file.without_words(error) from None
             raise
-        return outputs
+        return [_plain(output) for output in outputs]
+
+    def _run_values(self, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Run a model with bfloat16, which ONNX Runtime does not exchange as arrays; it is float32 outside."""
+        import torch
+        from onnxruntime import OrtValue
+
+        values = {}
+        for given in (*self._inputs, *self._optional.values()):
+            name = given.spec.name
+            if name in feed and given.is_bfloat16:
+                bits = to_bfloat16(feed[name])
+                values[name] = OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+            elif name in feed:
+                values[name] = OrtValue.ortvalue_from_numpy(np.ascontiguousarray(feed[name]))
+        outputs = self._session.run_with_ort_values(self.output_names, values)
+        return [
+            from_bfloat16(torch.from_dlpack(output._ortvalue.to_dlpack()).view(torch.int16).numpy())
+            if output.data_type() == "tensor(bfloat16)"
+            else _plain(output.numpy())
+            for output in outputs
+        ]
 
     def tolerance(self) -> float:
         if self.file.holds(b"QuantizeLinear"):
@@ -152,7 +193,18 @@ class OnnxTensor(ModelBackend):
         }
         arrays = self._run([given.stack(column) for given, column in columns], optional)
         self.layout.check(arrays, self.output_names, len(items))
-        self.write_results(items, [self._from_numpy(array) for array in arrays])
+        specs = zip(self.outputs, arrays, strict=True)
+        self.write_results(items, [self._result(spec.dtype, array) for spec, array in specs])
+
+    def _result(self, dtype: str, array: np.ndarray) -> Any:
+        """A Tensor; of texts an array of objects."""
+        if dtype == BYTES:
+            return array
+        if dtype != "bfloat16":
+            return self._from_numpy(array)
+        import torch
+
+        return self._from_numpy(to_bfloat16(array).view(np.int16)).view(torch.bfloat16)
 
     def _load(self, onnxruntime: Any) -> Any:
         options = onnxruntime.SessionOptions()
@@ -187,7 +239,7 @@ class OnnxTensor(ModelBackend):
         try:
             for size in range(self.min(), self.max() + 1):
                 self.run_on_host(
-                    [np.zeros((size, *shape), spec.dtype) for spec, shape in zip(self._inputs, shapes, strict=True)]
+                    [np.zeros((size, *shape), each.dtype) for each, shape in zip(self._inputs, shapes, strict=True)]
                 )
         except Exception as error:  # the model may fail for zeros
             logger.warning("%s: not warmed up: %s", self.model, error)
@@ -218,27 +270,37 @@ class OnnxTensor(ModelBackend):
 def _output_spec(model: str, value: Any, scalars: Collection[str]) -> TensorSpec:
     if not value.type.startswith("tensor("):
         raise ConfigError(f"model {model}: output {value.name!r} is a {value.type}; outputs are tensors")
-    dtype = _DTYPES.get(value.type)
-    name = "" if dtype is None else np.dtype(dtype).name
-    return TensorSpec(value.name, _dims(value), name, is_scalar=value.name in scalars)
+    dtype = _dtype_of(model, "output", value)
+    return TensorSpec(value.name, _dims(value), dtype, is_scalar=value.name in scalars)
+
+
+def _dtype_of(model: str, kind: str, value: Any) -> str:
+    if value.type not in _DTYPES:
+        raise ConfigError(f"model {model}: {kind} {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
+    return _DTYPES[value.type]
 
 
 def _dims(value: Any) -> tuple[int | None, ...]:
     return tuple([dim if isinstance(dim, int) else None for dim in value.shape])
 
 
+def _plain(output: np.ndarray) -> np.ndarray:
+    """NOTE: ONNX Runtime's ``uint64`` is C's ``unsigned long long``, which PyTorch does not take for one."""
+    return output.view(np.uint64) if output.dtype.char == "Q" else output
+
+
 class _Input:
     """One input of the model and the buffer its batches are stacked in."""
 
     def __init__(self, model: str, value: Any, most: int, is_optional: bool = False) -> None:
-        if value.type not in _DTYPES:
-            raise ConfigError(f"model {model}: input {value.name!r} is a {value.type}; supported: {', '.join(_DTYPES)}")
-        self.dtype = np.dtype(_DTYPES[value.type])
+        dtype = _dtype_of(model, "input", value)
+        self.is_bfloat16 = dtype == "bfloat16"  # float32 until the model runs: NumPy has no such type
+        self.dtype = np.dtype({"bfloat16": "float32", BYTES: "object"}.get(dtype, dtype))
         dims = _dims(value)
         with_item = with_batch(dims, most)
         if is_optional and dims[:1] not in ((1,), (None,)):
             with_item = (1, *dims)  # of one request, as it is
-        self.spec = TensorSpec(value.name, with_item, self.dtype.name, is_optional=is_optional)
+        self.spec = TensorSpec(value.name, with_item, dtype, is_optional=is_optional)
         self._has_batch = with_item == dims
         if not self.spec.dims:
             raise ConfigError(f"model {model}: input {value.name!r} is a scalar; expected a batch dimension")
@@ -253,16 +315,19 @@ class _Input:
         ``InvalidRequest`` for a value that does not fit, or loses more than precision in the input's dtype.
         """
         name, dims, is_tensor = self.spec.name, self.spec.dims, not isinstance(value, np.ndarray)
+        if self.spec.dtype == BYTES:
+            value, is_tensor = to_texts(value, len(dims), name), False
         array = given = tensor_to_numpy(value, name) if is_tensor else value
         if is_tensor and self._fitting == (array.shape, array.dtype):
             return array
-        if not is_tensor and len(dims) == 4 and array.ndim in (2, 3):
+        if not is_tensor and len(dims) == 4 and array.ndim in (2, 3) and self.spec.dtype != BYTES:
             array = laid_out(array, dims, name)
         if array.ndim == len(dims) - 1:
             array = array[None]
         if array.shape[:1] != (1,) or not fits(array.shape[1:], dims[1:]):
             raise InvalidRequest(misfit(name, dims[1:], given.shape))
-        check_numbers(array, self.dtype, name)
+        if self.spec.dtype != BYTES:
+            check_numbers(array, self.dtype, name)
         # A cast to a smaller integer type looks at every number.
         if is_tensor and array is given and (array.dtype == self.dtype or self.dtype.kind == "f"):
             self._fitting = array.shape, array.dtype

@@ -6,7 +6,7 @@ import mmap
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -210,6 +210,13 @@ def _per_channel(
 _METADATA, _KEY, _VALUE = 14, 1, 2
 _GRAPH, _INITIALIZER, _INPUT, _OUTPUT, _TENSOR_NAME = 7, 5, 11, 12, 8
 _NAME, _TYPE, _TENSOR_TYPE, _SHAPE, _DIM, _DIM_VALUE = 1, 2, 1, 2, 1, 1
+_ELEMENT_TYPE = 1
+
+ELEMENT_TYPES = {
+    **{1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 8: "bytes"},
+    **{9: "bool", 10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 16: "bfloat16"},
+}
+"""Our names of ``onnx.TensorProto``'s types of elements that requests and answers may have."""
 
 NORMALISATION = "torchpipe.normalisation"
 """The key in a model's metadata."""
@@ -242,16 +249,45 @@ def scalar_outputs(file: ModelFile) -> set[str]:
     """The outputs that an ONNX file declares to have no dimensions, unlike those whose shape it leaves open."""
     import onnx
 
-    source = file.source()
     try:
-        if isinstance(source, str):
-            model = onnx.load(source, load_external_data=False)
-        else:
-            model = onnx.load_from_string(bytes(source))
+        model = onnx.load(file.source(), load_external_data=False)
         types = {output.name: output.type.tensor_type for output in model.graph.output}
     except Exception:  # ONNX Runtime has read it, so this is not worth an error
         return set()
     return {name for name, declared in types.items() if declared.HasField("shape") and not declared.shape.dim}
+
+
+def unserved_tensors(path: str) -> Iterator[str]:
+    """What inputs and outputs of an ONNX file no request can have or get, as far as it says; none for other files."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            (graph,) = _fields(content, (0, len(content)))[_GRAPH]
+            fields = _fields(content, graph)
+            constants = {_text(content, _fields(content, span)[_TENSOR_NAME]) for span in fields[_INITIALIZER]}
+            for what, number in (("input", _INPUT), ("output", _OUTPUT)):
+                for span in fields[number]:
+                    yield from _unserved(content, what, span, constants)
+    except (OSError, ValueError, IndexError):
+        return
+
+
+def _unserved(content: mmap.mmap, what: str, value: Span, constants: Collection[str]) -> Iterator[str]:
+    fields = _fields(content, value)
+    name, types = _text(content, fields[_NAME]), fields[_TYPE]
+    if not types:
+        return
+    (declared,) = types
+    tensors = _fields(content, declared)[_TENSOR_TYPE]
+    if not tensors:
+        yield f"{what} {name!r} is not a tensor"
+        return
+    inner = _fields(content, tensors[-1])
+    (number,) = [varint(content, start)[0] for start, _ in inner[_ELEMENT_TYPE]] or [0]
+    if number and number not in ELEMENT_TYPES:
+        yield f"{what} {name!r} has elements of ONNX's type {number}; supported: {', '.join(ELEMENT_TYPES.values())}"
+    shapes = inner[_SHAPE]
+    if what == "input" and shapes and name not in constants and not _fields(content, shapes[-1])[_DIM]:
+        yield f"input {name!r} is a scalar; expected a batch dimension"
 
 
 def note_normalisation(path: str, mean: str, std: str) -> None:

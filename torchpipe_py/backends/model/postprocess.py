@@ -198,7 +198,7 @@ class Cpu(OfClasses):
         self._of_items = layout_of(config["max"], needs_rows=False).of_items
 
     def forward(self, outputs: list[Any]) -> list[Any]:
-        return self._of_items([output.cpu() for output in outputs])
+        return self._of_items([output if isinstance(output, np.ndarray) else output.cpu() for output in outputs])
 
     def on_device(self, outputs: list[Any]) -> list[Any]:
         return outputs
