@@ -1,0 +1,391 @@
+"""One request, one outcome, whichever door it comes through: models, what is wrong, and the doors of ``kit.doors``.
+
+A new kind of model is a line in ``KINDS``, a new mistake one in ``MISTAKES``.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from kit import doors
+from kit.clients import HttpClient
+from kit.doors import DOORS, LIMITS, Answer, Asked, House, to_texts
+from kit.waits import WAIT, eventually
+from onnx import TensorProto, helper, numpy_helper
+from torchpipe_server.front import connection
+
+from torchpipe_py import Backend, registry
+
+Arrays = dict[str, Any]
+DTYPES: dict[str, tuple[int, Any]] = {
+    "fp32": (TensorProto.FLOAT, np.array([[1.5, -2, 3e38, 1e-40]], "f4")),
+    "fp16": (TensorProto.FLOAT16, np.array([[1.5, -2, 65504, 6e-8]], "f2")),
+    "fp64": (TensorProto.DOUBLE, np.array([[1.1, -2, 1e300, 5e-324]], "f8")),
+    "bf16": (TensorProto.BFLOAT16, np.array([[1.5, -2, 3e38, 1e-40]], ml_dtypes.bfloat16)),
+    "int8": (TensorProto.INT8, np.array([[-128, 0, 1, 127]], "i1")),
+    "int16": (TensorProto.INT16, np.array([[-(2**15), 0, 1, 2**15 - 1]], "i2")),
+    "int32": (TensorProto.INT32, np.array([[-(2**31), 0, 1, 2**31 - 1]], "i4")),
+    "int64": (TensorProto.INT64, np.array([[-(2**63), 2**53 + 1, 1, 2**63 - 1]], "i8")),
+    "uint8": (TensorProto.UINT8, np.array([[0, 1, 254, 255]], "u1")),
+    "uint16": (TensorProto.UINT16, np.array([[0, 1, 2**15, 2**16 - 1]], "u2")),
+    "uint32": (TensorProto.UINT32, np.array([[0, 1, 2**31, 2**32 - 1]], "u4")),
+    "uint64": (TensorProto.UINT64, np.array([[0, 2**53 + 1, 2**63, 2**64 - 1]], "u8")),
+    "bool": (TensorProto.BOOL, np.array([[True, False, True, True]])),
+    "string": (TensorProto.STRING, to_texts(["", "ä\0b", "x" * 300, "🙂"], (1, 4))),
+}
+
+
+class Kind(NamedTuple):
+    """A kind of model: its node, good inputs, and the outputs that it gives for them.
+
+    ``required`` are the inputs that a request must have; those of custom backends may have any type and shape.
+    """
+
+    node: dict[str, Any]
+    inputs: Arrays
+    outputs: Arrays
+    required: Sequence[str] = ()
+    is_custom: bool = False
+
+
+F = TensorProto.FLOAT
+ROW = np.array([[5, 6, 7, 8]], "f4")
+ONES = np.ones((1, 4), "f4")
+NESTED = {"size": [4, [1.5, None]], "text": "ä"}
+
+
+def save(
+    folder: Path, name: str, nodes: Sequence[Any], inputs: Mapping[str, Any], outputs: Mapping[str, Any],
+    constants: Mapping[str, np.ndarray] = {},
+) -> dict[str, Any]:  # fmt: skip
+    """A node with a model of these tensors, each a type and dimensions. Its ``constants`` may be inputs, too."""
+    declared = [
+        [helper.make_tensor_value_info(tensor, *form) for tensor, form in forms.items()] for forms in (inputs, outputs)
+    ]
+    graph = helper.make_graph(
+        list(nodes), name, *declared, [numpy_helper.from_array(value, key) for key, value in constants.items()]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.checker.check_model(model)
+    onnx.save(model, folder / f"{name}.onnx")
+    return {"backend": "OnnxTensor", "model": str(folder / f"{name}.onnx"), "postprocessor": "cpu", "max": 4}
+
+
+def identity(folder: Path, name: str, number: int, value: Any, dims: Sequence[Any], x: str = "x", y: str = "y") -> Kind:
+    node = helper.make_node("Identity", [x], [y])
+    return Kind(save(folder, name, [node], {x: (number, dims)}, {y: (number, dims)}), {x: value}, {y: value}, [x])
+
+
+def difference(folder: Path, name: str, a: str, b: str, y: str = "y") -> Kind:
+    node = helper.make_node("Sub", [a, b], [y])
+    form = (F, ["n", 4])
+    inputs = {a: ROW, b: ONES}
+    return Kind(save(folder, name, [node], {a: form, b: form}, {y: form}), inputs, {y: ROW - 1}, [a, b])
+
+
+class Nested(Backend):
+    """A dict and lists in a list."""
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            item["result"] = NESTED
+
+
+class Gated(Backend):
+    """Returns the tensor; a first number below 0 waits for ``opened``."""
+
+    opened = threading.Event()
+    entered = threading.Semaphore(0)
+    seen: list[float] = []  # noqa: RUF012
+
+    def forward(self, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            first = float(np.asarray(item["data"]).ravel()[0])
+            self.seen.append(first)
+            if first < 0:
+                opened = Gated.opened
+                Gated.entered.release()
+                opened.wait(WAIT)
+            item["result"] = item["data"]
+
+
+def kinds_in(folder: Path) -> dict[str, Kind]:
+    """All kinds of models, each a root of one pipe."""
+    make = helper.make_node
+    kinds = {name: identity(folder, name, number, value, ["n", 4]) for name, (number, value) in DTYPES.items()}
+    pairs = {
+        "own_data": ("data", "im_info"), "own_data_last": ("im_info", "data"), "own_result": ("a", "result"),
+        "own_error": ("error", "b"), "own_priority": ("priority", "b"), "own_node_name": ("node_name", "b"),
+        "own_context": ("context", "b"), "own_parameters": ("parameters", "b"),
+    }  # fmt: skip
+    kinds |= {name: difference(folder, name, *pair) for name, pair in pairs.items()}
+    kinds |= {
+        f"gives_{name}": difference(folder, f"gives_{name}", "a", "b", name) for name in ("result", "data", "error")
+    }
+    kinds["only_data"] = identity(folder, "only_data", F, ROW, ["n", 4], "data")
+    kinds["any_name"] = identity(folder, "any_name", F, ROW, ["n", 4], "images:0", "output/Ünï.0")
+    kinds["wide"] = identity(folder, "wide", F, np.arange(7, dtype="f4")[None], ["n", "w"])
+    pixels = np.arange(48, dtype="u1").reshape(1, 4, 4, 3)
+    kinds["nhwc"] = identity(folder, "nhwc", TensorProto.UINT8, pixels, ["n", 4, 4, 3])
+    image = np.arange(48, dtype="f4").reshape(1, 3, 4, 4)
+    kinds["no_batch"] = Kind(
+        {**identity(folder, "no_batch", F, image, [3, 4, 4]).node, "max": 1}, {"x": image}, {"y": image[0]}, ["x"]
+    )
+    form = (F, ["n", 4])
+    kinds["optional_left_out"] = Kind(
+        save(
+            folder, "optional", [make("Add", ["a", "b"], ["y"])], {"a": form, "b": (F, [4])}, {"y": form},
+            {"b": np.full(4, 10, "f4")},
+        ),
+        {"a": ROW}, {"y": ROW + 10}, ["a"],
+    )  # fmt: skip
+    kinds["optional_given"] = kinds["optional_left_out"]._replace(
+        inputs={"a": ROW, "b": np.array([[1, 2, 3, 4]], "f4")}, outputs={"y": ROW + np.array([1, 2, 3, 4], "f4")}
+    )
+    several = {"a": form, "b": (TensorProto.INT64, ["n", 4]), "s": (F, ["n"])}
+    kinds["several"] = Kind(
+        save(
+            folder, "several",
+            [make("Identity", ["x"], ["a"]), make("Cast", ["x"], ["b"], to=TensorProto.INT64),
+             make("ReduceSum", ["x", "axis"], ["s"], keepdims=0)],
+            {"x": form}, several, {"axis": np.array([1])},
+        ),
+        {"x": ROW}, {"a": ROW, "b": ROW.astype("i8"), "s": np.array([26], "f4")}, ["x"],
+    )  # fmt: skip
+    found = save(
+        folder, "found",
+        [make("Greater", ["x", "zero"], ["m"]), make("NonZero", ["m"], ["i"]),
+         make("Transpose", ["i"], ["rows"], perm=[1, 0]), make("ReduceSum", ["x"], ["count"], keepdims=0)],
+        {"x": (F, [1, "w"])}, {"rows": (TensorProto.INT64, ["k", 2]), "count": (F, [])}, {"zero": np.float32(0)},
+    )  # fmt: skip
+    kinds["scalar"] = Kind(
+        {**found, "max": 1}, {"x": ROW}, {"rows": np.array([[0, i] for i in range(4)]), "count": np.array([26], "f4")},
+        ["x"],
+    )  # fmt: skip
+    kinds["no_rows"] = kinds["scalar"]._replace(
+        inputs={"x": -ROW}, outputs={"rows": np.zeros((0, 2), "i8"), "count": np.array([-26], "f4")}
+    )
+    logits = np.zeros((1, 3, 2, 2), "f4")
+    logits[0, 2, 1] = 1
+    mask = identity(folder, "mask", F, logits, ["n", 3, 2, 2]).node
+    kinds["mask"] = Kind(
+        {**mask, "postprocessor": "ArgMax"}, {"x": logits}, {"result": np.array([[[0, 0], [2, 2]]], "u1")}, ["x"]
+    )
+    kinds["nested"] = Kind(
+        {"backend": "Nested"}, {"data": ROW}, {"result": {"size": [4, [1.5, None]], "text": "ä"}}, (), True
+    )
+    kinds["large_reply"] = Kind(
+        {**save(
+            folder, "large_reply", [make("Expand", ["x", "to"], ["y"])], {"x": (F, ["n", 1])}, {"y": (F, ["n", 2**15])},
+            {"to": np.array([1, 2**15])},
+        ), "max": 1},
+        {"x": ROW[:, :1]}, {"y": np.full((1, 2**15), 5, "f4")}, ["x"],
+    )  # fmt: skip
+    return kinds
+
+
+NAMES = (
+    *DTYPES, "own_data", "own_data_last", "own_result", "own_error", "own_priority", "own_node_name", "own_context",
+    "own_parameters", "gives_result", "gives_data", "gives_error", "only_data", "any_name", "wide", "nhwc", "no_batch",
+    "optional_left_out", "optional_given", "several", "scalar", "no_rows", "mask", "nested",
+)  # fmt: skip
+
+
+class Table(NamedTuple):
+    house: House
+    kinds: dict[str, Kind]
+
+    def asked(self, name: str, inputs: Arrays | None = None, **more: Any) -> Asked:
+        """A request to the root of this kind, by default its good one."""
+        kind = self.kinds[name]
+        root = name.removesuffix("_given").removesuffix("_left_out")
+        return Asked(root, kind.inputs if inputs is None else inputs, list(kind.outputs), **more)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
+    kinds = kinds_in(tmp_path_factory.mktemp("kinds"))
+    nodes = {name.removesuffix("_given").removesuffix("_left_out"): kind.node for name, kind in kinds.items()}
+    nodes["gated"] = {"backend": "Gated", "instance_num": 1}
+    with registry.default.restored() as default:
+        default.register_backend(Nested, "Nested")
+        default.register_backend(Gated, "Gated")
+        with doors.house(nodes) as house:
+            yield Table(house, kinds)
+
+
+every_door = pytest.mark.parametrize("door", DOORS)
+
+
+@every_door
+@pytest.mark.parametrize("name", NAMES)
+def test_good_request_has_the_same_result(table: Table, name: str, door: str) -> None:
+    answer = DOORS[door](table.house, table.asked(name))
+    expected = table.kinds[name].outputs
+    assert (answer.code, answer.message) == ("ok", "")
+    assert answer.values.keys() == expected.keys()
+    for output, value in expected.items():
+        assert doors.same(answer.values[output], value), (output, answer.values[output])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "nested"])
+def test_metadata_declares_what_is_sent(table: Table, name: str) -> None:
+    asked = table.asked(name)
+    answer = DOORS["oip_binary"](table.house, asked)
+    with HttpClient(table.house.server.port) as client:
+        client.send(f"GET /v2/models/{asked.model} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        declared = json.loads(client.read().body)
+    outputs = {output["name"]: (output["datatype"], output["shape"]) for output in declared["outputs"]}
+    for output, value in answer.values.items():
+        datatype, shape = outputs.pop(output)
+        assert (datatype, len(shape)) == (doors.datatype_of(value), value.ndim)
+        assert all(size in (-1, given) for size, given in zip(shape, value.shape, strict=True))
+    assert not outputs
+    inputs = {given["name"]: given.get("parameters", {}).get("optional", False) for given in declared["inputs"]}
+    assert [given for given, is_optional in inputs.items() if not is_optional] == list(table.kinds[name].required)
+    assert asked.inputs.keys() <= inputs.keys()
+
+
+# -- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def unknown(kind: Kind) -> Arrays | None:
+    return {**kind.inputs, "nonsense": ONES}
+
+
+def misspelt(kind: Kind) -> Arrays | None:
+    return {f"{name}_": value for name, value in kind.inputs.items()}
+
+
+def missing(kind: Kind) -> Arrays | None:
+    return {name: kind.inputs[name] for name in kind.required[1:]} if len(kind.required) > 1 else None
+
+
+def other_type(kind: Kind) -> Arrays | None:
+    first, value = next(iter(kind.inputs.items()))
+    wrong = ROW if value.dtype == object else to_texts(["1"] * value.size, value.shape)
+    return {**kind.inputs, first: wrong}
+
+
+def fractions(kind: Kind) -> Arrays | None:
+    first, value = next(iter(kind.inputs.items()))
+    return {**kind.inputs, first: value.astype("f4") + 0.5} if value.dtype.kind in "iub" else None
+
+
+def other_shape(kind: Kind) -> Arrays | None:
+    first, value = next(iter(kind.inputs.items()))
+    return {**kind.inputs, first: value[:, None, None]}
+
+
+MISTAKES: dict[str, Callable[[Kind], Arrays | None]] = {
+    "unknown input": unknown,
+    "misspelt input": misspelt,
+    "missing input": missing,
+    "other type": other_type,
+    "fractions for integers": fractions,
+    "other shape": other_shape,
+}
+"""Inputs that are wrong, or ``None`` if a kind cannot have the mistake. Each is an ``invalid_request``."""
+
+
+@every_door
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_inputs_are_invalid_at_every_door(table: Table, mistake: str, door: str) -> None:
+    for name in NAMES:
+        kind = table.kinds[name]
+        inputs = None if kind.is_custom else MISTAKES[mistake](kind)
+        if inputs is None or (door == "python" and name == "only_data"):  # its ``data`` is no dict
+            continue
+        answer = DOORS[door](table.house, table.asked(name, inputs))
+        assert (answer.code, answer.values) == ("invalid_request", {}), (name, answer)
+        if mistake == "unknown input":
+            assert "'nonsense'" in answer.message, name
+        assert answer.message, name
+
+
+@every_door
+def test_unknown_model_is_refused(table: Table, door: str) -> None:
+    if door == "python":
+        pytest.skip("the door looks its signature up")
+    answer = DOORS[door](table.house, table.asked("fp32")._replace(model="fp23"))
+    assert answer.code == ("not_found" if "oip" in door or door == "grpc" else "unknown_node")
+    assert "fp32" in answer.message
+
+
+@every_door
+def test_unknown_output_is_refused(table: Table, door: str) -> None:
+    if door == "python":
+        pytest.skip("a result has all outputs")
+    answer = DOORS[door](table.house, table.asked("several")._replace(outputs=["a", "nonsense"]))
+    assert answer.code == ("invalid_request" if "oip" in door or door == "grpc" else "no_result")
+    assert "'nonsense'" in answer.message
+
+
+@every_door
+def test_too_large_request_is_refused(table: Table, door: str) -> None:
+    if door == "python":
+        pytest.skip("a call has no limit")
+    inputs = {"x": np.zeros((1, LIMITS["max_message_bytes"] // 4 + 1), "f4")}
+    assert DOORS[door](table.house, table.asked("wide", inputs)).code == "too_large"
+
+
+@every_door
+def test_too_large_reply_is_refused(table: Table, door: str) -> None:
+    if door == "python":
+        pytest.skip("a call has no limit")
+    answer = DOORS[door](table.house, table.asked("large_reply"))
+    assert (answer.code, answer.values) == ("too_large", {})
+
+
+# -- late and cancelled ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(table: Table) -> Iterator[None]:
+    Gated.opened, Gated.entered = threading.Event(), threading.Semaphore(0)
+    Gated.seen.clear()
+    yield
+    Gated.opened.set()
+    for door in ("python", "ray_infer"):
+        run = table.house.pipe_of(door)
+        eventually(lambda run=run: run.stats()["inflight"] == 0, "a request is left")
+
+
+def gated(number: float, **more: Any) -> Asked:
+    return Asked("gated", {"data": np.array([[number]], "f4")}, ["result"], **more)
+
+
+@every_door
+def test_late_request_is_answered_at_its_deadline(table: Table, gate: None, door: str) -> None:
+    assert DOORS[door](table.house, gated(-1, deadline_ms=50)).code in ("deadline_exceeded", "overloaded")
+    Gated.opened.set()
+    eventually(lambda: table.house.pipe_of(door).stats()["inflight"] == 0)
+    assert DOORS[door](table.house, gated(1)).code == "ok"
+
+
+@every_door
+def test_request_of_a_client_that_left_is_not_computed(
+    table: Table, gate: None, monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    house, run = table.house, table.house.pipe_of(door)
+    monkeypatch.setattr(connection, "END_SECONDS", 0.05)
+    blocking = run.submit({"data": np.array([[-1]], "f4"), "node_name": "gated"})
+    assert Gated.entered.acquire(timeout=WAIT)
+    monkeypatch.setattr(house, "seconds", 0.3)
+    with pytest.raises(TimeoutError):  # such as a socket's
+        DOORS[door](house, gated(7))
+    eventually(lambda: run.stats()["inflight"] == 1, "the request is still there")
+    monkeypatch.undo()
+    Gated.opened.set()
+    assert float(blocking.result(WAIT)["result"][0, 0]) == -1
+    answer: Answer = DOORS[door](house, gated(1))
+    assert doors.same(answer.values["result"], np.array([[1]], "f4"))
+    assert Gated.seen == [-1, 1]
