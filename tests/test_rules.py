@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import Register
 from kit.backends import Gate
-from kit.waits import WAIT, error_of, eventually, in_threads, outcome
+from kit.waits import WAIT, error_of, eventually, in_threads, outcome, wait_queued
 
 from torchpipe_py import (
     Backend,
@@ -864,6 +864,7 @@ def runs(p: pipe, gate: Gate, count: int) -> list[list[Any]]:
         first = gate.hold(p, {"data": "first"})
         items: list[Data] = [{"data": index} for index in range(count)]
         others = [p.submit(item) for item in items]
+        wait_queued(p, count)
         gate.open()
         outcome(first)
         for other in others:

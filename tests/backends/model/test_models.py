@@ -16,7 +16,7 @@ import torch
 from conftest import Register, encode, model_of, picture, save_model
 from kit.backends import Gate
 from kit.models import Data, answer, one_node, onnx_node, reference, refused, tensors
-from kit.waits import PROGRAM_WAIT, outcome
+from kit.waits import PROGRAM_WAIT, outcome, wait_queued
 from onnx import TensorProto, helper
 
 from torchpipe_py import BackendError, InvalidRequest, pipe, register_postprocessor
@@ -38,6 +38,7 @@ def run_together(register: Register, values: list[Any], dense: bool = True, **co
         futures = [p.submit(items[0])]
         gate.wait_entered()
         futures += [p.submit(item) for item in items[1:]]
+        wait_queued(p, len(items) - 1)
         gate.open()
         for future in futures:
             outcome(future)
