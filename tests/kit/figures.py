@@ -20,7 +20,7 @@ def node(factor: int = 1, **changes: Any) -> dict[str, Any]:
     return {
         **{"instances": 2, "alive": 2, "min": 1, "max": 4, "queued": 3 * factor, "busy": 1},
         "oldest_batch_s": 0.5 * factor,
-        **{"requests": 10 * factor, "batches": 4 * factor, "failed": factor, "expired": 2 * factor},
+        **{"requests": 10 * factor, "batches": 4 * factor, "failed": factor, "expired": 2 * factor, "shed": 3 * factor},
         **{"batch_sizes": {1: 2 * factor, 4: 2 * factor}},
         **{"queue_ms": 5.0 * factor, "batch_wait_ms": 1.0 * factor, "compute_ms": 40.0 * factor},
         "instance_compute_ms": [30.0 * factor, 10.0 * factor],

@@ -343,7 +343,7 @@ def test_stats(register: Register) -> None:
     a, b = stats.pop("nodes").values()
     assert stats == {"inflight": 0, "max_inflight": 7, "admitted": 7, "rejected": 0}
     counts = {"instances": 1, "alive": 1, "min": 1, "max": 1, "queued": 0, "busy": 0, "requests": 6, "batches": 6}
-    assert {**a, **counts, "failed": 0, "expired": 1, "batch_sizes": {1: 6}, "oldest_batch_s": 0.0} == a
+    assert {**a, **counts, "failed": 0, "expired": 1, "shed": 0, "batch_sizes": {1: 6}, "oldest_batch_s": 0.0} == a
     assert (b["requests"], b["max"], sum(size * count for size, count in b["batch_sizes"].items())) == (6, 4, 6)
     assert b["batches"] == sum(b["batch_sizes"].values()) >= 3
     assert all(node[key] >= 0 for node in (a, b) for key in ("queue_ms", "batch_wait_ms", "compute_ms"))

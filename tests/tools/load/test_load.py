@@ -264,7 +264,7 @@ def test_page_needs_nothing_but_itself(serve: Serve, images: Images, tmp_path: P
 def service_stats(number: int) -> dict[str, Any]:
     """The answer of ``/stats`` when it is asked for the ``number``th time."""
     node = dict.fromkeys(("requests", "queue_ms", "batch_wait_ms"), 100 * number)
-    node |= {"instances": 2, "min": 1, "max": 8, "batches": 25 * number, "failed": 0, "expired": 0}
+    node |= {"instances": 2, "min": 1, "max": 8, "batches": 25 * number, "failed": 0, "expired": 0, "shed": 0}
     node |= {"compute_ms": 1500 * number, "batch_sizes": {"4": 25 * number}}
     times = {"slot_wait_ms": 10, "there_ms": 50, "in_engine_ms": 500, "back_ms": 20}
     return {

@@ -218,11 +218,11 @@ class Node:
         request.waited += max(0.0, waited - self._batch_wait())
         if request.waited <= self._target.least or request.priority or _is_inner(request) or not self.queued():
             return True  # where no other request waits, to compute it delays none
-        # One computation more than the door allows, which knows the wait no better.
+        # The door admits by an expected wait, which may be wrong by a computation that has begun.
         compute = self._wiring.path_compute(now)
         if request.waited <= self._target.seconds(compute) + compute:
             return True
-        instance.record.expired += 1
+        instance.record.shed += 1
         text = (
             f"waited {1000 * request.waited:.0f} ms until node {self.name!r}, which has more requests than it can take"
         )

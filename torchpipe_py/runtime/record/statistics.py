@@ -25,6 +25,7 @@ NODE_COUNTERS = (
     ("batches", "torchpipe_node_batches", "Batches that a node has run"),
     ("failed", "torchpipe_node_failures", "Requests whose backend raised"),
     ("expired", "torchpipe_node_expired", "Requests whose deadline passed in a node's queue"),
+    ("shed", "torchpipe_node_shed", "Requests refused in a node's queue, where they had waited too long"),
 )
 NODE_GAUGES = (
     ("queued", "torchpipe_node_pending", "Requests in a node's queue"),
@@ -64,7 +65,7 @@ class Record:
         self.traces = recorders
         self._node, self._instance = node, instance
         self.singles = 0  # requests in nodes without batches; the fields below count batches and their requests
-        self.requests = self.batches = self.failed = self.expired = 0
+        self.requests = self.batches = self.failed = self.expired = self.shed = 0
         self.queue_time = self.batch_wait = self.compute_time = 0.0
         self.batch_sizes: Counter[int] = Counter()
         self.queue_counts, self.wait_counts, self.compute_counts = ([0] * PLACES for _ in range(3))
@@ -123,8 +124,9 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
     ``queue_ms``, ``batch_wait_ms`` and ``compute_ms`` are totals in milliseconds: for requests, from arrival until a
     leader took them, and from then until their batch closed; for batches, while the backend ran.
     ``batch_sizes`` counts batches by size, ``failed`` requests whose backend raised, ``expired`` requests whose
-    deadline passed in the queue. ``instance_compute_ms`` is the compute time of each instance. ``histograms`` has the
-    same times: ``queue`` and ``batch_wait`` of requests, ``compute`` of batches, each with ``COUNTS`` counters.
+    deadline passed in the queue, ``shed`` those without one that had waited too long there. ``instance_compute_ms`` is
+    the compute time of each instance. ``histograms`` has the same times: ``queue`` and ``batch_wait`` of requests,
+    ``compute`` of batches, each with ``COUNTS`` counters.
     """
 
     def total(name: str) -> Any:
@@ -143,6 +145,7 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
         "batches": total("batches") + total("singles"),
         "failed": total("failed"),
         "expired": total("expired"),
+        "shed": total("shed"),
         "batch_sizes": dict(sorted(sizes.items())),
         "queue_ms": 1000 * total("queue_time"),
         "batch_wait_ms": 1000 * total("batch_wait"),
@@ -156,7 +159,7 @@ def summed(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-TOTALS = ("requests", "batches", "failed", "expired", "queue_ms", "batch_wait_ms", "compute_ms")
+TOTALS = ("requests", "batches", "failed", "expired", "shed", "queue_ms", "batch_wait_ms", "compute_ms")
 SINCE_START = (*TOTALS, "batch_sizes", "histograms")
 """Keys of a node's statistics that are totals since the start."""
 

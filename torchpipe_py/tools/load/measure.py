@@ -270,7 +270,8 @@ def summarize_gpus(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 # --- nodes and engine processes
 
-_TOTALS = ("requests", "batches", "failed", "expired")
+_FAILURES = ("failed", "expired", "shed")
+_TOTALS = ("requests", "batches", *_FAILURES)
 _TIMES = ("queue_ms", "batch_wait_ms", "compute_ms")
 HAND_OVER_TIMES = ("slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 _ANSWER_S = 10.0
@@ -310,7 +311,7 @@ def node_rows(nodes: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     rows = []
     for name, node in nodes.items():
         text = f"{node['requests']} requests"
-        failures = "".join(f", {node[key]} {key}" for key in ("failed", "expired") if node[key])
+        failures = "".join(f", {node[key]} {key}" for key in _FAILURES if node[key])
         if not node["requests"]:
             rows.append((f"node {name}", text + failures))
             continue

@@ -125,6 +125,7 @@ VALUES = {
     "node_batches": ("counter", {"model": 12}),
     "node_failures": ("counter", {"model": 3}),
     "node_expired": ("counter", {"model": 6}),
+    "node_shed": ("counter", {"model": 9}),
     "node_pending": ("gauge", {"model": 9}),
     "node_instances": ("gauge", {"model": 4}),
     "node_instances_alive": ("gauge", {"model": 4}),

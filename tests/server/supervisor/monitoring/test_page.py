@@ -37,7 +37,7 @@ OLD: dict[str, Any] = {
     "workers": [{"index": 0, "pid": 7, "responding": True}],
     "requests": {"by_method": {"infer": {"ok": 100, "overloaded": 3}}, "histograms": {"latency": [0, 0, 0, 0]}},
     "nodes": {"decode": {
-        "instances": 2, "queued": 4, "busy": 1, "requests": 100, "batches": 50, "failed": 2, "expired": 0,
+        "instances": 2, "queued": 4, "busy": 1, "requests": 100, "batches": 50, "failed": 2, "expired": 0, "shed": 0,
         "batch_sizes": {"2": 50}, "queue_ms": 500.0, "batch_wait_ms": 0.0, "compute_ms": 0.0,
         "instance_compute_ms": [0.0, 0.0], "histograms": ZEROS,
     }},
@@ -77,7 +77,8 @@ def test_rates_are_computed_between_two_snapshots() -> None:
     assert of_node["queue"] == {"mean": 2, "p99": None}
     assert of_node["compute"] == {"mean": 24, "p99": pytest.approx(15.92)}
     assert of_node["batches"] == [{"label": "2", "count": 100}]
-    assert (of_node["failed"], of_node["expired"]) == ({"total": 5, "rate": 1.5}, {"total": 0, "rate": 0})
+    none = {"total": 0, "rate": 0}
+    assert (of_node["failed"], of_node["expired"], of_node["shed"]) == ({"total": 5, "rate": 1.5}, none, none)
 
 
 @pytest.mark.parametrize("what", ["counters fell", "another worker", "another service"])

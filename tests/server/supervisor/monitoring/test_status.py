@@ -145,7 +145,7 @@ KEYS = {
     "requests": "inflight by_method latency_ms histograms",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",
     "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
-    "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired batch_sizes queue_ms "
+    "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired shed batch_sizes queue_ms "
     "batch_wait_ms compute_ms instance_compute_ms histograms",
     "histograms": "queue batch_wait compute",
 }
@@ -214,7 +214,9 @@ def test_statistics_and_metrics_count_requests(served: Served):
         assert node["requests"] - before["nodes"][name]["requests"] == count
         assert node["requests"] == sum(int(size) * times for size, times in node["batch_sizes"].items())
         assert sum(node["batch_sizes"].values()) == sum(node["histograms"]["compute"]) == node["batches"]
-        assert (node["failed"], node["expired"]) == (0, 0), "an image that cannot be read is no failure"
+        assert (node["failed"], node["expired"], node["shed"]) == (0, 0, 0), (
+            "an image that cannot be read is no failure"
+        )
         assert (node["queued"], node["busy"], node["oldest_batch_s"]) == (0, 0, 0.0)
     found: dict[str, dict[str, float]] = {}
     for sample in families["torchpipe_requests"].samples:

@@ -12,8 +12,8 @@ const NONE = "–";
 
 /** All counters of a snapshot that only grow while the same processes run. */
 function totalsOf(stats) {
-  const keys = ["requests", "batches", "failed", "expired", "batch_sizes", "queue_ms", "batch_wait_ms", "compute_ms",
-    "instance_compute_ms", "histograms"];
+  const keys = ["requests", "batches", "failed", "expired", "shed", "batch_sizes", "queue_ms", "batch_wait_ms",
+    "compute_ms", "instance_compute_ms", "histograms"];
   const nodes = Object.entries(stats.nodes).map(([name, node]) => [name, keys.map((key) => [key, node[key]])]);
   return {
     methods: runs(stats.requests.by_method),
@@ -130,6 +130,7 @@ function nodeFigures(node, bounds, diff, seconds) {
     batches: batchBars(node.batch_sizes, diff?.batch_sizes),
     failed: { total: node.failed, rate: diff ? ratio(diff.failed, seconds) : null },
     expired: { total: node.expired, rate: diff ? ratio(diff.expired, seconds) : null },
+    shed: { total: node.shed, rate: diff ? ratio(diff.shed, seconds) : null },
   };
 }
 
@@ -329,13 +330,13 @@ function timeCell(time, limit) {
 }
 
 const NODE_HEADS = ["node", "rate /s", "queued", "busy", "queue ms", "batch wait ms", "compute ms", "failed", "expired",
-  "batches by size"];
+  "shed", "batches by size"];
 
 function nodeRows({ nodes, limit }) {
   return [...nodes].map(([name, node]) => [
     name, rateText(node.rate), countText(node.queued), busyCell(node), timeCell(node.queue, limit),
     timeCell(node.batchWait, limit), timeCell(node.compute, limit), eventsText(node.failed),
-    eventsText(node.expired), batchesCell(node),
+    eventsText(node.expired), eventsText(node.shed), batchesCell(node),
   ]);
 }
 
