@@ -38,7 +38,7 @@ class HttpHandler:
         asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers, admit)
         root, data = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
         root_name = data.get("node_name")
-        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(data), root_name, request.arrived)
+        seconds = self._deadlines.admit(asked.deadline_ms, priority_in(data), root_name, request.arrived)
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
@@ -50,4 +50,4 @@ class HttpHandler:
         return self._pipe.dispatch(data, finish, seconds)
 
     def _admit(self, arrived: float | None, asked: Asked) -> float | None:
-        return self._deadlines.seconds(asked.deadline_ms, asked.priority or 0, asked.node_name, arrived)
+        return self._deadlines.admit(asked.deadline_ms, asked.priority or 0, asked.node_name, arrived)

@@ -139,7 +139,7 @@ class PipeReplica:
         served = self._served
 
         def start(data: dict[str, Any], done: Done) -> Cancellable:
-            seconds = served.deadlines.seconds(deadline_ms, priority_in(data), data.get("node_name"))
+            seconds = served.deadlines.admit(deadline_ms, priority_in(data), data.get("node_name"))
             return served.pipe.dispatch(data, lambda data, error: done(data if error is None else error), seconds)
 
         if isinstance(given, dict):

@@ -194,7 +194,7 @@ class Door:
         return max(path.expected(now)[0] for path in self._paths.values())
 
     def check(self, seconds: float | None, root: str | None, priority: int = 0) -> None:
-        """Raise ``Overloaded`` if a request that arrives now is not to be queued; see ``pipe.check_delay``."""
+        """Raise ``Overloaded`` if a request that arrives now would wait longer than the target, or miss its deadline."""
         if seconds is None and (priority or self._target.least == math.inf):
             return
         now = perf_counter()
@@ -228,11 +228,13 @@ class Deadlines:
     def __init__(self, run: Any, longest_ms: float = 0.0) -> None:
         self._pipe, self._longest_ms = run, longest_ms
 
-    def seconds(
+    def admit(
         self, milliseconds: float | None = None, priority: int = 0, node_name: object = None,
         arrived: float | None = None,
     ) -> float | None:  # fmt: skip
-        """The time limit of a request that asks for ``milliseconds``, or ``None``; ``Overloaded`` if it cannot be met.
+        """Return the seconds that a request may take that asks for ``milliseconds``; ``None`` without a limit.
+
+        Raises ``Overloaded`` if it cannot be met, or if requests wait too long now.
 
         0 means no limit: Thrift clients send it in most languages if none is set. ``arrived``: from when it counts, in
         seconds of ``perf_counter``, if not from now; ``DeadlineExceeded`` if it is over.

@@ -82,7 +82,7 @@ class InferenceHandler:
             result, error = self._outcome(data, error)
             done(result_type(result) if error is None else error)
 
-        return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.seconds())
+        return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.admit())
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
         refused: dict[int, Any] = {}
@@ -91,7 +91,7 @@ class InferenceHandler:
         if priority:
             for data in items:
                 data["priority"] = priority
-        seconds = self._deadlines.seconds(args.deadline_ms, priority, args.node_name)
+        seconds = self._deadlines.admit(args.deadline_ms, priority, args.node_name)
         result_type = self._service.infer_many_result
 
         def finish(outcomes: list[Any]) -> None:
@@ -172,7 +172,7 @@ class InferenceHandler:
                 result = failure
             done(result)
 
-        seconds = self._deadlines.seconds(request.deadline_ms, priority_in(data), data.get("node_name"))
+        seconds = self._deadlines.admit(request.deadline_ms, priority_in(data), data.get("node_name"))
         return self._pipe.dispatch(data, finish, seconds)
 
     def _response(self, uuid: str, data: dict[str, Any], keys: list[str], root: Root) -> tuple[Any, int]:

@@ -326,7 +326,7 @@ class OpenInference:
     ) -> float | None:
         """The time limit of a request in seconds; raises, and counts a failure, if it cannot be met."""
         try:
-            return model.deadlines.seconds(deadline_ms, priority, model.entered(node_name), began)
+            return model.deadlines.admit(deadline_ms, priority, model.entered(node_name), began)
         except (Overloaded, DeadlineExceeded):
             model.figures.add(0, began, False)
             raise

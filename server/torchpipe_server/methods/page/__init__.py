@@ -87,7 +87,7 @@ class PageHandler:
         asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers)
         root, given = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
         root_name = given.get("node_name")
-        seconds = self._deadlines.seconds(asked.deadline_ms, priority_in(given), root_name, request.arrived)
+        seconds = self._deadlines.admit(asked.deadline_ms, priority_in(given), root_name, request.arrived)
         if not self._tries.acquire(blocking=False):
             raise Overloaded(f"more than {MOST_TRIES} tries at once", retry_after_ms=1000)
 
