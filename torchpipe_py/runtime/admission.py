@@ -194,7 +194,7 @@ class Door:
         return max(path.expected(now)[0] for path in self._paths.values())
 
     def check(self, seconds: float | None, root: str | None, priority: int = 0) -> None:
-        """Raise ``Overloaded`` if a request that arrives now would wait longer than the target, or miss its deadline."""
+        """Raise ``Overloaded`` if a request that arrives now would wait beyond the target or miss its deadline."""
         if seconds is None and (priority or self._target.least == math.inf):
             return
         now = perf_counter()

@@ -145,8 +145,8 @@ KEYS = {
     "requests": "inflight by_method latency_ms histograms",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",
     "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
-    "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired shed batch_sizes queue_ms "
-    "batch_wait_ms compute_ms instance_compute_ms histograms",
+    "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired shed batch_sizes "
+    "queue_ms batch_wait_ms compute_ms instance_compute_ms histograms",
     "histograms": "queue batch_wait compute",
 }
 

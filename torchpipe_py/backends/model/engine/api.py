@@ -14,8 +14,8 @@ TF32 for fp32             on unless switched off   the same                     
 ========================  =======================  =============================  ================================
 
 8.6 and 10 therefore get weakly typed networks and flags, 11 an ONNX model converted to fp16 beforehand
-(``half.half_model``). Sources: NVIDIA's release notes and migration guide of each version, and the names that the bindings of 10.16
-and 11.4 have.
+(``half.half_model``). Sources: NVIDIA's release notes and migration guide of each version, and the names that the
+bindings of 10.16 and 11.4 have.
 
 The lean runtime, ``tensorrt_lean``, builds no engines. It runs those that were built with
 ``BuilderFlag.VERSION_COMPATIBLE``, by its own or an older version. Such an engine carries the lean runtime of the
