@@ -38,7 +38,8 @@ def run_together(register: Register, values: list[Any], dense: bool = True, **co
         futures = [p.submit(items[0])]
         gate.wait_entered()
         futures += [p.submit(item) for item in items[1:]]
-        wait_queued(p, len(items) - 1)
+        if dense:
+            wait_queued(p, len(items) - 1)
         gate.open()
         for future in futures:
             outcome(future)
