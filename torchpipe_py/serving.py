@@ -5,7 +5,7 @@ Two modules are imported where their optional libraries are in use: ``methods.tr
 
 - A pipe of tables: ``plan_pipeline``, ``Pipes``; nodes that processes share: ``shared_nodes``, ``EngineClient``.
 - Methods of a service and their routes: ``Inference``, ``Routes``, ``Served``; streams: ``Streams``.
-- Requests and answers as they are sent: ``read_request``, ``answers``, ``errors``, ``values``, ``WireAnswer``.
+- Requests and answers as they are sent: ``read_request``, ``answers``, ``compression``, ``errors``, ``values``.
 - Processes, threads, logs: ``ChildProcess``, ``limit_threads``, ``describe``.
 - Statistics and pictures of a pipe: ``folded``, ``live_svg``.
 """
@@ -69,7 +69,7 @@ from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
 from torchpipe_py.streams.config import read_streams
 from torchpipe_py.tools.draw.render import live_svg
-from torchpipe_py.wire import answers, errors, values
+from torchpipe_py.wire import answers, compression, errors, values
 from torchpipe_py.wire.answers import failure
 from torchpipe_py.wire.errors import (
     Bound,
@@ -149,6 +149,7 @@ __all__ = [
     "answers",
     "check_name",
     "check_names",
+    "compression",
     "counted",
     "describe",
     "describe_ending",

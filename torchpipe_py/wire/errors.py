@@ -32,7 +32,7 @@ class RequestTooLargeError(InvalidRequest):
 
 
 class UnsupportedEncodingError(InvalidRequest):
-    """A body that is compressed. What it becomes is not bounded by what is read of it."""
+    """A body in a content coding other than gzip and deflate."""
 
     code = "unsupported_encoding"
 

@@ -74,6 +74,11 @@ class HttpRequest:
         body, self.body = self.body, b""
         return body
 
+    def inflated(self, body: bytes) -> None:
+        """Put ``body`` in place of the compressed one."""
+        self.body = body
+        self.fields = {name: value for name, value in self.fields.items() if name != "content-encoding"}
+
     def refused(self, error: Exception) -> HttpRequest:
         """Mark the request as not read to its end because of ``error``; nothing after it is read."""
         self.error, self.is_last = error, True
