@@ -59,13 +59,15 @@ def no_thread_left() -> Iterator[None]:
     """A test that leaves a thread of a pipe behind fails; nothing is closed for it.
 
     A thread that ends by itself may still run its last lines when the test has its result. A server that several tests
-    share starts its reader with the first large body, and ends it when it is closed.
+    share starts its reader with the first large body, its writer with the first large answer, and ends both when it is
+    closed.
     """
     before = set(threading.enumerate())
     yield
     ends = time.monotonic() + 30
     new = set(threading.enumerate()) - before
-    left = [thread for thread in new if thread.name.startswith("torchpipe-") and thread.name != "torchpipe-reader_0"]
+    shared = {"torchpipe-reader_0", "torchpipe-writer_0"}
+    left = [thread for thread in new if thread.name.startswith("torchpipe-") and thread.name not in shared]
     for thread in left:
         thread.join(max(0.0, ends - time.monotonic()))
     assert {thread.name for thread in left if thread.is_alive()} == set()

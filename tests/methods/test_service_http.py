@@ -185,7 +185,7 @@ MANY_LISTS = b'{"inputs": {"data": {"dtype": "uint8", "shape": [100000], "data":
 @pytest.mark.parametrize(
     ("body", "path", "fields", "status", "code", "said"),
     [
-        (b"x", "/infer", {"Content_Encoding": "gzip"}, 415, "unsupported_encoding", "'gzip': send the body as it is"),
+        (b"x", "/infer", {"Content_Encoding": "br"}, 415, "unsupported_encoding", "'br'; expected gzip, deflate"),
         (b"x", "/infer?" + "a=1&" * 17, {}, 400, "invalid_request", "the query has more than 16 parameters"),
         (b"x", "/infer?node=one", {}, 400, "invalid_request", "unknown parameter 'node'"),
         (b"x", "/infer", {"X_Deadline_Ms": "soon"}, 400, "invalid_request", "a deadline of 'soon'; expected milli"),

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from torchpipe_py.wire.errors import RouteError, report
+from torchpipe_py.wire.errors import RouteError, UnsupportedEncodingError, report
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
@@ -52,7 +52,10 @@ def failure(error: BaseException) -> Failure:
     status = STATUSES.get(code, 400)
     if code == "internal":
         text = f"{type(error).__name__}: {text}"
-    return failure_of(status, code, text, getattr(error, "retry_after_ms", None))
+    failed = failure_of(status, code, text, getattr(error, "retry_after_ms", None))
+    if isinstance(error, UnsupportedEncodingError):
+        failed.headers["Accept-Encoding"] = "gzip, deflate"
+    return failed
 
 
 def failure_of(status: int, code: str, text: str, retry_after_ms: int | None = None) -> Failure:

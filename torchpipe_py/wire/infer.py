@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, UnsupportedEncodingError
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import HttpRequest
 from torchpipe_py.wire.json_values import SMALL_BYTES, inputs_from, json_line, label_line, parse_json, to_json
 from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
@@ -59,8 +59,6 @@ def read_request(
     ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
     read, which takes long, with a request that lacks them; it may raise.
     """
-    if "content-encoding" in fields:
-        check_encoding(fields)
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     options = _parameters(query) if query else {}
@@ -105,15 +103,6 @@ def _parameters(query: str) -> dict[str, Any]:
         raise InvalidRequest("the query has more than 16 parameters") from None
     parameters.pop("timing", None)  # the service's
     return parameters
-
-
-def check_encoding(fields: Mapping[str, str]) -> None:
-    """Raises for a body that is compressed."""
-    coding = fields.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":
-        raise UnsupportedEncodingError(
-            f"Content-Encoding {coding[:40]!r}: send the body as it is; images do not shrink"
-        )
 
 
 def answer_of(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
 from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from torchpipe_py import DeadlineExceeded
-from torchpipe_py.serving import Cancellable, HttpRequest, Method
+from torchpipe_py.serving import Cancellable, HttpRequest, Method, compression
 from torchpipe_server.front.loop import Loop, call_from_any_thread
 
 
@@ -65,7 +66,7 @@ class Call:
         """Start the method on a thread of ``reader``, since its request takes long to read. An error is the answer."""
         if is_logged:
             self.request_id = method.request_id(args)
-        args.arrived = perf_counter()
+        args.arrived = args.arrived or perf_counter()
         reader.submit(self._start_aside, loop, method, args)
 
     def _start_aside(self, loop: Loop, method: Method, args: Any) -> None:
@@ -77,6 +78,21 @@ class Call:
             self.done(error)
         else:
             call_from_any_thread(loop, self._run, loop, ticket)
+
+    def inflate_aside(
+        self, loop: Loop, reader: Executor, inflater: compression.Inflater, go_on: Callable[[], object]
+    ) -> None:
+        """Inflate the request's body on a thread of ``reader``, then call ``go_on``. An error is the answer."""
+        reader.submit(self._inflate_aside, loop, inflater, go_on)
+
+    def _inflate_aside(self, loop: Loop, inflater: compression.Inflater, go_on: Callable[[], object]) -> None:
+        try:
+            while self.state is WAITING:  # else its client left
+                if inflater.step():
+                    call_from_any_thread(loop, go_on)
+                    return
+        except BaseException as error:  # others' requests are here
+            self.done(error)
 
     def _run(self, loop: Loop, ticket: Cancellable | None) -> None:
         """A method has the request."""

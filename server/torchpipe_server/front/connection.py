@@ -7,12 +7,13 @@ import logging
 import socket
 from contextlib import suppress
 from enum import Enum, auto
-from time import monotonic
+from functools import partial
+from time import monotonic, perf_counter
 from typing import Any
 
 from torchpipe_py import Overloaded
-from torchpipe_py.serving import OK, StreamSource, counted
-from torchpipe_server.front.call import Call
+from torchpipe_py.serving import OK, HttpRequest, Method, StreamSource, compression, counted
+from torchpipe_server.front.call import WAITING, Call
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
 from torchpipe_server.wire.errors import ProtocolError
@@ -239,19 +240,63 @@ class Connection(asyncio.BufferedProtocol):
                 self.close_when_answered()
                 most = counted(owner.options.max_connections, "connection")
                 raise Overloaded(f"more than {most}", retry_after_ms=1000)
+            inflater = service.inflater(message)
+            is_inflated = inflater is None or inflater.step(compression.SMALL_BYTES)
+        except BaseException as error:
+            self._refuse_call(call, error)
+            return
+        if inflater is None:
+            self._start(call, method, args)
+            return
+        args.arrived = perf_counter()
+        go_on = partial(self._start_inflated, call, method, args, inflater)
+        if is_inflated:
+            go_on()
+        else:
+            self._hold(inflater.held_bytes)
+            call.inflate_aside(owner.loop, owner.reader, inflater, go_on)
+
+    def _start_inflated(self, call: Call, method: Method, args: HttpRequest, inflater: compression.Inflater) -> None:
+        """Start the method of a request whose body is inflated, if there is room for the body."""
+        if self.call is not call or call.state is not WAITING:  # its client left
+            return
+        owner, limit = self.owner, self.owner.options.max_held_bytes
+        args.inflated(inflater.take())
+        self._hold(args.size)
+        owner.bound_memory()
+        if owner.held_bytes > limit:
+            text = f"more than {limit} bytes of unanswered messages"
+            self._refuse_call(call, Overloaded(text, retry_after_ms=1000))
+        else:
+            self._start(call, method, args)
+
+    def _hold(self, size: int) -> None:
+        """Count ``size`` as the bytes that the request in work keeps in memory."""
+        assert self.call is not None
+        self.owner.held_bytes += size - self.call.size
+        self.call.size = size
+
+    def _start(self, call: Call, method: Method, args: Any) -> None:
+        owner = self.owner
+        try:
             if method.takes_long is not None and method.takes_long(args):
                 call.start_aside(owner.loop, owner.reader, method, args, owner.counters.is_logging)
             else:
                 call.start(owner.loop, method, args, owner.counters.is_logging)
         except BaseException as error:  # a custom handler may raise ``SystemExit``, and others' requests are here
-            # NOTE: at once, since the other requests of this round of the loop would delay a refusal.
-            owner.send(call, *service.reply(call.message, error), error)
+            self._refuse_call(call, error)
             return
         if method.is_streamed and call.ticket is not None:
             self.stream = Stream(self, call)
             self.stream.open()
         if self.ended_at:
             self._drop_unless_started(call)
+
+    def _refuse_call(self, call: Call, error: BaseException) -> None:
+        """Answer a request that no method has."""
+        assert self.service is not None
+        # NOTE: at once, since the other requests of this round of the loop would delay a refusal.
+        self.owner.send(call, *self.service.reply(call.message, error), error)
 
     def _drop_unless_started(self, call: Call) -> None:
         """Drop a request that is still queued in a moment: a client that closes its side has nearly always left."""
@@ -264,6 +309,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def reply(self, call: Call, result: Any) -> None:
         """Encode the answer and pass it to the loop; for any thread."""
+        assert self.service is not None
+        if self.service.takes_long(call.message, result):
+            self.owner.encode_aside(self._encode, call, result)
+        else:
+            self._encode(call, result)
+
+    def _encode(self, call: Call, result: Any) -> None:
         assert self.service is not None
         error = result if isinstance(result, BaseException) else None
         self.owner.answer(call, *self.service.reply(call.message, result), error)

@@ -8,7 +8,9 @@ import logging
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import monotonic, sleep
+from typing import Any
 
 from torchpipe_py import Overloaded
 from torchpipe_py.serving import counted
@@ -55,6 +57,7 @@ class Server:
         """Takes a call, the bytes of its answer, method and outcome to count, and its error; for any thread."""
         # One thread: they would only take turns, and each further one costs the loop a turn.
         self.reader = ThreadPoolExecutor(1, "torchpipe-reader")
+        self._writer = ThreadPoolExecutor(1, "torchpipe-writer")  # so that compression takes one core at most
         self._ending_until: float | None = None
         self.is_draining = False
         self._stop_ticks = every(loop, TICK_SECONDS, self._tick)
@@ -124,6 +127,11 @@ class Server:
             call.timer = self.loop.call_later(wait, connection.answered, call, data, now + wait)
         else:
             connection.answered(call, data, now)
+
+    def encode_aside(self, encode: Callable[[Call, Any], None], call: Call, result: Any) -> None:
+        """Encode an answer on another thread, since that takes long; for any thread."""
+        with suppress(RuntimeError):  # after ``close``, when another process answers
+            self._writer.submit(encode, call, result)
 
     def schedule(self, connection: Connection) -> None:
         """Have the connection advance once all connections with input have been read.
@@ -200,7 +208,8 @@ class Server:
                 connection.abandon()
                 self._connections.discard(connection)
         self._stop_ticks()
-        self.reader.shutdown(wait=False, cancel_futures=True)
+        for executor in (self.reader, self._writer):
+            executor.shutdown(wait=False, cancel_futures=True)
         return not busy
 
     # -- the clock ----------------------------------------------------------------------------------------------

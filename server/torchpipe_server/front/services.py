@@ -20,6 +20,7 @@ from torchpipe_py.serving import (
     Routes,
     Served,
     answers,
+    compression,
     describe_error,
     errors,
     json_answer,
@@ -87,6 +88,13 @@ class ThriftService:
         args, message.args = message.args, None
         return method, args
 
+    def inflater(self, message: Message) -> None:
+        """Nothing: messages of Thrift are not compressed."""
+
+    def takes_long(self, message: Message, result: Any) -> bool:
+        """Never: nothing is compressed."""
+        return False
+
     def reply(self, message: Message, result: Any) -> tuple[bytes, str, str]:
         """The answer with a result struct or an exception; the method and the outcome to count."""
         method = self._methods.get(message.name)
@@ -133,6 +141,7 @@ class HttpService:
         guard: HostGuard | None = None,
     ) -> None:  # fmt: skip
         self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
+        self._body = Bound(body_bytes, "--max-message-bytes")
         self._methods, self._headers, self._failure, self._other = methods, headers, failure, other
         self._guard = guard or HostGuard("")
 
@@ -156,6 +165,17 @@ class HttpService:
             raise request.error
         return route.method, request
 
+    def inflater(self, request: HttpRequest) -> compression.Inflater | None:
+        """What inflates the body; ``None`` if it is not compressed. Raises ``UnsupportedEncodingError``."""
+        return compression.inflater_of(request, self._body) if "content-encoding" in request.fields else None
+
+    def takes_long(self, request: HttpRequest, result: Any) -> bool:
+        """Whether ``reply`` compresses so much that it should not run on the caller's thread."""
+        accepted = request.fields.get("accept-encoding")
+        if accepted is None or not isinstance(result, HttpAnswer) or len(result.body) <= compression.SMALL_BYTES:
+            return False
+        return compression.coding_of(result, accepted) != ""
+
     def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
         """The answer with an ``HttpAnswer`` or an exception; the method and the outcome to count."""
         try:
@@ -163,7 +183,8 @@ class HttpService:
                 raise result
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
-            return request.answer(result, self._headers), request.label, OK
+            answer = compression.compressed(result, request.fields.get("accept-encoding", ""))
+            return request.answer(answer, self._headers), request.label, OK
         except BaseException as error:  # also for a header that cannot be sent
             answer = self._failure(request, error) if self._failure else error_answer(error)
             return request.answer(answer, self._headers), request.label, code_of(error)

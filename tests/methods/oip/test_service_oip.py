@@ -128,7 +128,7 @@ def test_errors_of_items_and_figures():
         assert (status, answer) == (429, expected)
         status, answer = ask(server.port, texts(*"abcdefghi"), TEST)
         assert (status, answer["error"]) == (400, "input 'data': a batch of 9; the limit is 8 (max_batch)")
-        assert ask(server.port, texts("x"), TEST, Content_Encoding="gzip")[0] == 415
+        assert ask(server.port, texts("x"), TEST, Content_Encoding="br")[0] == 415
         assert ask(server.port, texts("a", "b"), TEST)[0] == 200
         for path in ("/v2/models/test/stats", "/v2/models/stats", "/v2/models/test/versions/1/stats"):
             status, said = get_json(server.port, path)

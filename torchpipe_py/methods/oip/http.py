@@ -30,7 +30,7 @@ from torchpipe_py.methods.oip.tensors import BYTES, Output
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import check_encoding, milliseconds, priority_of
+from torchpipe_py.wire.infer import milliseconds, priority_of
 from torchpipe_py.wire.json_values import SMALL_BYTES, parse_json
 from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import is_label_and_score
@@ -99,8 +99,6 @@ def read_infer(
     ``admit``, if given, is called with what ``options_of`` returns before inputs are read, which takes long; it may
     raise.
     """
-    if "content-encoding" in fields:
-        check_encoding(fields)
     deadline_ms = milliseconds(fields["x-deadline-ms"]) if "x-deadline-ms" in fields else None
     priority = priority_of(fields["x-priority"]) if "x-priority" in fields else 0
     view, size = memoryview(body), len(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import re
@@ -93,6 +94,12 @@ def test_each_path_has_its_status_and_type(served: Served):
         else:
             monitoring = f"no {path}; monitoring is on --http-port {served.http_port}; "
             assert (status, said["error"].startswith(monitoring)) == (404, True)
+
+
+def test_metrics_are_compressed_for_prometheus(served: Served) -> None:
+    answer = fetch(served.http_port, "/metrics", Accept_Encoding="gzip;q=1.0,identity;q=0.5")
+    assert (answer.fields["content-encoding"], answer.fields["vary"]) == ("gzip", "Accept-Encoding")
+    assert gzip.decompress(answer.body).startswith(b"# HELP ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,279 @@
+"""Compressed requests and answers, at each path over HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.clients import HttpClient, Response, ask, fetch
+from kit.services import LocalServer, serving, steered
+from kit.steered import Steered
+from kit.waits import WAIT, eventually
+from torchpipe_server.methods.custom import CustomHandler, Handler
+
+from torchpipe_py import pipe
+from torchpipe_py.methods.routes import Routes, Served
+from torchpipe_py.wire import compression
+
+INFER, OIP, INDEX = "/infer", "/v2/models/test/infer", "/v2/repository/index"
+PACKS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+UNPACKS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.decompress, "deflate": zlib.decompress}
+JSON = {"Content_Type": "application/json"}
+LARGE = b"large".ljust(500_000, b".")
+
+every_coding = pytest.mark.parametrize("coding", PACKS)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    with serving("Identity") as server:
+        yield server
+
+
+def plain(answer: Response) -> bytes:
+    coding = answer.fields.get("content-encoding")
+    return UNPACKS[coding](answer.body) if coding else answer.body
+
+
+def numbers(count: int) -> list[float]:
+    return (np.arange(count, dtype=np.float32) % 251 / 251).tolist()
+
+
+def as_infer(values: list[float]) -> tuple[str, bytes, dict[str, str]]:
+    array = {"dtype": "float32", "shape": [1, len(values)], "data": values}
+    return INFER, json.dumps({"inputs": {"data": array}}).encode(), JSON
+
+
+def as_oip(values: list[float]) -> tuple[str, bytes, dict[str, str]]:
+    tensor = {"name": "data", "datatype": "FP32", "shape": [1, len(values)], "data": values}
+    return OIP, json.dumps({"inputs": [tensor]}).encode(), JSON
+
+
+def as_binary(values: list[float]) -> tuple[str, bytes, dict[str, str]]:
+    raw = np.array(values, np.float32).tobytes()
+    tensor = {"name": "data", "datatype": "FP32", "shape": [1, len(values)]}
+    tensor["parameters"] = {"binary_data_size": len(raw)}
+    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    return OIP, head + raw, {"Inference_Header_Content_Length": str(len(head))}
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+@every_coding
+@pytest.mark.parametrize("count", [3, 3_000, 100_000])
+@pytest.mark.parametrize("form", [as_infer, as_oip, as_binary])
+def test_compressed_request_and_answer_are_those_of_the_plain_one(
+    server: LocalServer, form: Any, count: int, coding: str
+) -> None:
+    path, body, fields = form(numbers(count))
+    expected = fetch(server.port, path, "POST", body, **fields)
+    assert expected.status == 200
+    more = {"Content_Encoding": coding, "Accept_Encoding": coding}
+    answer = fetch(server.port, path, "POST", PACKS[coding](body), **fields, **more)
+    assert (answer.status, plain(answer)) == (200, expected.body)
+    assert answer.fields["content-type"] == expected.fields["content-type"]
+    head = "inference-header-content-length"
+    assert answer.fields.get(head) == expected.fields.get(head), "of the plain answer"
+    assert ("content-encoding" in answer.fields) == (count > 3)
+
+
+@every_coding
+def test_every_kind_of_body_is_inflated(coding: str) -> None:
+    pack = PACKS[coding]
+    form = b'--x\r\nContent-Disposition: form-data; name="data"; filename="a"\r\n\r\nfile\r\n--x--\r\n'
+    with steered() as server:
+        for body, kind in ((b"file", "image/jpeg"), (form, "multipart/form-data; boundary=x")):
+            answer = ask(server.port, pack(body), Content_Encoding=coding, Content_Type=kind)
+            assert answer == (200, {"label": "file", "score": 4.0})
+        assert ask(server.port, pack(b'{"ready": true}'), INDEX, Content_Encoding=coding)[0] == 200
+        assert ask(server.port, pack(b"null"), INDEX, Content_Encoding=coding)[0] == 400
+
+
+class Echo(Handler):
+    routes = {"POST /echo": "echo", "GET /echo": "echo"}  # noqa: RUF012
+
+    async def echo(self, request: Any) -> Any:
+        return {"body": request.body.decode(), "coding": request.fields.get("content-encoding")}
+
+
+@every_coding
+def test_routes_of_a_handler_get_inflated_bodies(coding: str) -> None:
+    with pipe({"backend": "Identity"}) as run:
+        handler = CustomHandler(Echo, run)
+        with LocalServer(run, make_served=lambda loop: Served({}, Routes(handler.routes))) as server:
+            answer = ask(server.port, PACKS[coding](b"text"), "/echo", Content_Encoding=coding)
+            assert answer == (200, {"body": "text", "coding": None})
+            assert ask(server.port, b"", "/echo", "GET", Content_Encoding=coding)[0] == 200
+
+
+BOMB = gzip.compress(bytes(2**21))
+WRONG: dict[str, tuple[bytes, str, int, str, str]] = {
+    "unknown": (b"x", "br", 415, "unsupported_encoding", "Content-Encoding 'br'; expected gzip, deflate or none"),
+    "two": (b"x", "gzip, gzip", 415, "unsupported_encoding", "2 codings"),
+    "empty": (b"", "gzip", 400, "invalid_request", "the gzip stream is cut short after 0 bytes"),
+    "plain": (b"plain", "gzip", 400, "invalid_request", "the body is not gzip: incorrect header check"),
+    "other": (gzip.compress(b"x"), "deflate", 400, "invalid_request", "the body is not deflate: incorrect header"),
+    "cut": (gzip.compress(LARGE)[:-1], "gzip", 400, "invalid_request", "the gzip stream is cut short after"),
+    "followed": (gzip.compress(LARGE) + b"x", "gzip", 400, "invalid_request", "1 bytes after the end of the gzip"),
+    "large": (gzip.compress(bytes(700_000)), "gzip", 413, "too_large", "more than 600000 bytes (--max-message-bytes)"),
+    "bomb": (BOMB, "gzip", 413, "too_large", "more than 600000 bytes (--max-message-bytes)"),
+}
+
+
+@pytest.mark.parametrize("path", [INFER, OIP, INDEX])
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_wrong_compressed_bodies(name: str, path: str) -> None:
+    body, coding, status, code, said = WRONG[name]
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Encoding: {coding}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with steered(max_message_bytes=600_000) as server, HttpClient(server.port) as client:
+        client.send(head.encode() + body)
+        answer = client.read()
+        told = json.loads(answer.body)
+        assert (answer.status, told["code"]) == (status, code)
+        assert said in told["error"]
+        assert answer.fields.get("accept-encoding") == ("gzip, deflate" if status == 415 else None)
+        assert client.infer_batch(b"next") == ("next", 4.0), "the connection goes on"
+
+
+def test_ratio_is_limited() -> None:
+    with steered() as server:
+        status, answer = ask(server.port, BOMB, Content_Encoding="gzip")
+        assert (status, answer["code"]) == (413, "too_large")
+        assert answer["error"].endswith(f"more than 200 times its {len(BOMB)} bytes: send it uncompressed")
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Semaphore, threading.Event]]:
+    """A long body is being inflated, since the first, until the second is set."""
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+    step = compression.Inflater.step
+
+    def step_slowly(self: compression.Inflater, *size: int) -> bool:
+        if not size:
+            begun.release()
+            assert may_go_on.wait(WAIT)
+        return step(self, *size)
+
+    monkeypatch.setattr(compression.Inflater, "step", step_slowly)
+    yield begun, may_go_on
+    may_go_on.set()
+
+
+def send_large(client: HttpClient, *lines: str) -> None:
+    body = gzip.compress(LARGE)
+    own = (*lines, f"Content-Length: {len(body)}", "Content-Encoding: gzip")
+    client.send("\r\n".join(["POST /infer HTTP/1.1", "Host: a", *own, "", ""]).encode() + body)
+
+
+def test_others_are_answered_while_a_long_body_is_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_back(monkeypatch) as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
+        send_large(client)
+        assert begun.acquire(timeout=WAIT)
+        assert ask(server.port, gzip.compress(b"small"), Content_Encoding="gzip")[0] == 200
+        may_go_on.set()
+        assert json.loads(client.read().body)["score"] == len(LARGE)
+        assert client.infer_batch(b"next") == ("next", 4.0)
+
+
+def test_body_of_a_client_that_left_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_back(monkeypatch) as (begun, may_go_on), steered() as server:
+        with HttpClient(server.port) as client:
+            send_large(client)
+            assert begun.acquire(timeout=WAIT)
+        eventually(lambda: not server.server.connections)
+        may_go_on.set()
+        assert ask(server.port, gzip.compress(LARGE), Content_Encoding="gzip")[0] == 200
+        assert len(Steered.seen) == 1
+
+
+def test_deadline_counts_from_the_arrival_of_the_compressed_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_back(monkeypatch) as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
+        send_large(client, "X-Deadline-Ms: 1")
+        assert begun.acquire(timeout=WAIT)
+        threading.Timer(0.01, may_go_on.set).start()
+        answer = client.read()
+        assert (answer.status, json.loads(answer.body)["code"]) == (504, "deadline_exceeded")
+        assert not Steered.seen
+
+
+def test_drain_answers_what_is_being_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_back(monkeypatch) as (begun, may_go_on), steered() as server, HttpClient(server.port) as client:
+        send_large(client)
+        assert begun.acquire(timeout=WAIT)
+        server.stop()
+        may_go_on.set()
+        assert client.read().status == 200
+
+
+def test_inflated_bodies_count_as_held() -> None:
+    with steered(max_held_bytes=1_200_000) as server, HttpClient(server.port) as one, HttpClient(server.port) as other:
+        blocking = gzip.compress(b"block".ljust(700_000, b" "))
+        head = f"POST /infer HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: {len(blocking)}\r\n\r\n"
+        one.send(head.encode() + blocking)
+        assert Steered.entered.acquire(timeout=WAIT)
+        other.send(head.encode() + blocking)
+        answer = other.read()
+        told = json.loads(answer.body)
+        assert (answer.status, told["error"]) == (429, "more than 1200000 bytes of unanswered messages")
+        Steered.opened.set()
+        assert one.read().status == 200
+        assert ask(server.port, gzip.compress(LARGE), Content_Encoding="gzip")[0] == 200
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+RESULTS: dict[str, Any] = {"short": "x" * 100, "text": "x" * 10_000, "long": "x" * 1_000_000}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("verb", ["POST", "HEAD"])
+@pytest.mark.parametrize("accepted", ["gzip", "br, deflate;q=0.5", "identity", "gzip;q=0"])
+def test_answers_are_compressed_where_it_is_asked_for_and_pays(name: str, verb: str, accepted: str) -> None:
+    path = INFER if verb == "POST" else "/openapi.json"
+    with steered() as server, HttpClient(server.port) as client:
+        Steered.values = {"it": RESULTS[name]}
+        size = 8 if verb == "POST" else 0
+        head = f"{verb} {path} HTTP/1.1\r\nHost: a\r\nAccept-Encoding: {accepted}\r\nContent-Length: {size}\r\n\r\n"
+        client.send(head.encode() + b"value it"[:size])
+        answer = client.read(verb == "HEAD")
+        is_short = verb == "POST" and name == "short"
+        coding = {"gzip": "gzip", "br, deflate;q=0.5": "deflate"}.get(accepted)
+        assert answer.fields.get("content-encoding") == (None if is_short else coding)
+        assert answer.fields.get("vary") == (None if is_short else "Accept-Encoding")
+        if verb == "POST":
+            assert json.loads(plain(answer)) == {"result": RESULTS[name]}
+
+
+def test_bound_of_answers_is_of_the_uncompressed() -> None:
+    with steered(max_reply_bytes=100_000) as server:
+        Steered.values = {"it": "x" * 100_000}
+        status, answer = ask(server.port, b"value it", Accept_Encoding="gzip")
+        assert (status, answer["code"]) == (413, "too_large")
+
+
+def test_others_are_answered_while_a_long_answer_is_compressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, compress = threading.Semaphore(0), threading.Event(), compression.compress
+
+    def compress_slowly(body: bytes, coding: str) -> bytes | None:
+        if len(body) > compression.SMALL_BYTES:
+            begun.release()
+            assert may_go_on.wait(WAIT)
+        return compress(body, coding)
+
+    monkeypatch.setattr(compression, "compress", compress_slowly)
+    with steered() as server, HttpClient(server.port) as client:
+        Steered.values = {"it": RESULTS["long"], "other": RESULTS["text"]}
+        client.send(b"POST /infer HTTP/1.1\r\nHost: a\r\nAccept-Encoding: gzip\r\nContent-Length: 8\r\n\r\nvalue it")
+        assert begun.acquire(timeout=WAIT)
+        answer = fetch(server.port, INFER, "POST", b"value other", Accept_Encoding="gzip")
+        assert json.loads(plain(answer)) == {"result": RESULTS["text"]}
+        may_go_on.set()
+        assert json.loads(plain(client.read())) == {"result": RESULTS["long"]}
