@@ -1,4 +1,4 @@
-"""Compressed requests and answers, at each path over HTTP."""
+"""Compressed requests and answers, at each path over HTTP and over gRPC."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.clients import HttpClient, Response, ask, fetch
+from kit import http2
+from kit.clients import HttpClient, Response, ask, connect, fetch
+from kit.contract import HAS_GRPC
 from kit.services import LocalServer, serving, steered
 from kit.steered import Steered
 from kit.waits import WAIT, eventually
@@ -277,3 +279,142 @@ def test_others_are_answered_while_a_long_answer_is_compressed(monkeypatch: pyte
         assert json.loads(plain(answer)) == {"result": RESULTS["text"]}
         may_go_on.set()
         assert json.loads(plain(client.read())) == {"result": RESULTS["long"]}
+
+
+# -- gRPC -------------------------------------------------------------------------------------------------------------
+
+if HAS_GRPC:
+    import grpc
+
+    from torchpipe_py.methods.rpc.messages import message
+
+    SERVICE = "/inference.GRPCInferenceService"
+    Request, Reply = message("inference.ModelInferRequest"), message("inference.ModelInferResponse")
+    StreamReply = message("inference.ModelStreamInferResponse")
+
+needs_grpc = pytest.mark.skipif(not HAS_GRPC, reason="grpcio is not installed")
+
+
+def rpc_request(raw: bytes, id: str = "") -> bytes:
+    given = {"name": "data", "datatype": "UINT8", "shape": [1, len(raw)]}
+    return Request(model_name="test", id=id, inputs=[given], raw_input_contents=[raw]).SerializeToString()
+
+
+def infer_on(on: Any, data: bytes, **options: Any) -> Any:
+    return on.unary_unary(f"{SERVICE}/ModelInfer").with_call(data, timeout=WAIT, **options)
+
+
+def rpc_channel(server: LocalServer) -> Any:
+    return grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+
+@contextmanager
+def rpc_server(**options: Any) -> Iterator[tuple[LocalServer, Any]]:
+    with serving("Identity", grpc_port=0, **options) as server, rpc_channel(server) as on:
+        yield server, on
+
+
+@needs_grpc
+@pytest.mark.parametrize("size", [3, 5_000, 100_000, 900_000])
+def test_compressed_message_is_answered_like_a_plain_one(size: int) -> None:
+    with rpc_server() as (server, on):
+        raw = bytes(range(250)) * (size // 250 + 1)
+        data = rpc_request(raw)
+        answers = [infer_on(on, data, compression=coding)[0] for coding in (None, grpc.Compression.Gzip)]
+        assert answers[0] == answers[1]
+        assert Reply.FromString(answers[1]).raw_output_contents == [raw]
+        assert server.server.counters.summary()["by_method"]["gRPC ModelInfer"] == {"ok": 2}
+
+
+@needs_grpc
+@pytest.mark.parametrize("path", ["ModelInfer", "ModelStreamInfer"])
+@pytest.mark.parametrize(
+    ("size", "is_packed", "is_compressed"),
+    [(1000, True, False), (10_000, True, True), (10_000, False, False), (100_000, True, False)],
+)
+def test_answers_to_compressed_messages_are_compressed(
+    size: int, is_packed: bool, is_compressed: bool, path: str
+) -> None:
+    data = rpc_request(bytes(size))
+    with serving("Identity", grpc_port=0) as server, connect(server.grpc_port) as sock:
+        asked = gzip.compress(data) if is_packed else data
+        answer = http2.ask(sock, f"{SERVICE}/{path}", asked, "gzip", is_packed)
+    assert answer.is_compressed == is_compressed
+    assert bytes(size) in (gzip.decompress(answer.data) if is_compressed else answer.data)
+
+
+RPC_WRONG: dict[str, tuple[bytes, str, str]] = {
+    "bomb": (gzip.compress(bytes(2**26)), "too_large", "the body inflates to more than 600000 bytes (--max-message-"),
+    "ratio": (gzip.compress(bytes(2**21)), "too_large", "the body inflates to more than 600000 bytes (--max-message-"),
+    "cut": (gzip.compress(rpc_request(b"x") if HAS_GRPC else b"")[:-1], "invalid_request", "stream is cut short"),
+    "followed": (gzip.compress(b"") + b"x", "invalid_request", "1 bytes after the end of the gzip stream"),
+    "damaged": (gzip.compress(b"")[:-5] + b"xxxxx", "invalid_request", "the body is not gzip: "),
+    "no message": (gzip.compress(b"\xff\xff no message"), "invalid_request", "not a inference.ModelInferRequest"),
+}
+
+
+@needs_grpc
+@pytest.mark.parametrize("name", RPC_WRONG)
+def test_refuses_wrong_compressed_messages(name: str) -> None:
+    data, code, said = RPC_WRONG[name]
+    with rpc_server(max_message_bytes=600_000) as (server, on):
+        with pytest.raises(grpc.RpcError) as raised:
+            infer_on(on, data)
+        assert dict(raised.value.trailing_metadata())["error-code"] == code
+        assert (raised.value.code().name, said in raised.value.details()) == ("INVALID_ARGUMENT", True)
+        assert infer_on(on, rpc_request(b"next"), compression=grpc.Compression.Gzip)
+        eventually(lambda: server.rpc.held_bytes == 0)
+
+
+@needs_grpc
+@pytest.mark.parametrize(
+    ("coding", "said"),
+    [("deflate", b"Compression algorithm 'deflate' is disabled"), ("br", b"Error parsing 'grpc-encoding'"),
+     ("gzip, gzip", b"Error parsing 'grpc-encoding'"), ("", b"Compression bit set but no encoding")],
+)  # fmt: skip
+def test_grpc_refuses_other_codings_itself(coding: str, said: bytes) -> None:
+    with serving("Identity", grpc_port=0) as server:
+        with connect(server.grpc_port) as sock:
+            answer = http2.ask(sock, f"{SERVICE}/ModelInfer", zlib.compress(rpc_request(b"x")), coding)
+        assert (answer.data, said in answer.trailers) == (b"", True)
+        with rpc_channel(server) as on:
+            assert infer_on(on, rpc_request(b"next"))
+
+
+@needs_grpc
+def test_requests_of_a_stream_are_compressed_one_by_one() -> None:
+    sizes = [3, 20_000, 100_000, 3, 20_000, 900_000]
+    with rpc_server() as (_, on):
+        stream = on.stream_stream(f"{SERVICE}/ModelStreamInfer")
+        asked = (rpc_request(bytes(size), str(size)) for size in sizes)
+        replies = list(map(StreamReply.FromString, stream(asked, timeout=WAIT, compression=grpc.Compression.Gzip)))
+        assert [reply.infer_response.id for reply in replies] == list(map(str, sizes))
+        assert [len(reply.infer_response.raw_output_contents[0]) for reply in replies] == sizes
+
+
+@needs_grpc
+def test_others_are_answered_while_a_long_message_is_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_back(monkeypatch) as (begun, may_go_on), rpc_server() as (server, on):
+        long = on.unary_unary(f"{SERVICE}/ModelInfer").future(
+            rpc_request(bytes(500_000)), timeout=WAIT, compression=grpc.Compression.Gzip
+        )
+        assert begun.acquire(timeout=WAIT)
+        assert infer_on(on, rpc_request(b"small"))
+        may_go_on.set()
+        assert len(long.result()) > 500_000
+        eventually(lambda: server.rpc.held_bytes == 0)
+
+
+@needs_grpc
+def test_inflated_message_of_a_client_that_left_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with held_back(monkeypatch) as (begun, may_go_on), rpc_server() as (server, on):
+        long = on.unary_unary(f"{SERVICE}/ModelInfer").future(
+            rpc_request(bytes(500_000)), timeout=WAIT, compression=grpc.Compression.Gzip
+        )
+        assert begun.acquire(timeout=WAIT)
+        long.cancel()
+        eventually(lambda: server.rpc.calls == 0)
+        may_go_on.set()
+        assert infer_on(on, rpc_request(b"next"))
+        eventually(lambda: server.rpc.held_bytes == 0)
+        assert server.server.counters.summary()["by_method"]["gRPC ModelInfer"] == {"ok": 1}

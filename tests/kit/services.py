@@ -100,7 +100,8 @@ class LocalServer:
             self._reserved = reserve(listener, settings.grpc_port)
             self.grpc_port = self._reserved.getsockname()[1]
             settings = replace(settings, grpc_port=self.grpc_port)
-            self.rpc = RpcServer(self.loop, served.rpcs, settings, self.server.counters, self.server.pacing)
+            server = self.server
+            self.rpc = RpcServer(self.loop, served.rpcs, settings, server.counters, server.pacing, server.reader)
         self.error: BaseException | None = None
         self.is_over = False
         self._adopted: list[Connection] = []

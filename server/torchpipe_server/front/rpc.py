@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from time import monotonic, perf_counter
@@ -14,7 +15,16 @@ import grpc
 import grpc.aio
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
-from torchpipe_py.serving import Bound, Method, Rpc, RpcRequest, WireAnswer, counted, parse_message
+from torchpipe_py.serving import (
+    Bound,
+    Method,
+    Rpc,
+    RpcRequest,
+    WireAnswer,
+    compression,
+    counted,
+    parse_message,
+)
 from torchpipe_server.front.call import Call
 from torchpipe_server.front.counters import RequestCounters
 from torchpipe_server.front.loop import Inbox, Loop, every
@@ -35,6 +45,7 @@ SILENT_SECONDS = 0.1  # a call without a message may be replaced by a newcomer a
 LOOK_SECONDS, FASTEST_BYTES = 0.02, 4 * 2**30  # shortest time between two looks; what may arrive in a second
 HEALTH = frozenset({"Check", "ServerLive", "ServerReady", "ModelReady"})
 PENDING_CALLS = 4  # for each that is admitted, until they are taken and admitted or refused
+MOST_COMPRESSED_BYTES = 2**15  # of an answer: grpc compresses it on the loop's thread, in up to 2 ms
 HEALTH_CALLS = 64  # that are admitted beyond the limit
 
 
@@ -43,10 +54,14 @@ class Recipient:
 
     def __init__(self, server: RpcServer, method: Method, future: asyncio.Future[WireAnswer]) -> None:
         self._server, self._method, self._future = server, method, future
+        self.compresses = False  # as its client does
 
     def reply(self, call: Call, result: Any) -> None:
         """Encode the answer and pass it to the loop; for any thread."""
-        self._server.answer(self, call, WireAnswer.of(self._method, result, self._server.reply))
+        answer = WireAnswer.of(self._method, result, self._server.reply)
+        if self.compresses and compression.SMALLEST_BYTES <= len(answer.data) <= MOST_COMPRESSED_BYTES:
+            answer = answer._replace(is_compressed=compression.shrinks(answer.data))
+        self._server.answer(self, call, answer)
 
     def settle(self, call: Call, answer: WireAnswer) -> None:
         """Take the answer; discarded if the client has left."""
@@ -61,22 +76,47 @@ class RpcCall:
     def __init__(self, server: RpcServer, rpc: Rpc) -> None:
         self.server, self.rpc = server, rpc
         self.future: asyncio.Future[WireAnswer] = server.loop.create_future()
-        self.call = Call(Recipient(server, rpc.method, self.future))
+        self.recipient = Recipient(server, rpc.method, self.future)
+        self.call = Call(self.recipient)
         self.refusal: BaseException | None = None  # in place of the message that it waited for
         self.answered_at = 0.0  # since when an answer waits for the client
         self.peer: Peer | None = None  # from its admission on
         self.watched = b""  # the message of a watch
 
-    def start(self, data: Any, context: Any) -> None:
+    async def receive(self, data: Any, context: Any) -> None:
+        """Take the message, compressed or not, and start the method that it calls; an error is the answer."""
+        self.call.began = monotonic()
+        if data is grpc.aio.EOF:
+            self.call.done(InvalidRequest("the call has no message"))
+            return
+        self.hold(len(data))
+        if self.peer is not None:
+            self.peer.deliver(len(data))
+        if data.startswith(compression.MAGIC):
+            self.recipient.compresses = True
+            try:
+                data = await self._inflate(data)
+            except Exception as error:
+                self.call.done(error)
+                return
+        self.start(data, context)
+
+    async def _inflate(self, data: bytes) -> bytes:
+        """The message, inflated on another thread unless it is short."""
+        server, inflater = self.server, compression.Inflater(data, "gzip", self.server.message)
+        if inflater.step(compression.SMALL_BYTES):
+            inflated = inflater.take()
+        else:
+            self.hold(inflater.held_bytes - self.call.size)
+            # NOTE: each to its end, or many would grow together.
+            inflated = await server.loop.run_in_executor(server.reader, inflater.finish)
+        self.hold(len(inflated) - self.call.size)
+        return inflated
+
+    def start(self, data: bytes, context: Any) -> None:
         """Start the method that the message calls; an error is the answer."""
         server, method, call = self.server, self.rpc.method, self.call
-        call.began = monotonic()
         try:
-            if data is grpc.aio.EOF:
-                raise InvalidRequest("the call has no message")
-            self.hold(len(data))
-            if self.peer is not None:
-                self.peer.deliver(len(data))
             if self.rpc.is_watch:
                 if len(data) > WATCHED_BYTES:
                     raise InvalidRequest(f"{len(data)} bytes to watch; the limit is {WATCHED_BYTES}")
@@ -110,13 +150,16 @@ class Reading:
 class RpcServer:
     """Serves the methods at ``options.host`` and ``options.grpc_port`` after ``listen``.
 
-    ``drain`` answers accepted calls for at most ``drain_seconds``. Everything but ``answer`` is for the loop's thread.
+    ``drain`` answers accepted calls for at most ``drain_seconds``. Long messages are inflated on ``reader``. Everything
+    but ``answer`` is for the loop's thread.
     """
 
     def __init__(
-        self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters, pacing: RefusalPacing
-    ) -> None:
+        self, loop: Loop, rpcs: Sequence[Rpc], options: Options, counters: RequestCounters, pacing: RefusalPacing,
+        reader: Executor,
+    ) -> None:  # fmt: skip
         self.loop, self.options, self.counters, self._pacing = loop, options, counters, pacing
+        self.reader, self.message = reader, Bound(options.max_message_bytes, "--max-message-bytes")
         self.peers = Peers(options.grpc_port)
         self.reading: dict[RpcCall, Reading] = {}  # calls that wait for a message, the longest waiting first
         self._unread_bytes = 0  # that grpc holds, at the last look
@@ -333,7 +376,7 @@ class RpcServer:
             try:
                 data = await context.read()
                 self.reading.pop(call, None)
-                call.start(data, context)
+                await call.receive(data, context)
                 del data  # NOTE: grpc keeps this frame with an error until garbage collection
             except asyncio.CancelledError:
                 if call.refusal is None:
@@ -353,6 +396,9 @@ class RpcServer:
             call.hold(len(answer.data))
         if answer.headers:
             context.set_trailing_metadata(tuple((name.lower(), value) for name, value in answer.headers.items()))
+        if answer.is_compressed:
+            context.set_compression(grpc.Compression.Gzip)
+            await context.send_initial_metadata(())  # NOTE: with those that it sends by itself, grpc forgets the coding
         return answer.data
 
     async def _pace(self, call: RpcCall, context: Any) -> None:
@@ -394,6 +440,8 @@ class RpcServer:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the service is ending: watch again")
             await asyncio.wait({self.draining}, timeout=TICK_SECONDS)
             call, was_ending = RpcCall(self, rpc), self.is_ending
+            call.call.began = monotonic()
+            call.hold(len(watch.watched))
             call.start(watch.watched, context)
             answer = await call.future
             call.release()
@@ -453,11 +501,11 @@ class _RequestStream:
             if refusal is not None:
                 call.call.done(refusal)
                 break
-            call.start(reading.result(), self._context)
+            await call.receive(reading.result(), self._context)
         return ""
 
     async def _write(self) -> None:
-        place = self._place
+        place, is_first = self._place, True
         while (call := await self._calls.get()) is not None:
             answer = await call.future
             self._server.count(call, answer)
@@ -467,6 +515,11 @@ class _RequestStream:
             if answer.code is not None:
                 await _abort(self._context, answer)
             place.hold(len(answer.data))
+            if is_first and call.recipient.compresses:
+                self._context.set_compression(grpc.Compression.Gzip)
+            is_first = False
+            if not answer.is_compressed:
+                self._context.disable_next_message_compression()
             await self._context.write(answer.data)
             place.hold(-len(answer.data))
             place.answered_at = 0.0
@@ -491,7 +544,11 @@ def _metadata_of(context: Any) -> tuple[dict[str, str], float | None]:
 
 
 def settings(options: Options) -> list[tuple[str, int]]:
-    """The limits as options of grpc. NOTE: grpc cannot bound decompressed messages, so compression is off."""
+    """The limits as options of grpc.
+
+    NOTE: grpc does not bound what it inflates, so it passes compressed messages as they are. It does not say which are,
+    so only gzip is allowed, whose first bytes no message has.
+    """
     most, forever = options.max_connections, 2**31 - 1
     return [
         ("grpc.so_reuseport", 1),
@@ -506,7 +563,8 @@ def settings(options: Options) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", 2 * most),  # silent ones are closed at the next tick
         ("grpc.max_metadata_size", MAX_HEAD_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_HEAD_BYTES),
-        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.compression_enabled_algorithms_bitset", 0b101),  # none and gzip
+        ("grpc.per_message_decompression", 0),
         ("grpc.server_handshake_timeout_ms", min(forever, round(1000 * options.message_seconds))),
         ("grpc.max_connection_idle_ms", min(forever, round(1000 * options.idle_seconds)) or forever),
         ("grpc.keepalive_time_ms", PROBE_EVERY_MS),

@@ -224,7 +224,8 @@ class Worker:
             os.environ.setdefault("GRPC_VERBOSITY", "NONE")
             from torchpipe_server.front.rpc import RpcServer
 
-            self._rpc = RpcServer(self._loop, served.rpcs, options, self._server.counters, self._server.pacing)
+            server = self._server
+            self._rpc = RpcServer(self._loop, served.rpcs, options, server.counters, server.pacing, server.reader)
         every(self._loop, END_SECONDS, self._end_if_finished)
         handlers: Handlers = {
             "connection": self._adopt,

@@ -31,6 +31,7 @@ class WireAnswer(NamedTuple):
     """An answer as it is sent.
 
     ``code`` is ``None`` for a message, else the name of the error's ``grpc.StatusCode``, and ``text`` its message.
+    ``is_compressed``: whether grpc is to compress it.
     """
 
     data: bytes
@@ -38,6 +39,7 @@ class WireAnswer(NamedTuple):
     outcome: str = OK
     code: str | None = None
     text: str = ""
+    is_compressed: bool = False
 
     @classmethod
     def of(cls, method: Method, result: Any, most: Bound) -> WireAnswer:
