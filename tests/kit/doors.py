@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -307,6 +309,26 @@ def _read_oip(body: bytes, fields: Mapping[str, str]) -> Arrays:
     return found
 
 
+def compressed(coding: str, form: Callable[[Asked], Http]) -> Callable[[Asked], Http]:
+    """The request with its body compressed, whose answer may be, too."""
+    window = {"gzip": 31, "deflate": 15}[coding]
+
+    def made(asked: Asked) -> Http:
+        request = form(asked)
+        packer = zlib.compressobj(wbits=window)
+        fields = {**request.fields, "content-encoding": coding, "accept-encoding": coding}
+
+        def read(body: bytes, told: Mapping[str, str]) -> Arrays:
+            if "content-encoding" in told:
+                assert told["content-encoding"] == coding
+                body = zlib.decompress(body, window)
+            return request.read(body, told)
+
+        return Http(request.path, packer.compress(request.body) + packer.flush(), fields, read)
+
+    return made
+
+
 def over_http(form: Callable[[Asked], Http]) -> Door:
     def ask(house: House, asked: Asked) -> Answer:
         request = form(asked)
@@ -351,7 +373,7 @@ def _of_http(request: Http, status: int, body: bytes, fields: Mapping[str, str])
 # -- gRPC -----------------------------------------------------------------------------------------------------------
 
 
-def rpc(house: House, asked: Asked) -> Answer:
+def rpc(house: House, asked: Asked, is_compressed: bool = False) -> Answer:
     import grpc
 
     from torchpipe_py.methods.rpc.messages import message
@@ -369,7 +391,7 @@ def rpc(house: House, asked: Asked) -> Answer:
             "/inference.GRPCInferenceService/ModelInfer",
             request_serializer=lambda given: given.SerializeToString(),
             response_deserializer=message("inference.ModelInferResponse").FromString,
-        ).future(request, wait_for_ready=True)
+        ).future(request, wait_for_ready=True, compression=grpc.Compression.Gzip if is_compressed else None)
         try:
             found = call.result(house.seconds)
         except grpc.FutureTimeoutError:
@@ -393,9 +415,12 @@ DOORS: dict[str, Door] = {
     "infer": over_http(infer),
     "oip": over_http(oip),
     "oip_binary": over_http(oip_binary),
-    **({"grpc": rpc} if HAS_GRPC else {}),
+    "infer_gzip": over_http(compressed("gzip", infer)),
+    "oip_binary_deflate": over_http(compressed("deflate", oip_binary)),
+    **({"grpc": rpc, "grpc_gzip": partial(rpc, is_compressed=True)} if HAS_GRPC else {}),
     "ray_infer": over_ray(infer),
     "ray_oip_binary": over_ray(oip_binary),
+    "ray_infer_gzip": over_ray(compressed("gzip", infer)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -81,6 +82,19 @@ def test_answers_bytes() -> None:
     assert got.headers == {}
 
 
+@pytest.mark.parametrize("size", [100, 150_000])
+def test_inflates_bodies_and_compresses_answers(size: int) -> None:
+    fields = {"content_type": "application/json", "content_encoding": "gzip", "accept_encoding": "gzip"}
+    body = json.dumps({"inputs": {"data": {"dtype": "uint8", "shape": [size], "data": [7] * size}}}).encode()
+    limits = {"max_message_bytes": 10**6}
+    plain: HttpAnswer = served(lambda replica: ask(replica, INFER, body, **JSON), **limits)
+    answer: HttpAnswer = served(lambda replica: ask(replica, INFER, gzip.compress(body), **fields), **limits)
+    assert (answer.status, answer.headers.get("Content-Encoding")) == (200, "gzip" if size > 1400 else None)
+    assert (gzip.decompress(answer.body) if size > 1400 else answer.body) == plain.body
+    assert [each.headers.get("Vary") for each in (plain, answer)] == ["Accept-Encoding" if size > 1400 else None] * 2
+
+
+BOMB = gzip.compress(bytes(1000), mtime=0)
 TENSOR = b'{"inputs": [{"name": "data", "datatype": "BYTES", "shape": [3], "data": ["a", "b", "c"]}]}'
 
 
@@ -107,6 +121,19 @@ def test_answers_errors(name: str, body: bytes, status: int, code: str, text: st
     assert (answer.status, told["code"]) == (status, code)
     assert told["error"] == text or not text
     assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
+
+
+@pytest.mark.parametrize(
+    ("body", "coding", "status", "said"),
+    [
+        (BOMB, "gzip", 413, "the body inflates to more than 200 bytes (max_message_bytes)"),
+        (b"plain", "deflate", 400, "the body is not deflate: incorrect header check"),
+        (b"plain", "br", 415, "Content-Encoding 'br'; expected gzip, deflate or none"),
+    ],
+)
+def test_refuses_wrong_compressed_bodies(body: bytes, coding: str, status: int, said: str) -> None:
+    answer: HttpAnswer = served(lambda replica: ask(replica, INFER, body, content_encoding=coding))
+    assert (answer.status, json.loads(answer.body)["error"]) == (status, said)
 
 
 @pytest.mark.parametrize(

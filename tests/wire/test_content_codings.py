@@ -118,7 +118,7 @@ def test_refuses_every_cut_stream(coding: str) -> None:
 
 
 @every_coding
-@pytest.mark.parametrize("rest", [b"x", bytes(100_000), pack(b"another", "gzip")])
+@pytest.mark.parametrize("rest", [b"x", bytes(100_000), pack(b"another", "gzip")], ids=["byte", "zeros", "stream"])
 def test_refuses_bytes_after_the_stream(coding: str, rest: bytes) -> None:
     with pytest.raises(InvalidRequest, match=f"^{len(rest)} bytes after the end of the {coding} stream$"):
         Inflater(pack(NOISE, coding) + rest, coding, LIMIT).finish()

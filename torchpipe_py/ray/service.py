@@ -28,6 +28,7 @@ from torchpipe_py.serving import (
     RpcRequest,
     Served,
     Tables,
+    compression,
     counted,
     failure,
     import_all,
@@ -155,10 +156,18 @@ class PipeReplica:
                 check_size(len(read), self._message)
             request.body, served = bytes(read), self._served  # NOTE: read it now: it may have been exchanged
             route, request.parameters = served.routes.find(request)
+            inflater = compression.inflater_of(request, self._message)
+            if inflater is not None:
+                is_inflated, loop = inflater.step(compression.SMALL_BYTES), asyncio.get_running_loop()
+                request.inflated(inflater.take() if is_inflated else await loop.run_in_executor(None, inflater.finish))
             answer: HttpAnswer = await served.finished(route.method.start, request)
             if len(answer.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(answer.body), self._reply)
-            return answer
+            accepted = request.fields.get("accept-encoding", "")
+            if len(answer.body) > compression.SMALL_BYTES and accepted:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(None, compression.compressed, answer, accepted)
+            return compression.compressed(answer, accepted)
         except Exception as error:
             failed = failure(error)
             return json_answer(failed.body, failed.status, failed.headers)
