@@ -230,6 +230,14 @@ def test_folders_of_tests_mirror_the_folders_that_they_test() -> None:
             assert ROOT.joinpath(homes.get(first, f"torchpipe_py/{first}"), *rest).is_dir(), folder
 
 
+def test_tests_import_no_tests_of_other_folders() -> None:
+    """They are on the path only where pytest has collected their folder before."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for name in re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            folders = (path.parent, ROOT / "tests", ROOT / "scripts")
+            assert any((folder / f"{name}.py").exists() for folder in folders), f"{path}: {name}"
+
+
 def test_no_command_takes_the_beginning_of_a_flag() -> None:
     """``--engine`` for ``--engines``, say: a parser is that of ``arguments``, or says so itself."""
     abbreviating = re.compile(r"from argparse import|argparse\.ArgumentParser\((?!allow_abbrev=False)")

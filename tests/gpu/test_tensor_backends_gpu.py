@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.gpu import needs_gpu, two_devices
 from kit.image_backends import Data, noise, run, to_tensor
-from test_ops import ON_TENSORS, SIZES, Case
+from kit.image_cases import ON_TENSORS, SIZES, Case
 
 from torchpipe_py import pipe
 
