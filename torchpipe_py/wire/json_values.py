@@ -200,13 +200,13 @@ def _tensor_from(where: str, dtype: Any, shape: Any, data: Any) -> torch.Tensor 
 
 
 def _texts_from(where: str, shape: Any, data: Any) -> np.ndarray:
-    rows = _rows(where, data) if isinstance(data, list) else [None]
-    flat = list(chain.from_iterable(rows)) if all(isinstance(row, list) for row in rows) else [None]
-    if not all(isinstance(each, (str, dict)) for each in flat):
+    rows = _rows(where, data) if isinstance(data, list) else []
+    flat = [each for row in rows if isinstance(row, list) for each in row]
+    if not all(isinstance(row, list) for row in (data, *rows)) or not set(map(type, flat)) <= {str, dict}:
         raise InvalidRequest(f'{where}the data of {STRING} is a list of texts, or of {{"b64": "…"}} for bytes')
     if len(flat) > MOST_ELEMENTS:
         raise InvalidRequest(f"{where}{len(flat)} texts; the limit is {MOST_ELEMENTS}")
-    elements = [from_json(where, each) if isinstance(each, dict) else each for each in flat]
+    elements: list[Any] = [from_json(where, each) if isinstance(each, dict) else each for each in flat]
     if not all(isinstance(each, (str, bytes)) for each in elements):
         raise InvalidRequest(f"{where}the data of {STRING} is a list of texts")
     return array_of_texts(where, shape, elements)
