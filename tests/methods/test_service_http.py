@@ -131,7 +131,10 @@ WRONG_JSON = {
     "null": (b'{"inputs": {"data": null}}', "expected a text"),
     "another name for base64": (b'{"inputs": {"data": {"base64": "aGk="}}}', 'expected a text, a number, {"b64": '),
     "base64 that is cut off": (b'{"inputs": {"data": {"b64": "aGk"}}}', "b64 is not base64: Incorrect padding"),
-    "base64 of a URL": (b'{"inputs": {"data": {"b64": "data:image/png;base64,aGk="}}}', "leave out what is before its"),
+    "a data URI of another coding": (
+        b'{"inputs": {"data": {"b64": "data:image/svg+xml,hi"}}}',
+        "'data': a data URI that is not base64: 'data:image/svg+xml'",
+    ),
     "dtype": (b'{"inputs": {"data": {"dtype": "uint9", "shape": [], "data": []}}}', "uint8"),
     "shape": (b'{"inputs": {"data": {"dtype": "uint8", "shape": [-1], "data": [1]}}}', "not a list of sizes"),
     "a shape that none can have": (

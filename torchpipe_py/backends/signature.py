@@ -31,7 +31,8 @@ class TensorSpec:
 
     ``dtype`` is a name common to NumPy and PyTorch, or ``bfloat16``, or ``bytes``; empty if unknown. ``labels``
     name the classes of an output that has one number per class. ``is_scalar``: an output has no dimensions, and not
-    even a batch. ``is_optional``: the model has a value for an input that a request leaves out.
+    even a batch. ``is_optional``: the model has a value for an input that a request leaves out. ``is_image``: its bytes
+    are an encoded image, which JSON may have as base64 text.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TensorSpec:
     labels: tuple[str, ...] = ()
     is_scalar: bool = False
     is_optional: bool = False
+    is_image: bool = False
 
     def __str__(self) -> str:
         shape = [shown_dims((1, *self.dims[1:]))] if self.dims else []
@@ -63,7 +65,7 @@ class Signature:
     outputs: tuple[TensorSpec, ...] = ()
 
 
-ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None, 1), BYTES),))
+ENCODED_IMAGE = Signature(inputs=(TensorSpec(TASK_DATA_KEY, (None, 1), BYTES, is_image=True),))
 """The signature of a decoder."""
 
 LABEL_AND_SCORE = (TensorSpec("label", (None,), BYTES), TensorSpec("score", (None,), "float32"))

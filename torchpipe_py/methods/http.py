@@ -35,7 +35,8 @@ class HttpHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         admit = partial(self._admit, request.arrived) if self._pipe.is_refusing else None
-        asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers, admit)
+        body, images = request.take_body(), self._roots.images
+        asked = read_request(body, request.query, request.fields, self._text, self._headers, images, admit)
         root, data = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
         root_name = data.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(data), root_name, request.arrived)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchpipe_py.backends.signature import Signature
-from torchpipe_py.errors import InvalidRequest, nearest
+from torchpipe_py.errors import InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.parameters import give
@@ -19,13 +19,15 @@ _ALWAYS = (TASK_CONTEXT_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY)
 class Root:
     """A root of a pipe: the names of its model's inputs, unless that is ``data`` alone, and its outputs.
 
-    ``reads`` are the other keys that a request may have; ``None``: any.
+    ``reads`` are the other keys that a request may have; ``None``: any. ``images`` are the inputs that are encoded
+    images.
     """
 
     def __init__(self, signature: Signature, reads: Collection[str] | None = None) -> None:
         names = [spec.name for spec in signature.inputs]
         self.names = [] if names == [TASK_DATA_KEY] else names
         self.outputs = signature.outputs
+        self.images = frozenset(spec.name for spec in signature.inputs if spec.is_image)
         self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
         self._reads = reads
 
@@ -106,9 +108,7 @@ class Roots:
 
         Where the pipe has several roots, an input ``node_name`` names one, too.
         """
-        if node_name is None and self._pipe.only_root is None:
-            named = given.get(TASK_NODE_NAME_KEY)
-            node_name = named if isinstance(named, str) else None
+        node_name = self._named(given, node_name)
         root = self.find(node_name)
         item = root.item(given, wanted)
         if node_name is not None:
@@ -117,6 +117,19 @@ class Roots:
             item[TASK_PRIORITY_KEY] = priority
         give(item, parameters)
         return root, item
+
+    def images(self, given: Mapping[str, Any], node_name: str | None) -> Collection[str]:
+        """The inputs that are encoded images, at the root that a request enters; none if there is no such root."""
+        try:
+            return self.find(self._named(given, node_name)).images
+        except UnknownNode:
+            return ()
+
+    def _named(self, given: Mapping[str, Any], node_name: str | None) -> str | None:
+        if node_name is None and self._pipe.only_root is None:
+            named = given.get(TASK_NODE_NAME_KEY)
+            return named if isinstance(named, str) else None
+        return node_name
 
 
 def root_of(run: pipe, node_name: str | None) -> Root:

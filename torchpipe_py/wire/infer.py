@@ -49,15 +49,19 @@ class _Options(msgspec.Struct, gc=False, omit_defaults=True):
 
 _decode_options = msgspec.json.Decoder(_Options).decode
 
+Images = Callable[[Mapping[str, Any], "str | None"], Collection[str]]
+"""The inputs that are encoded images, of a request with these inputs and this ``node_name``."""
+
 
 def read_request(
-    body: bytes, query: str, fields: Mapping[str, str], text: Bound, headers: ForwardedHeaders,
+    body: bytes, query: str, fields: Mapping[str, str], text: Bound, headers: ForwardedHeaders, images: Images,
     admit: Callable[[Asked], object] | None = None,
 ) -> Asked:  # fmt: skip
     """Read a request. Raises ``InvalidRequest``. ``text`` bounds the texts of JSON, ``headers`` become parameters.
 
-    ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
-    read, which takes long, with a request that lacks them; it may raise.
+    ``fields`` are the headers, their names in lower case. A text of JSON for one of the ``images`` is base64. ``admit``,
+    if given, is called before the inputs of JSON are read, which takes long, with a request that lacks them; it may
+    raise.
     """
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
@@ -71,7 +75,7 @@ def read_request(
                 # Outputs in JSON, which are not read here, replace those of the query.
                 known = {"priority": priority, "deadline_ms": deadline, **options, **early, "outputs": None}
                 admit(_asked({}, known, "", {}))
-        data, more = _read_json(body, options, text)
+        data, more = _read_json(body, options, text, images)
     elif kind == "multipart/form-data":
         # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
@@ -132,7 +136,9 @@ def answer_of(
     return line
 
 
-def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_json(
+    body: bytes, options: dict[str, Any], text: Bound, images: Images
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The request's dict, and the parameters for backends; those for the service go to ``options``."""
     value = parse_json(body)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
@@ -151,7 +157,9 @@ def _read_json(body: bytes, options: dict[str, Any], text: Bound) -> tuple[dict[
         raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
     milliseconds(value.get("deadline_ms"), (int, float))
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
-    return inputs_from(value["inputs"], text), more
+    node_name = options.get("node_name")
+    known = images(value["inputs"], node_name if isinstance(node_name, str) else None)
+    return inputs_from(value["inputs"], text, known), more
 
 
 def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str, parameters: dict[str, Any]) -> Asked:

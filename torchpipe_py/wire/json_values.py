@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ NUMBER_BYTES = 2
 SMALL_BYTES = 2**16
 """JSON up to this size is read at once; of more, other threads get their turn in between."""
 _BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
+_DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """The types that JSON may hold for each of NumPy's kinds."""
 _SHOWN = {
@@ -71,18 +73,21 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequest(f"JSON: {error}") from None
 
 
-def inputs_from(given: Mapping[str, Any], text: Bound) -> dict[str, Any]:
+def inputs_from(given: Mapping[str, Any], text: Bound, images: Collection[str] = ()) -> dict[str, Any]:
     """A request's dict: of each key what ``from_json`` makes of its value, a list of such bytes and arrays, or a plain
     list as it is: of texts, numbers, booleans and such lists. ``InvalidRequest`` for anything else, and for too much.
 
-    ``text`` bounds the texts: in memory a character may take four times its bytes.
+    ``text`` bounds the texts: in memory a character may take four times its bytes. A text for one of ``images`` is
+    read by ``from_base64``.
     """
     check_names("inputs", given)
     inputs: dict[str, Any] = {}
     counted = _Counted(text)
     for key, value in given.items():
         where = f"{key[:40]!r}: "
-        if not isinstance(value, (list, Numbers)):
+        if isinstance(value, str) and key in images:
+            inputs[key] = from_base64(where, value, "the text of an image is neither base64 nor a data URI")
+        elif not isinstance(value, (list, Numbers)):
             inputs[key] = from_json(where, value)
             if isinstance(value, str):
                 counted.add_text(where, value)
@@ -157,7 +162,7 @@ def from_json(where: str, value: Any) -> Any:
     """A text, a number, ``{"b64": …}`` for bytes or ``{"dtype": …, "shape": …, "data": […]}`` for an array."""
     if isinstance(value, dict):
         if set(value) == {"b64"}:
-            return _from_base64(where, value["b64"])
+            return from_base64(where, value["b64"])
         if "dtype" in value:
             return _tensor_from(where, value["dtype"], value.get("shape"), value.get("data"))
     elif isinstance(value, str):
@@ -169,14 +174,21 @@ def from_json(where: str, value: Any) -> Any:
     raise InvalidRequest(f"{where}expected a text, a number, {forms}, or a list")
 
 
-def _from_base64(where: str, text: Any) -> bytes:
+def from_base64(where: str, text: Any, problem: str = "b64 is not base64") -> bytes:
+    """The bytes of a text that is base64, perhaps in lines, or a data URI. ``InvalidRequest`` with the ``problem``."""
+    if isinstance(text, str):
+        if (uri := _DATA_URI.match(text)) is not None:
+            if not uri[1].lower().endswith(";base64"):
+                raise InvalidRequest(f"{where}a data URI that is not base64: 'data:{uri[1][:40]}'")
+            text = text[uri.end() :]
+        if "\n" in text:
+            text = text.replace("\r", "").replace("\n", "")
     try:
         if len(text) <= _BASE64_PIECE:
             return base64.b64decode(text, validate=True)
         return b"".join(_base64_pieces(text))
     except (TypeError, ValueError) as error:
-        hint = "; leave out what is before its comma, 'data:image/…;base64,'" if str(text)[:5] == "data:" else ""
-        raise InvalidRequest(f"{where}b64 is not base64: {str(error)[:80]}{hint}") from None
+        raise InvalidRequest(f"{where}{problem}: {str(error)[:80]}") from None
 
 
 def _base64_pieces(text: str) -> Iterator[bytes]:

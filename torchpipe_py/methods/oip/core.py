@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -103,6 +103,13 @@ class Model:
         if root is None:
             root = self._roots[node_name] = root_of(self.pipe, node_name)
         return root
+
+    def images(self, node_name: str | None) -> Collection[str]:
+        """The inputs that are encoded images, at the root that a request names; none if there is no such root."""
+        try:
+            return self.root(self.entered(node_name)).images
+        except UnknownNode:
+            return ()
 
     def signature(self, node_name: str | None) -> Signature | None:
         """The signature of the root of this name; ``None`` without a name, if there are several roots."""

@@ -92,7 +92,7 @@ class OipHandler:
         parameters = request.parameters
         model = self._core.models.find(unquote(parameters["model"]), unquote(parameters.get("version", "")))
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
-        asked = read_infer(request.take_body(), request.fields, self._limits, admit)
+        asked = read_infer(request.take_body(), request.fields, self._limits, model.images, admit)
         return self._core.infer(model, asked, self, began, done)
 
     def plain(self, model: Model, root: Root, asked: InferRequest, value: Any) -> HttpAnswer | None:

@@ -14,6 +14,7 @@ import msgspec
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.methods.oip.requests import (
     Given,
+    Images,
     InferLimits,
     InferRequest,
     InputOptions,
@@ -91,13 +92,13 @@ _decode = msgspec.json.Decoder(_Asked).decode
 
 
 def read_infer(
-    body: bytes, fields: Mapping[str, str], limits: InferLimits,
+    body: bytes, fields: Mapping[str, str], limits: InferLimits, images: Images | None = None,
     admit: Callable[[float | None, int, str | None], object] | None = None,
 ) -> InferRequest:  # fmt: skip
     """Read a request; ``fields`` are its headers, their names in lower case. Raises ``InvalidRequest``.
 
-    ``admit``, if given, is called with what ``options_of`` returns before inputs are read, which takes long; it may
-    raise.
+    Texts of JSON for ``images`` are base64. ``admit``, if given, is called with what ``options_of`` returns before
+    inputs are read, which takes long; it may raise.
     """
     deadline_ms = milliseconds(fields["x-deadline-ms"]) if "x-deadline-ms" in fields else None
     priority = priority_of(fields["x-priority"]) if "x-priority" in fields else 0
@@ -118,7 +119,9 @@ def read_infer(
     is_binary = options is not None and options.binary_data_output
     outputs = [output.wanted(is_binary) for output in asked.outputs] if asked.outputs else ()
     _add_binary(asked.inputs, view[size:])
-    return infer_request(asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority, more)
+    return infer_request(
+        asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority, more, images
+    )
 
 
 def takes_long(request: HttpRequest) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -24,6 +24,9 @@ MOST_ITEM_VALUES = 2**12
 
 _BASE64 = ("base64", "pillow_image")  # MLServer's codecs of bytes and of images
 _ELSEWHERE = {"binary_data_size": "an input", "binary_data": "an output", "classification": "an output"}
+
+Images = Callable[["str | None"], Collection[str]]
+"""The inputs that are encoded images, of a request with this ``node_name``."""
 
 Row = dict[str, Any]
 """The inputs of one item, by name."""
@@ -136,10 +139,11 @@ class InferRequest(msgspec.Struct):
 def infer_request(
     id: str | None, options: Options | None, inputs: Sequence[Given], outputs: Sequence[Wanted], most: int,
     is_binary: bool, deadline_ms: float | None = None, priority: int = 0, more: dict[str, Any] | None = None,
+    images: Images | None = None,
 ) -> InferRequest:  # fmt: skip
     """Check a request. Raises ``InvalidRequest``. ``most`` bounds the batch, ``more`` are the backends' parameters.
 
-    ``deadline_ms`` and ``priority`` are those that the options may change.
+    ``deadline_ms`` and ``priority`` are those that the options may change. ``images`` is for a request in JSON.
     """
     node_name = None
     if options is not None:
@@ -148,7 +152,8 @@ def infer_request(
         check_name("id", id)
     if outputs:
         _check_names("outputs", [output.name for output in outputs])
-    return InferRequest(id, _rows(inputs, most), outputs, is_binary, node_name, deadline_ms, priority, more or {})
+    rows = _rows(inputs, most, images(node_name) if images is not None else ())
+    return InferRequest(id, rows, outputs, is_binary, node_name, deadline_ms, priority, more or {})
 
 
 def options_of(
@@ -200,7 +205,7 @@ def _check_names(what: str, names: Sequence[str]) -> None:
         raise InvalidRequest(f"{what}: a name appears twice")
 
 
-def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
+def _rows(inputs: Sequence[Given], most: int, images: Collection[str]) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
     first = inputs[0]
@@ -213,7 +218,7 @@ def _rows(inputs: Sequence[Given], most: int) -> list[Row]:
     rows: list[Row] = []
     values = 0
     for given in inputs:
-        form = form_of(given.name, given.datatype, given.shape)
+        form = form_of(given.name, given.datatype, given.shape, given.name in images and not given.is_base64)
         items = form.shape[0]
         if items > most:
             raise InvalidRequest(f"{form.where}a batch of {items}; the limit is {most} (max_batch)")

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchpipe_py.errors import InvalidRequest, NoResult, counted
 from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_json, numbers_to_json
+from torchpipe_py.wire.json_values import NUMBER_BYTES, array_from, from_base64, from_json, numbers_to_json
 from torchpipe_py.wire.values import array_of_bytes, check_finite, check_form, shaped, to_array
 
 BYTES, BF16 = "BYTES", "BF16"
@@ -32,11 +32,15 @@ _LENGTH = struct.Struct("<I")  # in front of each element of BYTES
 
 
 class Form(NamedTuple):
-    """The declaration of a request's tensor. The first size of ``shape`` is the number of items."""
+    """The declaration of a request's tensor. The first size of ``shape`` is the number of items.
+
+    ``is_image``: its elements are encoded images, so that texts of JSON are base64.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    is_image: bool = False
 
     @property
     def values(self) -> int:
@@ -49,9 +53,9 @@ class Form(NamedTuple):
         return f"input {self.name[:40]!r}: "
 
 
-def form_of(name: str, datatype: str, shape: Sequence[int]) -> Form:
+def form_of(name: str, datatype: str, shape: Sequence[int], is_image: bool = False) -> Form:
     """Checked; ``InvalidRequest`` for a type that does not exist, or a shape that no tensor of a batch has."""
-    form = Form(name, datatype, tuple(shape))
+    form = Form(name, datatype, tuple(shape), is_image)
     check_form(form.where, datatype, shape, DATATYPES)
     if not shape or not shape[0]:
         raise InvalidRequest(f"{form.where}the shape {shape} has no batch: its first size is the number of items")
@@ -97,6 +101,8 @@ def _elements(form: Form, data: Any) -> Iterator[bytes]:
     for element in data:
         if isinstance(element, dict):
             element = from_json(form.where, element)
+        elif form.is_image and isinstance(element, str):
+            element = from_base64(form.where, element, "the text of an image is neither base64 nor a data URI")
         try:
             yield element if isinstance(element, bytes) else element.encode()
         except (AttributeError, UnicodeEncodeError):

@@ -84,7 +84,8 @@ class PageHandler:
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
-        asked = read_request(request.take_body(), request.query, request.fields, self._text, self._headers)
+        body, images = request.take_body(), self._roots.images
+        asked = read_request(body, request.query, request.fields, self._text, self._headers, images)
         root, given = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
         root_name = given.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(given), root_name, request.arrived)
