@@ -74,7 +74,7 @@ class Options:
         1024 * MEBIBYTE, "bytes of unanswered messages and unread replies in a worker; then the largest are dropped", 64
     )
     max_items: int = _option(2**12, "fields, list elements and map entries of one message, all together", 16)
-    max_batch: int = _option(256, "images or inputs of one infer_many", 1)
+    max_batch: int = _option(256, "images or inputs of one call, as of infer_many or /infer", 1)
     max_depth: int = _option(64, "nested structs and containers of one message", 2, 128)
     message_seconds: float = _option(30.0, "seconds for a whole message to arrive, and for a reply to be read", 0.01)
     idle_seconds: float = _option(300.0, "seconds after which a silent connection is closed; 0 keeps it")

@@ -1,4 +1,4 @@
-"""Images over HTTP: as text in JSON."""
+"""Images over HTTP: as text in JSON, several in one call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ def text_of(image: bytes) -> str:
     return base64.b64encode(image).decode()
 
 
+NODES = {
+    "decoder": {"backend": "DecodeMat"}, "crop": {"backend": "S[DecodeMat,CropMat]"}, "any": {"backend": "Identity"},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def house() -> Iterator[House]:
     """A root that decodes, and one that takes anything."""
-    with doors.house({"decoder": {"backend": "DecodeMat"}, "any": {"backend": "Identity"}}) as house:
+    with doors.house(NODES) as house:
         yield house
 
 
@@ -102,3 +107,72 @@ def test_image_as_text_may_be_larger_than_texts(decoder: LocalServer) -> None:
     body = {"inputs": {"data": f"data:image/png;base64,{text_of(png(large))}"}, "outputs": ["color"]}
     assert len(json.dumps(body)) > 2**20
     assert ask(decoder.port, body, Content_Type="application/json") == (200, {"color": "bgr"})
+
+
+# -- several in one call ----------------------------------------------------------------------------------------------
+
+
+def form_of(files: list[bytes], **fields: str) -> tuple[bytes, str]:
+    parts = [b'; name="images[]"; filename="a.png"\r\n\r\n' + file for file in files]
+    parts += [f'; name="{name}"\r\n\r\n{text}'.encode() for name, text in fields.items()]
+    body = b"".join([b"--xyz\r\nContent-Disposition: form-data" + part + b"\r\n" for part in parts])
+    return body + b"--xyz--\r\n", "multipart/form-data; boundary=xyz"
+
+
+def as_form(files: list[bytes], **fields: Any) -> doors.Http:
+    body, kind = form_of(files, node_name="crop", **{name: json.dumps(value) for name, value in fields.items()})
+    return doors.Http("/infer", body, {"content-type": kind}, lambda body, fields: json.loads(body))
+
+
+def as_list(files: list[bytes], **fields: Any) -> doors.Http:
+    inputs = [{"data": text_of(file), **fields} for file in files]
+    body = json.dumps({"inputs": inputs, "node_name": "crop"}).encode()
+    kind = {"content-type": "application/json"}
+    return doors.Http("/infer", body, kind, lambda body, fields: json.loads(body))
+
+
+@pytest.mark.parametrize("form", [as_form, as_list])
+@pytest.mark.parametrize("way", [doors.over_http, doors.over_ray])
+def test_each_of_several_images_has_its_outcome(house: House, way: Any, form: Any) -> None:
+    files = [png(PIXELS), b"\0 no image", png(PIXELS[::-1]), b"", png(PIXELS)]
+    answer = way(lambda asked: form(files, box=[0, 0, 2, 1]))(house, doors.Asked("crop", {}, []))
+    assert answer.code == "ok", answer.message
+    outcomes = answer.values["outcomes"]
+    assert [outcome.get("code", "ok") for outcome in outcomes] == ["ok", "decode_error", "ok", "decode_error", "ok"]
+    assert all(outcome["error"] for outcome in outcomes if "code" in outcome)
+    for index, pixels in ((0, PIXELS), (2, PIXELS[::-1]), (4, PIXELS)):
+        assert outcomes[index].keys() == {"outputs"}
+        found = doors._from_json_array(outcomes[index]["outputs"]["result"])
+        assert doors.same(found, pixels[:1, :2])
+
+
+def test_items_with_wrong_inputs_fail_alone(house: House) -> None:
+    good = {"data": TEXT}
+    items = [good, {"data": "a.jpg"}, {"dat": TEXT}, 3, {"data": TEXT, "x": {"y": 1}}, {}, good]
+    status, answer = ask(house.server.port, {"inputs": items, "node_name": "decoder"}, Content_Type="application/json")
+    assert status == 200
+    codes = [outcome.get("code", "ok") for outcome in answer["outcomes"]]
+    assert codes == ["ok", *["invalid_request"] * 5, "ok"]
+
+
+def test_list_of_one_is_a_batch_and_of_none_has_no_outcome(house: House) -> None:
+    for inputs in ([], [{"data": TEXT}]):
+        body = {"inputs": inputs, "node_name": "decoder"}
+        status, answer = ask(house.server.port, body, Content_Type="application/json")
+        assert (status, len(answer["outcomes"])) == (200, len(inputs))
+
+
+def test_outcomes_beyond_the_size_of_an_answer_are_too_large(house: House) -> None:
+    large = {"data": text_of(png(np.zeros((100, 80, 3), "u1")))}
+    body = {"inputs": [large, large], "node_name": "decoder"}
+    status, answer = ask(house.server.port, body, Content_Type="application/json")
+    assert status == 200
+    assert sorted(outcome.get("code", "ok") for outcome in answer["outcomes"]) == ["ok", "too_large"]
+    assert any("send fewer items in a call" in outcome.get("error", "") for outcome in answer["outcomes"])
+
+
+def test_texts_of_all_items_are_bounded_together() -> None:
+    with serving("Identity", max_text_bytes=100) as server:
+        status, answer = ask(server.port, {"inputs": [{"data": "a" * 60}] * 2}, Content_Type="application/json")
+    assert (status, answer["code"]) == (413, "too_large")
+    assert "text of 120 characters or more" in answer["error"]

@@ -87,8 +87,9 @@ def test_form_fields_become_keys(values: LocalServer, text: str, value: Any):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ((("a", None, b"x"),), "form: 0 files"),
-        ((("a", "1", b"x"), ("b", "2", b"x")), "form: 2 files"),
+        ((("a", None, b"x"),), "form: no file"),
+        ([("a", "1", b"x")] * 257, "form: more than 256 files (max_batch)"),
+        ((("a", "1", b"x"), *((str(key), None, b"") for key in range(17))), "form: more than 16 fields beside files"),
         ((("a", "1", b"x"), ("data", None, b"x")), "a field 'data'; 'data' is the file"),
         ((("a", "1", b"x"), *[("conf", None, b"1")] * 2), "'conf' appears twice; send a list as one field"),
         ((("a", "1", b"x"), ("box", None, b"x" * 5000)), "'box' has more than 4096 bytes"),
@@ -126,6 +127,11 @@ WRONG_JSON = {
     "a list": (b"[]", 'expected an object with "inputs"'),
     "deep": (b"[" * 60_000, "JSON: "),  # Python 3.14 reads so deep
     "unknown member": (b'{"inputs": {}, "x": 1}', "unknown member 'x'"),
+    "a batch of many inputs": (
+        json.dumps({"inputs": [{str(number): 1 for number in range(17)}] * 250}).encode(),
+        "4250 inputs in one call; the limit is 4096",
+    ),
+    "a long batch": (json.dumps({"inputs": [{"data": 1}] * 257}).encode(), "257 items in one call; the limit is 256"),
     "no data": (b'{"inputs": {}}', "data"),
     "many inputs": (json.dumps({"inputs": {str(number): {} for number in range(300)}}).encode(), "300 inputs"),
     "null": (b'{"inputs": {"data": null}}', "expected a text"),

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py.methods.roots import Roots
+from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.methods.many import FairAdmission
+from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.errors import Bound
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
-from torchpipe_py.wire.infer import Asked, answer_of, is_long_json, priority_in, read_request
+from torchpipe_py.wire.infer import (
+    Asked,
+    answer_of,
+    batch_line,
+    is_long_json,
+    outcome_of,
+    priority_in,
+    read_request,
+)
 from torchpipe_py.wire.parameters import ForwardedHeaders
 
 
 class HttpHandler:
-    """Routes on a pipe. ``text`` bounds the texts of JSON, ``reply`` an answer; ``headers`` are forwarded."""
+    """Routes on a pipe.
 
-    def __init__(self, run: pipe, deadlines: Deadlines, text: Bound, reply: Bound, headers: ForwardedHeaders) -> None:
-        self._pipe, self._deadlines, self._text, self._reply, self._headers = run, deadlines, text, reply, headers
+    ``items`` bounds a batch, ``text`` the texts of JSON, ``reply`` an answer; ``headers`` are forwarded.
+    """
+
+    def __init__(
+        self, run: pipe, deadlines: Deadlines, admission: FairAdmission, items: int, text: Bound, reply: Bound,
+        headers: ForwardedHeaders,
+    ) -> None:  # fmt: skip
+        self._pipe, self._deadlines, self._admission, self._items = run, deadlines, admission, items
+        self._text, self._reply, self._headers = text, reply, headers
         self._roots = Roots(run)
         document = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
         document["info"]["version"] = torchpipe_py.__version__
@@ -35,9 +53,13 @@ class HttpHandler:
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
         admit = partial(self._admit, request.arrived) if self._pipe.is_refusing else None
-        body, images = request.take_body(), self._roots.images
-        asked = read_request(body, request.query, request.fields, self._text, self._headers, images, admit)
-        root, data = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        asked = read_request(
+            request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images,
+            self._items, admit,
+        )  # fmt: skip
+        if asked.is_batch:
+            return self._infer_batch(asked, request.arrived, done)
+        root, data = self._item(asked, asked.items[0])
         root_name = data.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(data), root_name, request.arrived)
 
@@ -49,6 +71,52 @@ class HttpHandler:
             done(answer)
 
         return self._pipe.dispatch(data, finish, seconds)
+
+    def _infer_batch(self, asked: Asked, arrived: float | None, done: Done) -> Cancellable:
+        """Run the items side by side; each has its own outcome, and all outcomes together the size of one answer."""
+        seconds = self._admit(arrived, asked)
+        items: list[dict[str, Any]] = []
+        roots: dict[int, Root] = {}  # each may name its own
+        refused: dict[int, bytes] = {}
+        for index, given in enumerate(asked.items):
+            try:
+                root, data = self._item(asked, given)
+            except TorchpipeError as error:
+                refused[index] = outcome_of(error)
+            else:
+                items.append(data)
+                roots[id(data)] = root
+        asked.items.clear()
+        left, lock = self._reply.bytes, threading.Lock()
+
+        def outcome(data: dict[str, Any], error: BaseException | None) -> bytes:
+            nonlocal left
+            try:
+                if error is not None:
+                    raise error
+                answer = answer_of(data, asked, self._reply, roots[id(data)].output)
+                with lock:
+                    left -= len(answer)
+                if left < 0:
+                    size = self._reply.bytes - left
+                    raise ReplyTooLargeError(size, self._reply, "send fewer items in a call")
+            except BaseException as failure:
+                return outcome_of(failure)
+            return outcome_of(answer)
+
+        def finish(outcomes: list[bytes]) -> None:
+            accepted = iter(outcomes)
+            count = len(outcomes) + len(refused)
+            each = [refused.get(index) or next(accepted) for index in range(count)]
+            done(HttpAnswer(200, JSON, batch_line(each)))
+
+        return self._admission.gather(items, seconds, outcome, finish)
+
+    def _item(self, asked: Asked, given: Any) -> tuple[Root, dict[str, Any]]:
+        """The root that an item enters, and the dict for the pipe. Raises the error in place of its inputs."""
+        if isinstance(given, BaseException):
+            raise given
+        return self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters)
 
     def _admit(self, arrived: float | None, asked: Asked) -> float | None:
         return self._deadlines.admit(asked.deadline_ms, asked.priority or 0, asked.node_name, arrived)

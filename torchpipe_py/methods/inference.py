@@ -33,7 +33,7 @@ class Inference:
         self.models = Models(run, stem, self.deadlines, self.admission)
         self._core = OpenInference(self.models, items, reply, control, may_load, totals)
         self._limits = InferLimits(text, items, headers)
-        http = HttpHandler(run, self.deadlines, text, reply, headers)
+        http = HttpHandler(run, self.deadlines, self.admission, items, text, reply, headers)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]
 
     def rpcs(self) -> Sequence[Rpc]:

@@ -1,4 +1,4 @@
-"""``multipart/form-data`` as a request's dict."""
+"""``multipart/form-data`` as the dicts of requests."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from multipart import MultipartError, PushMultipartParser, parse_options_header
 
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.errors import Bound
-from torchpipe_py.wire.json_values import inputs_from
+from torchpipe_py.wire.json_values import InputReader
 
-MOST_PARTS = 16
+MOST_FIELDS = 16  # parts that are not files
 TEXT_BYTES = 4096  # limit of a part that is not a file
 _FILE_KEY = "data"
 _JSON_STARTS = frozenset("0123456789[tf")  # first characters of numbers, lists and booleans
 
 
 def read_form(
-    content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any], text: Bound
-) -> dict[str, Any]:
-    """The one file of the form under ``data``, and the other fields except ``parameters``.
+    content_type: str, body: bytes, parameters: Collection[str], options: dict[str, Any], text: Bound, most: int
+) -> list[dict[str, Any]]:
+    """A dict for each file of the form: the file under ``data``, and the other fields except ``parameters``.
 
-    These go to ``options``, as texts. Raises ``InvalidRequest`` for an invalid form, another number of files,
-    or a duplicate field.
+    These go to ``options``, as texts. Raises ``InvalidRequest`` for an invalid form, no file or more than ``most``,
+    and a duplicate field.
     """
     _, arguments = parse_options_header(content_type)
+    boundary = arguments.get("boundary", "")
     files: list[bytes] = []
     texts: dict[str, str] = {}
     try:
-        with PushMultipartParser(arguments.get("boundary", ""), max_segment_count=MOST_PARTS, strict=True) as parser:
+        with PushMultipartParser(boundary, max_segment_count=most + MOST_FIELDS + 1, strict=True) as parser:
             segment: Any = None
             content = bytearray()
             for event in parser.parse(body):
@@ -41,10 +42,14 @@ def read_form(
                 elif event is not None:
                     segment = event
                 elif segment.filename is not None:
+                    if len(files) == most:
+                        raise InvalidRequest(f"form: more than {most} files (max_batch)")
                     files.append(bytes(content))
                     content.clear()
                 else:
                     name = str(segment.name)
+                    if len(texts) == MOST_FIELDS:
+                        raise InvalidRequest(f"form: more than {MOST_FIELDS} fields beside files")
                     if name in texts:
                         raise InvalidRequest(f"form: {name[:40]!r} appears twice; send a list as one field: [1, 2]")
                     texts[name] = content.decode("utf-8")
@@ -53,16 +58,17 @@ def read_form(
         raise InvalidRequest(f"form: {error}") from None
     except UnicodeDecodeError:
         raise InvalidRequest("form: a text that is not UTF-8") from None
-    if len(files) != 1:
-        raise InvalidRequest(f"form: {len(files)} files; one request has one, as in curl -F data=@image.jpg")
+    if not files:
+        raise InvalidRequest("form: no file; an image is one, as in curl -F data=@image.jpg")
     options.update({name: text for name, text in texts.items() if name in parameters})
-    fields = inputs_from({name: _value(name, text) for name, text in texts.items() if name not in parameters}, text)
+    given = {name: _value(name, content) for name, content in texts.items() if name not in parameters}
+    fields = InputReader(text).read(given)
     for name in ("", _FILE_KEY):
         if name in fields:
             raise InvalidRequest(
                 f"form: a field {name!r}; {_FILE_KEY!r} is the file, other fields have names of their own"
             )
-    return {_FILE_KEY: files[0], **fields}
+    return [{_FILE_KEY: file, **fields} for file in files]
 
 
 def _value(name: str, text: str) -> Any:

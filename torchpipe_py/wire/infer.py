@@ -1,19 +1,20 @@
-"""``POST /infer``: an image or a dict over HTTP, and the result as JSON."""
+"""``POST /infer``: an image or a dict over HTTP, or several, and their results as JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
 
-from torchpipe_py.errors import DecodeError, InvalidRequest, nearest
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.errors import DecodeError, InvalidRequest, counted, nearest
+from torchpipe_py.wire import answers
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
 from torchpipe_py.wire.http import HttpRequest
-from torchpipe_py.wire.json_values import SMALL_BYTES, inputs_from, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.json_values import SMALL_BYTES, InputReader, json_line, label_line, parse_json, to_json
 from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 
@@ -22,21 +23,29 @@ _FIELDS = "other values go in a form or in JSON"
 _SMALLER = "ask for fewer outputs, or at /v2 for binary ones (binary_data)"
 _OPTIONS = ("node_name", "deadline_ms", "priority", "outputs")
 _MEMBERS = ("inputs", "parameters", *_OPTIONS)
+_EXPECTED = 'expected an object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}'
+MOST_BATCH_INPUTS = 2**12
+"""Limit of the inputs of a call's items, all together."""
+
+
+Item = dict[str, Any] | InvalidRequest
 
 
 class Asked(msgspec.Struct):
-    """A request: its inputs by name, the ``keys`` that are answered, its options, and parameters for backends.
+    """A call: the inputs of its items by name, the ``keys`` that are answered, its options, parameters for backends.
 
-    ``hint`` is for the answer, should ``data`` hold no image.
+    ``is_batch``: it is answered with an outcome for each item; else it has one. An item of a batch may be the error of
+    its inputs. ``hint`` is for the answer, should ``data`` hold no image.
     """
 
-    inputs: dict[str, Any]
+    items: list[Item]
     keys: list[str]
     deadline_ms: float | None
     hint: str = ""
     node_name: str | None = None
     priority: int | None = None
     parameters: dict[str, Any] = {}
+    is_batch: bool = False
 
 
 class _Options(msgspec.Struct, gc=False, omit_defaults=True):
@@ -55,18 +64,19 @@ Images = Callable[[Mapping[str, Any], "str | None"], Collection[str]]
 
 def read_request(
     body: bytes, query: str, fields: Mapping[str, str], text: Bound, headers: ForwardedHeaders, images: Images,
-    admit: Callable[[Asked], object] | None = None,
+    most: int, admit: Callable[[Asked], object] | None = None,
 ) -> Asked:  # fmt: skip
     """Read a request. Raises ``InvalidRequest``. ``text`` bounds the texts of JSON, ``headers`` become parameters.
+    ``most`` bounds the items of a batch. A text of JSON for one of ``images`` is base64.
 
-    ``fields`` are the headers, their names in lower case. A text of JSON for one of the ``images`` is base64. ``admit``,
-    if given, is called before the inputs of JSON are read, which takes long, with a request that lacks them; it may
-    raise.
+    ``fields`` are the headers, their names in lower case. ``admit``, if given, is called before the inputs of JSON are
+    read, which takes long, with a request that lacks them; it may raise.
     """
     content_type = fields.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
     options = _parameters(query) if query else {}
-    more: dict[str, Any] = {}
+    items: list[Item]
+    is_batch, more = False, {}
     deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if kind == "application/json":
         if admit is not None:
@@ -74,20 +84,21 @@ def read_request(
                 early = msgspec.to_builtins(_decode_options(body))
                 # Outputs in JSON, which are not read here, replace those of the query.
                 known = {"priority": priority, "deadline_ms": deadline, **options, **early, "outputs": None}
-                admit(_asked({}, known, "", {}))
-        data, more = _read_json(body, options, text, images)
+                admit(_asked([], known, "", {}, False))
+        items, more, is_batch = _read_json(body, options, text, images, most)
     elif kind == "multipart/form-data":
         # Imported here: without forms their library is not needed.
         from torchpipe_py.wire.forms import read_form
 
-        data = read_form(content_type, body, _OPTIONS, options, text)
+        items = list(read_form(content_type, body, _OPTIONS, options, text, most))
+        is_batch = len(items) > 1
     else:  # whatever the type: `curl --data-binary` sends that of a form
-        data = {"data": body}
+        items = [{"data": body}]
     parameters = headers.add_to(more, fields)
     hint = _CURL_D if kind == "application/x-www-form-urlencoded" and _is_stripped(body) else ""
     if options or deadline is not None or priority is not None:
-        return _asked(data, {"priority": priority, "deadline_ms": deadline, **options}, hint, parameters)
-    return Asked(data, ["result"], None, hint, parameters=parameters)
+        return _asked(items, {"priority": priority, "deadline_ms": deadline, **options}, hint, parameters, is_batch)
+    return Asked(items, ["result"], None, hint, None, None, parameters, is_batch)
 
 
 def is_long_json(request: HttpRequest) -> bool:
@@ -136,13 +147,25 @@ def answer_of(
     return line
 
 
+def outcome_of(answer: bytes | BaseException) -> bytes:
+    """An item of ``batch_line``: what ``answer_of`` returned, or the error in place of it."""
+    if isinstance(answer, BaseException):
+        return answers.to_line(answers.failure(answer).body)[:-1]
+    return b'{"outputs": %b}' % answer[:-1]
+
+
+def batch_line(outcomes: Sequence[bytes]) -> bytes:
+    """The outcomes of a batch, in order, as a line of JSON."""
+    return b'{"outcomes": [%b]}\n' % b", ".join(outcomes)
+
+
 def _read_json(
-    body: bytes, options: dict[str, Any], text: Bound, images: Images
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The request's dict, and the parameters for backends; those for the service go to ``options``."""
+    body: bytes, options: dict[str, Any], text: Bound, images: Images, most: int
+) -> tuple[list[Item], dict[str, Any], bool]:
+    """The items, the parameters for backends, and whether it is a batch; options of the service go to ``options``."""
     value = parse_json(body)
-    if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
-        raise InvalidRequest('expected an object with "inputs", as in {"inputs": {"data": {"b64": "…"}}}')
+    if not isinstance(value, dict) or not isinstance(value.get("inputs"), (dict, list)):
+        raise InvalidRequest(_EXPECTED)
     for key in value:
         if key not in _MEMBERS:
             raise InvalidRequest(f"unknown member {key[:40]!r}; the members are {', '.join(_MEMBERS)}")
@@ -157,12 +180,32 @@ def _read_json(
         raise InvalidRequest('outputs is a text; expected a list of names, as in ["result"]')
     milliseconds(value.get("deadline_ms"), (int, float))
     options.update({key: value[key] for key in _OPTIONS if value.get(key) is not None})
-    node_name = options.get("node_name")
-    known = images(value["inputs"], node_name if isinstance(node_name, str) else None)
-    return inputs_from(value["inputs"], text, known), more
+    node_name, given, reader = options.get("node_name"), value["inputs"], InputReader(text)
+    node_name = node_name if isinstance(node_name, str) else None
+    if isinstance(given, dict):
+        return [reader.read(given, images(given, node_name))], more, False
+    if len(given) > most:
+        raise InvalidRequest(f"{counted(len(given), 'item')} in one call; the limit is {most} (max_batch)")
+    if (count := sum(len(inputs) for inputs in given if isinstance(inputs, dict))) > MOST_BATCH_INPUTS:
+        raise InvalidRequest(f"{count} inputs in one call; the limit is {MOST_BATCH_INPUTS}")
+    return [_item(inputs, reader, images, node_name) for inputs in given], more, True
 
 
-def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str, parameters: dict[str, Any]) -> Asked:
+def _item(given: Any, reader: InputReader, images: Images, node_name: str | None) -> Item:
+    """An item of a batch: its inputs, or the error in place of them."""
+    try:
+        if not isinstance(given, dict):
+            raise InvalidRequest('expected an object of inputs, as in {"data": {"b64": "…"}}')
+        return reader.read(given, images(given, node_name))
+    except RequestTooLargeError:
+        raise
+    except InvalidRequest as error:
+        return error
+
+
+def _asked(
+    items: list[Item], options: Mapping[str, Any], hint: str, parameters: dict[str, Any], is_batch: bool
+) -> Asked:
     for name in options:
         if name not in _OPTIONS:
             known = nearest(name, (*_OPTIONS, "timing"))
@@ -179,7 +222,7 @@ def _asked(data: dict[str, Any], options: Mapping[str, Any], hint: str, paramete
         check_name("node_name", node_name)
     priority = None if options.get("priority") is None else priority_of(options["priority"])
     names = list(dict.fromkeys(keys))
-    return Asked(data, names, milliseconds(options["deadline_ms"]), hint, node_name, priority, parameters)
+    return Asked(items, names, milliseconds(options["deadline_ms"]), hint, node_name, priority, parameters, is_batch)
 
 
 def priority_in(data: Mapping[str, Any]) -> int:

@@ -73,40 +73,40 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequest(f"JSON: {error}") from None
 
 
-def inputs_from(given: Mapping[str, Any], text: Bound, images: Collection[str] = ()) -> dict[str, Any]:
-    """A request's dict: of each key what ``from_json`` makes of its value, a list of such bytes and arrays, or a plain
-    list as it is: of texts, numbers, booleans and such lists. ``InvalidRequest`` for anything else, and for too much.
+class InputReader:
+    """Reads the inputs of one call, and counts the elements of its plain lists and the characters of its texts.
 
-    ``text`` bounds the texts: in memory a character may take four times its bytes. A text for one of ``images`` is
-    read by ``from_base64``.
+    ``text`` bounds the texts: in memory a character may take four times its bytes.
     """
-    check_names("inputs", given)
-    inputs: dict[str, Any] = {}
-    counted = _Counted(text)
-    for key, value in given.items():
-        where = f"{key[:40]!r}: "
-        if isinstance(value, str) and key in images:
-            inputs[key] = from_base64(where, value, "the text of an image is neither base64 nor a data URI")
-        elif not isinstance(value, (list, Numbers)):
-            inputs[key] = from_json(where, value)
-            if isinstance(value, str):
-                counted.add_text(where, value)
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            if len(value) > MOST_TENSORS:
-                raise InvalidRequest(f"{where}a list of {len(value)}; the limit is {MOST_TENSORS}")
-            inputs[key] = [from_json(where, item) for item in value]
-        else:
-            inputs[key] = counted.plain_list(where, value)
-    return inputs
-
-
-class _Counted:
-    """Counts the elements of a request's plain lists, and the characters of its texts."""
 
     def __init__(self, text: Bound) -> None:
         self._text, self._elements, self._characters = text, 0, 0
 
-    def add_text(self, where: str, text: str) -> None:
+    def read(self, given: Mapping[str, Any], images: Collection[str] = ()) -> dict[str, Any]:
+        """A request's dict: of each key what ``from_json`` makes of its value, a list of such bytes and arrays, or a
+        plain list as it is: of texts, numbers, booleans and such lists. A text for one of ``images`` is base64.
+
+        ``InvalidRequest`` for anything else, ``RequestTooLargeError`` for too much text.
+        """
+        check_names("inputs", given)
+        inputs: dict[str, Any] = {}
+        for key, value in given.items():
+            where = f"{key[:40]!r}: "
+            if isinstance(value, str) and key in images:
+                inputs[key] = from_base64(where, value, "the text of an image is neither base64 nor a data URI")
+            elif not isinstance(value, (list, Numbers)):
+                inputs[key] = from_json(where, value)
+                if isinstance(value, str):
+                    self._add_text(where, value)
+            elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+                if len(value) > MOST_TENSORS:
+                    raise InvalidRequest(f"{where}a list of {len(value)}; the limit is {MOST_TENSORS}")
+                inputs[key] = [from_json(where, item) for item in value]
+            else:
+                inputs[key] = self._plain_list(where, value)
+        return inputs
+
+    def _add_text(self, where: str, text: str) -> None:
         """Raises ``RequestTooLargeError`` for too much text."""
         self._characters += len(text)
         if self._characters > self._text.bytes:
@@ -115,7 +115,7 @@ class _Counted:
                 f'({self._text.name}): send it as {{"b64": "…"}}'
             )
 
-    def plain_list(self, where: str, items: list[Any] | Numbers, depth: int = 1) -> list[Any]:
+    def _plain_list(self, where: str, items: list[Any] | Numbers, depth: int = 1) -> list[Any]:
         """The list; raises ``InvalidRequest`` for too many elements, or other types."""
         if depth > MOST_DIMENSIONS:
             raise InvalidRequest(f"{where}a list of {depth} or more dimensions; the limit is {MOST_DIMENSIONS}")
@@ -126,11 +126,11 @@ class _Counted:
         plain = list(chain.from_iterable(_pieces(where, items)))
         for index, item in enumerate(plain):
             if isinstance(item, (list, Numbers)):
-                plain[index] = self.plain_list(where, item, depth + 1)
+                plain[index] = self._plain_list(where, item, depth + 1)
             elif isinstance(item, (int, float)):
                 _check_finite(where, item)
             elif isinstance(item, str):
-                self.add_text(where, item)
+                self._add_text(where, item)
             else:
                 holds = "a list holds texts, numbers, true, false and such lists, or else only bytes and arrays"
                 raise InvalidRequest(f"{where}a list with {_SHOWN.get(type(item), 'objects')}; {holds}")

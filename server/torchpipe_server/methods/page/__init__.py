@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py import Overloaded, pipe
+from torchpipe_py import InvalidRequest, Overloaded, pipe
 from torchpipe_py.serving import (
     JSON,
     Bound,
@@ -84,9 +84,13 @@ class PageHandler:
     def _try(self, request: HttpRequest, done: Done) -> Cancellable:
         """Like ``POST /infer``; adds what happened at each node."""
         began = perf_counter()
-        body, images = request.take_body(), self._roots.images
-        asked = read_request(body, request.query, request.fields, self._text, self._headers, images)
-        root, given = self._roots.item(asked.inputs, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        asked = read_request(
+            request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images, 1
+        )
+        given = asked.items[0] if asked.items else None
+        if not isinstance(given, dict):
+            raise given or InvalidRequest("no image to try")
+        root, given = self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters)
         root_name = given.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(given), root_name, request.arrived)
         if not self._tries.acquire(blocking=False):
