@@ -13,6 +13,7 @@ from torchpipe_py.serving import ArgumentParser
 
 MEBIBYTE = 2**20
 _SLOW = re.compile(r"slow:([0-9]{1,7}(?:\.[0-9]{1,3})?)")
+_ORIGIN = re.compile(r"[\w*+.-]+://[^/\s]+/?")
 MONITORING_PATHS = ("/", "/graph.svg", "/live", "/ready", "/metrics", "/stats", "/streams")
 """The paths of ``--http-port``."""
 
@@ -39,6 +40,11 @@ class Options:
         "names that HTTP requests may be addressed to, separated by commas, * for any part; besides IP addresses, "
         "names without a dot and *.localhost. Without names, any host will do where a port is not on loopback, but "
         "not for loading and unloading models",
+    )
+    cors_origin: str = _option(
+        "",
+        "origins whose pages may call --port and --http-port and read the answers, as https://app.example, separated "
+        "by commas, * for any part; never with credentials, and not to load or unload models",
     )
     grpc_port: int = _option(
         -1, "port of the Open Inference Protocol over gRPC, at --host; 0: any free one; -1: none", -1, 65535
@@ -195,6 +201,9 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
             parser.error(f"{_flag(option)}: {problem}")
     if not all(part.strip().isdigit() for part in options.devices.split(",") if options.devices):
         parser.error(f"--devices: expected numbers separated by commas, as 0,1, got {options.devices!r}")
+    for origin in filter(None, map(str.strip, options.cors_origin.split(","))):
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            parser.error(f"--cors-origin: expected origins as https://app.example, or *, got {origin!r}")
     return options
 
 

@@ -11,7 +11,7 @@ SERVICE_FLAGS = (
     *("max-connections", "max-connections-per-address", "max-message-bytes", "max-text-bytes", "max-reply-bytes"),
     *("max-held-bytes", "max-items", "max-batch", "max-depth", "message-seconds", "idle-seconds", "drain-seconds"),
     *("deadline-ms", "queue-target-ms", "server-timing", "repository-control", "exit-on-error", "no-page"),
-    *("allowed-hosts", "forward-headers"),
+    *("allowed-hosts", "cors-origin", "forward-headers"),
     *("hang-seconds", "log-level", "log-format", "log-requests", "trace-ratio", "streams"),
 )
 """Options of ``torchpipe-serve`` that may be mistaken for keys."""

@@ -26,7 +26,8 @@ from torchpipe_py.serving import (
     json_answer,
     report,
 )
-from torchpipe_server.front.hosts import HostGuard
+from torchpipe_server.front.cors import CrossOrigin, cross_origin
+from torchpipe_server.front.hosts import ForbiddenError, HostGuard
 from torchpipe_server.options import Options
 from torchpipe_server.wire.errors import ProtocolError
 from torchpipe_server.wire.http import HttpError, HttpReader
@@ -131,19 +132,19 @@ class HttpService:
     """Routes called by HTTP requests, for all connections. ``reply`` is for any thread, the rest for one.
 
     ``headers`` are added to each answer; ``failure`` turns an error into an answer. ``other`` is called for a request
-    without a route. ``guard`` refuses requests to names of others.
+    without a route. ``guard`` refuses requests to names of others, ``cors`` lets pages of other origins read answers.
     """
 
     def __init__(
         self, routes: Routes, body_bytes: int, reply_bytes: int, methods: frozenset[str] = METHODS,
         headers: Mapping[str, str] | None = None,
         failure: Callable[[HttpRequest, BaseException], HttpAnswer] | None = None, other: Method | None = None,
-        guard: HostGuard | None = None,
+        guard: HostGuard | None = None, cors: CrossOrigin | None = None,
     ) -> None:  # fmt: skip
         self._routes, self._body_bytes, self._reply = routes, body_bytes, reply_bound(reply_bytes)
         self._body = Bound(body_bytes, "--max-message-bytes")
         self._methods, self._headers, self._failure, self._other = methods, headers, failure, other
-        self._guard = guard or HostGuard("")
+        self._guard, self._cors = guard or HostGuard(""), cors
 
     def reader(self) -> HttpReader:
         """A reader that splits the bytes of a new connection into requests."""
@@ -155,6 +156,9 @@ class HttpService:
         try:
             route, request.parameters = self._routes.find(request)
         except RouteError as error:
+            if self._cors is not None and request.error is None and self._cors.is_preflight(request):
+                self._check_preflight(self._cors.wanted(request))
+                return self._cors.preflight, request
             if self._other is None or request.error is not None:
                 raise request.error or error from None
             return self._other, request
@@ -176,6 +180,19 @@ class HttpService:
             return False
         return compression.coding_of(result, accepted) != ""
 
+    def _check_preflight(self, wanted: HttpRequest) -> None:
+        """Refuse a request without a route, or one that changes the service, which pages of other origins must not."""
+        if self._other is None:
+            route, _ = self._routes.find(wanted)
+            if route.changes_service:
+                raise ForbiddenError("pages of other origins load and unload nothing")
+
+    def _fields(self, request: HttpRequest, own: Mapping[str, str]) -> Mapping[str, str] | None:
+        """The header fields of an answer, besides its ``own``."""
+        if self._cors is None:
+            return self._headers
+        return {**(self._headers or {}), **self._cors.fields(request, own)}
+
     def reply(self, request: HttpRequest, result: Any) -> tuple[bytes, str, str]:
         """The answer with an ``HttpAnswer`` or an exception; the method and the outcome to count."""
         try:
@@ -184,10 +201,10 @@ class HttpService:
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
             answer = compression.compressed(result, request.fields.get("accept-encoding", ""))
-            return request.answer(answer, self._headers), request.label, OK
+            return request.answer(answer, self._fields(request, answer.headers)), request.label, OK
         except BaseException as error:  # also for a header that cannot be sent
             answer = self._failure(request, error) if self._failure else error_answer(error)
-            return request.answer(answer, self._headers), request.label, code_of(error)
+            return request.answer(answer, self._fields(request, answer.headers)), request.label, code_of(error)
 
 
 def code_of(error: BaseException) -> str:
@@ -237,5 +254,6 @@ def services_of(served: Served, options: Options) -> Services:
             options.max_message_bytes,
             options.max_reply_bytes,
             guard=HostGuard(options.host, options.allowed_hosts),
+            cors=cross_origin(options.cors_origin),
         ),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchpipe_py import TorchpipeError, WorkerDied
 from torchpipe_py.serving import Done, HttpRequest, Method, Routes, json_answer, route
+from torchpipe_server.front.cors import cross_origin
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server, has_unread
@@ -281,6 +282,7 @@ class Fallback:
                 options.max_message_bytes,
                 options.max_reply_bytes,
                 other=other,
+                cors=cross_origin(options.cors_origin),
             ),
         )
 

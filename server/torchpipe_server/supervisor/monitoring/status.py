@@ -24,6 +24,7 @@ from torchpipe_py.serving import (
     nearest,
     route,
 )
+from torchpipe_server.front.cors import cross_origin
 from torchpipe_server.front.hosts import ForbiddenError, HostGuard
 from torchpipe_server.front.journal import SLOT_BYTES, Entry
 from torchpipe_server.front.loop import Loop
@@ -93,16 +94,26 @@ class StatusServer:
             route("GET", path, partial(self._answer, start), is_streamed=path == _EVENTS)
             for path, start in self._paths.items()
         ]
-        self._methods, body_bytes = METHODS, 0
+        self._cors = cross_origin(options.cors_origin)
+        self._methods, body_bytes = METHODS if self._cors is None else METHODS | {"OPTIONS"}, 0
         if service.repository is not None:
-            self._methods, body_bytes = METHODS | {"POST"}, CONTROL_BYTES
+            self._methods, body_bytes = self._methods | {"POST"}, CONTROL_BYTES
             paths = _repository_paths(service.repository)
             routes += [
                 route("POST", path, partial(self._answer, start), changes_service=path != _INDEX)
                 for path, start in paths.items()
             ]
         guard = HostGuard(host, options.allowed_hosts, _PROBES)
-        http = HttpService(Routes(routes), body_bytes, REPLY_BYTES, self._methods, _HEADERS, self._failure, guard=guard)
+        http = HttpService(
+            Routes(routes),
+            body_bytes,
+            REPLY_BYTES,
+            self._methods,
+            _HEADERS,
+            self._failure,
+            guard=guard,
+            cors=self._cors,
+        )
         limits = replace(options, message_seconds=REQUEST_SECONDS, idle_seconds=REQUEST_SECONDS, log_requests="none")
         self._server = Server(loop, Services(http, http), limits, lambda slot, is_closed: None)
         self._acceptor = Acceptor(loop, listener, self._take, self._server.close_slowest)
@@ -134,7 +145,8 @@ class StatusServer:
         if request.method == "HEAD":
             done(HttpAnswer(200, EVENTS, b""))
             return None
-        return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, _HEADERS))
+        headers = {**_HEADERS, **(self._cors.fields(request, {}) if self._cors is not None else {})}
+        return self._service.streams.subscribe(_name(request), request.head_of_parts(EVENTS, headers))
 
     def _snapshot(self, request: HttpRequest, done: Done) -> None:
         def answer(made: Any) -> None:

@@ -61,6 +61,17 @@ TEXT = "text/plain; charset=utf-8"
 NAMES = "content-type", "content-length"
 
 
+def test_pages_of_allowed_origins_read_figures():
+    page, allowed = {"Origin": "https://app.example"}, "access-control-allow-origin"
+    with Served("--workers", "1", "--cors-origin", page["Origin"]) as served:
+        served.wait_started()
+        for path in ("/stats", "/ready", "/nowhere"):
+            assert fetch(served.http_port, path, **page).fields[allowed] == page["Origin"]
+            assert allowed not in fetch(served.http_port, path, Origin="https://evil.example").fields
+        answer = fetch(served.http_port, "/stats", "OPTIONS", Access_Control_Request_Method="GET", **page)
+        assert (answer.status, answer.fields["access-control-allow-methods"]) == (200, "GET")
+
+
 def test_each_path_has_its_status_and_type(served: Served):
     """``HEAD`` has the head of ``GET``; another verb changes nothing, and each port names the other."""
     elsewhere = f"this port is for monitoring, images go to --port {served.port}\n"

@@ -1,0 +1,64 @@
+"""Pages of other origins that may call a port and read its answers (CORS)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import translate
+
+from torchpipe_py.serving import Done, HttpAnswer, HttpRequest, Method
+
+_ALLOW_ORIGIN = "Access-Control-Allow-Origin"
+_METHOD = "access-control-request-method"
+_SECONDS = 600
+"""How long a browser may remember the answer to a preflight request."""
+
+
+class CrossOrigin:
+    """Adds header fields to answers to pages of ``origins``, separated by commas; ``*`` stands for anything.
+
+    Pages never send credentials: the fields that would allow them are left out.
+    """
+
+    def __init__(self, origins: str) -> None:
+        names = [part.strip().rstrip("/").lower() for part in origins.split(",") if part.strip()]
+        self._is_any = "*" in names
+        self._match = re.compile("|".join(map(translate, names))).match
+        self.preflight = Method(HttpRequest, self._answer)
+        """Answers a request that ``is_preflight``, whose path takes the method that the page wants to use."""
+
+    def is_preflight(self, request: HttpRequest) -> bool:
+        """Whether a browser asks if a page of an allowed origin may send a request."""
+        return request.method == "OPTIONS" and _METHOD in request.fields and self._is_allowed(request)
+
+    def wanted(self, request: HttpRequest) -> HttpRequest:
+        """The request that a preflight request is about, as far as it is known."""
+        return HttpRequest(request.fields[_METHOD], request.path)
+
+    def fields(self, request: HttpRequest, own: Mapping[str, str]) -> dict[str, str]:
+        """The fields for an answer, unless it has its ``own``."""
+        if any(name.lower() == _ALLOW_ORIGIN.lower() for name in own):
+            return {}
+        vary = {} if self._is_any else {"Vary": "Origin"}
+        if not self._is_allowed(request):
+            return vary
+        origin = "*" if self._is_any else request.fields["origin"]
+        return {_ALLOW_ORIGIN: origin, "Access-Control-Expose-Headers": "*", **vary}
+
+    def _is_allowed(self, request: HttpRequest) -> bool:
+        origin = request.fields.get("origin")
+        return origin is not None and self._match(origin.lower()) is not None
+
+    def _answer(self, request: HttpRequest, done: Done) -> None:
+        asked = request.fields
+        headers = {"Access-Control-Allow-Methods": asked[_METHOD], "Access-Control-Max-Age": str(_SECONDS)}
+        if names := asked.get("access-control-request-headers"):
+            headers["Access-Control-Allow-Headers"] = names
+        if asked.get("access-control-request-private-network") == "true":
+            headers["Access-Control-Allow-Private-Network"] = "true"
+        done(HttpAnswer(200, "text/plain", b"", headers))
+
+
+def cross_origin(origins: str) -> CrossOrigin | None:
+    """The rule for these origins; ``None`` without any."""
+    return CrossOrigin(origins) if origins else None
