@@ -44,7 +44,7 @@ SMALL_BYTES = 2**16
 _BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
 _DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
-"""The types that JSON may hold for each of NumPy's kinds."""
+"""The types of each of NumPy's kinds as Python reads them. Other JSON of the same values becomes these first."""
 _SHOWN = {
     bool: "true or false", float: "fractions", int: "numbers", list: "lists of several depths", str: "texts",
     type(None): "null",
@@ -257,6 +257,14 @@ def _rows(where: str, data: list[Any] | Numbers) -> list[Any]:
 def _part(where: str, wanted: np.dtype, numbers: list[Any]) -> np.ndarray:
     # NOTE: before NumPy sees them, which gives each of many texts as much memory as the longest takes.
     kinds = set(map(type, numbers))
+    if wanted.kind in "iu" and float in kinds <= {int, float}:  # 1.0, of clients with one type of numbers
+        if not all(number.is_integer() for number in numbers if type(number) is float):
+            raise InvalidRequest(f"{where}the data has fractions, not {wanted}")
+        numbers, kinds = list(map(int, numbers)), {int}
+    elif wanted.kind == "b" and not kinds <= {bool} and kinds <= {bool, int, float}:
+        if not set(numbers) <= {0, 1}:
+            raise InvalidRequest(f"{where}the data has numbers other than 0 and 1, not {wanted}")
+        numbers, kinds = list(map(bool, numbers)), {bool}
     if not kinds <= _KINDS[wanted.kind]:
         other = next(kind for kind in kinds if kind not in _KINDS[wanted.kind])
         raise InvalidRequest(f"{where}the data has {_SHOWN.get(other, 'objects')}, not {wanted}")

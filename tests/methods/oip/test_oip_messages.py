@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "too few texts": ({"inputs": [{**TEXT, "data": []}]}, "shape [1] does not fit 0 elements"),
     "many texts": ({"inputs": [{**TEXT, "shape": [1, 2**40, 2**40]}]}, "values so far; the limit is 4096"),
     "texts of another nesting": ({"inputs": [{**TEXT, "shape": [1, 2], "data": ["a", ["b"]]}]}, "is a text, or"),
-    "no id": ({"id": 3, "inputs": [TEXT]}, "got `int` - at `$.id`"),
+    "no id": ({"id": [3], "inputs": [TEXT]}, "got `array` - at `$.id`"),
     "a long id": ({"id": "x" * 2000, "inputs": [TEXT]}, "id: a name of 2000 characters"),
     "no node_name": ({"parameters": {"node_name": 3}, "inputs": [TEXT]}, "at `$.parameters.node_name`"),
     "a timeout of ages": ({"parameters": {"timeout": 10**400}, "inputs": [TEXT]}, "$.parameters.timeout"),

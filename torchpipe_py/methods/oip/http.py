@@ -68,7 +68,7 @@ class _Asked(msgspec.Struct, gc=False):
     """The JSON of a request."""
 
     inputs: list[_Input]
-    id: str | None = None
+    id: str | int | float | None = None
     parameters: dict[str, Any] | None = None
     outputs: list[_Output] | None = None
 
@@ -119,8 +119,9 @@ def read_infer(
     is_binary = options is not None and options.binary_data_output
     outputs = [output.wanted(is_binary) for output in asked.outputs] if asked.outputs else ()
     _add_binary(asked.inputs, view[size:])
+    name = None if asked.id is None else str(asked.id)
     return infer_request(
-        asked.id, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority, more, images
+        name, options, asked.inputs, outputs, limits.items, is_binary, deadline_ms, priority, more, images
     )
 
 

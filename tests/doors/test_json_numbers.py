@@ -1,0 +1,114 @@
+"""Numbers of JSON in place of others of the same value, at every JSON door."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import doors
+from kit.clients import ask
+from kit.doors import House
+
+NAMES = {"bool": "BOOL", "uint8": "UINT8", "int64": "INT64", "uint64": "UINT64", "float32": "FP32"}
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with doors.house({"any": {"backend": "Identity"}}) as house:
+        yield house
+
+
+def over_infer(dtype: str, data: str, count: int) -> doors.Http:
+    body = f'{{"inputs": {{"data": {{"dtype": "{dtype}", "shape": [1, {count}], "data": {data}}}}}}}'
+    return doors.Http("/infer", body.encode(), {"content-type": "application/json"}, doors._read_infer)
+
+
+def over_oip(dtype: str, data: str, count: int) -> doors.Http:
+    given = f'{{"name": "data", "datatype": "{NAMES[dtype]}", "shape": [1, {count}], "data": {data}}}'
+    return doors.Http("/v2/models/any/infer", f'{{"inputs": [{given}]}}'.encode(), {}, doors._read_oip)
+
+
+FORMS = {"infer": over_infer, "oip": over_oip}
+every_json_door = pytest.mark.parametrize("door", ["infer", "oip", "ray_infer", "ray_oip"])
+MANY = ", ".join(["1.0"] * 40_000)
+"""Longer than what is read at once."""
+
+
+def asking(house: House, door: str, dtype: str, data: str, count: int) -> doors.Answer:
+    way = doors.over_ray if door.startswith("ray") else doors.over_http
+    form = FORMS[door.removeprefix("ray_")]
+    return way(lambda asked: form(dtype, data, count))(house, doors.Asked("any", {}, []))
+
+
+@every_json_door
+@pytest.mark.parametrize(
+    ("dtype", "data", "value"),
+    [
+        ("int64", "[1.0, 2, -3.0]", [1, 2, -3]),
+        ("int64", "[-9223372036854775808.0, 9223372036854775807]", [-(2**63), 2**63 - 1]),
+        ("uint64", "[0.0, 18446744073709551615]", [0, 2**64 - 1]),
+        ("uint8", "[[255.0, 1e2]]", [255, 100]),
+        ("bool", "[0, 1, true, 1.0, 0.0, false]", [False, True, True, True, False, False]),
+        ("float32", "[1, 2.5, -0.0]", [1, 2.5, -0.0]),
+    ],
+)
+def test_numbers_of_the_same_value_are_taken(house: House, door: str, dtype: str, data: str, value: Any) -> None:
+    answer = asking(house, door, dtype, data, len(value))
+    assert answer.code == "ok", answer.message
+    assert doors.same(answer.values["result"], np.array([value], dtype))
+
+
+@pytest.mark.parametrize("door", ["infer", "oip"])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+def test_long_list_of_them_is_taken(dtype: str, door: str, large_house: House) -> None:
+    answer = asking(large_house, door, dtype, f"[{MANY}]", 40_000)
+    assert answer.code == "ok", answer.message
+    assert doors.same(answer.values["result"], np.ones((1, 40_000), dtype))
+
+
+@pytest.fixture(scope="module")
+def large_house() -> Iterator[House]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doors, "LIMITS", {"max_message_bytes": 2**20, "max_reply_bytes": 2**20, "max_text_bytes": 2**10})
+        with doors.house({"any": {"backend": "Identity"}}) as house:
+            yield house
+
+
+@every_json_door
+@pytest.mark.parametrize(
+    ("dtype", "data", "said"),
+    [
+        ("int64", "[1.5]", "the data has fractions, not int64"),
+        ("int64", "[1e300]", "int64 has -9223372036854775808..9223372036854775807"),
+        ("uint8", "[256.0]", "uint8 has 0..255"),
+        ("uint8", "[-1.0]", "uint8 has 0..255"),
+        ("int64", "[true]", "the data has true or false, not int64"),
+        ("int64", "[1.0, true]", ", not int64"),
+        ("bool", "[2]", "the data has numbers other than 0 and 1, not bool"),
+        ("bool", "[0.5]", "the data has numbers other than 0 and 1, not bool"),
+        ("bool", '["1"]', "not"),
+        ("float32", "[true]", "the data has true or false, not float32"),
+    ],
+)
+def test_other_numbers_are_refused(house: House, door: str, dtype: str, data: str, said: str) -> None:
+    answer = asking(house, door, dtype, data, 1)
+    assert answer.code == "invalid_request"
+    assert said in answer.message
+
+
+@pytest.mark.parametrize(("given", "named"), [(5, "5"), (-(2**70), str(-(2**70))), (1.5, "1.5"), ("a", "a"), (0, "0")])
+def test_number_is_an_id(house: House, given: Any, named: str) -> None:
+    tensor = {"name": "data", "datatype": "INT8", "shape": [1], "data": [1]}
+    for padding in ("", " " * 70_000):
+        body = json.dumps({"id": given, "inputs": [tensor]}) + padding
+        assert ask(house.server.port, body.encode(), "/v2/models/any/infer")[1]["id"] == named
+
+
+def test_boolean_is_not_an_id(house: House) -> None:
+    tensor = {"name": "data", "datatype": "INT8", "shape": [1], "data": [1]}
+    status, answer = ask(house.server.port, {"id": True, "inputs": [tensor]}, "/v2/models/any/infer")
+    assert (status, answer["code"]) == (400, "invalid_request")
+    assert "got `bool`" in answer["error"]
