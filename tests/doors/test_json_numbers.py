@@ -1,4 +1,4 @@
-"""Numbers of JSON in place of others of the same value, at every JSON door."""
+"""Numbers of JSON: those of another form of the same value, and those that it lacks, at every JSON door."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from kit import doors
 from kit.clients import ask
 from kit.doors import House
+from onnx import TensorProto, helper
 
 NAMES = {"bool": "BOOL", "uint8": "UINT8", "int64": "INT64", "uint64": "UINT64", "float32": "FP32"}
 
@@ -112,3 +114,71 @@ def test_boolean_is_not_an_id(house: House) -> None:
     status, answer = ask(house.server.port, {"id": True, "inputs": [tensor]}, "/v2/models/any/infer")
     assert (status, answer["code"]) == (400, "invalid_request")
     assert "got `bool`" in answer["error"]
+
+
+# -- NaN and infinity -------------------------------------------------------------------------------------------------
+
+NOT_FINITE = "NaN", "Infinity", "-Infinity", "1e400"
+
+
+@every_json_door
+@pytest.mark.parametrize("number", NOT_FINITE)
+@pytest.mark.parametrize("count", [1, 2000])
+def test_numbers_that_json_cannot_represent_are_refused(house: House, door: str, number: str, count: int) -> None:
+    answer = asking(house, door, "float32", f"[{', '.join(['1'] * (count - 1) + [number])}]", count)
+    assert answer.code == "invalid_request"
+    said = "the data has NaN or infinity, which JSON cannot represent: send it as binary"
+    assert said in answer.message or (number == "1e400" and "Number out of range" in answer.message)
+
+
+@pytest.mark.parametrize("number", NOT_FINITE)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/infer", '{"inputs": {"data": %}}'),
+        ("/infer", '{"inputs": {"data": [[%]]}}'),
+        ("/infer", '{"inputs": {"data": 1}, "parameters": {"a": [%]}}'),
+        ("/infer", '{"inputs": {"data": 1}, "deadline_ms": %}'),
+        ("/v2/models/any/infer", '{"inputs": [{"name": "data", "datatype": "INT8", "shape": [1], "data": [%]}]}'),
+        (
+            "/v2/models/any/infer",
+            '{"parameters": {"a": {"b": %}}, '
+            '"inputs": [{"name": "data", "datatype": "INT8", "shape": [1], "data": [1]}]}',
+        ),
+    ],
+)
+def test_they_are_refused_wherever_they_are(house: House, path: str, body: str, number: str) -> None:
+    status, answer = ask(house.server.port, body.replace("%", number).encode(), path, Content_Type="application/json")
+    assert (status, answer["code"]) == (400, "invalid_request")
+
+
+DIVISION = np.array([[1, 0, -1, 4]], "f4"), np.array([[0, 0, 0, 2]], "f4")
+QUOTIENT = np.array([[np.inf, np.nan, -np.inf, 2]], "f4")
+
+
+@pytest.fixture(scope="module")
+def divides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    form = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "aby"]
+    graph = helper.make_graph([helper.make_node("Div", ["a", "b"], ["y"])], "divide", form[:2], form[2:])
+    path = str(tmp_path_factory.mktemp("model") / "divide.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+    with doors.house({"divide": {"backend": "OnnxTensor", "model": path, "postprocessor": "cpu"}}) as house:
+        yield house
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_results_that_json_cannot_represent_are_refused_in_json_alone(divides: House, door: str) -> None:
+    answer = doors.DOORS[door](divides, doors.Asked("divide", dict(zip("ab", DIVISION, strict=True)), ["y"]))
+    if door in ("infer", "oip", "ray_infer"):
+        assert answer.code == "no_result"
+        assert "NaN or infinity, which JSON cannot represent" in answer.message
+    else:
+        assert answer.code == "ok", answer.message
+        assert np.array_equal(answer.values["y"], QUOTIENT, equal_nan=True)
+
+
+@pytest.mark.parametrize("door", [door for door in doors.DOORS if door not in ("infer", "oip", "ray_infer")])
+def test_they_pass_as_binary(house: House, door: str) -> None:
+    answer = doors.DOORS[door](house, doors.Asked("any", {"data": QUOTIENT}, ["result"]))
+    assert answer.code == "ok", answer.message
+    assert np.array_equal(answer.values["result"], QUOTIENT, equal_nan=True)

@@ -275,11 +275,14 @@ def _part(where: str, wanted: np.dtype, numbers: list[Any]) -> np.ndarray:
             raise InvalidRequest(f"{where}the data has {given}, {wanted} has {limits.min}..{limits.max}")
     try:
         with np.errstate(over="raise"):
-            return np.array(numbers, wanted)
+            array = np.array(numbers, wanted)
     except FloatingPointError:
         raise InvalidRequest(f"{where}the data has numbers beyond those of {wanted}") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"{where}{str(error)[:200]}") from None
+    if wanted.kind == "f" and not np.isfinite(array).all():  # of NaN and Infinity, which Python reads, and 1e400
+        raise InvalidRequest(f"{where}the data has NaN or infinity, which JSON cannot represent: send it as binary")
+    return array
 
 
 def to_json(key: str, value: Any, most: Bound | None = None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -56,7 +57,10 @@ def _check_name(where: str, name: str, known: Iterable[str]) -> None:
 
 
 def check_values(given: Mapping[str, Any], text: Bound) -> None:
-    """``RequestTooLargeError`` for parameters with more than ``MOST_VALUES`` values, or more than ``text``."""
+    """``RequestTooLargeError`` for parameters with more than ``MOST_VALUES`` values, or more than ``text``.
+
+    ``InvalidRequest`` for NaN and infinity.
+    """
     values = characters = 0
     left: list[Any] = [given]
     while left:
@@ -70,6 +74,8 @@ def check_values(given: Mapping[str, Any], text: Bound) -> None:
             left += value
         elif isinstance(value, str):
             characters += len(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest("parameters: a number that is NaN or infinity")
         elif value is not None and not isinstance(value, (int, float)):  # of JSON, a long list of numbers
             values += MOST_VALUES + 1
         if values > MOST_VALUES:
