@@ -1,4 +1,4 @@
-"""Images over HTTP: as text in JSON, several in one call."""
+"""Images over HTTP: as text in JSON, several in one call, as results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from kit import doors
-from kit.clients import ask
+from kit.clients import ask, fetch
 from kit.doors import House
 from kit.services import LocalServer, serving
 
@@ -28,6 +28,7 @@ def text_of(image: bytes) -> str:
 
 NODES = {
     "decoder": {"backend": "DecodeMat"}, "crop": {"backend": "S[DecodeMat,CropMat]"}, "any": {"backend": "Identity"},
+    "rgb": {"backend": "S[DecodeMat]", "color": "rgb"},
 }  # fmt: skip
 
 
@@ -176,3 +177,49 @@ def test_texts_of_all_items_are_bounded_together() -> None:
         status, answer = ask(server.port, {"inputs": [{"data": "a" * 60}] * 2}, Content_Type="application/json")
     assert (status, answer["code"]) == (413, "too_large")
     assert "text of 120 characters or more" in answer["error"]
+
+
+# -- images as results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", ["decoder", "rgb"])
+@pytest.mark.parametrize("way", [doors.over_http, doors.over_ray])
+def test_image_is_answered_as_file_where_accepted(house: House, way: Any, root: str) -> None:
+    kind = {"content-type": "application/json", "accept": "image/png"}
+    body = json.dumps({"inputs": {"data": TEXT}, "node_name": root}).encode()
+    read = lambda body, fields: {"file": body}  # noqa: E731
+    answer = way(lambda asked: doors.Http("/infer", body, kind, read))(house, doors.Asked(root, {}, []))
+    found = cv2.imdecode(np.frombuffer(answer.values["file"], "u1"), cv2.IMREAD_UNCHANGED)
+    assert np.array_equal(found, PIXELS)
+
+
+def test_content_type_is_that_of_the_file(decoder: LocalServer) -> None:
+    for kind, start in (("image/png", b"\x89PNG"), ("image/jpeg", b"\xff\xd8\xff")):
+        answer = fetch(decoder.port, "/infer", "POST", png(PIXELS), Accept=f"{kind}, application/json;q=0.1")
+        assert (answer.status, answer.fields["content-type"]) == (200, kind)
+        assert answer.body.startswith(start)
+
+
+def test_other_results_are_json_or_not_acceptable(decoder: LocalServer) -> None:
+    path = "/infer?outputs=color"
+    assert ask(decoder.port, png(PIXELS), path, Accept="image/png, */*") == (200, {"color": "bgr"})
+    status, answer = ask(decoder.port, png(PIXELS), path, Accept="image/png")
+    assert (status, answer["code"]) == (406, "not_acceptable")
+    assert "the result is not one image, H x W x 3 or H x W of uint8" in answer["error"]
+    status, answer = ask(decoder.port, png(PIXELS), "/infer?outputs=result,color", Accept="image/png")
+    assert (status, answer["code"]) == (406, "not_acceptable")
+    body, kind = form_of([png(PIXELS)] * 2)
+    status, answer = ask(decoder.port, body, Accept="image/png", Content_Type=kind)
+    assert (status, answer["code"]) == (406, "not_acceptable")
+
+
+def test_errors_are_json_whatever_is_accepted(decoder: LocalServer) -> None:
+    status, answer = ask(decoder.port, b"no image", Accept="image/png")
+    assert (status, answer["code"]) == (400, "decode_error")
+
+
+def test_too_large_file_is_refused() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), "u1")
+    with serving("DecodeMat", max_reply_bytes=4096) as server:
+        status, answer = ask(server.port, png(noise), Accept="image/png")
+    assert (status, answer["code"]) == (413, "too_large")

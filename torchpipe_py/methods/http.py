@@ -11,6 +11,7 @@ from typing import Any
 
 import torchpipe_py
 from torchpipe_py.errors import TorchpipeError
+from torchpipe_py.keys import TASK_COLOR_KEY
 from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
@@ -28,6 +29,7 @@ from torchpipe_py.wire.infer import (
     read_request,
 )
 from torchpipe_py.wire.parameters import ForwardedHeaders
+from torchpipe_py.wire.pictures import Accepted, accepted_image, to_image
 
 
 class HttpHandler:
@@ -57,7 +59,10 @@ class HttpHandler:
             request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images,
             self._items, admit,
         )  # fmt: skip
+        accepted = accepted_image(request.fields.get("accept", ""))
         if asked.is_batch:
+            if accepted is not None:
+                accepted.check_json("a call with several items")
             return self._infer_batch(asked, request.arrived, done)
         root, data = self._item(asked, asked.items[0])
         root_name = data.get("node_name")
@@ -65,7 +70,7 @@ class HttpHandler:
 
         def finish(data: dict[str, Any], error: BaseException | None) -> None:
             try:
-                answer: Any = error or HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))
+                answer: Any = error or self._answer(data, asked, root, accepted)
             except BaseException as failure:
                 answer = failure
             done(answer)
@@ -111,6 +116,17 @@ class HttpHandler:
             done(HttpAnswer(200, JSON, batch_line(each)))
 
         return self._admission.gather(items, seconds, outcome, finish)
+
+    def _answer(self, data: dict[str, Any], asked: Asked, root: Root, accepted: Accepted | None) -> HttpAnswer:
+        """The values that are asked for: as JSON, or the only one as an image, if that is what the client accepts."""
+        if accepted is not None:
+            if len(asked.keys) == 1:
+                value, color = root.output(data, asked.keys[0]), data.get(TASK_COLOR_KEY)
+                image = to_image(value, color if isinstance(color, str) else "", accepted.kind)
+                if image is not None:
+                    return HttpAnswer(200, accepted.kind, image)
+            accepted.check_json("the result is not one image, H x W x 3 or H x W of uint8")
+        return HttpAnswer(200, JSON, answer_of(data, asked, self._reply, root.output))
 
     def _item(self, asked: Asked, given: Any) -> tuple[Root, dict[str, Any]]:
         """The root that an item enters, and the dict for the pipe. Raises the error in place of its inputs."""

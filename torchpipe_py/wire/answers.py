@@ -15,6 +15,7 @@ STATUSES = {
     "not_found": 404,
     "unknown_node": 404,
     "method_not_allowed": 405,
+    "not_acceptable": 406,
     "too_slow": 408,
     "too_large": 413,
     "unsupported_encoding": 415,
