@@ -125,8 +125,6 @@ def _read_folder(options: Options) -> Any:
 
 def _require_libraries(options: Options) -> None:
     """Raise ``ConfigError`` if a library that the options need is missing."""
-    if options.handler and options.grpc_port >= 0:
-        raise ConfigError("--grpc-port serves the Open Inference Protocol, which a --handler does not provide")
     for is_needed, flag, library, extra in (
         (True, "", "thriftpy2", "server"),
         (True, "", "httptools", "server"),

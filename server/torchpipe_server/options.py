@@ -61,7 +61,7 @@ class Options:
         0, "engine processes for each device, where nodes are shared; 0: 2 if they decode on the GPU, else 1", 0, 64
     )
     handler: str = _option(
-        "", "package.module:Class or file.py:Class of a custom service, in place of InferenceService"
+        "", "package.module:Class or file.py:Class with your own Thrift service, or routes over HTTP"
     )
     import_code: str = _option("", "modules or .py files with custom backends, separated by commas", flag="--import")
     streams: str = _option("", "TOML file of cameras, video files and network streams that the workers read as well")

@@ -137,6 +137,12 @@ class Routes:
         """The routes with ``change`` applied to each."""
         return Routes(list(map(change, self._routes)), self._elsewhere)
 
+    def with_own(self, own: Sequence[Route]) -> Routes:
+        """These and ``own``, which come first, and in place of those of the same method and path."""
+        taken = {(route.verb, route.path) for route in own}
+        others = [route for route in self._routes if (route.verb, route.path) not in taken]
+        return Routes([*own, *others], self._elsewhere)
+
     def methods(self) -> list[tuple[str, Method]]:
         """Methods, and the labels of their requests among the counters."""
         return [(route.label, route.method) for route in self._routes]

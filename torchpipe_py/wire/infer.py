@@ -76,7 +76,8 @@ def read_request(
     kind = content_type.partition(";")[0].strip().lower()
     options = _parameters(query) if query else {}
     items: list[Item]
-    is_batch, more = False, {}
+    more: dict[str, Any] = {}
+    is_batch = False
     deadline, priority = fields.get("x-deadline-ms"), fields.get("x-priority")
     if kind == "application/json":
         if admit is not None:

@@ -1,4 +1,4 @@
-"""Custom services: any Thrift IDL, and a class whose coroutines use the pipe."""
+"""Custom handlers: any Thrift IDL, routes over HTTP, and a class whose coroutines use the pipe."""
 
 from __future__ import annotations
 
@@ -48,11 +48,16 @@ class Handler:
 
     ``routes`` maps paths for HTTP on the same port to methods, ``{"POST /photos": "upload"}``. Such a method gets the
     request, with its ``body``, ``fields``, ``query`` and ``parameters``. A returned dict or list is sent as JSON, text
-    and bytes as they are. Either ``service`` or ``routes`` may be left out.
+    and bytes as they are, an ``HttpAnswer`` with its own status, type and headers. Either ``service`` or ``routes`` may
+    be left out.
+
+    ``service`` comes in place of ``InferenceService``. ``routes`` stand beside the standard ones, and in place of those
+    of the same method and path; ``standard_routes = False`` leaves the standard ones out, and gRPC.
     """
 
     service: ClassVar[Any] = None
     routes: ClassVar[Mapping[str, str]] = {}
+    standard_routes: ClassVar[bool] = True
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -115,11 +120,13 @@ class CustomHandler:
         self._handler, self._seconds = cls(Run(run)), deadline_ms / 1000
         self.methods: Mapping[str, Method] = {name: self._method(service, name) for name in names or ()}
         self.routes: Sequence[Route] = [self._route(path, name) for path, name in paths.items()]
+        self.is_alone = not getattr(cls, "standard_routes", True)
+        """Whether the service has nothing but this handler."""
 
     def _function(self, name: str, what: str) -> Callable[..., Any]:
         function = getattr(self._handler, name, None)
         if not callable(function):
-            members = set(dir(self._handler)) - {"routes", "run", "service"}
+            members = set(dir(self._handler)) - {"routes", "run", "service", "standard_routes"}
             hint = nearest(name, sorted(member for member in members if not member.startswith("_")))
             raise ConfigError(f"{self._place}: no method {name!r} {what}; {hint}")
         return function  # type: ignore[no-any-return]

@@ -261,9 +261,9 @@ _HEALTH = (
 
 
 class Fallback:
-    """Refuses every request but health checks: the service is live, and not ready.
+    """Refuses every request but health checks over HTTP: the service is live, and not ready.
 
-    ``idl`` is that of InferenceService, or ``None`` for a custom service, which has no health checks on its port.
+    ``idl`` is that of InferenceService, or ``None`` if a custom handler may have another.
     """
 
     def __init__(self, loop: Loop, idl: Any, options: Options) -> None:
@@ -278,7 +278,7 @@ class Fallback:
         self.services = Services(
             ThriftService(methods, options, other),
             HttpService(
-                Routes(_HEALTH if idl is not None else ()),
+                Routes(_HEALTH),
                 options.max_message_bytes,
                 options.max_reply_bytes,
                 other=other,

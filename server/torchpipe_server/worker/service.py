@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchpipe_py import ConfigError
 from torchpipe_py.serving import Bound, Folder, Routes, Served, load_idl, plan_pipeline, shared_nodes, usual_engines
 from torchpipe_server.options import Options
 
@@ -41,17 +42,23 @@ def engine_processes(options: Options, tables: Any) -> int:
 def served_maker(
     options: Options, control: Control | None = None, totals: Totals | None = None
 ) -> Callable[[pipe], Served]:
-    """A function that makes the served methods, standard or custom, on a pipe."""
+    """A function that makes the served methods on a pipe, perhaps with those of a custom handler."""
     if not options.handler:
         return partial(usual_service, options, control=control, totals=totals)
     from torchpipe_server.methods.custom import CustomHandler, load_handler
 
     cls = load_handler(options.handler)
+    if options.grpc_port >= 0 and not getattr(cls, "standard_routes", True):
+        raise ConfigError(f"--grpc-port serves standard paths, and {options.handler} has standard_routes = False")
 
     def make_custom(run: pipe) -> Served:
-        limit_delays(run, options)
         handler = CustomHandler(cls, run, options.deadline_ms)
-        return Served(handler.methods, Routes(handler.routes, options.elsewhere))
+        if handler.is_alone:
+            limit_delays(run, options)
+            return Served(handler.methods, Routes(handler.routes, options.elsewhere))
+        usual = usual_service(options, run, control, totals)
+        routes = usual.routes.with_own(handler.routes)
+        return usual._replace(methods=handler.methods or usual.methods, routes=routes)
 
     return make_custom
 

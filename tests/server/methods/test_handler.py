@@ -21,12 +21,14 @@ from kit.services import LocalServer, SteeredProcess
 from kit.steered import Steered, steering
 from kit.waits import WAIT, eventually
 from thriftpy2.thrift import TApplicationException
-from torchpipe_server import Handler
+from torchpipe_client import Client as StandardClient
+from torchpipe_server import Handler, HttpAnswer
 from torchpipe_server.methods.custom import CustomHandler, load_handler
+from torchpipe_server.options import Options
+from torchpipe_server.worker.service import served_maker
 
 from torchpipe_py import ConfigError, pipe
 from torchpipe_py.methods.routes import Routes, Served
-from torchpipe_py.wire.http import HttpAnswer
 
 THRIFT = """
 exception Refused { 1: string reason, 2: optional string code }
@@ -240,6 +242,71 @@ def test_serves_routes_of_a_custom_handler() -> None:
             for path in ("/wrong", "/split", "/elsewhere"):
                 status, answer = ask(server.port, b"", path, "GET")
                 assert (status, answer["code"]) == (500, "internal")
+
+
+BESIDE = """
+from torchpipe_server import Handler, HttpAnswer
+
+class Beside(Handler):
+    routes = {
+        "POST /photos": "upload", "GET /v2": "mine", "GET /v2/models/{name}/ready": "ready", "GET /table": "table"
+    }
+
+    async def upload(self, request):
+        return {"size": len((await self.run({"data": request.body}))["result"])}
+
+    def mine(self, request):
+        return "mine"
+
+    def ready(self, request):
+        return request.parameters["name"]
+
+    def table(self, request):
+        return HttpAnswer(201, "text/csv", b"a,b", {"X-Rows": "1"})
+
+class Alone(Beside):
+    standard_routes = False
+"""
+
+
+@contextmanager
+def beside(folder: Path, name: str) -> Iterator[LocalServer]:
+    (folder / f"of_{name}.py").write_text(BESIDE)
+    given = Options("demo.toml", handler=f"{folder}/of_{name}.py:{name}")
+    with pipe({"backend": "Identity"}) as run:
+        make = served_maker(given)
+        with LocalServer(run, make_served=lambda loop: make(run)) as server:
+            yield server
+
+
+def test_routes_of_a_handler_stand_beside_the_standard_ones(tmp_path: Path) -> None:
+    with beside(tmp_path, "Beside") as server:
+        assert ask(server.port, b"abc", "/photos") == (200, {"size": 3})
+        assert ask(server.port, b"abc") == (200, {"result": {"b64": "YWJj"}})
+        for path, body in (("/v2", b"mine"), ("/v2/models/nowhere/ready", b"nowhere")):
+            assert fetch(server.port, path).body == body, "its own comes first"
+        for path in ("/v2/health/ready", "/v2/models/demo", "/openapi.json", "/"):
+            assert ask(server.port, b"", path, "GET")[0] == 200
+        status, answer = ask(server.port, b"", "/photo", "POST")
+        assert (status, answer["error"]) == (404, "no /photo; did you mean '/photos'?")
+        table = fetch(server.port, "/table")
+        assert (table.status, table.fields["content-type"], table.fields["x-rows"]) == (201, "text/csv", "1")
+        with StandardClient(f"127.0.0.1:{server.port}") as client:
+            client.ping()
+
+
+def test_handler_alone_has_no_standard_routes(tmp_path: Path) -> None:
+    with beside(tmp_path, "Alone") as server:
+        assert ask(server.port, b"abc", "/photos") == (200, {"size": 3})
+        for path, verb in (("/infer", "POST"), ("/openapi.json", "GET"), ("/v2/health/live", "GET")):
+            assert ask(server.port, b"abc", path, verb)[0] == 404
+
+
+def test_handler_alone_has_no_grpc(tmp_path: Path) -> None:
+    (tmp_path / "without_grpc.py").write_text(BESIDE)
+    reference = f"{tmp_path}/without_grpc.py:Alone"
+    with pytest.raises(ConfigError, match="--grpc-port serves standard paths"):
+        served_maker(Options("demo.toml", handler=reference, grpc_port=0))
 
 
 # -- what does not fit ----------------------------------------------------------------------------------------------
