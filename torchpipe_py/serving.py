@@ -21,6 +21,7 @@ from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
 from torchpipe_py.methods.many import FairAdmission, Outcome
+from torchpipe_py.methods.openapi import openapi_document
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import (
     JSON,
@@ -171,6 +172,7 @@ __all__ = [
     "logger",
     "name_of",
     "nearest",
+    "openapi_document",
     "output_of",
     "parse_message",
     "pipe_of_worker",

@@ -117,7 +117,7 @@ class Options:
         "request headers, and metadata of gRPC, that backends get as parameters: names separated by commas, * is "
         "anything, as x-user-*; at most 32, of 4,096 bytes",
     )
-    no_page: bool = _option(False, "no page to try the pipeline, at / of --port")
+    no_page: bool = _option(False, "no page to try the pipeline, at / of --port, nor /docs")
     log_level: str = _option("info", "", choices=("debug", "info", "warning", "error"))
     log_format: str = _option("text", "", choices=("text", "json"))
     log_requests: str = _option(

@@ -1,18 +1,16 @@
-"""``POST /infer`` on a pipe, and ``GET /openapi.json``: the file ``openapi.json`` beside this one."""
+"""``POST /infer`` on a pipe, and ``GET /openapi.json``."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torchpipe_py
 from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.keys import TASK_COLOR_KEY
 from torchpipe_py.methods.many import FairAdmission
+from torchpipe_py.methods.openapi import openapi_document
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
@@ -45,9 +43,7 @@ class HttpHandler:
         self._pipe, self._deadlines, self._admission, self._items = run, deadlines, admission, items
         self._text, self._reply, self._headers = text, reply, headers
         self._roots = Roots(run)
-        document = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
-        document["info"]["version"] = torchpipe_py.__version__
-        answer = json_answer(document)
+        answer = json_answer(openapi_document())
         self.routes: Sequence[Route] = (
             route("POST", "/infer", self._infer, takes_long=is_long_json),
             route("GET", "/openapi.json", lambda request, done: done(answer)),

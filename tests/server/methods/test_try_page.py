@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,3 +209,41 @@ def test_page_works_in_a_browser(tmp_path: Path) -> None:
             tab.wait_for("document.querySelectorAll('#nodes li').length === 1")
             tab.value("document.getElementById('nodes').replaceChildren()")
         assert [one for one in tab.requested if not one.startswith((url, "blob:", "data:", "about:"))] == []
+
+
+class _Parts(HTMLParser):
+    """What a document has, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loaded += [value or "" for name, value in attrs if name == "src" or (name == "href" and tag != "a")]
+
+
+def test_docs_show_every_path_and_load_nothing():
+    with serving("Identity") as server:
+        page, document = fetch(server.port, "/docs"), ask(server.port, b"", "/openapi.json", "GET")[1]
+    text = page.body.decode()
+    assert (page.status, page.fields["content-type"]) == (200, "text/html; charset=utf-8")
+    for path, operations in document["paths"].items():
+        (verb,) = operations
+        assert f"{verb.upper()} <code>{path}</code>" in text
+    assert all(f'id="{name}"' in text for name in document["components"]["schemas"])
+    parts = _Parts(text)
+    assert parts.loaded == ["data:,"], "its icon"
+    assert not parts.tags & {"script", "iframe", "form", "object", "embed"}
+    assert "://" not in text
+    policy = page.fields["content-security-policy"]
+    style = text[text.index("<style>") + 7 : text.index("</style>")]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; style-src 'sha256-{digest}'; ")
+
+
+def test_no_page_has_no_docs():
+    with serving("Identity", no_page=True) as server:
+        assert fetch(server.port, "/docs").status == 404

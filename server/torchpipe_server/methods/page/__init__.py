@@ -1,9 +1,8 @@
-"""A page to try a pipe on, at ``/`` for browsers, and ``POST /try``, which the page calls."""
+"""A page to try a pipe on, at ``/`` for browsers, and ``POST /try``, which it calls; the page ``/docs``."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import threading
 from collections.abc import Sequence
@@ -32,11 +31,14 @@ from torchpipe_py.serving import (
     answer_of,
     is_long_json,
     json_answer,
+    openapi_document,
     priority_in,
     read_request,
     route,
 )
 from torchpipe_server.front.services import error_answer, reply_bound
+from torchpipe_server.methods.page.docs import docs_page
+from torchpipe_server.methods.page.document import html_document
 from torchpipe_server.options import Options
 
 MOST_TRIES = 4
@@ -47,7 +49,7 @@ _OVERVIEW = {
     "GET /": "this overview; in a browser, a page to try images on",
     "POST /infer": "the result for an image: curl --data-binary @image.jpg",
     "GET /v2": "the Open Inference Protocol",
-    "GET /openapi.json": "a description of all paths",
+    "GET /openapi.json": "a description of all paths; for people GET /docs",
 }
 """``GET /`` for clients other than browsers."""
 
@@ -67,8 +69,10 @@ class PageHandler:
         self._page = HttpAnswer(200, "", b"")
         self._overview = json_answer({**_OVERVIEW, "monitoring": options.monitoring}, headers={"Vary": "Accept"})
         self._tries = threading.BoundedSemaphore(MOST_TRIES)
+        docs = docs_page(openapi_document())
         self.routes: Sequence[Route] = (
             route("GET", "/", self._show),
+            route("GET", "/docs", lambda request, done: done(docs)),
             route("POST", "/try", self._try, takes_long=is_long_json),
         )
 
@@ -155,7 +159,7 @@ def _image(picture: Picture) -> dict[str, Any]:
 
 
 def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
-    """The page as one document, whose policy allows only the script beside this file and no other host."""
+    """The page as one document, with the script and the style beside this file."""
     script, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("try.js", "try.css"))
     text = (_FOLDER / "try.html").read_text(encoding="utf-8")
     named = [{"name": each.name, "version": each.version, "node_name": each.node_name or ""} for each in models]
@@ -164,16 +168,4 @@ def _page(models: Sequence[Model], monitoring_port: int) -> HttpAnswer:
         ("MODELS", escape(json.dumps(named))),  # NOTE: last, since names may have any characters
     ):  # fmt: skip
         text = text.replace(f"@{mark}@", part, 1)
-    hashes = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (script, style)]
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; img-src blob: data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {
-        "Cache-Control": "no-store",
-        "Content-Security-Policy": policy,
-        "Referrer-Policy": "no-referrer",
-        "Vary": "Accept",
-        "X-Content-Type-Options": "nosniff",
-    }
-    return HttpAnswer(200, "text/html; charset=utf-8", text.encode(), headers)
+    return html_document(text, style, script)
