@@ -34,6 +34,7 @@ def over_oip(dtype: str, data: str, count: int) -> doors.Http:
 
 
 FORMS = {"infer": over_infer, "oip": over_oip}
+JSON_DOORS = ("infer", "infer_gzip", "oip", "ray_infer", "ray_infer_gzip")
 every_json_door = pytest.mark.parametrize("door", ["infer", "oip", "ray_infer", "ray_oip"])
 MANY = ", ".join(["1.0"] * 40_000)
 """Longer than what is read at once."""
@@ -169,7 +170,7 @@ def divides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 @pytest.mark.parametrize("door", doors.DOORS)
 def test_results_that_json_cannot_represent_are_refused_in_json_alone(divides: House, door: str) -> None:
     answer = doors.DOORS[door](divides, doors.Asked("divide", dict(zip("ab", DIVISION, strict=True)), ["y"]))
-    if door in ("infer", "oip", "ray_infer"):
+    if door in JSON_DOORS:
         assert answer.code == "no_result"
         assert "NaN or infinity, which JSON cannot represent" in answer.message
     else:
@@ -177,7 +178,7 @@ def test_results_that_json_cannot_represent_are_refused_in_json_alone(divides: H
         assert np.array_equal(answer.values["y"], QUOTIENT, equal_nan=True)
 
 
-@pytest.mark.parametrize("door", [door for door in doors.DOORS if door not in ("infer", "oip", "ray_infer")])
+@pytest.mark.parametrize("door", [door for door in doors.DOORS if door not in JSON_DOORS])
 def test_they_pass_as_binary(house: House, door: str) -> None:
     answer = doors.DOORS[door](house, doors.Asked("any", {"data": QUOTIENT}, ["result"]))
     assert answer.code == "ok", answer.message

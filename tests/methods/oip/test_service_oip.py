@@ -83,7 +83,7 @@ def test_metadata_is_of_the_named_root(classifier: str, backend: str):
         ("GET", "/v2/health/liv", "no /v2/health/liv; did you mean '/v2/health/live'?"),
         ("GET", f"{DEMO}/redy", f"no {DEMO}/redy; did you mean '/v2/models/{{model}}/ready'?"),
         ("GET", "/v2/model/demo", "no /v2/model/demo; did you mean '/v2/models/…'?"),
-        ("GET", "/nothing", "no /nothing; valid: /, /infer, /openapi.json, /try, /v2, /v2/…"),
+        ("GET", "/nothing", "no /nothing; valid: /, /docs, /infer, /openapi.json, /try, /v2, /v2/…"),
     ],
 )
 def test_unknown_models_and_methods(demo: LocalServer, verb: str, path: str, said: str):
