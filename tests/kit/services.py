@@ -49,6 +49,9 @@ class FakePipe:
     models = ()
     only_root = "node"
 
+    def follow_models(self, changed: Any) -> None:
+        """They never change."""
+
     def signature(self, node_name: str | None = None) -> Signature:
         """It declares nothing."""
         return Signature()

@@ -32,24 +32,21 @@ class FairAdmission:
 
     def __init__(self, run: pipe) -> None:
         self.pipe = run
-        self._models: Any = None  # of the pipe that the following are for
         self._places = self._most = self._room = self._free = 0
         self._calls: deque[Batch] = deque()
         self._lock = threading.Lock()
         self._thread = threading.local()
-        self._follow()
+        self._fit()
+        run.follow_models(self._fit)
 
-    def _follow(self) -> None:
-        """Have as many places as fit the pipe; those of a folder change."""
-        models = self.pipe.models
-        if models is self._models:
-            return
+    def _fit(self) -> None:
+        """Have as many places as fit the pipe."""
         stats = self.pipe.stats()
         places = ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values())
         with self._lock:
             self._free += places - self._places
             self._room += stats["max_inflight"] - self._most
-            self._models, self._places, self._most = models, places, stats["max_inflight"]
+            self._places, self._most = places, stats["max_inflight"]
 
     def gather(
         self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
@@ -62,7 +59,6 @@ class FairAdmission:
         if not items:
             done([])
             return call
-        self._follow()
         with self._lock:
             waiting = max(0, len(items) - max(0, self._free))
             excess = max(0, waiting - self._room)

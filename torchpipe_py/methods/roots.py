@@ -82,20 +82,23 @@ class Root:
 
 
 class Roots:
-    """The roots of a pipe by the names that requests use. For one thread."""
+    """The roots of a pipe by the names that requests use, for any thread. It follows a ``Pipes``."""
 
     def __init__(self, run: pipe) -> None:
         self._pipe = run
-        self._models: Any = None  # those of a folder change
         self._roots: dict[str | None, Root] = {}
+        run.follow_models(self._forget)
+
+    def _forget(self) -> None:
+        # NOTE: a new dict, since another thread may be about to add a root of before to the old one.
+        self._roots = {}
 
     def find(self, node_name: str | None) -> Root:
         """The root. Raises ``UnknownNode`` for an unknown one, or several and none is named."""
-        if self._models is not self._pipe.models:
-            self._models, self._roots = self._pipe.models, {}
-        root = self._roots.get(node_name)
+        roots = self._roots
+        root = roots.get(node_name)
         if root is None:
-            root = self._roots[node_name] = root_of(self._pipe, node_name)
+            root = roots[node_name] = root_of(self._pipe, node_name)
         return root
 
     def item(

@@ -213,6 +213,9 @@ class pipe:
         runtime.start_requests((request,))
         return Ticket(runtime, request)
 
+    def follow_models(self, changed: Callable[[], object]) -> None:
+        """Call ``changed`` after each change of ``models``, which never change here; see ``Pipes``."""
+
     @property
     def has_own_code(self) -> bool:
         """Whether any backend is not part of this package."""

@@ -68,6 +68,7 @@ class Pipes:
         self._lock = threading.Lock()  # of ``_inflight``
         self._members = _Members({})
         self._settings: list[Callable[[pipe], object]] = []  # for each pipe, also later ones
+        self._followers: list[Callable[[], object]] = []
 
     def replace(self, removed: Collection[str], added: Mapping[str, pipe]) -> list[pipe]:
         """From now on serve ``added`` in place of ``removed``, both by ``NAME/VERSION``; returns the removed pipes.
@@ -81,6 +82,8 @@ class Pipes:
             for setting in self._settings:
                 setting(run)
         self._members = members
+        for changed in self._followers:
+            changed()
         return [run for key, run in before.items() if key not in kept]
 
     def _set(self, setting: Callable[[pipe], object]) -> None:
@@ -99,6 +102,10 @@ class Pipes:
     def models(self) -> Sequence[Model]:
         """See ``pipe.models``."""
         return self._members.models
+
+    def follow_models(self, changed: Callable[[], object]) -> None:
+        """See ``pipe.follow_models``; ``changed`` is called on the thread that replaces pipes."""
+        self._followers.append(changed)
 
     @property
     def roots(self) -> Mapping[str, str]:

@@ -132,22 +132,20 @@ class Models:
     def __init__(self, run: pipe, stem: str, deadlines: Deadlines, admission: FairAdmission) -> None:
         self._pipe, self._stem, self._deadlines, self._admission = run, stem, deadlines, admission
         self._figures: dict[tuple[str, str], metadata.Figures] = {}
-        self._roots: Any = None  # those that the following were made of
         self._listed: Sequence[Model] = ()
         self._models: dict[tuple[str, str], Model] = {}
         self._latest: dict[str, Model] = {}
-        self._follow()
+        self._list()
+        run.follow_models(self._list)
 
-    def _follow(self) -> None:
+    def _list(self) -> None:
         roots = self._pipe.models
-        if roots is self._roots:
-            return
         listed = [self._model(each.name, each.version, each.node_name) for each in roots]
         others: list[Model] = []
         if roots and all(each.root == each.name for each in roots):
             file = [self._model(self._stem, VERSION, None)]
             listed, others = (listed, file) if len(listed) > 1 else (file, listed)
-        self._roots, self._listed = roots, listed
+        self._listed = listed
         self._models = {(model.name, model.version): model for model in (*others, *listed)}
         self._latest = {model.name: model for model in (*others, *listed)}
 
@@ -158,7 +156,6 @@ class Models:
 
     def all(self) -> Sequence[Model]:
         """All models, each version."""
-        self._follow()
         return self._listed
 
     def stats(self) -> dict[str, Any]:
@@ -176,12 +173,10 @@ class Models:
 
     def versions(self, name: str) -> list[str]:
         """The versions of a model, in ascending order."""
-        self._follow()
         return [version for model, version in self._models if model == name]
 
     def find(self, name: str, version: str = "") -> Model:
         """The model; an empty version is the latest. Raises ``RouteError`` for an unknown model or version."""
-        self._follow()
         model = self._models.get((name, version)) if version else self._latest.get(name)
         if model is not None:
             return model
