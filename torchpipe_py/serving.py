@@ -38,6 +38,7 @@ from torchpipe_py.methods.routes import (
     StreamSource,
     TraceFields,
     json_answer,
+    protocol_of,
     route,
     trace_fields,
 )
@@ -179,6 +180,7 @@ __all__ = [
     "plan_pipeline",
     "priority_in",
     "priority_of",
+    "protocol_of",
     "read_folder",
     "read_request",
     "read_streams",

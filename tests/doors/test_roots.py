@@ -108,6 +108,6 @@ def test_keys_read_are_those_of_built_in_backends(restored: Any, config: Any, ex
 
 def test_input_node_name_names_one_of_several_roots() -> None:
     with pipe({"a": {"backend": "Identity"}, "b": {"backend": "Identity"}}) as run:
-        roots = Roots(run)
+        roots = Roots(run, "test")
         assert roots.item({"data": 1, "node_name": "b"}, None, None, ())[1] == {"data": 1, "node_name": "b"}
         assert roots.item({"data": 1}, "a", 1, ())[1] == {"data": 1, "node_name": "a", "priority": 1}

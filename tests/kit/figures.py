@@ -40,12 +40,19 @@ def stream(factor: int = 1) -> dict[str, Any]:
     return {"decoded": 9 * factor, "reconnects": factor, "frames": frames, "age": age, "now": {"state": "playing"}}
 
 
+def of_method(outcomes: dict[str, int]) -> dict[str, Any]:
+    """What a worker says of the requests to a model by one method."""
+    total = sum(outcomes.values())
+    return {"outcomes": outcomes, "latency_ms": 3.0 * total, "latency": counts(b12=total)}
+
+
 MODEL = dict.fromkeys(("success_count", "success_ns", "fail_count", "fail_ns", "items", "admitted", "last_ms"), 2)
 
 
-def worker(nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, **more: Any) -> dict[str, Any]:
-    total = sum(count for found in by_method.values() for count in found.values())
-    requests = {"by_method": by_method, "latency_ms": 3.0 * total, "histograms": {"latency": counts(b12=total)}}
+def worker(
+    nodes: dict[str, Any], by_method: dict[str, Any], inflight: int = 1, model: str = "a/1", **more: Any
+) -> dict[str, Any]:
+    requests = {"by_model": {model: {method: of_method(outcomes) for method, outcomes in by_method.items()}}}
     rest = {
         "hand_over": {},
         "log_lines_dropped": 0,

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from torchpipe_server.front.server import Server
 from torchpipe_server.front.services import services_of
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
+from torchpipe_server.supervisor.monitoring.figures import request_figures
 from torchpipe_server.supervisor.slots import Slots, slots_for
 from torchpipe_server.worker.service import usual_service
 
@@ -48,6 +49,7 @@ class FakePipe:
 
     models = ()
     only_root = "node"
+    roots: Mapping[str, str] = {}
 
     def follow_models(self, changed: Any) -> None:
         """They never change."""
@@ -116,6 +118,12 @@ class LocalServer:
     def connections(self) -> list[Connection]:
         """Those that are open."""
         return [connection for connection in list(self._adopted) if connection.state is not CLOSED]
+
+    @property
+    def by_method(self) -> dict[str, dict[str, int]]:
+        """The requests that were counted, by method and outcome."""
+        found: dict[str, dict[str, int]] = request_figures(self.server.counters.summary())["by_method"]
+        return found
 
     def call(self, function: Any) -> None:
         """Run it on the loop's thread."""

@@ -37,12 +37,11 @@ class HttpHandler:
     """
 
     def __init__(
-        self, run: pipe, deadlines: Deadlines, admission: FairAdmission, items: int, text: Bound, reply: Bound,
-        headers: ForwardedHeaders,
+        self, run: pipe, roots: Roots, deadlines: Deadlines, admission: FairAdmission, items: int, text: Bound,
+        reply: Bound, headers: ForwardedHeaders,
     ) -> None:  # fmt: skip
-        self._pipe, self._deadlines, self._admission, self._items = run, deadlines, admission, items
-        self._text, self._reply, self._headers = text, reply, headers
-        self._roots = Roots(run)
+        self._pipe, self._roots, self._deadlines, self._admission = run, roots, deadlines, admission
+        self._items, self._text, self._reply, self._headers = items, text, reply, headers
         answer = json_answer(openapi_document())
         self.routes: Sequence[Route] = (
             route("POST", "/infer", self._infer, takes_long=is_long_json),
@@ -50,7 +49,7 @@ class HttpHandler:
         )
 
     def _infer(self, request: HttpRequest, done: Done) -> Cancellable:
-        admit = partial(self._admit, request.arrived) if self._pipe.is_refusing else None
+        admit = partial(self._admit, request) if self._pipe.is_refusing else None
         asked = read_request(
             request.take_body(), request.query, request.fields, self._text, self._headers, self._roots.images,
             self._items, admit,
@@ -59,8 +58,9 @@ class HttpHandler:
         if asked.is_batch:
             if accepted is not None:
                 accepted.check_json("a call with several items")
-            return self._infer_batch(asked, request.arrived, done)
+            return self._infer_batch(asked, request, done)
         root, data = self._item(asked, asked.items[0])
+        request.model = root.model
         root_name = data.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(data), root_name, request.arrived)
 
@@ -73,9 +73,9 @@ class HttpHandler:
 
         return self._pipe.dispatch(data, finish, seconds)
 
-    def _infer_batch(self, asked: Asked, arrived: float | None, done: Done) -> Cancellable:
+    def _infer_batch(self, asked: Asked, request: HttpRequest, done: Done) -> Cancellable:
         """Run the items side by side; each has its own outcome, and all outcomes together the size of one answer."""
-        seconds = self._admit(arrived, asked)
+        seconds = self._admit(request, asked)
         items: list[dict[str, Any]] = []
         roots: dict[int, Root] = {}  # each may name its own
         refused: dict[int, bytes] = {}
@@ -130,5 +130,6 @@ class HttpHandler:
             raise given
         return self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters)
 
-    def _admit(self, arrived: float | None, asked: Asked) -> float | None:
-        return self._deadlines.admit(asked.deadline_ms, asked.priority or 0, asked.node_name, arrived)
+    def _admit(self, request: HttpRequest, asked: Asked) -> float | None:
+        request.model = self._roots.model_of(asked.node_name)
+        return self._deadlines.admit(asked.deadline_ms, asked.priority or 0, asked.node_name, request.arrived)

@@ -9,6 +9,7 @@ from torchpipe_py.methods.many import FairAdmission
 from torchpipe_py.methods.oip.core import Control, Models, OpenInference, Totals
 from torchpipe_py.methods.oip.handler import OipHandler
 from torchpipe_py.methods.oip.requests import InferLimits
+from torchpipe_py.methods.roots import Roots
 from torchpipe_py.methods.routes import Route, Rpc
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
@@ -29,11 +30,11 @@ class Inference:
         forward_headers: str = "",
     ) -> None:  # fmt: skip
         headers = ForwardedHeaders(forward_headers)
-        self.deadlines, self.admission = Deadlines(run, deadline_ms), FairAdmission(run)
+        self.roots, self.deadlines, self.admission = Roots(run, stem), Deadlines(run, deadline_ms), FairAdmission(run)
         self.models = Models(run, stem, self.deadlines, self.admission)
         self._core = OpenInference(self.models, items, reply, control, may_load, totals)
         self._limits = InferLimits(text, items, headers)
-        http = HttpHandler(run, self.deadlines, self.admission, items, text, reply, headers)
+        http = HttpHandler(run, self.roots, self.deadlines, self.admission, items, text, reply, headers)
         self.routes: Sequence[Route] = [*http.routes, *OipHandler(self._core, self._limits).routes]
 
     def rpcs(self) -> Sequence[Rpc]:

@@ -8,6 +8,7 @@ from typing import Any
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import InvalidRequest, UnknownNode, nearest
 from torchpipe_py.keys import TASK_CONTEXT_KEY, TASK_DATA_KEY, TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY, TASK_RESULT_KEY
+from torchpipe_py.plan.folder import FIRST_VERSION
 from torchpipe_py.runtime.pipe import pipe
 from torchpipe_py.wire.parameters import give
 from torchpipe_py.wire.values import is_ranking, output_of
@@ -20,16 +21,16 @@ class Root:
     """A root of a pipe: the names of its model's inputs, unless that is ``data`` alone, and its outputs.
 
     ``reads`` are the other keys that a request may have; ``None``: any. ``images`` are the inputs that are encoded
-    images.
+    images. ``model`` is ``NAME/VERSION``.
     """
 
-    def __init__(self, signature: Signature, reads: Collection[str] | None = None) -> None:
+    def __init__(self, signature: Signature, reads: Collection[str] | None = None, model: str = "") -> None:
         names = [spec.name for spec in signature.inputs]
         self.names = [] if names == [TASK_DATA_KEY] else names
         self.outputs = signature.outputs
         self.images = frozenset(spec.name for spec in signature.inputs if spec.is_image)
         self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
-        self._reads = reads
+        self._reads, self.model = reads, model
 
     def item(self, given: dict[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
         """The dict for the pipe of a request with these inputs: the model's own become ``data``, others are keys.
@@ -82,10 +83,13 @@ class Root:
 
 
 class Roots:
-    """The roots of a pipe by the names that requests use, for any thread. It follows a ``Pipes``."""
+    """The roots of a pipe by the names that requests use, for any thread. It follows a ``Pipes``.
 
-    def __init__(self, run: pipe) -> None:
-        self._pipe = run
+    ``stem``: see ``model_keys``.
+    """
+
+    def __init__(self, run: pipe, stem: str) -> None:
+        self._pipe, self._stem = run, stem
         self._roots: dict[str | None, Root] = {}
         run.follow_models(self._forget)
 
@@ -98,8 +102,14 @@ class Roots:
         roots = self._roots
         root = roots.get(node_name)
         if root is None:
-            root = roots[node_name] = root_of(self._pipe, node_name)
+            root = roots[node_name] = root_of(self._pipe, node_name, self._stem)
         return root
+
+    def model_of(self, node_name: str | None) -> str:
+        """``NAME/VERSION`` of the model that a request with this ``node_name`` enters; empty if there is none."""
+        known = self._pipe.only_root if node_name is None else self._pipe.roots.get(node_name)
+        # NOTE: `find` would look for a name like an unknown one, which takes long.
+        return "" if known is None else self.find(node_name).model
 
     def item(
         self, given: dict[str, Any], node_name: str | None, priority: int | None, wanted: Collection[str],
@@ -135,6 +145,21 @@ class Roots:
         return node_name
 
 
-def root_of(run: pipe, node_name: str | None) -> Root:
+def root_of(run: pipe, node_name: str | None, stem: str) -> Root:
     """The root of this name. Raises ``UnknownNode``."""
-    return Root(run.signature(node_name), run.keys_read(node_name))
+    signature, reads = run.signature(node_name), run.keys_read(node_name)
+    root = run.only_root if node_name is None else run.roots.get(node_name)
+    return Root(signature, reads, model_keys(run, stem).get(root or "", ""))
+
+
+def model_keys(run: pipe, stem: str) -> dict[str, str]:
+    """``NAME/VERSION`` of each model by its root; the only root of a file is the model ``stem``, the file's name."""
+    models = run.models
+    if is_file(run) and len(models) == 1:
+        return {models[0].root: f"{stem}/{FIRST_VERSION}"}
+    return {model.root: f"{model.name}/{model.version}" for model in models}
+
+
+def is_file(run: pipe) -> bool:
+    """Whether the models are the roots of one file, not of a folder."""
+    return bool(run.models) and all(model.root == model.name for model in run.models)

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from torchpipe_py.errors import nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RouteError
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import UNROUTED, HttpAnswer, HttpRequest
 
 OK = "ok"
 JSON = "application/json"
+_GRPC = "gRPC "  # before the names of methods, as labels
 
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
@@ -78,7 +80,8 @@ class Method(NamedTuple):
     declares none for it. ``outcome`` gives the label of a result among the counters, ``request_id`` the client's name
     of a request. ``trace_fields`` gives the request's trace; it is None for methods that do not run the pipe.
     ``is_streamed``: ``start`` returns a ``StreamSource``, or calls ``done``. ``takes_long`` says of arguments whether
-    ``start`` takes long to read them, so that it should run on another thread than the event loop's.
+    ``start`` takes long to read them, so that it should run on another thread than the event loop's. ``model_of`` gives
+    ``NAME/VERSION`` of the model that arguments ask, once ``start`` has read them; empty if that is unknown.
     """
 
     args: type
@@ -89,11 +92,16 @@ class Method(NamedTuple):
     trace_fields: Callable[[Any], TraceFields] | None = None
     is_streamed: bool = False
     takes_long: Callable[[Any], bool] | None = None
+    model_of: Callable[[Any], str] = lambda args: ""
 
 
 def trace_fields(args: Any) -> TraceFields:
     """Read the trace from arguments, or a struct among them, with fields of these names."""
     return getattr(args, "traceparent", None), getattr(args, "tracestate", None)
+
+
+model_in: Callable[[Any], str] = attrgetter("model")
+"""``NAME/VERSION`` of the model that a request over HTTP or gRPC asks."""
 
 
 def trace_headers(request: Any) -> TraceFields:
@@ -184,19 +192,19 @@ class Routes:
         return {"/".join(way[: depth + 1]) + ("/…" if len(way) > depth + 1 else "") for way in ways}
 
 
-class RpcRequest(NamedTuple):
+class RpcRequest:
     """A message that came over gRPC, the call's metadata, its deadline in milliseconds from now, and whether the
-    service is ending."""
+    service is ending. ``model`` is ``NAME/VERSION`` of the one that it asks, once that is known."""
 
-    message: Any
-    fields: Mapping[str, str]
-    deadline_ms: float | None = None
-    is_ending: bool = False
+    __slots__ = ("deadline_ms", "fields", "is_ending", "message", "model")
 
-    @property
-    def query(self) -> str:
-        """Empty: only a request over HTTP has one."""
-        return ""
+    query = ""  # only a request over HTTP has one
+
+    def __init__(
+        self, message: Any, fields: Mapping[str, str], deadline_ms: float | None = None, is_ending: bool = False
+    ) -> None:
+        self.message, self.fields, self.deadline_ms, self.is_ending = message, fields, deadline_ms, is_ending
+        self.model = ""
 
 
 class RpcAnswer(NamedTuple):
@@ -222,7 +230,14 @@ class Rpc(NamedTuple):
     @property
     def label(self) -> str:
         """The name of its requests among the counters."""
-        return f"gRPC {self.path.rpartition('/')[2]}"
+        return f"{_GRPC}{self.path.rpartition('/')[2]}"
+
+
+def protocol_of(label: str) -> str:
+    """The protocol of requests that are counted under this label: ``thrift``, ``http`` or ``grpc``."""
+    if label.startswith(_GRPC):
+        return "grpc"
+    return "http" if label == UNROUTED or " /" in label else "thrift"
 
 
 class Served(NamedTuple):
@@ -263,7 +278,7 @@ def route(
     fields = trace_headers if is_traced or (is_traced is None and verb != "GET") else None
     name = lambda request: request.fields.get("x-request-id", "")  # noqa: E731
     method = Method(HttpRequest, start, request_id=name, trace_fields=fields, is_streamed=is_streamed)
-    return Route(verb, path, method._replace(takes_long=takes_long), changes_service)
+    return Route(verb, path, method._replace(takes_long=takes_long, model_of=model_in), changes_service)
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpAnswer:

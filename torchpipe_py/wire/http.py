@@ -10,6 +10,8 @@ from time import time
 from typing import NamedTuple
 
 NAME_CHARACTERS = 48
+UNROUTED = "http"
+"""The label of a request without a route: a client's invented path must not become a counter."""
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _WITHOUT_BODY = frozenset({204, 304})
@@ -31,7 +33,7 @@ class HttpRequest:
     parameters: the parts of the path that its route has in braces. error: why the request was not read to its end.
     is_last: whether the connection ends after its answer. arrived: when it was complete, in seconds of
     ``perf_counter``, if it waits for a thread that reads it. name: method and path, cut if they are long. label: the
-    route that it takes, as it is counted.
+    route that it takes, as it is counted. model: ``NAME/VERSION`` of the one that it asks, once that is known.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class HttpRequest:
         "is_last",
         "label",
         "method",
+        "model",
         "name",
         "parameters",
         "path",
@@ -61,7 +64,8 @@ class HttpRequest:
         self.arrived: float | None = None
         self.error: Exception | None = None
         self.name = f"{method} {path}"[:NAME_CHARACTERS]
-        self.label = "http"  # until a route is found: a client's invented path must not become a counter
+        self.model = ""
+        self.label = UNROUTED
 
     @classmethod
     def named(cls, name: str) -> HttpRequest:

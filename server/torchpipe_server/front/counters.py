@@ -1,10 +1,10 @@
-"""Counts requests by method and outcome, times those of the pipe, and logs them if enabled."""
+"""Counts requests by model, method and outcome, times those of the pipe, and logs them if enabled."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -17,6 +17,15 @@ logger = logging.getLogger(REQUESTS)
 REQUEST_ID_CHARACTERS = 200  # in a log line
 
 
+class _Times:
+    """The sum and the histogram of times."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts, self.seconds = [0] * PLACES, 0.0
+
+
 class RequestCounters:
     """Counters of requests, for one thread. ``logged`` is ``--log-requests``; slow requests are logged elsewhere.
 
@@ -27,29 +36,34 @@ class RequestCounters:
     def __init__(self, logged: str, timed: AbstractSet[str] = frozenset()) -> None:
         self.is_logging = logged in ("failed", "all")
         self._logged, self._timed = logged, timed
-        self._counts: Counter[tuple[str, str]] = Counter()  # by method and outcome
-        self._latency = [0] * PLACES
-        self._seconds = 0.0
+        self._counts: defaultdict[tuple[str, str, str], int] = defaultdict(int)  # by model, method and outcome
+        self._times: defaultdict[tuple[str, str], _Times] = defaultdict(_Times)  # by model and method
 
-    def add(self, method: str, outcome: str, seconds: float, request_id: str) -> None:
-        """Count a request that was answered ``seconds`` after its message was complete."""
-        self._counts[method, outcome] += 1
+    def add(self, method: str, outcome: str, seconds: float, request_id: str, model: str = "") -> None:
+        """Count a request that was answered ``seconds`` after its message was complete.
+
+        ``model`` is ``NAME/VERSION`` of the one that it asked, if it is known.
+        """
+        self._counts[model, method, outcome] += 1
         if method in self._timed:
-            self._latency[int(seconds * 1e6).bit_length()] += 1
-            self._seconds += seconds
+            times = self._times[model, method]
+            times.counts[int(seconds * 1e6).bit_length()] += 1
+            times.seconds += seconds
         if self.is_logging and (self._logged == "all" or outcome != OK):
             log_request(method, outcome, seconds, request_id)
 
     def summary(self) -> dict[str, Any]:
-        """Counts by method and outcome, and the latency's histogram (``torchpipe_py.runtime.record.statistics``)."""
-        by_method: dict[str, dict[str, int]] = {}
-        for (method, outcome), count in self._counts.items():
-            by_method.setdefault(method, {})[outcome] = count
-        return {
-            "by_method": by_method,
-            "latency_ms": 1000 * self._seconds,
-            "histograms": {"latency": folded(self._latency)},
-        }
+        """By model and method: counts by outcome, and for calls that run the pipe the sum and histogram of their times.
+
+        See ``torchpipe_py.runtime.record.statistics`` for the histogram.
+        """
+        by_model: dict[str, dict[str, Any]] = {}
+        for (model, method, outcome), count in self._counts.items():
+            by_method = by_model.setdefault(model, {})
+            by_method.setdefault(method, {"outcomes": {}})["outcomes"][outcome] = count
+        for (model, method), times in self._times.items():
+            by_model[model][method].update(latency_ms=1000 * times.seconds, latency=folded(times.counts))
+        return {"by_model": by_model}
 
 
 def log_request(

@@ -82,6 +82,7 @@ class RpcCall:
         self.answered_at = 0.0  # since when an answer waits for the client
         self.peer: Peer | None = None  # from its admission on
         self.watched = b""  # the message of a watch
+        self.model = ""  # that it asks, once that is known
 
     async def receive(self, data: Any, context: Any) -> None:
         """Take the message, compressed or not, and start the method that it calls; an error is the answer."""
@@ -125,7 +126,10 @@ class RpcCall:
                 raise Overloaded(f"more than {server.options.max_held_bytes} bytes of unanswered messages", 1000)
             message = parse_message(method.args, data, server.options.max_items, server.text)
             request = RpcRequest(message, *_metadata_of(context), server.is_ending)
-            call.start(server.loop, method, request, server.counters.is_logging)
+            try:
+                call.start(server.loop, method, request, server.counters.is_logging)
+            finally:
+                self.model = request.model
         except BaseException as error:  # others' requests are here
             call.done(error)
 
@@ -412,7 +416,8 @@ class RpcServer:
 
     def count(self, call: RpcCall, answer: WireAnswer) -> None:
         """Count the call's request."""
-        self.counters.add(call.rpc.label, answer.outcome, monotonic() - call.call.began, call.call.request_id)
+        seconds = monotonic() - call.call.began
+        self.counters.add(call.rpc.label, answer.outcome, seconds, call.call.request_id, call.model)
 
     async def _serve_stream(self, rpc: Rpc, messages: Any, context: Any) -> None:
         """Run the requests of a stream concurrently and answer them in order."""

@@ -116,7 +116,8 @@ class Server:
         """Like ``answer``, but at once; for the loop's thread. Only a repeated refusal may have to wait."""
         now, wait, connection = monotonic(), 0.0, call.caller
         assert isinstance(connection, Connection)
-        self.counters.add(method, outcome, now - call.began, call.request_id)  # without the wait of a refusal
+        seconds = now - call.began  # without the wait of a refusal
+        self.counters.add(method, outcome, seconds, call.request_id, call.message.model)
         # NOTE: results beside a refusal, as of infer_many, are not an error and do not wait.
         if isinstance(error, Overloaded):
             deadline = error.deadline if call.ticket is None else call.ticket.deadline

@@ -87,6 +87,7 @@ class ThriftService:
         if error is not None:
             raise error
         args, message.args = message.args, None
+        message.model = method.model_of(args)
         return method, args
 
     def inflater(self, message: Message) -> None:

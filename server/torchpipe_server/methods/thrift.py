@@ -43,34 +43,39 @@ class InferenceHandler:
 
     def __init__(
         self, run: pipe, idl: Any, deadlines: Deadlines | None = None, max_batch: int = 256,
-        max_reply_bytes: int = 64 * 2**20, admission: FairAdmission | None = None,
+        max_reply_bytes: int = 64 * 2**20, admission: FairAdmission | None = None, roots: Roots | None = None,
     ) -> None:  # fmt: skip
         self._pipe, self._idl, self._deadlines = run, idl, deadlines or Deadlines(run)
         self._max_batch, self._reply = max_batch, reply_bound(max_reply_bytes)
         self._admission = admission or FairAdmission(run)
-        self._service, self._roots = idl.InferenceService, Roots(run)
+        self._service, self._roots = idl.InferenceService, roots or Roots(run, "")
         self.methods: Mapping[str, Method] = {
             "ping": Method(self._service.ping_args, self._ping),
             # Its arguments have no fields for a trace.
             "infer_batch": self._method(
-                "infer_batch", self._infer_batch, lambda args: _given(args, "params").uuid, lambda args: (None, None)
+                "infer_batch", self._infer_batch, lambda args: _given(args, "params").uuid, lambda args: (None, None),
+                lambda args: None,
             ),
             "infer_many": self._method(
                 "infer_many", self._infer_many,
                 lambda args: args.uuid or ",".join([item.uuid[:64] for item in (args.params or ())[:8]]), trace_fields,
+                lambda args: args.node_name,
             ),
             "infer": self._method(
                 "infer", self._infer, lambda args: _given(args, "request").uuid,
                 lambda args: trace_fields(args.request),
+                lambda args: args.request and args.request.node_name,
             ),
         }  # fmt: skip
 
     def _method(
         self, name: str, start: Callable[[Any, Done], Cancellable], request_id: Callable[[Any], str],
-        traced: Callable[[Any], TraceFields],
+        traced: Callable[[Any], TraceFields], node_name: Callable[[Any], str | None],
     ) -> Method:  # fmt: skip
         args, result = getattr(self._service, f"{name}_args"), getattr(self._service, f"{name}_result")
-        return Method(args, start, lambda error: result(error=self._to_error(error)), _outcome_of, request_id, traced)
+        fail = lambda error: result(error=self._to_error(error))  # noqa: E731
+        model_of = lambda args: self._roots.model_of(node_name(args))  # noqa: E731
+        return Method(args, start, fail, _outcome_of, request_id, traced, model_of=model_of)
 
     def _ping(self, args: Any, done: Done) -> None:
         done(self._service.ping_result())

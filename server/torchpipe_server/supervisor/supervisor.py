@@ -41,7 +41,7 @@ from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.fleet import Fleet
 from torchpipe_server.supervisor.generation import WorkerSlot
-from torchpipe_server.supervisor.monitoring.figures import Control, Figures, service_figures
+from torchpipe_server.supervisor.monitoring.figures import Control, Figures, request_figures, service_figures
 from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 
@@ -212,7 +212,7 @@ class Supervisor:
         service = service_figures([child.stats for child in fleet.children if child.stats], fleet.ended_stats)
         connections, answered = self._connections.figures()
         service["log_lines_dropped"] += dropped_lines()
-        service["requests"] = add(service["requests"], answered)
+        service["requests"] = request_figures(add(service["requests"], answered))
         service["streams"] = self.streams.figures(service["streams"])
         return {
             "state": "stopping" if self._stopping_until is not None else "ready" if self.is_ready else "starting",

@@ -34,17 +34,18 @@ class Message:
     """A complete message.
 
     name: of the method. seqid: signed, 32 bits. args: of the method's class, with None for fields that were not sent;
-    None for an unknown method. error: what is wrong with the arguments, or why the message was not read to its end.
-    size: estimated bytes in memory.
+    None for an unknown method. model: ``NAME/VERSION`` of the one that it asks, once that is known. error: what is
+    wrong with the arguments, or why the message was not read to its end. size: estimated bytes in memory.
     """
 
-    __slots__ = ("args", "error", "is_oneway", "name", "protocol", "seqid", "size")
+    __slots__ = ("args", "error", "is_oneway", "model", "name", "protocol", "seqid", "size")
 
     is_last = False  # the connection goes on after each answer
 
     def __init__(self, name: str, is_oneway: bool, seqid: int, protocol: Framing) -> None:
         self.name, self.is_oneway, self.seqid, self.protocol = name, is_oneway, seqid, protocol
         self.args: Any = None
+        self.model = ""
         self.error: Exception | None = None
         self.size = 0
 

@@ -161,7 +161,7 @@ def test_health_watch_reports_each_change(monkeypatch: pytest.MonkeyPatch) -> No
         for each in (told, of_unknown):
             assert next(each) == not_serving
             assert code_of(lambda each=each: next(each)) == ("UNAVAILABLE", "the service is ending: watch again")
-        assert server.server.counters.summary()["by_method"]["gRPC Watch"] == {"ok": 3, "invalid_request": 2}
+        assert server.by_method["gRPC Watch"] == {"ok": 3, "invalid_request": 2}
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
@@ -251,7 +251,7 @@ def test_stream_answers_in_order() -> None:
     assert "ValueError: on request" in answers[1].error_message
     assert "on request" in answers[2].error_message
     assert [one.infer_response.raw_output_contents[0][4:] for one in answers[3:]] == [one.data for one in asked[3:]]
-    assert server.server.counters.summary()["by_method"]["gRPC ModelStreamInfer"]["ok"] == len(sent) - 2
+    assert server.by_method["gRPC ModelStreamInfer"]["ok"] == len(sent) - 2
 
 
 def test_stream_keeps_no_bytes_of_answers_that_were_read() -> None:

@@ -34,7 +34,7 @@ def call(on: Any, path: str = INFER, data: bytes = GOOD, **options: Any) -> Any:
 
 def counts(server: LocalServer, name: str) -> dict[str, int]:
     """The requests of this name by outcome."""
-    return server.server.counters.summary()["by_method"].get(f"gRPC {name}", {})
+    return server.by_method.get(f"gRPC {name}", {})
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM])

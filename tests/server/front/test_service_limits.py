@@ -452,7 +452,7 @@ def test_paced_refusal_releases_its_message_and_delays_no_results(monkeypatch) -
     with steered() as server, Client(server.port) as client, Client(server.port) as other:
         Steered.values = {name: Overloaded("busy")}
         client.send_batch(f"error {name}".encode())
-        eventually(lambda: "infer_batch" in server.server.counters.summary()["by_method"])
+        eventually(lambda: "infer_batch" in server.by_method)
         (connection,) = (one for one in server.connections() if one.call is not None)
         assert connection.held_bytes == 0
         refused, answered = other.infer_many([f"error {name}".encode(), b"ring"])

@@ -138,8 +138,8 @@ def test_logs_requests_with_their_names(caplog, logged, wanted):
         client.call("infer", request=IDL.InferRequest(uuid="third", inputs={"data": IDL.Value(bytes=b"x")}))
         images = (("many", b"x"), ("of it", b"corrupt"))
         client.call("infer_many", params=[IDL.InferenceParams(uuid=uuid, data=data) for uuid, data in images])
-        by_method = server.server.counters.summary  # answers are counted, and logged, just after they are written
-        eventually(lambda: sum(sum(each.values()) for each in by_method()["by_method"].values()) == 5)
+        # Answers are counted, and logged, just after they are written.
+        eventually(lambda: sum(sum(each.values()) for each in server.by_method.values()) == 5)
     found = [one for one in caplog.records if one.name == "torchpipe_server.requests"]
     assert [one.getMessage().rsplit(" ", 2)[0] for one in found] == wanted
     assert [one for one in caplog.records if one not in found] == []

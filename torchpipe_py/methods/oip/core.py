@@ -13,7 +13,7 @@ from torchpipe_py.methods.oip import metadata
 from torchpipe_py.methods.oip.requests import InferRequest
 from torchpipe_py.methods.oip.results import RESULT, SMALLER, kept, outputs_of
 from torchpipe_py.methods.oip.tensors import Output
-from torchpipe_py.methods.roots import Root, root_of
+from torchpipe_py.methods.roots import Root, is_file, root_of
 from torchpipe_py.methods.routes import Cancellable, Done
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
@@ -67,12 +67,8 @@ class Model:
     ) -> None:
         self.name, self.version, self.pipe, self.deadlines, self.admission = name, version, run, deadlines, admission
         self.node_name, self.figures = node_name, metadata.Figures()
+        self.key = f"{name}/{version}"
         self._roots: dict[str | None, Root] = {}
-
-    @property
-    def key(self) -> str:
-        """``NAME/VERSION``."""
-        return f"{self.name}/{self.version}"
 
     def is_ready(self, stats: Mapping[str, Any]) -> bool:
         """Whether every node has an instance that serves; ``stats`` are the pipe's."""
@@ -101,7 +97,7 @@ class Model:
         """The root that a request names. Raises ``UnknownNode`` for an unknown one, or several and none is named."""
         root = self._roots.get(node_name)
         if root is None:
-            root = self._roots[node_name] = root_of(self.pipe, node_name)
+            root = self._roots[node_name] = root_of(self.pipe, node_name, self.name)
         return root
 
     def images(self, node_name: str | None) -> Collection[str]:
@@ -142,7 +138,7 @@ class Models:
         roots = self._pipe.models
         listed = [self._model(each.name, each.version, each.node_name) for each in roots]
         others: list[Model] = []
-        if roots and all(each.root == each.name for each in roots):
+        if is_file(self._pipe):
             file = [self._model(self._stem, VERSION, None)]
             listed, others = (listed, file) if len(listed) > 1 else (file, listed)
         self._listed = listed

@@ -91,6 +91,7 @@ class OipHandler:
         began = request.arrived or perf_counter()
         parameters = request.parameters
         model = self._core.models.find(unquote(parameters["model"]), unquote(parameters.get("version", "")))
+        request.model = model.key
         admit = partial(self._core.admit, model, began) if model.pipe.is_refusing else None
         asked = read_infer(request.take_body(), request.fields, self._limits, model.images, admit)
         return self._core.infer(model, asked, self, began, done)

@@ -29,7 +29,7 @@ from torchpipe_py.methods.oip.requests import (
 from torchpipe_py.methods.oip.results import MOST_FLOAT32
 from torchpipe_py.methods.oip.tensors import BYTES, DATATYPES, Output
 from torchpipe_py.methods.roots import Root
-from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, trace_headers
+from torchpipe_py.methods.routes import Cancellable, Done, Method, Rpc, RpcAnswer, RpcRequest, model_in, trace_headers
 from torchpipe_py.methods.rpc.messages import OIP, message, methods, reflected
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import RequestTooLargeError, RouteError
@@ -86,12 +86,13 @@ class OipRpcs:
         name, args = method.name, message(method.input_type.full_name)
         path = f"/{method.containing_service.full_name}/{name}"
         if name == "ModelInfer":
-            return Rpc(path, Method(args, self._infer, request_id=_request_id, trace_fields=trace_headers))
+            method = Method(args, self._infer, request_id=_request_id, trace_fields=trace_headers, model_of=model_in)
+            return Rpc(path, method)
         if name == "ModelStreamInfer":
             outcome = lambda answer: answer.outcome  # noqa: E731
             start = self._infer_in_stream
             method = Method(args, start, outcome=outcome, request_id=_request_id, trace_fields=trace_headers)
-            return Rpc(path, method, is_stream=True)
+            return Rpc(path, method._replace(model_of=model_in), is_stream=True)
         if name in ("RepositoryModelLoad", "RepositoryModelUnload"):
             answer_with = message(method.output_type.full_name)
             return Rpc(
@@ -172,6 +173,7 @@ class OipRpcs:
         began = perf_counter()
         asked = request.message
         model = self._core.models.find(asked.model_name, asked.model_version)
+        request.model = model.key
         return self._core.infer(model, self._read(request), self, began, done)
 
     def _infer_in_stream(self, request: RpcRequest, done: Done) -> Cancellable | None:

@@ -59,8 +59,8 @@ _FOLDER = Path(__file__).resolve().parent
 class PageHandler:
     """The routes of the page, on a pipe. It offers a choice of ``models``."""
 
-    def __init__(self, run: pipe, models: Models, deadlines: Deadlines, options: Options) -> None:
-        self._pipe, self._roots, self._deadlines = run, Roots(run), deadlines
+    def __init__(self, run: pipe, roots: Roots, models: Models, deadlines: Deadlines, options: Options) -> None:
+        self._pipe, self._roots, self._deadlines = run, roots, deadlines
         self._headers = ForwardedHeaders(options.forward_headers)
         self._text = Bound(options.max_text_bytes, "--max-text-bytes")
         self._reply = reply_bound(options.max_reply_bytes)
@@ -95,6 +95,7 @@ class PageHandler:
         if not isinstance(given, dict):
             raise given or InvalidRequest("no image to try")
         root, given = self._roots.item(given, asked.node_name, asked.priority, asked.keys, asked.parameters)
+        request.model = root.model
         root_name = given.get("node_name")
         seconds = self._deadlines.admit(asked.deadline_ms, priority_in(given), root_name, request.arrived)
         if not self._tries.acquire(blocking=False):

@@ -20,7 +20,7 @@ HISTOGRAMS = ("queue", "batch_wait", "compute")
 HAND_OVER = ("requests", "slot_wait_ms", "there_ms", "in_engine_ms", "back_ms")
 
 NOTHING: Figures = {
-    "requests": {"by_method": {}, "latency_ms": 0, "histograms": {"latency": [0] * COUNTS}},
+    "requests": {"by_model": {}},
     "nodes": {},
     "hand_over": dict.fromkeys(HAND_OVER, 0),
     "streams": {},
@@ -56,8 +56,8 @@ _NODE = _object(
     }
 )
 _COUNTS = Annotated[_dict[str, _Number], _few]
-_BY_METHOD = Annotated[_dict[str, _COUNTS], _few]
-_REQUESTS = _object({"by_method": _BY_METHOD, "latency_ms": _Number, "histograms": _object({"latency": _Histogram})})
+_OF_METHOD = _object({"outcomes": _COUNTS, "latency_ms": _Number, "latency": _Histogram}, total=False)
+_REQUESTS = _object({"by_model": Annotated[_dict[str, Annotated[_dict[str, _OF_METHOD], _few]], _few]})
 _GPU = _object({"index": _Number, "name": str, "used_bytes": _Number, "total_bytes": _Number})
 _text = Annotated[str, Meta(max_length=8192)]
 _STREAM_NOW = _object(
@@ -202,6 +202,18 @@ def service_figures(alive: Sequence[Figures], past: Figures) -> Figures:
         "nodes": {name: {**_now(each), **totals["nodes"][name]} for name, each in nodes.items()},
         "gpus": [gpus[index] for index in sorted(gpus)],
     }
+
+
+def request_figures(requests: Figures) -> Figures:
+    """The statistics of requests by model and method, with their sums over models and over all."""
+    by_method: Figures = {}
+    latency_ms, latency = 0.0, [0] * COUNTS
+    for methods in requests["by_model"].values():
+        for method, each in methods.items():
+            by_method[method] = add(by_method.get(method, {}), each.get("outcomes", {}))
+            latency_ms += each.get("latency_ms", 0.0)
+            latency = add(latency, each.get("latency", [0] * COUNTS))
+    return {**requests, "by_method": by_method, "latency_ms": latency_ms, "histograms": {"latency": latency}}
 
 
 def _now(nodes: list[Figures]) -> Figures:

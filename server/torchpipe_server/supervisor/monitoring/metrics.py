@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from torchpipe_py.serving import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES, answers
+from torchpipe_py.serving import NODE_COUNTERS, NODE_GAUGES, NODE_TIMES, add, answers, protocol_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,16 +43,17 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
     workers = {worker["index"]: worker for worker in figures["workers"]}
     gpus = {gpu["index"]: gpu for gpu in figures["gpus"]}
     answered = {
-        (method, answers.utf8_text(outcome).decode()): count  # a custom handler's code may be any text
-        for method, outcomes in requests["by_method"].items()
-        for outcome, count in outcomes.items()
+        (*_asked(model, method), method, answers.utf8_text(outcome).decode()): count  # a handler's code may be any text
+        for model, methods in requests["by_model"].items()
+        for method, each in methods.items()
+        for outcome, count in each["outcomes"].items()
     }
-    latency = _times(requests["histograms"]["latency"], requests["latency_ms"], figures["bounds_ms"])
     parts = {part: hand_over[f"{part}_ms"] / 1000 for part in ("slot_wait", "there", "in_engine", "back")}
     return [
-        (_COUNTER, "torchpipe_requests", "Calls answered, by method and outcome: ok or the error's code",
-            "method outcome", answered),
-        (_HISTOGRAM, "torchpipe_request_seconds", "Time of a call that runs the pipe, in a worker", "", {(): latency}),
+        (_COUNTER, "torchpipe_requests", "Calls answered, by outcome: ok or the error's code",
+            "model version protocol method outcome", answered),
+        (_HISTOGRAM, "torchpipe_request_seconds", "Time of a call that runs the pipe, in a worker",
+            "model version protocol", _latencies(requests["by_model"], figures["bounds_ms"])),
         (_GAUGE, "torchpipe_requests_pending", "Requests in flight in the pipelines", "", {(): requests["inflight"]}),
         (_GAUGE, "torchpipe_connections", "Open connections", "", {(): connections["open"]}),
         (_COUNTER, "torchpipe_connections_accepted", "Accepted connections", "", {(): connections["accepted"]}),
@@ -79,6 +80,23 @@ def _service(figures: dict[str, Any]) -> Iterable[_Row]:
             _column(gpus, "used_bytes")),
         (_GAUGE, "torchpipe_gpu_memory_bytes", "Memory of a GPU", "gpu", _column(gpus, "total_bytes")),
     ]  # fmt: skip
+
+
+def _asked(model: str, method: str) -> tuple[str, str, str]:
+    """The labels of a model's requests: its name, its version, the protocol."""
+    name, _, version = model.rpartition("/")
+    return name, version, protocol_of(method)
+
+
+def _latencies(by_model: dict[str, Any], bounds_ms: list[float]) -> dict[tuple[str, ...], Any]:
+    """The times of calls that run the pipe."""
+    sums: dict[tuple[str, ...], Any] = {}
+    for model, methods in by_model.items():
+        for method, each in methods.items():
+            if "latency" in each:
+                labels, times = _asked(model, method), {"counts": each["latency"], "sum_ms": each["latency_ms"]}
+                sums[labels] = add(sums.get(labels, {}), times)
+    return {labels: _times(times["counts"], times["sum_ms"], bounds_ms) for labels, times in sums.items()}
 
 
 def _nodes(figures: dict[str, Any]) -> Iterator[_Row]:

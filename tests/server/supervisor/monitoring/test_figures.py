@@ -8,9 +8,15 @@ import math
 from typing import Any
 
 import pytest
-from kit.figures import MODEL, ONE, counts, node, stream, worker
+from kit.figures import MODEL, ONE, counts, node, of_method, stream, worker
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.monitoring.figures import NOTHING, add_past, parse_message, service_figures
+from torchpipe_server.supervisor.monitoring.figures import (
+    NOTHING,
+    add_past,
+    parse_message,
+    request_figures,
+    service_figures,
+)
 from torchpipe_server.supervisor.monitoring.metrics import CONTENT_TYPE, render
 
 from torchpipe_py.runtime.record.statistics import BOUNDS_MS
@@ -70,16 +76,25 @@ def test_reads_statistics_and_leaves_out_unknown_keys() -> None:
 def test_sums_the_statistics_of_workers() -> None:
     before = copy.deepcopy((ONE, TWO))
     figures = service_figures([ONE, TWO], NOTHING)
-    assert figures["requests"] == {
-        "inflight": 3,
-        "by_method": {"infer_batch": {"ok": 29, "overloaded": 1}, "ping": {"ok": 3}},
-        "latency_ms": 99.0,
-        "histograms": {"latency": counts(b12=33)},
-    }
+    by_method = {"infer_batch": {"ok": 29, "overloaded": 1}, "ping": {"ok": 3}}
+    by_model = {"a/1": {method: of_method(outcomes) for method, outcomes in by_method.items()}}
+    assert figures["requests"] == {"inflight": 3, "by_model": by_model}
     now = {"instances": 4, "alive": 4, "busy": 2, "oldest_batch_s": 1.0}
     assert figures["nodes"] == {"model": node(3, **now, instance_compute_ms=[30.0, 10.0, 60.0, 20.0])}
     assert figures["streams"] == {"yard": {**stream(3), "now": {}}}
     assert before == (ONE, TWO), "what the workers said stays theirs"
+
+
+def test_sums_requests_over_models() -> None:
+    other = worker({}, {"infer_batch": {"ok": 4}}, model="b/2")
+    requests = service_figures([ONE, TWO, other], NOTHING)["requests"]
+    assert request_figures(requests) == {
+        **requests,
+        "by_method": {"infer_batch": {"ok": 33, "overloaded": 1}, "ping": {"ok": 3}},
+        "latency_ms": 111.0,
+        "histograms": {"latency": counts(b12=37)},
+    }
+    assert request_figures({"by_model": {"": {"ping": {"outcomes": {"ok": 1}}}}})["latency_ms"] == 0.0
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------
@@ -105,7 +120,10 @@ def parsed(*workers: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 VALUES = {
-    "requests": ("counter", {"infer_batch ok": 29, "infer_batch overloaded": 1, "ping ok": 3}),
+    "requests": (
+        "counter",
+        {"infer_batch a ok thrift 1": 29, "infer_batch a overloaded thrift 1": 1, "ping a ok thrift 1": 3},
+    ),
     "request_seconds": ("histogram", None),
     "requests_pending": ("gauge", {"": 3}),
     "connections": ("gauge", {"": 5}),
@@ -171,6 +189,28 @@ def histogram(family: Any) -> tuple[dict[float, float], float, float]:
     assert list(buckets.values()) == sorted(buckets.values())
     assert buckets[math.inf] == count
     return buckets, count, total
+
+
+def test_requests_have_model_version_and_protocol() -> None:
+    sent = {"infer": {"ok": 1}, "POST /infer": {"ok": 2}, "http": {"not_found": 3}, "gRPC ModelInfer": {"ok": 4}}
+    two, none = (worker({}, sent, model=model) for model in ("an/odd name/2", ""))
+    families = parsed(two, none)
+    found = {
+        tuple(sample.labels[name] for name in ("model", "version", "protocol", "method")): sample.value
+        for sample in families["torchpipe_requests"].samples
+    }
+    protocols = {"infer": "thrift", "POST /infer": "http", "http": "http", "gRPC ModelInfer": "grpc"}
+    models = [("an/odd name", "2"), ("", "")]
+    assert found == {
+        (*model, protocols[method], method): sum(sent[method].values()) for model in models for method in sent
+    }
+    counted = {
+        (sample.labels["model"], sample.labels["protocol"]): sample.value
+        for sample in families["torchpipe_request_seconds"].samples
+        if sample.name.endswith("_count")
+    }
+    by_protocol = {"thrift": 1, "http": 5, "grpc": 4}
+    assert counted == {(name, each): count for name, _ in models for each, count in by_protocol.items()}
 
 
 def test_counts_of_models_are_totals_and_the_last_request_is_the_latest() -> None:

@@ -160,7 +160,7 @@ KEYS = {
     "reload_successful workers engines "
     "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams models",
     "connections": "open max accepted refused evicted",
-    "requests": "inflight by_method latency_ms histograms",
+    "requests": "inflight by_model by_method latency_ms histograms",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",
     "worker": "index pid state responding connections inflight restarts uptime_s rss_bytes",
     "node": "instances alive min max queued busy oldest_batch_s requests batches failed expired shed batch_sizes "
