@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import pytest
@@ -115,17 +116,22 @@ class Own(Handler):
 
 
 @contextmanager
-def serving(provider: TracerProvider, ratio: float = 0.0, config: Any = "Identity", own: Any = None) -> Iterator[Any]:
+def serving(
+    provider: TracerProvider, ratio: float = 0.0, config: Any = "Identity", own: Any = None, grpc_port: int = -1
+) -> Iterator[Any]:
     """A traced service of the usual methods, or of a handler's routes."""
     with pipe({"backend": config} if isinstance(config, str) else config) as run:
         run.instrument(provider, starts_traces=False)
-        served = Served({}, Routes(CustomHandler(own, run).routes)) if own else usual_service(Options("test"), run)
-        with LocalServer(run, make_served=lambda loop: tracing.traced(served, provider, ratio, "test")) as server:
+        options = Options("test", grpc_port=grpc_port)
+        served = Served({}, Routes(CustomHandler(own, run).routes)) if own else usual_service(options, run)
+        traced = tracing.traced(served, provider, ratio, "test")
+        with LocalServer(run, make_served=lambda loop: traced, grpc_port=grpc_port) as server:
             yield server
 
 
 TENSOR = {"inputs": [{"name": "data", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
 OIP = "POST /v2/models/{model}/infer"
+MODEL = {"torchpipe.model": "test", "torchpipe.model_version": "1"}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,14 @@ def test_spans_over_http(kept: KeptSpans, path: str, body: Any, options: Any, st
     (root,) = (span for span in kept.spans if span.name.startswith("POST "))
     assert root.kind is trace.SpanKind.SERVER
     failed = {} if status == 200 else {"error.type": "decode_error"}
-    assert dict(root.attributes or {}) == {"torchpipe.request_id": "mine", **failed}
+    route = {"http.request.method": "POST", "http.route": root.name.removeprefix("POST ")}
+    assert dict(root.attributes or {}) == {
+        "torchpipe.request_id": "mine",
+        **route,
+        "http.response.status_code": status,
+        **({} if "own" in options else MODEL),
+        **failed,
+    }
     assert root.context is not None
     assert root.context.trace_state.to_header() == "a=b"
 
@@ -184,6 +197,41 @@ def test_clients_send_current_span_or_given_traceparent(kept: KeptSpans) -> None
     for root in kept.named("infer"):
         assert root.parent is not None
         assert root.parent.span_id in (mine.span_id, 0x00F067AA0BA902B7)
+
+
+def test_spans_over_thrift_name_system_method_and_model(kept: KeptSpans) -> None:
+    with serving(kept.provider, ratio=1.0) as server, Client(f"127.0.0.1:{server.port}") as client:
+        client.infer({"data": 1})
+        with pytest.raises(InferenceError):
+            client.infer({"data": 1}, node_name="unknown")
+    known, unknown = (dict(span.attributes or {}) for span in kept.named("infer"))
+    system = {"rpc.system.name": "thrift", "rpc.method": "infer"}
+    assert known.items() >= {**system, **MODEL}.items()
+    assert unknown.items() >= {**system, "error.type": "unknown_node"}.items()
+    assert "torchpipe.model" not in unknown
+
+
+@pytest.mark.skipif(find_spec("grpc") is None, reason="grpc is not installed")
+def test_spans_over_grpc_name_system_method_model_and_status(kept: KeptSpans) -> None:
+    import grpc
+
+    from torchpipe_py.methods.rpc.messages import message
+
+    make: Any = message("inference.ModelInferRequest")
+    given = {"name": "data", "datatype": "FP32", "shape": [1, 1]}
+    with (
+        serving(kept.provider, ratio=1.0, grpc_port=0) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
+    ):
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for model in ("test", "unknown"):
+            request = make(model_name=model, inputs=[given], raw_input_contents=[bytes(4)])
+            with suppress(grpc.RpcError):
+                infer(request.SerializeToString(), timeout=WAIT)
+    known, unknown = (dict(span.attributes or {}) for span in kept.named("gRPC ModelInfer"))
+    system = {"rpc.system.name": "grpc", "rpc.method": "ModelInfer"}
+    assert known == {**system, **MODEL, "rpc.response.status_code": "OK"}
+    assert unknown == {**system, "rpc.response.status_code": "NOT_FOUND", "error.type": "not_found"}
 
 
 # -- from a client through the service into the detector's jumps, as the console exporter writes it -------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import random
 from typing import Any
 
@@ -11,8 +11,11 @@ from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Served
+from torchpipe_py.methods.routes import OK, Cancellable, Done, Method, Served, protocol_of
+from torchpipe_py.methods.rpc.wire import status_of
+from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import code_of
+from torchpipe_py.wire.http import HttpAnswer
 
 _FIELD_CHARACTERS = 512
 _REQUEST_ID_CHARACTERS = 200
@@ -40,6 +43,18 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_
         fields, start = method.trace_fields, method.start
         if fields is None:
             return method
+        attributes, ended = _attributes_of(name), _ENDED[protocol_of(name)]
+
+        def end(span: trace.Span, args: Any, result: Any) -> None:
+            model, _, version = method.model_of(args).rpartition("/")
+            if model:
+                span.set_attributes({"torchpipe.model": model, "torchpipe.model_version": version})
+            outcome = code_of(result) if isinstance(result, BaseException) else method.outcome(result)
+            span.set_attributes(ended(outcome, result))
+            if outcome != OK:
+                span.set_attribute("error.type", outcome)
+                span.set_status(trace.StatusCode.ERROR, outcome)
+            span.end()
 
         def start_traced(args: Any, done: Done) -> Cancellable | None:
             parent, state = fields(args)
@@ -50,7 +65,7 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_
                     return _within(context, start, args, done)
             elif random() >= ratio:
                 return start(args, done)
-            span = tracer.start_span(name, context or contexts.Context(), trace.SpanKind.SERVER)
+            span = tracer.start_span(name, context or contexts.Context(), trace.SpanKind.SERVER, attributes)
             if request_id := method.request_id(args):
                 span.set_attribute("torchpipe.request_id", request_id[:_REQUEST_ID_CHARACTERS])
 
@@ -58,12 +73,12 @@ def traced(served: Served, provider: trace.TracerProvider, ratio: float, tracer_
                 try:
                     done(result)
                 finally:
-                    _end(span, code_of(result) if isinstance(result, BaseException) else method.outcome(result))
+                    end(span, args, result)
 
             try:
                 return _within(trace.set_span_in_context(span, contexts.Context()), start, args, answer)
             except BaseException as error:
-                _end(span, code_of(error))
+                end(span, args, error)
                 raise
 
         return method._replace(start=start_traced)
@@ -92,8 +107,27 @@ def _within(context: contexts.Context, start: Start, args: Any, done: Done) -> C
         contexts.detach(token)
 
 
-def _end(span: trace.Span, outcome: str) -> None:
-    if outcome != OK:
-        span.set_attribute("error.type", outcome)
-        span.set_status(trace.StatusCode.ERROR, outcome)
-    span.end()
+def _attributes_of(label: str) -> dict[str, str]:
+    """What OpenTelemetry's conventions call the method of this label."""
+    protocol = protocol_of(label)
+    if protocol == "http":
+        verb, _, path = label.partition(" ")
+        return {"http.request.method": verb, "http.route": path}
+    return {"rpc.system.name": protocol, "rpc.method": label.rpartition(" ")[2]}
+
+
+def _http_status(outcome: str, result: Any) -> dict[str, int]:
+    status = result.status if isinstance(result, HttpAnswer) else answers.STATUSES.get(outcome, 400)
+    return {"http.response.status_code": status}
+
+
+def _rpc_status(outcome: str, result: Any) -> dict[str, str]:
+    return {"rpc.response.status_code": status_of(outcome) if isinstance(result, BaseException) else "OK"}
+
+
+_ENDED: Mapping[str, Callable[[str, Any], Mapping[str, Any]]] = {
+    "http": _http_status,
+    "grpc": _rpc_status,
+    "thrift": lambda outcome, result: {},  # it has no status
+}
+"""The attributes of an outcome and its result, or the exception in its place, by protocol."""

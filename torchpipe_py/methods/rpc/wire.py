@@ -59,8 +59,12 @@ def _refusal(error: BaseException) -> WireAnswer:
     failed = answers.failure(error)
     code, after = failed.body["code"], failed.body.get("retry_after_ms")
     headers = {ERROR_CODE: code} if after is None else {ERROR_CODE: code, PUSHBACK: str(after)}
-    status = _OWN_CODES.get(code) or _CODES.get(failed.status, "INVALID_ARGUMENT")
-    return WireAnswer(b"", headers, code_of(error), status, answers.utf8_text(failed.body["error"]).decode())
+    return WireAnswer(b"", headers, code_of(error), status_of(code), answers.utf8_text(failed.body["error"]).decode())
+
+
+def status_of(code: str) -> str:
+    """The name of the ``grpc.StatusCode`` of an error with this code."""
+    return _OWN_CODES.get(code) or _CODES.get(answers.STATUSES.get(code, 400), "INVALID_ARGUMENT")
 
 
 def parse_message(kind: Any, data: bytes, most: int, text: Bound) -> Any:
