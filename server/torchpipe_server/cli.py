@@ -79,6 +79,7 @@ def _serve(options: Options) -> int:
         if http is not None:
             options = replace(options, http_port=http.getsockname()[1])
         if options.grpc_port >= 0:
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc would log what clients send
             # NOTE: only reserved here: each worker listens there itself.
             rpc = stack.enter_context(reserve(listener, options.grpc_port))
             options = replace(options, grpc_port=rpc.getsockname()[1])

@@ -220,7 +220,8 @@ def steered(config: Any = "Steered", **options: Any) -> Iterator[LocalServer]:
 def reserved_port() -> Iterator[int]:
     """A port at which nobody listens, and which the system gives to nobody else; servers of a test may have it."""
     with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, who may bind it beside this one
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as servers do, which may bind it beside this one
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]
 

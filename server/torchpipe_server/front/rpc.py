@@ -189,6 +189,8 @@ class RpcServer:
             self._listening = self.loop.create_task(self._listen(done, failed))
 
     async def _listen(self, done: Callable[[], object], failed: Callable[[str], object]) -> None:
+        if self.is_ending:
+            return
         server = grpc.aio.server(options=settings(self.options))
         server.add_generic_rpc_handlers((self,))
         host, port = self.options.host, self.options.grpc_port
@@ -207,18 +209,20 @@ class RpcServer:
         """The handler of a call's method, or ``None``; grpc calls this."""
         return self._handlers.get(details.method)
 
-    def drain(self) -> None:
-        """Take no further calls, answer those in work, and end streams between two messages."""
+    def drain(self) -> asyncio.Task[None]:
+        """Take no further calls, answer those in work, and end streams between two messages; returns when in a task."""
         if self._ending is None:
+            self.draining.set_result(None)
             self._ending = self.loop.create_task(self._end())
+        return self._ending
 
     async def _end(self) -> None:
-        if not self.draining.done():
-            self.draining.set_result(None)
-        if self._server is None:
-            return
-        # NOTE: wait even if no call is known here: grpc may have accepted some that it has not passed on.
-        await self._server.stop(self.options.drain_seconds)
+        if self._listening is not None:
+            await self._listening  # it may just begin to
+        if self._server is not None:
+            # NOTE: wait even if no call is known here: grpc may have accepted some that it has not passed on.
+            await self._server.stop(self.options.drain_seconds)
+        self._stop_ticks()
 
     @property
     def is_ending(self) -> bool:

@@ -7,27 +7,24 @@ import logging
 import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from functools import partial
 from time import monotonic
 from typing import Any
 
-from torchpipe_py import TorchpipeError, WorkerDied
-from torchpipe_py.serving import Done, HttpRequest, Method, Routes, json_answer, route
-from torchpipe_server.front.cors import cross_origin
+from torchpipe_py import WorkerDied
+from torchpipe_py.serving import HttpRequest
 from torchpipe_server.front.journal import Journal
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.front.server import Server, has_unread
-from torchpipe_server.front.services import HttpService, Services, ThriftService
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.child import Child
+from torchpipe_server.supervisor.fallback import Fallback
 from torchpipe_server.supervisor.monitoring.figures import Figures
 from torchpipe_server.supervisor.slots import Slots, slots_for
 
 logger = logging.getLogger("torchpipe_server")
 
 HOLD_SECONDS = 0.4  # that connections wait for a worker; then another one serves them, or they get an error
-ANSWER_SECONDS = 0.25  # delay of the fallback: clients that retry at once must not keep the supervisor busy
 LOOK_SECONDS = 0.5  # workers update the journal as often
 
 
@@ -244,53 +241,3 @@ class _Borrowed(socket.socket):
     def close(self) -> None:
         """Leave the descriptor to its owner."""
         self.detach()
-
-
-class Unavailable(TorchpipeError):
-    """No worker is running; one is being started."""
-
-    code = "unavailable"
-    retry_after_ms = 500
-
-
-_NOT_READY = json_answer({"ready": False}, 503, {"Retry-After": "1"})
-_HEALTH = (
-    route("GET", "/v2/health/live", lambda request, done: done(json_answer({"live": True}))),
-    route("GET", "/v2/health/ready", lambda request, done: done(_NOT_READY)),
-)
-
-
-class Fallback:
-    """Refuses every request but health checks over HTTP: the service is live, and not ready.
-
-    ``idl`` is that of InferenceService, or ``None`` if a custom handler may have another.
-    """
-
-    def __init__(self, loop: Loop, idl: Any, options: Options) -> None:
-        service = getattr(idl, "InferenceService", None)
-        self._loop, self._idl = loop, idl
-        unread: Any = None
-        other = Method(unread, self._start)
-        methods = {}
-        for name in getattr(service, "thrift_services", ()):
-            fail = partial(self._fail, getattr(service, f"{name}_result"))
-            methods[name] = Method(unread, self._start, fail, lambda result: result.error.code)
-        self.services = Services(
-            ThriftService(methods, options, other),
-            HttpService(
-                Routes(_HEALTH),
-                options.max_message_bytes,
-                options.max_reply_bytes,
-                other=other,
-                cors=cross_origin(options.cors_origin),
-            ),
-        )
-
-    def _start(self, args: Any, done: Done) -> None:
-        self._loop.call_later(ANSWER_SECONDS, lambda: done(Unavailable("no worker is running; one is being started")))
-
-    def _fail(self, result: type, error: Any) -> Any:
-        if not any(spec[1] == "error" for spec in result.thrift_spec.values()):  # type: ignore[attr-defined]
-            raise error
-        retry = getattr(error, "retry_after_ms", None)
-        return result(error=self._idl.InferenceError(code=error.code, message=str(error), retry_after_ms=retry))

@@ -82,6 +82,11 @@ class Fleet:
         return [child for child in ready if child.responds] or ready
 
     @property
+    def listens(self) -> bool:
+        """Whether any worker listens at the port of gRPC."""
+        return any(worker.child is not None and worker.child.listens for worker in self.generation.workers)
+
+    @property
     def is_recovering(self) -> bool:
         """Whether a worker with connections died recently and its successor is not ready."""
         since = self._clock() - RECOVER_SECONDS

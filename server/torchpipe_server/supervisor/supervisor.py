@@ -8,7 +8,7 @@ The service ends in these steps:
 1. SIGTERM or SIGINT: the handler in ``cli`` calls ``stop``, and the loop calls ``_begin_stop``. ``/ready`` says 503.
 2. Clients that read streams get the end of their answers. ``Connections.drain`` accepts what clients have already
    connected, closes the port, and leaves connections that still wait for a worker to the fallback, which answers with
-   an error.
+   an error. ``RpcFallback``, if no worker took its place, closes the port of gRPC.
 3. ``Fleet.drain`` sends "drain" to workers that a reload has replaced, then to all others, and to an engine process
    once its workers have ended.
 4. In a worker, ``Server.drain`` (``RpcServer.drain`` for gRPC) lets each connection answer its request and closes it.
@@ -27,6 +27,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Collection
+from functools import partial
 from hashlib import sha256
 from time import monotonic, time
 from typing import Any
@@ -39,6 +40,7 @@ from torchpipe_server.logs import dropped_lines
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.connections import Connections
+from torchpipe_server.supervisor.fallback import RpcFallback
 from torchpipe_server.supervisor.fleet import Fleet
 from torchpipe_server.supervisor.generation import WorkerSlot
 from torchpipe_server.supervisor.monitoring.figures import Control, Figures, request_figures, service_figures
@@ -81,6 +83,7 @@ class Supervisor:
         self._fleet = Fleet(self.loop, options, self._connections, tables, load_again, self._fail)
         self._fleet.on_message = self._receive
         self.repository = Repository(self._fleet, options.repository_control) if isinstance(tables, Folder) else None
+        self._rpc = None if options.grpc_port < 0 else RpcFallback(self.loop, options)
         self.monitoring: Any = None  # the monitoring port, closed at the end
         self._asking: list[Callable[[Figures], object]] = []
         self._problem = ""
@@ -110,11 +113,14 @@ class Supervisor:
         self._on_ready = on_ready
         self._connections.open()
         self._fleet.start(self._begin)
+        self._serve_rpc()
         try:
             self.loop.run_forever()
         finally:
             self._fleet.close()
             self._connections.close()
+            if self._rpc is not None:
+                self._rpc.end()
             if self.monitoring is not None:
                 self.monitoring.close()
             self.loop.close()
@@ -125,7 +131,20 @@ class Supervisor:
     def _begin(self) -> None:
         self._has_begun = True
         self._connections.became_ready(self._fleet.ready[-1])
-        self.loop.call_soon(self._on_ready)
+        on_ready = partial(self.loop.call_soon, self._on_ready)
+        if self._rpc is None:
+            on_ready()
+        else:
+            self._rpc.close(on_ready)  # NOTE: the first client of a service that is ready must find a worker
+
+    def _serve_rpc(self) -> None:
+        """Answer over gRPC here while no worker does."""
+        if self._rpc is None:
+            return
+        if self._stopping_until is None and not self._fleet.listens:
+            self._rpc.open()
+        else:
+            self._rpc.close()
 
     def _fail(self, problem: str) -> None:
         """End the service because of ``problem``."""
@@ -141,6 +160,7 @@ class Supervisor:
             self._fleet.drain()
 
     def _step(self) -> None:
+        self._serve_rpc()
         if self._stopping_until is None:
             if self._fleet.has_begun:  # NOTE: later ones would restart files that the first worker plays
                 workers = self._fleet.generation.workers
@@ -212,6 +232,8 @@ class Supervisor:
         service = service_figures([child.stats for child in fleet.children if child.stats], fleet.ended_stats)
         connections, answered = self._connections.figures()
         service["log_lines_dropped"] += dropped_lines()
+        if self._rpc is not None:
+            answered = add(answered, self._rpc.figures())
         service["requests"] = request_figures(add(service["requests"], answered))
         service["streams"] = self.streams.figures(service["streams"])
         return {

@@ -220,8 +220,7 @@ class Worker:
         self._server = Server(self._loop, services, options, self._gone, served.names_with_pipe())
         self._rpc: RpcServer | None = None
         if options.grpc_port >= 0:
-            # NOTE: import it after the fork, which its threads would not survive. It would log what clients send.
-            os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+            # NOTE: import it after the fork, which its threads would not survive.
             from torchpipe_server.front.rpc import RpcServer
 
             server = self._server

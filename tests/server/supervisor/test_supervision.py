@@ -17,7 +17,7 @@ from kit.services import LocalServer
 from kit.waits import eventually, is_alive
 from thriftpy2.thrift import TApplicationException
 from torchpipe_server.options import Options
-from torchpipe_server.supervisor.connections import Fallback
+from torchpipe_server.supervisor.fallback import Fallback
 
 
 def test_lost_request_is_answered_once_though_the_next_worker_dies_too(tmp_path: Path) -> None:
