@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchpipe_py import metrics
 from torchpipe_py.arguments import ArgumentParser
 from torchpipe_py.cores import limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
@@ -173,6 +174,7 @@ __all__ = [
     "load_idl",
     "log_failure",
     "logger",
+    "metrics",
     "name_of",
     "nearest",
     "openapi_document",

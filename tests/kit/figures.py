@@ -46,6 +46,12 @@ def of_method(outcomes: dict[str, int]) -> dict[str, Any]:
     return {"outcomes": outcomes, "latency_ms": 3.0 * total, "latency": counts(b12=total)}
 
 
+def family(count: int = 1) -> dict[str, Any]:
+    """What a worker says of a counter of a custom backend."""
+    samples = [{"labels": {"camera": "door"}, "value": float(count)}]
+    return {"kind": "counter", "help": "Faces found", "labels": ["camera"], "samples": samples}
+
+
 MODEL = dict.fromkeys(("success_count", "success_ns", "fail_count", "fail_ns", "items", "admitted", "last_ms"), 2)
 
 
@@ -59,6 +65,7 @@ def worker(
         "gpus": [],
         "streams": {"yard": stream(inflight)},
         "models": {"a/1": MODEL},
+        "metrics": {"faces": family(inflight)},
     }
     return {"inflight": inflight, "nodes": nodes, "requests": requests, **rest, **more}
 

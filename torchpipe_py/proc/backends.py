@@ -17,6 +17,7 @@ from torchpipe_py.backends.params import Param
 from torchpipe_py.backends.signature import ENCODED_IMAGE, Signature
 from torchpipe_py.errors import BackendError, ConfigError, WorkerDied, log_failure
 from torchpipe_py.keys import TASK_COLOR_KEY, TASK_DATA_KEY, TASK_ERROR_KEY, TASK_RESULT_KEY
+from torchpipe_py.metrics import Metrics, current
 from torchpipe_py.proc import raw
 from torchpipe_py.proc.codec import loaded_torch, pack_sent, take_outcome
 from torchpipe_py.proc.link import Room, require_machine
@@ -69,6 +70,7 @@ class Process(HandOverBackend):
         self._pool: Pool = config.shared.get(Pool, Pool)
         start = partial(self._start, START_SECONDS)
         self._restarter = Restarter(config.label, Pool(), start, self.max_seconds)
+        self._metrics: Metrics | None = None  # of the pipe
 
     def prefer_color(self, color: str | None) -> str | None:
         self._colors = (color,)
@@ -81,6 +83,7 @@ class Process(HandOverBackend):
                 f"{self.config.label}: a worker process imports the main script for a class in it, and "
                 'the script starts a pipe when imported: put that under `if __name__ == "__main__":`'
             )
+        self._metrics = current()
         self._setup = describe(self.config, self._colors, self.max_memory)
         self._restarter.enter(self._start(None))
 
@@ -88,7 +91,7 @@ class Process(HandOverBackend):
         sent, packed = pack_sent(items, self.config.label)
         outcomes = self._restarter.call(packed, len(items))
         for item, of_it, outcome in zip(items, sent, [outcomes] if len(items) == 1 else outcomes, strict=True):
-            error = take_outcome(item, of_it, outcome)
+            error = take_outcome(item, of_it, outcome, self._metrics)
             if error is not None:
                 raise error
 
@@ -98,7 +101,7 @@ class Process(HandOverBackend):
         def finish(error: BaseException | None, outcome: Any) -> None:
             link, reply = call.link, call.reply
             ran = None if link is None or reply is None else (link.instance, reply.first, reply.second)
-            done(take_outcome(item, sent, outcome) if error is None else error, ran)
+            done(take_outcome(item, sent, outcome, self._metrics) if error is None else error, ran)
 
         is_large = False
         with suppress(Exception):  # `forward` gets the same dict, and reports the error

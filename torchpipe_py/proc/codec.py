@@ -19,12 +19,16 @@ import numpy as np
 from torchpipe_py.backends.base import Data
 from torchpipe_py.errors import first_line
 from torchpipe_py.keys import TASK_DATA_KEY
+from torchpipe_py.metrics import Metrics
 
 INLINE = 8192
 """Maximum size of a buffer inside the pickle, in bytes."""
 
 FLAT = 2**32 - 1
 """Replaces the number of arrays if the head describes each part."""
+
+METRICS_KEY = "\0metrics"
+"""The key of a first item's changes under which the metrics of a custom backend come, if they have changed."""
 
 _ALIGNMENT = 64
 _IMMUTABLE = frozenset((bytes, str, int, float, bool, type(None)))
@@ -145,12 +149,15 @@ class ItemOutcome(NamedTuple):
         item.update(self.changed)
 
 
-def take_outcome(item: Data, sent: Data, outcome: Any) -> BaseException | None:
+def take_outcome(item: Data, sent: Data, outcome: Any, metrics: Metrics | None = None) -> BaseException | None:
     """``apply`` a packed outcome to the dict; returns any exception.
 
-    NOTE: the dict may be of a caller's class and raise, but the thread that takes answers must continue.
+    ``metrics`` gets the changes of the other process's. NOTE: the dict may be of a caller's class and raise, but the
+    thread that takes answers must continue.
     """
     try:
+        if metrics is not None and (changes := outcome[0].pop(METRICS_KEY, None)):
+            metrics.merge(changes)
         ItemOutcome(*outcome).apply(item, sent)
     except BaseException as error:
         return error

@@ -17,7 +17,8 @@ from torchpipe_py import registry
 from torchpipe_py.backends.base import Backend, Data
 from torchpipe_py.errors import ConfigError, Failure
 from torchpipe_py.malloc import keep_freed_memory
-from torchpipe_py.proc.codec import ItemOutcome, Packed, Unpickler, pack_outcomes
+from torchpipe_py.metrics import Metrics, collect_in
+from torchpipe_py.proc.codec import METRICS_KEY, ItemOutcome, Packed, Unpickler, pack_outcomes
 from torchpipe_py.proc.confine import end_with_parent, limit_memory
 from torchpipe_py.proc.link import CLOSE, DONE, NOT_RUN, SET_UP, Bell, Header, Link
 from torchpipe_py.proc.setup import Setup, load_main
@@ -85,6 +86,7 @@ class _Worker(Answerer):
     """Runs the backend of a ``Process``."""
 
     _backend: Backend
+    _metrics: Metrics
 
     def answer(self, header: Header, slot: int) -> Packed:
         if header.kind == CLOSE:
@@ -97,13 +99,18 @@ class _Worker(Answerer):
         items: list[Data] = [message[0]] if header.kind == 1 else message
         before = [dict(item) for item in items]
         self._backend.forward(items)
-        return pack_outcomes(list(map(ItemOutcome.of, before, items)))
+        outcomes = list(map(ItemOutcome.of, before, items))
+        if changes := self._metrics.take_changes():
+            outcomes[0].changed[METRICS_KEY] = changes
+        return pack_outcomes(outcomes)
 
     def _set_up(self, setup: Setup) -> Any:
         sys.argv[:] = setup.argv
         logging.getLogger("torchpipe_py").setLevel(setup.log_level)
         if setup.main:
             self.link.before_main = partial(load_main, setup.main)
+        self._metrics = Metrics()
+        collect_in(self._metrics)
         backend = make_backend(setup, self.link.before_main)
         try:
             backend.setup()

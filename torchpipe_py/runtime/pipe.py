@@ -332,7 +332,10 @@ class pipe:
         return self._runtime.door.is_refusing
 
     def stats(self) -> dict[str, Any]:
-        """Counts and times since the pipe was built; see ``torchpipe_py.runtime.record.statistics``."""
+        """Counts and times since the pipe was built; see ``torchpipe_py.runtime.record.statistics``.
+
+        ``metrics`` are those of custom backends, see ``torchpipe_py.metrics.Family``.
+        """
         runtime = self._runtime
         return {
             "inflight": len(runtime.inflight),
@@ -340,6 +343,7 @@ class pipe:
             "admitted": runtime.inflight.admitted,
             "rejected": runtime.inflight.rejected,
             "nodes": {name: node.stats() for name, node in runtime.nodes.items()},
+            "metrics": runtime.metrics.stats(),
         }
 
     @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchpipe_py.backends.signature import Signature
 from torchpipe_py.errors import ConfigError, InvalidRequest, Overloaded, PipeClosed, UnknownNode
 from torchpipe_py.keys import TASK_NODE_NAME_KEY, TASK_PRIORITY_KEY
+from torchpipe_py.metrics import summed
 from torchpipe_py.plan.config import DEFAULT_MAX_INFLIGHT
 from torchpipe_py.plan.folder import Model, name_of, version_of
 from torchpipe_py.runtime.nodes.wiring import Due
@@ -208,12 +209,13 @@ class Pipes:
             yield
 
     def stats(self) -> dict[str, Any]:
-        """See ``pipe.stats``: sums over the pipes, and all their nodes."""
+        """See ``pipe.stats``: sums over the pipes, all their nodes, the sums of their metrics."""
         each = [run.stats() for run in self._members.pipes.values()]
         return {
             **{key: sum(stats[key] for stats in each) for key in ("inflight", "admitted", "rejected")},
             "max_inflight": self._most or max((stats["max_inflight"] for stats in each), default=DEFAULT_MAX_INFLIGHT),
             "nodes": {name: node for stats in each for name, node in stats["nodes"].items()},
+            "metrics": summed([stats["metrics"] for stats in each]),
         }
 
     def close(self, timeout: float | None = None) -> bool:

@@ -32,6 +32,7 @@ from torchpipe_py.errors import (
     message_of,
 )
 from torchpipe_py.filters import Filter
+from torchpipe_py.metrics import Metrics, collect_in, current
 from torchpipe_py.plan.build import Pipeline
 from torchpipe_py.plan.graph import both_ways
 from torchpipe_py.runtime.admission import Door, Path, QueueTarget, longest_compute
@@ -61,8 +62,9 @@ T = TypeVar("T")
 class Runtime:
     """Nodes, their threads, and the requests ``inflight``. ``nodes`` maps names to nodes once ``start`` returns.
 
-    ``target`` limits how long requests wait, ``recorders`` get what ran, ``contexts`` wrap each ``forward`` of custom
-    backends, and ``dues`` tell which requests will come; all may change while the pipe runs.
+    ``target`` limits how long requests wait, ``metrics`` are those of custom backends, ``recorders`` get what ran,
+    ``contexts`` wrap each ``forward`` of custom backends, and ``dues`` tell which requests will come; all may change
+    while the pipe runs.
     """
 
     door: Door
@@ -74,6 +76,7 @@ class Runtime:
         self.inflight = InFlight(self.name, pipeline.spec.max_inflight, self.retry_after_ms)
         self.nodes: dict[str, Node] = {}
         self.recorders: list[Recorder] = []
+        self.metrics = Metrics()
         self.contexts: list[Around] = []
         self.dues: list[Due] = []
         self.target = QueueTarget()
@@ -89,7 +92,9 @@ class Runtime:
             if plans[name].spec.owner == name:
                 create = creator(plans[name], self)
                 count = max(plans[name].spec.instance_num)
-                self._instances[name] = [Instance(name, index, create, self.recorders) for index in range(count)]
+                self._instances[name] = [
+                    Instance(name, index, create, self.recorders, self.metrics) for index in range(count)
+                ]
         _runtimes.add(self)
 
     @property
@@ -124,11 +129,14 @@ class Runtime:
 
     def _filter(self, name: str) -> Filter:
         """The node's filter; raises ``SetupError`` if its class cannot be configured."""
-        plan = self.plans[name]
+        plan, before = self.plans[name], current()
+        collect_in(self.metrics)
         try:
             return plan.filter.create()
         except Exception as error:
             raise self._failure(error, f"{plan.spec.place}: filter {plan.spec.filter!r}") from error
+        finally:
+            collect_in(before)
 
     def _make_node(self, name: str) -> Node:
         """Create the node, of the class that its instances require; they must be set up."""

@@ -18,6 +18,7 @@ from torchpipe_py.serving import (
     describe,
     engine_part,
     live_svg,
+    metrics,
     name_of,
     pipe_of_worker,
     release_freed_memory,
@@ -47,7 +48,7 @@ class FolderModels:
         self._loop, self._options, self._engine = loop, options, engine
         self._folder = folder
         self._prepared: tuple[Folder, str, dict[str, pipe]] | None = None
-        self._past: dict[str, Any] = {}  # totals of nodes of removed pipes
+        self._past: dict[str, Any] = {"nodes": {}, "metrics": {}}  # totals of removed pipes
         self._is_wanted = True  # what is being prepared
         self._retiring: list[tuple[pipe, float]] = []  # with the time when they are closed at the latest
         for key in folder:
@@ -85,12 +86,13 @@ class FolderModels:
             raise ConfigError(f"{folder[key].source}: the engine process cannot run {missing[0]!r}: see the log")
         return pipe_of_worker(plan, self._engine)
 
-    def with_past(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
-        """The statistics of nodes, with the totals of the removed ones of the same names."""
+    def with_past(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """The statistics of the pipes, with the totals of removed ones: of nodes of the same names, and of metrics."""
         past = self._past
         for run, _ in self._retiring:
-            past = add(past, _totals(run))
-        return {name: {**node, **add(_of(node), past.get(name, {}))} for name, node in nodes.items()}
+            past = _added(past, run)
+        nodes = {name: {**node, **add(_of(node), past["nodes"].get(name, {}))} for name, node in stats["nodes"].items()}
+        return {**stats, "nodes": nodes, "metrics": metrics.summed([past["metrics"], stats["metrics"]])}
 
     # -- changes ------------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class FolderModels:
             return
         self._retiring = [each for each in self._retiring if each[0] not in ended]
         for run in ended:
-            self._past = add(self._past, _totals(run))
+            self._past = _added(self._past, run)
         _close_aside(ended)
 
 
@@ -189,9 +191,11 @@ def draw(plan: Pipeline | None) -> str:
         return ""
 
 
-def _totals(run: pipe) -> dict[str, Any]:
-    """The totals of each node since the start."""
-    return {name: _of(node) for name, node in run.stats()["nodes"].items()}
+def _added(past: Mapping[str, Any], run: pipe) -> dict[str, Any]:
+    """The totals of a removed pipe's nodes and metrics, added to those of earlier ones."""
+    stats = run.stats()
+    nodes = add(past["nodes"], {name: _of(node) for name, node in stats["nodes"].items()})
+    return {"nodes": nodes, "metrics": metrics.summed([past["metrics"], metrics.totals(stats["metrics"])])}
 
 
 def _of(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -338,7 +338,7 @@ class Worker:
     def _figures(self) -> dict[str, Any]:
         stats = {**self._run.stats(), "requests": self._server.counters.summary(), "models": self._served.figures()}
         if self._models is not None:
-            stats["nodes"] = self._models.with_past(stats["nodes"])
+            stats = self._models.with_past(stats)
         if self._streams is not None:
             stats["streams"] = self._streams.figures()
         if self._engine is not None:

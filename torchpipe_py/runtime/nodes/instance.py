@@ -14,6 +14,7 @@ from torchpipe_py.backends.base import Backend, BackendConfig, Graphs, Shared
 from torchpipe_py.backends.control.basic import Composed
 from torchpipe_py.backends.image.memory import CURRENT
 from torchpipe_py.errors import log_failure
+from torchpipe_py.metrics import Metrics, collect_in
 from torchpipe_py.plan.build import NodePlan
 from torchpipe_py.runtime.nodes.idle import Sleeper
 from torchpipe_py.runtime.record.statistics import Record, Recorder
@@ -27,15 +28,16 @@ class Instance(Sleeper):
     """One backend and its thread, which waits between ``setup`` and the first request for ``open``.
 
     ``stand_ins`` are the identities of other threads that act for it: a caller that runs ``forward``, or threads that
-    deliver results from elsewhere. ``taken`` are the requests on its own thread, ``busy`` counts the undelivered
-    requests on its thread or the caller's, ``started`` is when ``forward`` was last called for them
-    (``perf_counter``; 0.0 when idle), ``deadline`` is their last deadline. Only one of these two threads at a time
-    writes these and ``record``.
+    deliver results from elsewhere. ``metrics`` gets what the backend declares. ``taken`` are the requests on its own
+    thread, ``busy`` counts the undelivered requests on its thread or the caller's, ``started`` is when ``forward`` was
+    last called for them (``perf_counter``; 0.0 when idle), ``deadline`` is their last deadline. Only one of these two
+    threads at a time writes these and ``record``.
     """
 
     def __init__(
-        self, node: str, index: int, create: Callable[[int], Backend], recorders: Sequence[Recorder] = ()
-    ) -> None:
+        self, node: str, index: int, create: Callable[[int], Backend], recorders: Sequence[Recorder] = (),
+        metrics: Metrics | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.node, self.index = node, index
         self.backend = Backend(BackendConfig(instance=index))  # a placeholder before set-up and after the end
@@ -48,6 +50,7 @@ class Instance(Sleeper):
         self.last_compute = 0.0  # seconds
         self.record = Record(node, index, recorders)
         self._create: Callable[[int], Backend] | None = create
+        self._metrics = metrics
         self._setup_error: BaseException | None = None
         self._is_set_up, self._is_opened = threading.Event(), threading.Event()
         self._serve: Callable[[Instance], None] | None = None
@@ -101,6 +104,7 @@ class Instance(Sleeper):
         return self._thread is threading.current_thread() or threading.get_ident() in self.stand_ins
 
     def _main(self) -> None:
+        collect_in(self._metrics)
         try:
             self._set_up()
         except BaseException as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Annotated, Any, Literal, TypedDict
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, to_builtins
 from msgspec.json import Decoder
 
-from torchpipe_py.serving import COUNTS, SINCE_START, TOTALS, add
+from torchpipe_py.serving import COUNTS, SINCE_START, TOTALS, add, metrics
 
 Figures = dict[str, Any]
 
@@ -25,6 +25,7 @@ NOTHING: Figures = {
     "hand_over": dict.fromkeys(HAND_OVER, 0),
     "streams": {},
     "models": {},
+    "metrics": {},
     "log_lines_dropped": 0,
 }
 """The totals before any worker has reported."""
@@ -76,12 +77,68 @@ _STREAM = _object(
 _MODEL_COUNTS = _object(
     dict.fromkeys(("success_count", "success_ns", "fail_count", "fail_ns", "items", "admitted", "last_ms"), _Number)
 )
+# Of custom backends, see ``torchpipe_py.metrics.Family``.
+_Value = Annotated[int, Meta(ge=-(2**62), le=2**62)] | Annotated[float, Meta(ge=-(2.0**62), le=2.0**62)]
+_Name = Annotated[str, Meta(pattern=rf"^(?!{metrics.RESERVED}){metrics.NAME}\Z", max_length=metrics.MOST_CHARACTERS)]
+_Label = Annotated[str, Meta(pattern=rf"^(?!le\Z){metrics.LABEL}\Z", max_length=metrics.MOST_CHARACTERS)]
+_Labels = Annotated[list[_Label], Meta(max_length=metrics.MOST_LABELS)]
+_Help = Annotated[str, Meta(max_length=metrics.MOST_TEXT)]
+_LabelValue = Annotated[str, Meta(max_length=metrics.MOST_CHARACTERS)]
+_samples = Meta(max_length=metrics.MOST_LABEL_SETS + 1)
+
+
+class _Sample(Struct):
+    labels: dict[str, _LabelValue]
+    value: _Value
+
+
+class _Counts(Struct):
+    labels: dict[str, _LabelValue]
+    counts: list[_Number]
+    sum: _Value
+
+
+class _Family(Struct, tag_field="kind"):
+    help: _Help
+    labels: _Labels
+    samples: Annotated[list[_Sample], _samples]
+
+    def __post_init__(self) -> None:
+        for sample in self.samples:
+            if list(sample.labels) != self.labels:
+                raise ValueError("a sample has other labels than its metric")
+
+
+class _CounterFamily(_Family, tag="counter"):
+    pass
+
+
+class _GaugeFamily(_Family, tag="gauge"):
+    pass
+
+
+class _HistogramFamily(_Family, tag="histogram"):
+    samples: Annotated[list[_Counts], _samples]  # type: ignore[assignment]
+    bounds: Annotated[list[_Value], Meta(min_length=1, max_length=metrics.MOST_BUCKETS)]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = {len(sample.counts) for sample in self.samples}
+        if self.bounds != sorted(set(self.bounds)) or counts - {len(self.bounds) + 1}:
+            raise ValueError("a histogram's bounds do not ascend, or are not those of its counts")
+
+
+_METRICS = Annotated[
+    dict[_Name, _CounterFamily | _GaugeFamily | _HistogramFamily], Meta(max_length=metrics.MOST_METRICS)
+]
+
 _STATS = _object(
     {
         **{"inflight": _Number, "requests": _REQUESTS, "nodes": Annotated[_dict[str, _NODE], _few]},
         "hand_over": _object(dict.fromkeys(HAND_OVER, _Number), total=False),
         **{"log_lines_dropped": _Number, "gpus": _list[_GPU], "streams": Annotated[_dict[str, _STREAM], _few]},
         "models": Annotated[_dict[str, _MODEL_COUNTS], _few],
+        "metrics": _METRICS,
     }
 )
 
@@ -168,8 +225,16 @@ class Snapshot(Struct, tag="snapshot"):
 
 Message = Ready | Prepared | Committed | Listening | Failed | Gone | Control | Stats | End | Event | Snapshot
 
-parse_message: Callable[[bytes], Message] = Decoder(Message).decode
-"""Parses a worker's message. Workers read hostile bytes: ``ValueError`` or ``RecursionError`` if it is invalid."""
+_decoder = Decoder(Message)
+
+
+def parse_message(data: bytes) -> Message:
+    """A worker's message. Workers read hostile bytes: ``ValueError`` or ``RecursionError`` if it is invalid."""
+    message: Message = _decoder.decode(data)
+    if isinstance(message, (Stats, End)):
+        stats: Figures = message.stats  # type: ignore[assignment]
+        stats["metrics"] = to_builtins(stats["metrics"])
+    return message
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------
@@ -179,7 +244,10 @@ def add_past(past: Figures, ended: Figures) -> Figures:
     """Add a worker that has ended to the totals of those before it."""
     nodes = {name: {key: node[key] for key in SINCE_START} for name, node in ended["nodes"].items()}
     streams = {name: {**stream, "now": {}} for name, stream in ended["streams"].items()}
-    totals: Figures = add(past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes, "streams": streams})
+    totals: Figures = add(
+        past, {**{key: ended[key] for key in NOTHING}, "nodes": nodes, "streams": streams, "metrics": {}}
+    )
+    totals["metrics"] = metrics.summed([past["metrics"], metrics.totals(ended["metrics"])])
     for key, counts in totals["models"].items():
         counts["last_ms"] = max(each["models"][key]["last_ms"] for each in (past, ended) if key in each["models"])
     return totals
@@ -188,18 +256,21 @@ def add_past(past: Figures, ended: Figures) -> Figures:
 def service_figures(alive: Sequence[Figures], past: Figures) -> Figures:
     """The last statistics of running workers, with the totals of those that ended (``add_past``).
 
-    Only nodes of the running workers are included, not those of an earlier configuration.
+    Only nodes and metrics of the running workers are included, not those of an earlier configuration.
     """
     totals = reduce(add_past, alive, past)
     nodes: dict[str, list[Figures]] = {}
     for worker in alive:
         for name, node in worker["nodes"].items():
             nodes.setdefault(name, []).append(node)
+    measured = metrics.summed([past["metrics"], *(worker["metrics"] for worker in alive)])
+    declared = {name for worker in alive for name in worker["metrics"]}
     gpus = {gpu["index"]: gpu for worker in alive for gpu in worker["gpus"]}
     return {
         **totals,
         "requests": {"inflight": sum(worker["inflight"] for worker in alive), **totals["requests"]},
         "nodes": {name: {**_now(each), **totals["nodes"][name]} for name, each in nodes.items()},
+        "metrics": {name: family for name, family in measured.items() if name in declared},
         "gpus": [gpus[index] for index in sorted(gpus)],
     }
 

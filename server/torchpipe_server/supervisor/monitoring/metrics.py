@@ -29,7 +29,8 @@ def render(figures: dict[str, Any]) -> bytes:
 
 
 def _families(figures: dict[str, Any]) -> Iterator[Metric]:
-    rows = [*_service(figures), *_nodes(figures), *_streams(figures["streams"], figures["bounds_ms"])]
+    streams = _streams(figures["streams"], figures["bounds_ms"])
+    rows = [*_service(figures), *_nodes(figures), *streams, *_own(figures["metrics"])]
     for kind, name, text, label, values in rows:
         family = kind(name, text, labels=label.split())
         for key, value in values.items():
@@ -126,6 +127,20 @@ def _streams(streams: dict[str, Any], bounds_ms: list[float]) -> Iterable[_Row]:
         (_GAUGE, "torchpipe_stream_playing", "1 if a stream delivers frames", "stream", playing),
         (_HISTOGRAM, "torchpipe_stream_age_seconds", "Time from a frame's arrival to its result", "stream", ages),
     ]
+
+
+def _own(metrics: dict[str, Any]) -> Iterator[_Row]:
+    """The metrics of custom backends."""
+    kinds = {"counter": _COUNTER, "gauge": _GAUGE, "histogram": _HISTOGRAM}
+    for name, family in metrics.items():
+        bounds = family.get("bounds", ())
+        values = {
+            tuple(sample["labels"].values()): (_cumulated(bounds, sample["counts"]), sample["sum"])
+            if family["kind"] == "histogram"
+            else sample["value"]
+            for sample in family["samples"]
+        }
+        yield kinds[family["kind"]], name, family["help"], " ".join(family["labels"]), values
 
 
 def _column(rows: dict[Any, Any], key: str) -> dict[Any, Any]:

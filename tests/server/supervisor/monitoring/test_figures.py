@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from kit.figures import MODEL, ONE, counts, node, of_method, stream, worker
+from kit.figures import MODEL, ONE, counts, family, node, of_method, stream, worker
 from prometheus_client.parser import text_string_to_metric_families
 from torchpipe_server.supervisor.monitoring.figures import (
     NOTHING,
@@ -36,6 +36,11 @@ def of_node(**changes: Any) -> dict[str, Any]:
     return end(nodes={"model": node(**changes)})
 
 
+def own_histogram(factor: int = 1) -> dict[str, Any]:
+    samples = [{"labels": {}, "counts": [factor, 0, 2 * factor], "sum": 9.5 * factor}]
+    return {"kind": "histogram", "help": "Time of a match", "labels": [], "bounds": [1.0, 2.0], "samples": samples}
+
+
 REFUSED: dict[str, Any] = {
     "no JSON": b"\xff\xfe",
     "no object": b"[1]",
@@ -54,6 +59,15 @@ REFUSED: dict[str, Any] = {
     "an event of two lines": {"type": "event", "stream": "yard", "data": "{}\n", "missed": 0},
     "an event that is too long": {"type": "event", "stream": "yard", "data": "x" * 2**18, "missed": 0},
     "a picture that is none": {"type": "snapshot", "stream": "yard", "jpeg": "%", "problem": ""},
+    "a metric named as the service's": end(metrics={"torchpipe_ready": family()}),
+    "a metric whose name is none": end(metrics={"a b": family()}),
+    "a metric of an unknown kind": end(metrics={"a": {**family(), "kind": "summary"}}),
+    "a metric without a value": end(metrics={"a": {**family(), "samples": [{"labels": {"camera": "a"}}]}}),
+    "a metric with other labels": end(metrics={"a": {**family(), "labels": ["door"]}}),
+    "a metric with too many label sets": end(metrics={"a": {**family(), "samples": 300 * family()["samples"]}}),
+    "a histogram with too few counts": end(metrics={"a": {**own_histogram(), "bounds": [1.0]}}),
+    "a histogram whose bounds descend": end(metrics={"a": {**own_histogram(), "bounds": [2.0, 1.0]}}),
+    "too many metrics": end(metrics={f"m{index}": family() for index in range(101)}),
     "too large": end(hand_over={**SHARED, "in_engine_ms": 2.0**63}),
 }
 
@@ -170,7 +184,7 @@ def test_metrics_have_names_types_and_values() -> None:
     engines = [{"state": "ready"}, {"state": "waiting"}, {"state": "ready"}]
     one = {**ONE, "log_lines_dropped": 8, "hand_over": SHARED}
     families = parsed(one, {**TWO, "gpus": [gpu]}, engines=engines)
-    assert families.keys() == {f"torchpipe_{name}" for name in VALUES}
+    assert families.keys() == {"faces", *(f"torchpipe_{name}" for name in VALUES)}
     for name, (kind, values) in VALUES.items():
         family = families[f"torchpipe_{name}"]
         assert (family.type, bool(family.documentation)) == (kind, True)
@@ -218,6 +232,28 @@ def test_counts_of_models_are_totals_and_the_last_request_is_the_latest() -> Non
     models = service_figures([ONE, TWO], add_past(NOTHING, gone))["models"]
     assert models == {"a/1": {**dict.fromkeys(MODEL, 6), "last_ms": 900}, "b/1": MODEL}
     assert NOTHING["models"] == {}
+
+
+def test_metrics_of_custom_backends_are_summed_over_workers() -> None:
+    level = {"kind": "gauge", "help": "Fill level", "labels": [], "samples": [{"labels": {}, "value": -2.0}]}
+    one = {**ONE, "metrics": {"faces": family(1), "level": level, "match_seconds": own_histogram()}}
+    two = {**TWO, "metrics": {"faces": family(4), "level": level, "match_seconds": own_histogram(2)}}
+    families = parsed(one, two)
+    kinds = {"faces": "counter", "level": "gauge", "match_seconds": "histogram"}
+    assert {name: families[name].type for name in kinds} == kinds
+    (faces,), (level,) = families["faces"].samples, families["level"].samples
+    assert (faces.name, faces.labels, faces.value) == ("faces_total", {"camera": "door"}, 5.0)
+    assert (level.value, families["level"].documentation) == (-4.0, "Fill level")
+    assert histogram(families["match_seconds"]) == ({1.0: 3, 2.0: 3, math.inf: 9}, 9, 28.5)
+
+
+def test_totals_of_ended_workers_stay_but_for_gauges_and_metrics_that_are_gone() -> None:
+    level = {"kind": "gauge", "help": "Fill level", "labels": [], "samples": [{"labels": {}, "value": 2.0}]}
+    gone = {**ONE, "metrics": {"faces": family(8), "level": level, "old": family()}}
+    alive = {**TWO, "metrics": {"faces": family(1), "level": level}}
+    metrics = service_figures([alive], add_past(NOTHING, gone))["metrics"]
+    assert metrics == {"faces": family(9), "level": level}
+    assert NOTHING["metrics"] == {}
 
 
 def test_histograms_are_cumulative_and_in_seconds() -> None:

@@ -158,7 +158,7 @@ def test_dashboard_and_alerts_use_existing_metrics(served: Served, file: str) ->
 KEYS = {
     "": "state ready version config pid uptime_s time graph_id connections restarts restarts_by_reason reloads "
     "reload_successful workers engines "
-    "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams models",
+    "bounds_ms requests nodes hand_over log_lines_dropped gpus page_port streams models metrics",
     "connections": "open max accepted refused evicted",
     "requests": "inflight by_model by_method latency_ms histograms",
     "hand_over": "requests slot_wait_ms there_ms in_engine_ms back_ms",
