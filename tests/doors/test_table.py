@@ -383,6 +383,7 @@ def test_request_of_a_client_that_left_is_not_computed(
     with pytest.raises(TimeoutError):  # such as a socket's
         DOORS[door](house, gated(7))
     eventually(lambda: run.stats()["inflight"] == 1, "the request is still there")
+    assert run.stats()["nodes"]["gated"]["queued"] == 0, "it counts as pending"
     monkeypatch.undo()
     Gated.opened.set()
     assert float(blocking.result(WAIT)["result"][0, 0]) == -1

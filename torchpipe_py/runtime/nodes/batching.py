@@ -177,6 +177,9 @@ class BatchingNode(Node):
     def queued(self) -> int:
         return super().queued() + (0 if self.is_closing else len(self._batches))
 
+    def _queued_requests(self) -> list[Request]:
+        return [*super()._queued_requests(), *self._batches.requests()]
+
     def queued_low(self) -> int:
         return super().queued_low() + (0 if self.is_closing else self._batches.low)
 

@@ -89,6 +89,9 @@ class HandOverNode(Node):
     def queued(self) -> int:
         return max(0, self.load() - len(self.instances))
 
+    def pending(self) -> int:
+        return self.queued()
+
     def busy(self) -> int:
         return min(len(self._under_way), len(self.instances))
 

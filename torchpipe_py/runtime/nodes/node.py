@@ -131,6 +131,18 @@ class Node:
         """Number of these that have low priority."""
         return 0 if self.is_closing else len(self._queue.low)
 
+    def pending(self) -> int:
+        """Number of requests that wait here and are still wanted.
+
+        A request whose client has left stays queued until its turn, when it is dropped.
+        """
+        waiting = [] if self._order is None else self._order.waiting_requests()
+        return 0 if self.is_closing else sum(not request.done for request in [*self._queued_requests(), *waiting])
+
+    def _queued_requests(self) -> list[Request]:
+        """A copy of all requests that wait here for an instance."""
+        return self._queue.requests()
+
     def _out_of_turn(self) -> int:
         """Number of requests that wait for another one of their key, and so do not delay other keys."""
         return 0 if self._order is None or self.is_closing else self._order.waiting()
@@ -171,7 +183,7 @@ class Node:
             "alive": sum(1 for instance in self.instances if instance.is_alive),
             "min": self.min,
             "max": self.max,
-            "queued": self.queued() + self._out_of_turn(),
+            "queued": self.pending(),
             "busy": self.busy(),
             "oldest_batch_s": max(instance.running_s(now) for instance in self.instances),
             **summed([instance.record for instance in self.instances]),

@@ -118,6 +118,10 @@ class Order:
         """Number of requests that wait for their turn; a momentary estimate."""
         return sum(len(key_state.waiting) for key_state in list(self._busy.values()))
 
+    def waiting_requests(self) -> list[Request]:
+        """A copy of these requests."""
+        return [request for key_state in list(self._busy.values()) for request in key_state.waiting.copy()]
+
     def close(self) -> None:
         """Fail waiting requests with ``PipeClosed``; later requests enter the node at once."""
         with self._lock:

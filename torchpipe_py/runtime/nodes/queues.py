@@ -42,6 +42,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self.normal) + len(self.low)
 
+    def requests(self) -> list[Request]:
+        """A copy of all requests."""
+        return [*self.normal.copy(), *self.low.copy()]
+
     def put(self, request: Request) -> None:
         """Add a request after all others of its priority."""
         (self.low if request.priority else self.normal).append(request)
@@ -98,6 +102,10 @@ class BatchQueue:
 
     def __len__(self) -> int:
         return sum(map(len, list(self._buckets.values())))
+
+    def requests(self) -> list[Request]:
+        """A copy of all requests."""
+        return [request for bucket in list(self._buckets.values()) for request in bucket.copy()]
 
     def oldest(self) -> float:
         """When the oldest request arrived; infinity if there is none."""

@@ -117,6 +117,9 @@ class SingleNode(Node):
     def queued(self) -> int:
         return super().queued() + (0 if self.is_closing else len(self._large))
 
+    def _queued_requests(self) -> list[Request]:
+        return [*super()._queued_requests(), *self._large.copy()]
+
     def idle(self) -> int:
         return self._idle.idle_count()
 
