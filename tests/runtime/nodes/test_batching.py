@@ -341,7 +341,7 @@ def test_stats(register: Register) -> None:
             outcome(future)
         stats = all_idle(p).stats()
     a, b = stats.pop("nodes").values()
-    assert stats == {"inflight": 0, "max_inflight": 7, "admitted": 7, "rejected": 0}
+    assert stats == {"inflight": 0, "max_inflight": 7, "admitted": 7, "rejected": 0, "metrics": {}}
     counts = {"instances": 1, "alive": 1, "min": 1, "max": 1, "queued": 0, "busy": 0, "requests": 6, "batches": 6}
     assert {**a, **counts, "failed": 0, "expired": 1, "shed": 0, "batch_sizes": {1: 6}, "oldest_batch_s": 0.0} == a
     assert (b["requests"], b["max"], sum(size * count for size, count in b["batch_sizes"].items())) == (6, 4, 6)
