@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torchpipe_server.front.loop import Loop
 from torchpipe_server.logs.stderr import StderrPipe
+from torchpipe_server.supervisor import messages
 from torchpipe_server.supervisor.forker import Forked
-from torchpipe_server.supervisor.monitoring import figures
 from torchpipe_server.worker.channel import Channel
 
 logger = logging.getLogger("torchpipe_server")
@@ -53,7 +53,7 @@ class Child:
         loop: Loop,
         name: str,
         forked: Forked,
-        on_message: Callable[[Child, figures.Message], object],
+        on_message: Callable[[Child, messages.Message], object],
         on_exit: Callable[[Child], object],
     ) -> None:
         self.name = name
@@ -66,7 +66,7 @@ class Child:
         self.graph = ""
         self.problems: Mapping[str, str] = {}  # why models of a folder are not served, by NAME/VERSION
         self.tables = forked.tables  # that it started with
-        self._awaited: type[figures.Message] | None = None  # the answer to ``ask_change``
+        self._awaited: type[messages.Message] | None = None  # the answer to ``ask_change``
         self.reason: Reason = "died"
         self.must_listen = self.listens = False  # at the port of gRPC
         self.has_served = self.has_streams = False  # whether it got a connection or a client; streams to read
@@ -192,7 +192,7 @@ class Child:
 
     def ask_change(self, type_: Literal["prepare", "commit"], **fields: Any) -> None:
         """Have it set up a model, or serve what it has set up; the answer comes as a message."""
-        self._awaited = figures.Prepared if type_ == "prepare" else figures.Committed
+        self._awaited = messages.Prepared if type_ == "prepare" else messages.Committed
         self.send(type_, **fields)
 
     def release(self, reason: Reason = "died") -> None:
@@ -232,7 +232,7 @@ class Child:
 
     def _receive(self, line: bytes, descriptor: int) -> None:
         try:
-            message = figures.parse_message(line)
+            message = messages.parse_message(line)
             self._note(message)
         except (ValueError, RecursionError) as error:
             logger.error("killing %s (pid %d): invalid message: %s", self.name, self.pid, error)
@@ -241,27 +241,27 @@ class Child:
         else:
             self._on_message(self, message)
 
-    def _note(self, message: figures.Message) -> None:
+    def _note(self, message: messages.Message) -> None:
         """Record what it reports about itself; ``ValueError`` for a message that is out of place."""
         match message:
-            case figures.Ready() if self.state == "starting":
+            case messages.Ready() if self.state == "starting":
                 self.state, self.ready_at, self.graph = "ready", monotonic(), message.graph
                 self.problems = message.problems
-            case figures.Prepared() | figures.Committed() if isinstance(message, self._awaited or ()):
+            case messages.Prepared() | messages.Committed() if isinstance(message, self._awaited or ()):
                 self._awaited = None
-            case figures.Listening() if self.must_still_listen:
+            case messages.Listening() if self.must_still_listen:
                 self.listens = True
-            case figures.Failed() if (self.state == "starting" or self.must_still_listen) and not self.failure:
+            case messages.Failed() if (self.state == "starting" or self.must_still_listen) and not self.failure:
                 self.failure = message.message
-            case figures.Stats() if self.is_asked:
+            case messages.Stats() if self.is_asked:
                 self.is_asked, self.stats = False, message.stats
-            case figures.End() if self.answered is None:
+            case messages.End() if self.answered is None:
                 self.answered, self.stats = message.answered, message.stats
-            case figures.Gone() if message.slot in self.connections:
+            case messages.Gone() if message.slot in self.connections:
                 pass
-            case figures.Event() | figures.Snapshot() if self.has_streams:
+            case messages.Event() | messages.Snapshot() if self.has_streams:
                 pass
-            case figures.Control() if self.is_serving and self._channel.unsent < MOST_UNREAD:
+            case messages.Control() if self.is_serving and self._channel.unsent < MOST_UNREAD:
                 pass
             case _:
                 raise ValueError(f"{type(message).__name__.lower()!r} is out of place")

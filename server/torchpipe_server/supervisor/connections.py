@@ -19,7 +19,7 @@ from torchpipe_server.options import Options
 from torchpipe_server.supervisor.acceptor import Acceptor
 from torchpipe_server.supervisor.child import Child
 from torchpipe_server.supervisor.fallback import Fallback
-from torchpipe_server.supervisor.monitoring.figures import Figures
+from torchpipe_server.supervisor.messages import Figures
 from torchpipe_server.supervisor.slots import Slots, slots_for
 
 logger = logging.getLogger("torchpipe_server")

@@ -12,6 +12,7 @@ from torchpipe_py import ConfigError, Overloaded, TorchpipeError
 from torchpipe_py.serving import Folder, describe_ending, name_of
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.options import Options
+from torchpipe_server.supervisor import messages
 from torchpipe_server.supervisor.acceptor import EXHAUSTED
 from torchpipe_server.supervisor.child import LOOK_SECONDS, Child
 from torchpipe_server.supervisor.connections import Connections
@@ -176,18 +177,18 @@ class Fleet:
 
     # -- events of processes ----------------------------------------------------------------------------------
 
-    def _receive(self, child: Child, message: figures.Message) -> None:
+    def _receive(self, child: Child, message: messages.Message) -> None:
         match message:
-            case figures.Ready():
+            case messages.Ready():
                 self._became_ready(child)
-            case figures.Listening():
+            case messages.Listening():
                 self._serve_if_complete()
-            case figures.Gone():
+            case messages.Gone():
                 self._connections.gone(child, message.slot, message.is_closed)
-            case figures.Prepared() | figures.Committed():
+            case messages.Prepared() | messages.Committed():
                 if self._model_change is not None:
                     self._model_change.receive(child, message)
-            case figures.Event() | figures.Snapshot() | figures.Control():
+            case messages.Event() | messages.Snapshot() | messages.Control():
                 self.on_message(child, message)
 
     def _slot_of(self, child: Child) -> WorkerSlot | None:

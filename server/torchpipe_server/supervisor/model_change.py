@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from torchpipe_py.serving import Folder
 from torchpipe_server.supervisor.child import Child
-from torchpipe_server.supervisor.monitoring.figures import Committed, Prepared
+from torchpipe_server.supervisor.messages import Committed, Prepared
 
 
 class ChangeState(Enum):

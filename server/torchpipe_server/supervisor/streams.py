@@ -12,7 +12,7 @@ from torchpipe_py import TorchpipeError, parse_toml
 from torchpipe_py.serving import AnswerStream, Done, StreamSource, counted, nearest, read_streams
 from torchpipe_server.front.loop import Loop, every
 from torchpipe_server.supervisor.child import Child
-from torchpipe_server.supervisor.monitoring.figures import Event, Figures, Snapshot
+from torchpipe_server.supervisor.messages import Event, Figures, Snapshot
 
 logger = logging.getLogger("torchpipe_server")
 

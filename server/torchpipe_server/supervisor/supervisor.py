@@ -43,7 +43,8 @@ from torchpipe_server.supervisor.connections import Connections
 from torchpipe_server.supervisor.fallback import RpcFallback
 from torchpipe_server.supervisor.fleet import Fleet
 from torchpipe_server.supervisor.generation import WorkerSlot
-from torchpipe_server.supervisor.monitoring.figures import Control, Figures, request_figures, service_figures
+from torchpipe_server.supervisor.messages import Control, Figures
+from torchpipe_server.supervisor.monitoring.figures import request_figures, service_figures
 from torchpipe_server.supervisor.repository import Repository
 from torchpipe_server.supervisor.streams import SharedStreams, read_tables
 

@@ -17,8 +17,8 @@ from kit.monitored import Monitored
 from kit.services import LIGHT, Process
 from kit.steered import FILE
 from kit.waits import eventually
+from torchpipe_server.supervisor.messages import Committed, Prepared
 from torchpipe_server.supervisor.model_change import ModelChange
-from torchpipe_server.supervisor.monitoring.figures import Committed, Prepared
 
 from torchpipe_py.plan.folder import NO_MODEL, Folder
 

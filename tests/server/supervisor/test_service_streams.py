@@ -24,7 +24,7 @@ from kit.waits import WAIT, eventually
 from torchpipe_server.front.loop import new_loop
 from torchpipe_server.options import Options
 from torchpipe_server.supervisor import streams as module
-from torchpipe_server.supervisor.monitoring.figures import Event
+from torchpipe_server.supervisor.messages import Event
 from torchpipe_server.supervisor.streams import SharedStreams, Subscriber
 from torchpipe_server.supervisor.supervisor import Supervisor
 from torchpipe_server.worker import streams as worker_module

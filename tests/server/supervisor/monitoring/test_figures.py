@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 from kit.figures import MODEL, ONE, counts, family, node, of_method, stream, worker
 from prometheus_client.parser import text_string_to_metric_families
-from torchpipe_server.supervisor.monitoring.figures import (
-    NOTHING,
-    add_past,
-    parse_message,
-    request_figures,
-    service_figures,
-)
+from torchpipe_server.supervisor.messages import parse_message
+from torchpipe_server.supervisor.monitoring.figures import NOTHING, add_past, request_figures, service_figures
 from torchpipe_server.supervisor.monitoring.metrics import CONTENT_TYPE, render
 
 from torchpipe_py.runtime.record.statistics import BOUNDS_MS
