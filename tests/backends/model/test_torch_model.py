@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import shutil
+import weakref
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from kit.models import Data, answer, batched, refused, torch_model
 from kit.torch_files import Small, save_small
 
 from torchpipe_py import BackendError, ConfigError, InvalidRequest, pipe
+from torchpipe_py.backends.model import torch_model as torch_models
 from torchpipe_py.backends.model.inputs import InputSpec
 from torchpipe_py.backends.model.torch_model import load_module
 from torchpipe_py.encryption.model_file import ModelFile
@@ -71,6 +74,27 @@ class Anchored(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return 2 * x, self.anchors.expand(x.shape[0], -1)
+
+
+def test_close_frees_the_model_without_a_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its memory would stay in use, and a collection during a capture would end it."""
+    model = save_small("script", tmp_path / "model")  # modules of torch.export are cycles of their own
+    loaded: list[weakref.ref[Any]] = []
+
+    def load(*args: Any) -> Any:
+        made = load_module(*args)
+        loaded.append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(torch_models, "load_module", load)
+    gc.disable()
+    try:
+        with pipe({**TRUSTED, "model": model}) as p:
+            p({"data": torch.zeros(1, 3, 32, 32)})
+            assert [each() is not None for each in loaded] == [True]
+        assert [each() for each in loaded] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_result_may_be_changed_in_place(tmp_path: Path) -> None:

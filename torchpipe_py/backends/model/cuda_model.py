@@ -214,6 +214,10 @@ class GraphedNetwork:
         if all(staged.takes_images() for staged in self._inputs):
             self._prepared((size, *[staged.mat_staging() for staged in self._inputs]))
 
+    def close(self) -> None:
+        """Release the graphs."""
+        self._runs.clear()
+
     def _prepared(self, key: RunKey) -> Callable[[], list[Any]]:
         run = self._runs.get(key)
         if run is None:
@@ -329,6 +333,8 @@ class CudaRunner:
 
     def close(self) -> None:
         """Release buffers and graphs."""
+        for network in self._networks.values():
+            network.close()
         self._networks = OrderedDict()
 
     def input_specs(self, count: int) -> Sequence[InputSpec]:

@@ -109,6 +109,8 @@ class TorchTensor(ModelBackend):
         self._module = None
         if hasattr(self, "_runner"):  # else it was not set up
             self._runner.close()
+            # NOTE: it refers to this backend; the two would keep the module until a garbage collection.
+            del self._runner
 
     def read(self, item: Data) -> tuple[Shapes, list[Any]]:
         return self._runner.read(item)
