@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from kit.waits import WAIT
 from opentelemetry import trace
 
 from torchpipe_py import DecodeError, InvalidRequest, PipeClosed, parse_toml, pipe
+from torchpipe_py.methods import http
 from torchpipe_py.methods.oip.core import UNKNOWN_MODEL
 from torchpipe_py.ray import service
 from torchpipe_py.ray.arguments import Arguments
@@ -213,6 +215,58 @@ def test_drops_a_cancelled_request_from_its_queue(gate: tuple[Gate, dict[str, An
         return await first
 
     assert served(use, gate[1]) == b"1"
+    assert gate[0].batches == [[b"1"]]
+
+
+LONG_JSON = json.dumps({"inputs": {"data": {"dtype": "uint8", "shape": [2**16], "data": [7] * 2**16}}}).encode()
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """An event that says that a long body is being read, and one that lets it be read to its end."""
+    begun, goes_on = threading.Event(), threading.Event()
+    read_request = http.read_request
+
+    def read(body: bytes, *more: Any) -> Any:
+        if body == LONG_JSON:
+            begun.set()
+            assert goes_on.wait(WAIT)
+        return read_request(body, *more)
+
+    monkeypatch.setattr(http, "read_request", read)
+    yield begun, goes_on
+    goes_on.set()
+
+
+def test_answers_others_while_long_json_is_read(reading: tuple[threading.Event, threading.Event]) -> None:
+    async def use(replica: PipeReplica) -> Any:
+        long = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON))
+        await asyncio.to_thread(reading[0].wait, WAIT)
+        assert (await ask(replica, INFER, b"x")).status == 200
+        assert not long.done()
+        reading[1].set()
+        return (await long).status
+
+    assert served(use, max_message_bytes=10**6) == 200
+
+
+def test_drops_a_request_that_is_cancelled_while_it_is_read(
+    gate: tuple[Gate, dict[str, Any]], reading: tuple[threading.Event, threading.Event]
+) -> None:
+    async def use(replica: PipeReplica) -> Any:
+        first = asyncio.create_task(replica.infer(b"1"))
+        await asyncio.to_thread(gate[0].wait_entered)
+        long = asyncio.create_task(ask(replica, INFER, LONG_JSON, **JSON))
+        await asyncio.to_thread(reading[0].wait, WAIT)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        reading[1].set()
+        await ask(replica, INFER, LONG_JSON, **JSON, query="deadline_ms=1")  # the reader has only one thread
+        gate[0].open()
+        return await first
+
+    assert served(use, gate[1], max_message_bytes=10**6) == b"1"
     assert gate[0].batches == [[b"1"]]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -62,8 +62,13 @@ class ServedPipe:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def finished(self, start: Callable[[Any, Done], Cancellable | None], args: Any) -> Any:
-        """Wait for the outcome of a method, and raise it if it is an error. A late or cancelled request is dropped."""
+    async def finished(
+        self, start: Callable[[Any, Done], Cancellable | None], args: Any, reader: Executor | None = None
+    ) -> Any:
+        """Wait for the outcome of a method, and raise it if it is an error. A late or cancelled request is dropped.
+
+        With a ``reader``, ``start`` runs on its thread, since it takes long.
+        """
         result: Future[Any] = Future()
 
         def done(outcome: Any) -> None:
@@ -74,7 +79,8 @@ class ServedPipe:
         self._idle.clear()
         ticket = None
         try:
-            ticket, waiting = start(args, done), asyncio.wrap_future(result)
+            ticket = start(args, done) if reader is None else await _started(reader, start, args, done)
+            waiting = asyncio.wrap_future(result)
             if ticket is not None and ticket.deadline is not None:
                 await asyncio.wait([waiting], timeout=max(0.0, ticket.deadline - perf_counter()))
                 ticket.cancel(DeadlineExceeded("not finished by its deadline"))  # no effect if it is finished
@@ -96,6 +102,22 @@ class ServedPipe:
         except asyncio.TimeoutError:
             logger.warning("%s not finished after %g s", counted(self._requests, "request"), seconds)
         await asyncio.get_running_loop().run_in_executor(None, self.pipe.close, seconds)
+
+
+async def _started(reader: Executor, start: Callable[[Any, Done], Cancellable | None], args: Any, done: Done) -> Any:
+    """The ticket of a method that ``reader`` starts. If this is cancelled meanwhile, so is the ticket."""
+
+    def drop(reading: Future[Cancellable | None]) -> None:
+        ticket = None if reading.cancelled() or reading.exception() else reading.result()
+        if ticket is not None:
+            ticket.cancel()
+
+    reading = reader.submit(start, args, done)
+    try:
+        return await asyncio.wrap_future(reading)
+    except asyncio.CancelledError:
+        reading.add_done_callback(drop)
+        raise
 
 
 def _traced(served: Served, run: pipe) -> Served:
@@ -124,6 +146,7 @@ class PipeReplica:
         os.chdir(found_folder(arguments.config, folder))
         import_all(arguments.import_code)
         self._served = self._serve(arguments.config, tables)
+        self._reader = ThreadPoolExecutor(1, "torchpipe-reader")
         self._is_at_work = False  # set by the first check, which Serve makes before it sends requests
 
     def _serve(self, config: str, tables: Tables) -> ServedPipe:
@@ -160,7 +183,10 @@ class PipeReplica:
             if inflater is not None:
                 is_inflated, loop = inflater.step(compression.SMALL_BYTES), asyncio.get_running_loop()
                 request.inflated(inflater.take() if is_inflated else await loop.run_in_executor(None, inflater.finish))
-            answer: HttpAnswer = await served.finished(route.method.start, request)
+            takes_long = route.method.takes_long
+            reader = self._reader if takes_long is not None and takes_long(request) else None
+            request.arrived = perf_counter() if reader is not None else None
+            answer: HttpAnswer = await served.finished(route.method.start, request, reader)
             if len(answer.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(answer.body), self._reply)
             accepted = request.fields.get("accept-encoding", "")
@@ -221,6 +247,7 @@ class PipeReplica:
     async def end(self) -> None:
         """Finish accepted requests, and close the pipe."""
         await self._served.end(self._arguments.drain_seconds)
+        self._reader.shutdown(wait=False)
 
     def _rebuilt(self, user_config: Any) -> ServedPipe | None:
         """A pipe for the changed configuration; ``None`` if nothing changed."""
