@@ -12,6 +12,7 @@ from functools import partial
 from benchmarks import common, in_process
 from benchmarks.comparison import add_folder_options, against_baseline
 from benchmarks.goodput import SERVICES, goodput
+from benchmarks.on_ray import on_ray
 from benchmarks.over_http import over_http
 from benchmarks.priorities import priorities
 from benchmarks.sharing import shared
@@ -25,6 +26,7 @@ BENCHMARKS = {
     "batching": in_process.batching,
     "decode": in_process.decode,
     "over_http": over_http,
+    "on_ray": on_ray,
     "baseline": against_baseline,
     "shared": shared,
     "goodput": goodput,
