@@ -26,7 +26,11 @@ FAST = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 INGRESSES: dict[str, dict[str, str]] = {
     "Serve's proxy": {},
     "HAProxy": FAST,
-    "HAProxy, retrying": {**FAST, "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response"},
+    "HAProxy, retrying": {
+        **FAST,
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(2**18),
+    },
 }
 LOADED = ("Serve's proxy", "HAProxy")
 CLIENTS = 10
@@ -74,10 +78,15 @@ class RunningRay:
         self.port, self._process = port, process
 
     def tell(self, line: str) -> Any:
-        """The answer, as JSON."""
+        """The process ids of the demo's replicas after it; ``kill``, ``kill node`` or ``pids``."""
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        while answer and not answer.startswith("["):  # Ray prints there, too
+            answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the cluster ended on {line!r}")
+        return json.loads(answer)
 
 
 @contextmanager
@@ -104,16 +113,16 @@ def cluster(flags: Mapping[str, str], nodes: int = 1) -> Iterator[RunningRay]:
                 line = process.stdout.readline()
             if not line:
                 raise RuntimeError(f"Ray did not start: {Path(log.name).read_text(encoding='utf-8')[-2000:]}")
-            _wait_until_served(port)
+            _wait_until_served(port, nodes)
             yield RunningRay(port, process)
         finally:
             process.stdin.close()
             process.wait(60)
 
 
-def _wait_until_served(port: int) -> None:
+def _wait_until_served(port: int, nodes: int) -> None:
     end = monotonic() + 60
-    for path in ("/infer", "/none"):
+    for path in ("/infer", "/none") if nodes == 1 else ("/infer",):
         while _asked(port, path) != "200":
             if monotonic() > end:
                 raise RuntimeError(f"{path} is not served")

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import psutil
 import ray
@@ -60,11 +61,12 @@ def main(port: int, replicas: int, nodes: int = 1) -> None:
 
 def _replicas() -> list[int]:
     """The process ids of the demo's replicas."""
-    return [
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.name().startswith("ray::ServeRepl") and "PipeDeployment" in "".join(process.cmdline())
-    ]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if "PipeDeployment" in "".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 if __name__ == "__main__":
