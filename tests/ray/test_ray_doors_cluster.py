@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,8 +159,12 @@ class Clients:
 
 def replicas() -> list[int]:
     """Their process ids."""
-    found = psutil.Process().children(recursive=True)
-    return [process.pid for process in found if "PipeDeployment" in "".join(process.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            if "PipeDeployment" in "".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 def test_killed_replica_loses_no_request_that_is_retried(running: Running) -> None:
