@@ -25,7 +25,6 @@ from torchpipe_py.ray import app
 ANSWER = b'{"label": "ring", "score": 0.9954093098640442}'
 
 
-@serve.deployment(max_ongoing_requests=1000, num_replicas=2, ray_actor_options={"num_cpus": 0.5})
 class NoWork:
     """Reads a body and answers as the demo does."""
 
@@ -49,7 +48,8 @@ def main(port: int, replicas: int, nodes: int = 1) -> None:
     demo = {"config": str(REPOSITORY / "configs/demo.toml"), "replicas": replicas}
     serve.run(app(demo), name="demo", route_prefix="/")
     if nodes == 1:
-        serve.run(NoWork.bind(), name="none", route_prefix="/none")
+        options = {"max_ongoing_requests": 1000, "num_replicas": replicas, "ray_actor_options": {"num_cpus": 0.5}}
+        serve.run(serve.deployment(NoWork).options(**options).bind(), name="none", route_prefix="/none")
     print(f"serving on 127.0.0.1:{port} ", flush=True)
     for line in sys.stdin:
         if line == "kill node\n":
