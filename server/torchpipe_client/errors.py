@@ -97,7 +97,7 @@ class Overloaded(InferenceError):
 
 
 class Unavailable(InferenceError):
-    """Refused before it began: no worker is running, one is being started."""
+    """Refused before it began: no worker is ready yet, one is starting."""
 
     code = "unavailable"
 

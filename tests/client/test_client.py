@@ -152,7 +152,7 @@ def test_refusals_of_the_service_are_raised(make, echo):
     with make(echo) as client:
         with pytest.raises(UnknownNode, match="no root 'other'"):
             client.infer({"data": b""}, node_name="other")
-        with pytest.raises(NoResult, match="no 'boxes'"):
+        with pytest.raises(InvalidRequest, match="no 'boxes'"):
             client.infer({"data": b""}, outputs=["boxes"])
         for size in (200_000, 20_000_000):  # one that the sockets take, and one of which the rest is never read
             with pytest.raises(InferenceError, match="limit is 100000") as raised:

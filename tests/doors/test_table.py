@@ -325,7 +325,7 @@ def test_unknown_output_is_refused(table: Table, door: str) -> None:
     if door == "python":
         pytest.skip("a result has all outputs")
     answer = DOORS[door](table.house, table.asked("several")._replace(outputs=["a", "nonsense"]))
-    assert answer.code == ("invalid_request" if "oip" in door or door.startswith("grpc") else "no_result")
+    assert answer.code == "invalid_request"
     assert "'nonsense'" in answer.message
 
 

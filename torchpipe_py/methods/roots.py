@@ -72,7 +72,7 @@ class Root:
         """
         index, count = self._of_output.get(key), len(self._of_output)
         if index is None:
-            return output_of(data, key)
+            return output_of(data, key, self._of_output)
         result = output_of(data, TASK_RESULT_KEY)
         if count == 1:
             return result

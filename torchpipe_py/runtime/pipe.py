@@ -499,7 +499,9 @@ class pipe:
             root = self._root(name)
         if TASK_DATA_KEY not in data:
             keys = ", ".join([shown(key) for key in islice(data, 16)]) or "none"
-            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}")
+            own = any(spec.name in data for spec in self._signature_of(root).inputs)
+            hint = f': a model\'s inputs go into it, as in {{"{TASK_DATA_KEY}": {{…}}}}' if own else ""
+            raise InvalidRequest(f"a request needs the key {TASK_DATA_KEY!r}; found {keys}{hint}")
         request = self._make_request(data, on_done, root, deadline)
         if TASK_PRIORITY_KEY in data:
             request.priority = checked_priority(data[TASK_PRIORITY_KEY])

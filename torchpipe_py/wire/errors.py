@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from torchpipe_py.errors import InvalidRequest, NoResult, TorchpipeError, log_failure, message_of, nearest
+from torchpipe_py.keys import TASK_RESULT_KEY
 
 _TEXT_CHARACTERS = 1024
 _FOLDERS = re.compile(
@@ -71,15 +72,17 @@ def code_of(error: BaseException) -> str:
     return error.code if isinstance(error, TorchpipeError) else "internal"
 
 
-def reason(data: Mapping[str, Any], key: str) -> BaseException:
+def reason(data: Mapping[str, Any], key: str, others: Iterable[str] = ()) -> BaseException:
     """The reason why a finished request has no value under ``key``; backends write anything under ``error``."""
     error = data.get("error")
     if isinstance(error, BaseException):
         return error
     if error is not None:
         return NoResult(str(error))
-    hint = "" if key == "result" else f"; {nearest(key, (name for name in data if isinstance(name, str)))}"
-    return NoResult(f"the request has no {key!r}{hint}")
+    if key == TASK_RESULT_KEY:
+        return NoResult(f"the request has no {key!r}")
+    known = (*others, *[name for name in data if isinstance(name, str)])
+    return InvalidRequest(f"the request has no {key!r}; {nearest(key, known)}")
 
 
 def report(error: BaseException) -> tuple[str, str]:

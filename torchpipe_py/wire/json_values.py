@@ -70,6 +70,8 @@ def parse_json(body: bytes) -> Any:
     except InvalidRequest:
         raise
     except ValueError as error:  # no UTF-8 as well
+        if body.startswith(b"\x1f\x8b"):
+            raise InvalidRequest("JSON: the body is gzip, which needs the header Content-Encoding: gzip") from None
         raise InvalidRequest(f"JSON: {error}") from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,11 +114,14 @@ def size_of(value: Any) -> int:
     return 0
 
 
-def output_of(data: Mapping[str, Any], key: str) -> Any:
-    """The value under ``key``; without a result, raises the error that explains why."""
+def output_of(data: Mapping[str, Any], key: str, others: Iterable[str] = ()) -> Any:
+    """The value under ``key``; without a result, raises the error that explains why.
+
+    ``others`` are valid names beside the keys, which the error may suggest.
+    """
     if key in data:
         return data[key]
-    raise reason(data, key)
+    raise reason(data, key, others)
 
 
 def plain(value: Any) -> Any:

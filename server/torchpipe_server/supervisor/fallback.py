@@ -79,7 +79,7 @@ class Fallback:
 
 
 def _refuse(loop: Loop, done: Done) -> None:
-    loop.call_later(ANSWER_SECONDS, lambda: done(Unavailable("no worker is running; one is being started")))
+    loop.call_later(ANSWER_SECONDS, lambda: done(Unavailable("no worker is ready yet; one is starting")))
 
 
 _RPC_HEALTH: Mapping[str, Mapping[str, Any]] = {

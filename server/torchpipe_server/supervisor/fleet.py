@@ -449,7 +449,7 @@ class Fleet:
         if children:
             self._model_change = ModelChange(folder, name, children, end)
         else:
-            end("no worker is running; one is being started")
+            end("no worker is ready yet; one is starting")
 
     def _serve_folder(self, folder: Folder, name: str) -> None:
         """Have workers that start from now on serve ``folder``, which differs by model ``name``."""

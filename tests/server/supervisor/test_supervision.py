@@ -252,6 +252,6 @@ def test_fallback_over_http_gives_retry_after_and_keeps_the_connection(server):
 def test_undeclared_exception_becomes_an_application_exception(server, method):
     with Client(server.port) as client:
         for _ in range(2):
-            with pytest.raises(TApplicationException, match="Unavailable: no worker is running"):
+            with pytest.raises(TApplicationException, match="Unavailable: no worker is ready"):
                 client.call(method)
         assert client.error_of("infer", request=INFER).code == "unavailable"

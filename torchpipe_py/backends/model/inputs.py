@@ -49,7 +49,8 @@ def _names(data: Mapping[Any, Any], inputs: Sequence[TensorSpec]) -> list[str]:
     for key in data:
         if key not in names:
             hint = nearest(key, names) if isinstance(key, str) else "names are texts"
-            raise InvalidRequest(f"the model has no input {shown(key)}; {hint} Its inputs: {_listed(inputs)}")
+            near = "its" if hint.startswith("valid") else f"{hint} Its" if hint.endswith("?") else f"{hint}; its"
+            raise InvalidRequest(f"the model has no input {shown(key)}; {near} inputs: {_listed(inputs)}")
     required = [spec.name for spec in inputs if not spec.is_optional]
     for name in required:
         if name not in data:
