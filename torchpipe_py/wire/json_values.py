@@ -148,6 +148,8 @@ def _pieces(where: str, items: list[Any] | Numbers) -> Iterator[list[Any]]:
         yield from items.pieces()
     except JSONDecodeError as error:
         raise InvalidRequest(f"{where}JSON: {error.msg} (char {error.pos})") from None
+    except ValueError as error:  # a number of more digits than Python converts
+        raise InvalidRequest(f"{where}JSON: {error}") from None
 
 
 def _check_finite(where: str, value: float) -> None:

@@ -61,4 +61,4 @@ class CrossOrigin:
 
 def cross_origin(origins: str) -> CrossOrigin | None:
     """The rule for these origins; ``None`` without any."""
-    return CrossOrigin(origins) if origins else None
+    return CrossOrigin(origins) if origins.strip(", ") else None
