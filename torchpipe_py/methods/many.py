@@ -40,13 +40,14 @@ class FairAdmission:
         run.follow_models(self._fit)
 
     def _fit(self) -> None:
-        """Have as many places as fit the pipe."""
+        """Have as many places as fit the pipe; one if it has no node, so that images of an unloaded model fail."""
         stats = self.pipe.stats()
-        places = ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values())
+        places = max(1, ROUNDS * sum(node["instances"] * node["max"] for node in stats["nodes"].values()))
         with self._lock:
             self._free += places - self._places
             self._room += stats["max_inflight"] - self._most
             self._places, self._most = places, stats["max_inflight"]
+        self.advance(0)
 
     def gather(
         self, items: Sequence[Data], timeout: float | None, outcome: Outcome, done: Callable[[Any], object]
