@@ -32,12 +32,24 @@ class Root:
         self._of_output = {spec.name: index for index, spec in enumerate(signature.outputs)}
         self._reads, self.model = reads, model
 
-    def item(self, given: dict[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
+    def item(
+        self, given: dict[str, Any], wanted: Collection[str] = (), node_name: str | None = None,
+        priority: int | None = None, parameters: Mapping[str, Any] = {},
+    ) -> dict[str, Any]:  # fmt: skip
         """The dict for the pipe of a request with these inputs: the model's own become ``data``, others are keys.
 
-        A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. Raises
-        ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back.
+        A name of the model's comes before ours. ``data`` alone is the whole of it, as in Python. ``parameters`` are
+        for backends. Raises ``InvalidRequest`` for an input that nothing reads, unless it is ``wanted`` back.
         """
+        item = self._inputs_of(given, wanted)
+        if node_name is not None:
+            item[TASK_NODE_NAME_KEY] = node_name
+        if priority is not None:
+            item[TASK_PRIORITY_KEY] = priority
+        give(item, parameters)
+        return item
+
+    def _inputs_of(self, given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
         own = [name for name in self.names if name in given]
         if own in ([], [TASK_DATA_KEY]):
             if TASK_DATA_KEY not in given:
@@ -115,21 +127,13 @@ class Roots:
         self, given: dict[str, Any], node_name: str | None, priority: int | None, wanted: Collection[str],
         parameters: Mapping[str, Any] = {},
     ) -> tuple[Root, dict[str, Any]]:  # fmt: skip
-        """The root that a request enters, and the dict for the pipe, with the parameters for backends.
+        """The root that a request enters, and the dict for the pipe; raises what ``Root.item`` raises.
 
-        See ``Root.item``.
-
-        Where the pipe has several roots, an input ``node_name`` names one, too.
+        If the pipe has several roots, an input ``node_name`` names one.
         """
         node_name = self._named(given, node_name)
         root = self.find(node_name)
-        item = root.item(given, wanted)
-        if node_name is not None:
-            item[TASK_NODE_NAME_KEY] = node_name
-        if priority is not None:
-            item[TASK_PRIORITY_KEY] = priority
-        give(item, parameters)
-        return root, item
+        return root, root.item(given, wanted, node_name, priority, parameters)
 
     def images(self, given: Mapping[str, Any], node_name: str | None) -> Collection[str]:
         """The inputs that are encoded images, at the root that a request enters; none if there is no such root."""

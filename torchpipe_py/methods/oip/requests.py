@@ -122,17 +122,9 @@ class InferRequest(msgspec.Struct):
         Releases the rows, which are kept no longer than the pipe keeps them.
         """
         wanted = [output.name for output in self.outputs]
-        items = [root.item(row, wanted) for row in self.rows]
+        priority = self.priority or None
+        items = [root.item(row, wanted, self.node_name, priority, self.parameters) for row in self.rows]
         self.rows.clear()
-        if self.parameters:
-            for item in items:
-                parameters.give(item, self.parameters)
-        if self.node_name is not None or self.priority:
-            for item in items:
-                if self.node_name is not None:
-                    item["node_name"] = self.node_name
-                if self.priority:
-                    item["priority"] = self.priority
         return items
 
 
