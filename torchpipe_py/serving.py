@@ -21,7 +21,7 @@ from torchpipe_py.cores import limit_threads, usable_cores
 from torchpipe_py.errors import counted, describe, log_failure, logger, nearest
 from torchpipe_py.idl import load_idl
 from torchpipe_py.malloc import keep_freed_memory, release_freed_memory
-from torchpipe_py.methods.many import FairAdmission, Outcome
+from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.methods.openapi import openapi_document
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import (
@@ -127,10 +127,10 @@ __all__ = [
     "Method",
     "Model",
     "Models",
-    "Outcome",
     "Picture",
     "Pipeline",
     "Pipes",
+    "ReplyBudget",
     "ReplyTooLargeError",
     "RequestTooLargeError",
     "Root",

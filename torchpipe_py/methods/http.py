@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torchpipe_py.errors import TorchpipeError
 from torchpipe_py.keys import TASK_COLOR_KEY
-from torchpipe_py.methods.many import FairAdmission
+from torchpipe_py.methods.many import FairAdmission, ReplyBudget
 from torchpipe_py.methods.openapi import openapi_document
 from torchpipe_py.methods.roots import Root, Roots
 from torchpipe_py.methods.routes import JSON, Cancellable, Done, Route, json_answer, route
 from torchpipe_py.runtime.admission import Deadlines
 from torchpipe_py.runtime.pipe import pipe
-from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
+from torchpipe_py.wire.errors import Bound
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import (
     Asked,
@@ -75,43 +73,18 @@ class HttpHandler:
 
     def _infer_batch(self, asked: Asked, request: HttpRequest, done: Done) -> Cancellable:
         """Run the items side by side; each has its own outcome, and all outcomes together the size of one answer."""
-        seconds = self._admit(request, asked)
-        items: list[dict[str, Any]] = []
-        roots: dict[int, Root] = {}  # each may name its own
-        refused: dict[int, bytes] = {}
-        for index, given in enumerate(asked.items):
-            try:
-                root, data = self._item(asked, given)
-            except TorchpipeError as error:
-                refused[index] = outcome_of(error)
-            else:
-                items.append(data)
-                roots[id(data)] = root
-        asked.items.clear()
-        left, lock = self._reply.bytes, threading.Lock()
+        seconds, budget = self._admit(request, asked), ReplyBudget(self._reply)
+        given, asked.items = asked.items, []
 
-        def outcome(data: dict[str, Any], error: BaseException | None) -> bytes:
-            nonlocal left
-            try:
-                if error is not None:
-                    raise error
-                answer = answer_of(data, asked, self._reply, roots[id(data)].output)
-                with lock:
-                    left -= len(answer)
-                if left < 0:
-                    size = self._reply.bytes - left
-                    raise ReplyTooLargeError(size, self._reply, "send fewer items in a call")
-            except BaseException as failure:
-                return outcome_of(failure)
-            return outcome_of(answer)
+        def answer(root: Root, data: dict[str, Any]) -> bytes:
+            line = answer_of(data, asked, self._reply, root.output)
+            budget.take(len(line), "send fewer items in a call")
+            return outcome_of(line)
 
         def finish(outcomes: list[bytes]) -> None:
-            accepted = iter(outcomes)
-            count = len(outcomes) + len(refused)
-            each = [refused.get(index) or next(accepted) for index in range(count)]
-            done(HttpAnswer(200, JSON, batch_line(each)))
+            done(HttpAnswer(200, JSON, batch_line(outcomes)))
 
-        return self._admission.gather(items, seconds, outcome, finish)
+        return self._admission.gather_each(given, partial(self._item, asked), seconds, answer, outcome_of, finish)
 
     def _answer(self, data: dict[str, Any], asked: Asked, root: Root, accepted: Accepted | None) -> HttpAnswer:
         """The values that are asked for: as JSON, or the only one as an image, if that is what the client accepts."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
-from torchpipe_py.errors import Overloaded, counted
+from torchpipe_py.errors import Overloaded, TorchpipeError, counted
 from torchpipe_py.methods.routes import Cancellable
 from torchpipe_py.runtime.pipe import pipe
+from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
 
 ROUNDS = 2
 """Batches per instance that the images in the pipe could fill: single requests beside them wait no longer."""
@@ -21,6 +22,8 @@ ROUNDS = 2
 Data = dict[str, Any]
 Outcome = Callable[[Data, BaseException | None], Any]
 """Builds the caller's result from an image's dict and error; called once for each, from any thread."""
+Given = TypeVar("Given")
+Root = TypeVar("Root")
 
 
 class FairAdmission:
@@ -72,6 +75,42 @@ class FairAdmission:
             call.finish(index, call.items[index], Overloaded(why, 1000))
         self.advance(0)
         return call
+
+    def gather_each(
+        self, given: Sequence[Given], enter: Callable[[Given], tuple[Root, Data]], timeout: float | None,
+        answer: Callable[[Root, Data], Any], refuse: Callable[[BaseException], Any], done: Callable[[list[Any]], object],
+    ) -> Batch:  # fmt: skip
+        """Like ``gather``, for requests that fail one by one, also before they enter.
+
+        ``enter`` makes root and dict of what is given, and may raise a ``TorchpipeError``. ``answer`` makes the
+        outcome of a dict that ran, ``refuse`` that of an error; ``done`` receives all outcomes, in order.
+        """
+        items: list[Data] = []
+        roots: dict[int, Root] = {}  # by the identity of the dict: each may have its own
+        refused: dict[int, Any] = {}
+        for index, each in enumerate(given):
+            try:
+                root, data = enter(each)
+            except TorchpipeError as error:
+                refused[index] = refuse(error)
+            else:
+                items.append(data)
+                roots[id(data)] = root
+
+        def outcome(data: Data, error: BaseException | None) -> Any:
+            try:
+                if error is not None:
+                    raise error
+                return answer(roots[id(data)], data)
+            except BaseException as failure:
+                return refuse(failure)
+
+        def finish(outcomes: list[Any]) -> None:
+            entered = iter(outcomes)
+            count = len(outcomes) + len(refused)
+            done([refused[index] if index in refused else next(entered) for index in range(count)])
+
+        return self.gather(items, timeout, outcome, finish)
 
     def leave(self, call: Batch) -> range:
         """Stop the call's images from entering; returns those that waited."""
@@ -173,3 +212,19 @@ class Batch(Cancellable):
             if self._left:
                 return
         self._done(self._outcomes)
+
+
+class ReplyBudget:
+    """The bytes of one reply, which the outcomes of a call share; for any thread."""
+
+    def __init__(self, most: Bound) -> None:
+        self._most, self._left = most, most.bytes
+        self._lock = threading.Lock()
+
+    def take(self, size: int, hint: str) -> None:
+        """Take the bytes of an outcome. Raises ``ReplyTooLargeError``, with the ``hint``, if they are not left."""
+        with self._lock:
+            self._left -= size
+            left = self._left
+        if left < 0:
+            raise ReplyTooLargeError(self._most.bytes - left, self._most, hint)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchpipe_py import InvalidRequest, TorchpipeError, pipe
+from torchpipe_py import InvalidRequest, pipe
 from torchpipe_py.serving import (
     OK,
     Cancellable,
@@ -14,7 +13,7 @@ from torchpipe_py.serving import (
     Done,
     FairAdmission,
     Method,
-    Outcome,
+    ReplyBudget,
     ReplyTooLargeError,
     Root,
     Roots,
@@ -90,24 +89,17 @@ class InferenceHandler:
         return self._pipe.dispatch({"data": _given(args, "params").data}, finish, self._deadlines.admit())
 
     def _infer_many(self, args: Any, done: Done) -> Cancellable:
-        refused: dict[int, Any] = {}
-        items, outcome = self._images(args) if args.inputs is None else self._requests(args, refused)
         priority = priority_of(args.priority or 0)
-        if priority:
-            for data in items:
-                data["priority"] = priority
-        seconds = self._deadlines.admit(args.deadline_ms, priority, args.node_name)
         result_type = self._service.infer_many_result
 
         def finish(outcomes: list[Any]) -> None:
-            accepted = iter(outcomes)
-            count = len(outcomes) + len(refused)
-            done(result_type(success=[refused.get(index) or next(accepted) for index in range(count)]))
+            done(result_type(success=outcomes))
 
-        return self._admission.gather(items, seconds, outcome, finish)
+        infer = self._infer_images if args.inputs is None else self._infer_requests
+        return infer(args, priority, finish)
 
-    def _images(self, args: Any) -> tuple[list[dict[str, Any]], Outcome]:
-        """The requests of a call with ``params``, and what makes their ``InferenceOutcome``."""
+    def _infer_images(self, args: Any, priority: int, done: Callable[[list[Any]], object]) -> Cancellable:
+        """A call with ``params``: the ``InferenceOutcome`` of each has a label and a score."""
         params, outcome_type = _given(args, "params"), self._idl.InferenceOutcome
         self._check_batch(len(params), "image")
         if args.outputs is not None or args.node_name is not None:
@@ -117,44 +109,32 @@ class InferenceHandler:
             result, error = self._outcome(data, error)
             return outcome_type(result, None if error is None else self._to_error(error))
 
-        return [{"data": item.data} for item in params], outcome
+        options = {"priority": priority} if priority else {}
+        items = [{"data": item.data, **options} for item in params]
+        return self._admission.gather(items, self._deadlines.admit(args.deadline_ms, priority), outcome, done)
 
-    def _requests(self, args: Any, refused: dict[int, Any]) -> tuple[list[dict[str, Any]], Outcome]:
-        """The same of a call with ``inputs``; its responses together are as large as one may be.
-
-        ``refused`` gets the outcomes of inputs that the root does not take, by their indices.
-        """
+    def _infer_requests(self, args: Any, priority: int, done: Callable[[list[Any]], object]) -> Cancellable:
+        """A call with ``inputs``; its responses together are as large as one may be."""
         if args.params:
             raise InvalidRequest("'params' or 'inputs', not both")
         self._check_batch(len(args.inputs), "request")
         keys, uuid, outcome_type = _keys(args.outputs), args.uuid or "", self._idl.InferenceOutcome
         check_name("uuid", uuid)
-        items, roots = [], {}  # each may name its own root
-        for index, given in enumerate([_inputs(inputs) for inputs in args.inputs]):
-            try:
-                root, data = self._roots.item(given, args.node_name, None, keys)
-            except TorchpipeError as error:
-                refused[index] = outcome_type(error=self._to_error(error))
-                continue
-            items.append(data)
-            roots[id(data)] = root
-        left, lock = self._reply.bytes, threading.Lock()
+        given, budget = [_inputs(inputs) for inputs in args.inputs], ReplyBudget(self._reply)
 
-        def outcome(data: dict[str, Any], error: BaseException | None) -> Any:
-            nonlocal left
-            try:
-                if error is not None:
-                    raise error
-                response, size = self._response(uuid, data, keys, roots[id(data)])
-                with lock:
-                    left -= size
-                if left < 0:
-                    raise ReplyTooLargeError(self._reply.bytes - left, self._reply, "; send fewer inputs in a call")
-                return outcome_type(response=response)
-            except BaseException as failure:
-                return outcome_type(error=self._to_error(failure))
+        def enter(inputs: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
+            return self._roots.item(inputs, args.node_name, priority or None, keys)
 
-        return items, outcome
+        def answer(root: Root, data: dict[str, Any]) -> Any:
+            response, size = self._response(uuid, data, keys, root)
+            budget.take(size, "send fewer inputs in a call")
+            return outcome_type(response=response)
+
+        def refuse(error: BaseException) -> Any:
+            return outcome_type(error=self._to_error(error))
+
+        seconds = self._deadlines.admit(args.deadline_ms, priority, args.node_name)
+        return self._admission.gather_each(given, enter, seconds, answer, refuse, done)
 
     def _check_batch(self, size: int, what: str) -> None:
         if size > self._max_batch:
