@@ -73,6 +73,7 @@ from torchpipe_py.streams import Frame, Streams
 from torchpipe_py.streams.boxes import draw_boxes
 from torchpipe_py.streams.config import read_streams
 from torchpipe_py.tools.draw.render import live_svg
+from torchpipe_py.values import to_strings
 from torchpipe_py.wire import answers, compression, errors, values
 from torchpipe_py.wire.answers import failure
 from torchpipe_py.wire.errors import (
@@ -198,6 +199,7 @@ __all__ = [
     "shared_nodes",
     "size_of",
     "timed",
+    "to_strings",
     "to_text",
     "trace_fields",
     "usable_cores",

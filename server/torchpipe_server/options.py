@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import torchpipe_py
-from torchpipe_py.serving import ArgumentParser
+from torchpipe_py.serving import ArgumentParser, to_strings
 
 MEBIBYTE = 2**20
 _SLOW = re.compile(r"slow:([0-9]{1,7}(?:\.[0-9]{1,3})?)")
@@ -201,7 +201,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
             parser.error(f"{_flag(option)}: {problem}")
     if not all(part.strip().isdigit() for part in options.devices.split(",") if options.devices):
         parser.error(f"--devices: expected numbers separated by commas, as 0,1, got {options.devices!r}")
-    for origin in filter(None, map(str.strip, options.cors_origin.split(","))):
+    for origin in to_strings(options.cors_origin):
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             parser.error(f"--cors-origin: expected origins as https://app.example, or *, got {origin!r}")
     return options

@@ -78,7 +78,8 @@ class FairAdmission:
 
     def gather_each(
         self, given: Sequence[Given], enter: Callable[[Given], tuple[Root, Data]], timeout: float | None,
-        answer: Callable[[Root, Data], Any], refuse: Callable[[BaseException], Any], done: Callable[[list[Any]], object],
+        answer: Callable[[Root, Data], Any], refuse: Callable[[BaseException], Any],
+        done: Callable[[list[Any]], object],
     ) -> Batch:  # fmt: skip
         """Like ``gather``, for requests that fail one by one, also before they enter.
 

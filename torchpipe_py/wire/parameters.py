@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.keys import TASK_PARAMETERS_KEY
+from torchpipe_py.values import to_strings
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 from torchpipe_py.wire.values import check_names
 
@@ -91,16 +91,15 @@ class ForwardedHeaders:
     """
 
     def __init__(self, patterns: str = "") -> None:
-        names = [part.strip().lower() for part in patterns.split(",") if part.strip()]
-        self._matches = re.compile("|".join(map(translate, names))).match if names else None
+        self._patterns = [pattern.lower() for pattern in to_strings(patterns)]
 
     def add_to(self, parameters: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
         """The parameters with the matching headers of ``fields``, whose names are in lower case.
 
-        ``InvalidRequest`` for a parameter whose name is that of a forwarded header: a proxy may vouch for headers.
-        ``RequestTooLargeError`` for too many of them.
+        ``InvalidRequest`` for a parameter whose name is that of a forwarded header, or a client could forge one that a
+        proxy sets. ``RequestTooLargeError`` for too many of them.
         """
-        if self._matches is None:
+        if not self._patterns:
             return parameters
         for name in parameters:
             if self._matches(name.lower()):
@@ -111,6 +110,9 @@ class ForwardedHeaders:
             limits = f"{MOST_HEADERS} and {HEADER_BYTES}"
             raise RequestTooLargeError(f"{len(found)} headers to forward, of {size} bytes; the limits are {limits}")
         return {**parameters, **found}
+
+    def _matches(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns)
 
 
 def give(data: dict[str, Any], parameters: Mapping[str, Any]) -> None:

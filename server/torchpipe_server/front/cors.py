@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from fnmatch import translate
+from fnmatch import fnmatchcase
 
-from torchpipe_py.serving import Done, HttpAnswer, HttpRequest, Method
+from torchpipe_py.serving import Done, HttpAnswer, HttpRequest, Method, to_strings
 
 _ALLOW_ORIGIN = "Access-Control-Allow-Origin"
 _METHOD = "access-control-request-method"
@@ -21,9 +20,8 @@ class CrossOrigin:
     """
 
     def __init__(self, origins: str) -> None:
-        names = [part.strip().rstrip("/").lower() for part in origins.split(",") if part.strip()]
-        self._is_any = "*" in names
-        self._match = re.compile("|".join(map(translate, names))).match
+        self._origins = [origin.rstrip("/").lower() for origin in to_strings(origins)]
+        self._is_any = "*" in self._origins
         self.preflight = Method(HttpRequest, self._answer)
         """Answers a request that ``is_preflight``, whose path takes the method that the page wants to use."""
 
@@ -47,7 +45,7 @@ class CrossOrigin:
 
     def _is_allowed(self, request: HttpRequest) -> bool:
         origin = request.fields.get("origin")
-        return origin is not None and self._match(origin.lower()) is not None
+        return origin is not None and any(fnmatchcase(origin.lower(), allowed) for allowed in self._origins)
 
     def _answer(self, request: HttpRequest, done: Done) -> None:
         asked = request.fields
@@ -61,4 +59,4 @@ class CrossOrigin:
 
 def cross_origin(origins: str) -> CrossOrigin | None:
     """The rule for these origins; ``None`` without any."""
-    return CrossOrigin(origins) if origins.strip(", ") else None
+    return CrossOrigin(origins) if to_strings(origins) else None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kit.clients import Response, fetch
 from kit.services import serving
-from torchpipe_server.front.cors import CrossOrigin
+from torchpipe_server.front.cors import CrossOrigin, cross_origin
 from torchpipe_server.front.hosts import ForbiddenError
 from torchpipe_server.front.services import HttpService
 from torchpipe_server.options import parse_options
@@ -54,6 +54,12 @@ def test_origins_are_names_and_patterns(origins: str, allowed: list[str], refuse
 
     assert [granted(origin) for origin in allowed] == ["*" if origins == "*" else origin for origin in allowed]
     assert [granted(origin) for origin in refused] == [None] * len(refused)
+
+
+def test_no_name_allows_no_origin() -> None:
+    """As an empty variable of a deployment gives."""
+    assert cross_origin(" , ") is None
+    assert CrossOrigin(",").fields(HttpRequest("GET", "/", fields={"origin": PAGE}), {}) == {"Vary": "Origin"}
 
 
 def test_preflight_names_method_and_headers() -> None:
