@@ -85,7 +85,7 @@ from torchpipe_py.wire.errors import (
     reason,
     report,
 )
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 from torchpipe_py.wire.json_values import to_text
 from torchpipe_py.wire.parameters import ForwardedHeaders
 from torchpipe_py.wire.values import check_name, check_names, output_of, size_of
@@ -106,6 +106,7 @@ __all__ = [
     "OK",
     "PLACES",
     "SINCE_START",
+    "SMALL_BYTES",
     "TOTALS",
     "AnswerStream",
     "ArgumentParser",

@@ -24,6 +24,7 @@ from torchpipe_server.methods.custom import CustomHandler, Handler
 from torchpipe_py import pipe
 from torchpipe_py.methods.routes import Routes, Served
 from torchpipe_py.wire import compression
+from torchpipe_py.wire.http import SMALL_BYTES
 
 INFER, OIP, INDEX = "/infer", "/v2/models/test/infer", "/v2/repository/index"
 PACKS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
@@ -268,7 +269,7 @@ def test_others_are_answered_while_a_long_answer_is_compressed(monkeypatch: pyte
     begun, may_go_on, compress = threading.Semaphore(0), threading.Event(), compression.compress
 
     def compress_slowly(body: bytes, coding: str) -> bytes | None:
-        if len(body) > compression.SMALL_BYTES:
+        if len(body) > SMALL_BYTES:
             begun.release()
             assert may_go_on.wait(WAIT)
         return compress(body, coding)

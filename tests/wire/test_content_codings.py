@@ -12,7 +12,6 @@ import pytest
 from torchpipe_py import InvalidRequest
 from torchpipe_py.wire.compression import (
     RATIO_FREE_BYTES,
-    SMALL_BYTES,
     SMALLEST_BYTES,
     Inflater,
     accepted_coding,
@@ -23,7 +22,7 @@ from torchpipe_py.wire.compression import (
     shrinks,
 )
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 
 WINDOWS = {"gzip": 31, "deflate": 15}
 LIMIT = Bound(2**24, "--max-message-bytes")

@@ -81,7 +81,7 @@ def test_list_of_blanks_is_empty() -> None:
 
 
 def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_reader, "MOST_VALUES", 10)
+    monkeypatch.setattr(json_reader, "MOST_SINGLE_VALUES", 10)
     with pytest.raises(RequestTooLargeError, match="more than 10 texts and single numbers"):
         read_json(json.dumps(["a"] * 11))
     assert len(read_json(json.dumps([["a"] * 5, [1.5] * 1000]))[1].to_list()) == 1000

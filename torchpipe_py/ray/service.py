@@ -16,6 +16,7 @@ from torchpipe_py import DeadlineExceeded, TorchpipeError, parse_toml, pipe
 from torchpipe_py.ray.arguments import Arguments, found_folder, overridden, read_user_config
 from torchpipe_py.ray.resources import plan_replica
 from torchpipe_py.serving import (
+    SMALL_BYTES,
     Bound,
     Cancellable,
     Done,
@@ -181,7 +182,7 @@ class PipeReplica:
             route, request.parameters = served.routes.find(request)
             inflater = compression.inflater_of(request, self._message)
             if inflater is not None:
-                is_inflated, loop = inflater.step(compression.SMALL_BYTES), asyncio.get_running_loop()
+                is_inflated, loop = inflater.step(SMALL_BYTES), asyncio.get_running_loop()
                 request.inflated(inflater.take() if is_inflated else await loop.run_in_executor(None, inflater.finish))
             takes_long = route.method.takes_long
             reader = self._reader if takes_long is not None and takes_long(request) else None
@@ -190,7 +191,7 @@ class PipeReplica:
             if len(answer.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(answer.body), self._reply)
             accepted = request.fields.get("accept-encoding", "")
-            if len(answer.body) > compression.SMALL_BYTES and accepted:
+            if len(answer.body) > SMALL_BYTES and accepted:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(None, compression.compressed, answer, accepted)
             return compression.compressed(answer, accepted)

@@ -10,8 +10,6 @@ from torchpipe_py.errors import InvalidRequest
 from torchpipe_py.wire.errors import Bound, RequestTooLargeError, UnsupportedEncodingError
 from torchpipe_py.wire.http import HttpAnswer, HttpRequest
 
-SMALL_BYTES = 2**16
-"""Bytes that are inflated or compressed on any thread; beyond them it takes milliseconds, and is done aside."""
 MOST_RATIO, RATIO_FREE_BYTES = 200, 2**20
 """The most bytes that one compressed byte may become; the first MiB of a body is free."""
 SMALLEST_BYTES = 1400
@@ -123,7 +121,7 @@ def inflater_of(request: HttpRequest, most: Bound) -> Inflater | None:
 
 
 def coding_of(answer: HttpAnswer, accepted: str) -> str:
-    """The coding in which the answer is sent to a client with this Accept-Encoding field; empty if as it is."""
+    """The coding in which the answer is sent to a client with this Accept-Encoding field; empty: as it is."""
     return accepted_coding(accepted) if accepted and _may_shrink(answer) else ""
 
 
@@ -141,7 +139,7 @@ def compressed(answer: HttpAnswer, accepted: str) -> HttpAnswer:
 
 
 def compress(body: bytes, coding: str) -> bytes | None:
-    """The body in this coding; ``None`` if that saves less than a quarter, judging by its begin."""
+    """The body in this coding; ``None`` if that saves less than a quarter, judging by its beginning."""
     view = memoryview(body)
     stream = zlib.compressobj(LEVEL, zlib.DEFLATED, _WINDOW_BITS[coding])
     begin = stream.compress(view[:_TRIAL_BYTES]) + stream.flush(zlib.Z_SYNC_FLUSH)
@@ -151,7 +149,7 @@ def compress(body: bytes, coding: str) -> bytes | None:
 
 
 def shrinks(body: bytes) -> bool:
-    """Whether compression saves a quarter, judging by the begin of the body."""
+    """Whether compression saves a quarter, judging by the beginning of the body."""
     return compress(body[:_TRIAL_BYTES], "gzip") is not None
 
 

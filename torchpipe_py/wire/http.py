@@ -9,6 +9,8 @@ from http import HTTPStatus
 from time import time
 from typing import NamedTuple
 
+SMALL_BYTES = 2**16
+"""Bytes of a body that are read, inflated or compressed on any thread; more takes milliseconds, and is done aside."""
 NAME_CHARACTERS = 48
 UNROUTED = "http"
 """The label of a request without a route: a client's invented path must not become a counter."""

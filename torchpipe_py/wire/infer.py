@@ -13,8 +13,8 @@ import msgspec
 from torchpipe_py.errors import DecodeError, InvalidRequest, counted, nearest
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
-from torchpipe_py.wire.http import HttpRequest
-from torchpipe_py.wire.json_values import SMALL_BYTES, InputReader, json_line, label_line, parse_json, to_json
+from torchpipe_py.wire.http import SMALL_BYTES, HttpRequest
+from torchpipe_py.wire.json_values import InputReader, json_line, label_line, parse_json, to_json
 from torchpipe_py.wire.parameters import ForwardedHeaders, check_values, split
 from torchpipe_py.wire.values import check_name, check_names, is_label_and_score, json_size, output_of
 

@@ -20,7 +20,7 @@ PIECE = 2**15
 """Characters of it that are read without a pause."""
 WORD = 2**13
 """Characters of a single number, twice what Python converts to an integer."""
-MOST_VALUES = 2**18
+MOST_SINGLE_VALUES = 2**18
 """Limit of one body's values that are not in ``Numbers``, members' names included: each becomes an object."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _WORD = re.compile(r"[^][{}\",: \t\n\r]*")
@@ -83,7 +83,7 @@ class _Reader:
     """Each method returns what begins at ``at``, and where it ends."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._left = text, MOST_VALUES
+        self._text, self._left = text, MOST_SINGLE_VALUES
 
     def value(self, at: int) -> tuple[Any, int]:
         text = self._text
@@ -164,7 +164,7 @@ class _Reader:
     def _count(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise RequestTooLargeError(f"JSON of more than {MOST_VALUES} texts and single numbers")
+            raise RequestTooLargeError(f"JSON of more than {MOST_SINGLE_VALUES} texts and single numbers")
 
 
 def _space(text: str, at: int) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from torchpipe_py.errors import InvalidRequest, NoResult
 from torchpipe_py.wire.answers import utf8_json
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError, RequestTooLargeError
+from torchpipe_py.wire.http import SMALL_BYTES
 from torchpipe_py.wire.json_reader import Numbers, read_json
 from torchpipe_py.wire.values import (
     BFLOAT16,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 NUMBER_BYTES = 2
 """The fewest bytes of a number in a list of JSON: a digit and a comma."""
-SMALL_BYTES = 2**16
-"""JSON up to this size is read at once; of more, other threads get their turn in between."""
 _BASE64_PIECE = 2**16  # characters that are decoded without a pause; four of them are three bytes
 _DATA_URI = re.compile(r"data:([^,]{0,256}),", re.IGNORECASE)
 _KINDS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}

@@ -15,7 +15,7 @@ from torchpipe_py.wire.errors import Bound, RequestTooLargeError
 from torchpipe_py.wire.values import check_names
 
 NO_SHARED_MEMORY = "shared memory is not served: send tensors in the request"
-MOST_VALUES = 2**12
+MOST_PARAMETER_VALUES = 2**12
 """Limit of the values in one request's parameters, each member of an object and element of a list counted."""
 MOST_HEADERS, HEADER_BYTES = 32, 4096
 """Limits of the headers of one request that are forwarded: their number, and the bytes of names and values."""
@@ -57,7 +57,7 @@ def _check_name(where: str, name: str, known: Iterable[str]) -> None:
 
 
 def check_values(given: Mapping[str, Any], text: Bound) -> None:
-    """``RequestTooLargeError`` for parameters with more than ``MOST_VALUES`` values, or more than ``text``.
+    """``RequestTooLargeError`` for parameters with more than ``MOST_PARAMETER_VALUES`` values, or more than ``text``.
 
     ``InvalidRequest`` for NaN and infinity.
     """
@@ -77,9 +77,9 @@ def check_values(given: Mapping[str, Any], text: Bound) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest("parameters: a number that is NaN or infinity")
         elif value is not None and not isinstance(value, (int, float)):  # of JSON, a long list of numbers
-            values += MOST_VALUES + 1
-        if values > MOST_VALUES:
-            raise RequestTooLargeError(f"parameters of more than {MOST_VALUES} values: send them as an input")
+            values += MOST_PARAMETER_VALUES + 1
+        if values > MOST_PARAMETER_VALUES:
+            raise RequestTooLargeError(f"parameters of more than {MOST_PARAMETER_VALUES} values: send them as an input")
         if characters > text.bytes:
             raise RequestTooLargeError(f"parameters of more than {text.bytes} characters ({text.name})")
 

@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from torchpipe_py import Overloaded
-from torchpipe_py.serving import OK, HttpRequest, Method, StreamSource, compression, counted
+from torchpipe_py.serving import OK, SMALL_BYTES, HttpRequest, Method, StreamSource, compression, counted
 from torchpipe_server.front.call import WAITING, Call
 from torchpipe_server.front.journal import Entry
 from torchpipe_server.front.services import Service
@@ -241,7 +241,7 @@ class Connection(asyncio.BufferedProtocol):
                 most = counted(owner.options.max_connections, "connection")
                 raise Overloaded(f"more than {most}", retry_after_ms=1000)
             inflater = service.inflater(message)
-            is_inflated = inflater is None or inflater.step(compression.SMALL_BYTES)
+            is_inflated = inflater is None or inflater.step(SMALL_BYTES)
         except BaseException as error:
             self._refuse_call(call, error)
             return

@@ -16,6 +16,7 @@ import grpc.aio
 
 from torchpipe_py import DeadlineExceeded, InvalidRequest, Overloaded
 from torchpipe_py.serving import (
+    SMALL_BYTES,
     Bound,
     Method,
     Rpc,
@@ -105,7 +106,7 @@ class RpcCall:
     async def _inflate(self, data: bytes) -> bytes:
         """The message, inflated on another thread unless it is short."""
         server, inflater = self.server, compression.Inflater(data, "gzip", self.server.message)
-        if inflater.step(compression.SMALL_BYTES):
+        if inflater.step(SMALL_BYTES):
             inflated = inflater.take()
         else:
             self.hold(inflater.held_bytes - self.call.size)

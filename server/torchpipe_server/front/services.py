@@ -11,6 +11,7 @@ from thriftpy2.thrift import TApplicationException
 from torchpipe_py import InvalidRequest, Overloaded, TorchpipeError
 from torchpipe_py.serving import (
     OK,
+    SMALL_BYTES,
     Bound,
     HttpAnswer,
     HttpRequest,
@@ -177,7 +178,7 @@ class HttpService:
     def takes_long(self, request: HttpRequest, result: Any) -> bool:
         """Whether ``reply`` compresses so much that it should not run on the caller's thread."""
         accepted = request.fields.get("accept-encoding")
-        if accepted is None or not isinstance(result, HttpAnswer) or len(result.body) <= compression.SMALL_BYTES:
+        if accepted is None or not isinstance(result, HttpAnswer) or len(result.body) <= SMALL_BYTES:
             return False
         return compression.coding_of(result, accepted) != ""
 

@@ -30,9 +30,9 @@ from torchpipe_py.methods.oip.results import MOST_FLOAT32, RESULT, SMALLER
 from torchpipe_py.methods.oip.tensors import BYTES, Output
 from torchpipe_py.wire import answers
 from torchpipe_py.wire.errors import Bound, ReplyTooLargeError
-from torchpipe_py.wire.http import HttpAnswer, HttpRequest
+from torchpipe_py.wire.http import SMALL_BYTES, HttpAnswer, HttpRequest
 from torchpipe_py.wire.infer import milliseconds, priority_of
-from torchpipe_py.wire.json_values import SMALL_BYTES, parse_json
+from torchpipe_py.wire.json_values import parse_json
 from torchpipe_py.wire.parameters import check_values
 from torchpipe_py.wire.values import is_label_and_score
 
