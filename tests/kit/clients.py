@@ -298,3 +298,23 @@ def read_all(sock: socket.socket) -> bytes:
     except ConnectionError:
         pass
     return received
+
+
+def infer_rpc(port: int, request: Any, seconds: float, **options: Any) -> Any:
+    """The answer of ``ModelInfer`` to this message. Raises ``RpcError``, and ``TimeoutError`` after it has left."""
+    import grpc
+
+    from torchpipe_py.methods.rpc.messages import message
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        infer = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            request_serializer=lambda given: given.SerializeToString(),
+            response_deserializer=message("inference.ModelInferResponse").FromString,
+        )
+        under_way = infer.future(request, wait_for_ready=True, **options)
+        try:
+            return under_way.result(seconds)
+        except grpc.FutureTimeoutError:
+            under_way.cancel()
+            raise TimeoutError from None

@@ -24,7 +24,7 @@ from torchpipe_server import Handler
 from torchpipe_server.methods.custom import CustomHandler
 
 import torchpipe_py.errors
-from kit.clients import IDL, Client, HttpClient
+from kit.clients import IDL, Client, HttpClient, infer_rpc
 from kit.engines import workers_of
 from kit.inside import pipes_of
 from kit.services import ROOT, LocalServer
@@ -315,26 +315,14 @@ def as_rpc(asked: Asked, model_name: str = "test") -> Any:
 def rpc(house: House, asked: Asked) -> Outcome:
     import grpc
 
-    from torchpipe_py.methods.rpc.messages import message
-
-    with grpc.insecure_channel(f"127.0.0.1:{house.server.grpc_port}") as channel:
-        infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=lambda given: given.SerializeToString(),
-            response_deserializer=message("inference.ModelInferResponse").FromString,
-        )
-        seconds = asked.deadline_ms / 1000 if asked.deadline_ms and asked.deadline_ms > 0 else None
-        under_way = infer.future(as_rpc(asked), timeout=seconds, wait_for_ready=True)
-        try:
-            found = under_way.result(house.seconds)
-        except grpc.FutureTimeoutError:
-            under_way.cancel()
-            raise TimeoutError from None
-        except grpc.RpcError as error:
-            said = dict(error.trailing_metadata() or ())
-            code = said.get("error-code") or RPC_CODES[error.code().name]
-            after = said.get("grpc-retry-pushback-ms")
-            return Outcome(code, None, error.details(), after and int(after))
+    seconds = asked.deadline_ms / 1000 if asked.deadline_ms and asked.deadline_ms > 0 else None
+    try:
+        found = infer_rpc(house.server.grpc_port, as_rpc(asked), house.seconds, timeout=seconds)
+    except grpc.RpcError as error:
+        said = dict(error.trailing_metadata() or ())
+        code = said.get("error-code") or RPC_CODES[error.code().name]
+        after = said.get("grpc-retry-pushback-ms")
+        return Outcome(code, None, error.details(), after and int(after))
     return _of_rpc(found)
 
 

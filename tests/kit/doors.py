@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import torchpipe_py.errors
-from kit.clients import IDL, Client, HttpClient
+from kit.clients import IDL, Client, HttpClient, infer_rpc
 from kit.services import ROOT, LocalServer
 from kit.waits import WAIT
 from torchpipe_py import pipe
@@ -386,20 +386,14 @@ def rpc(house: House, asked: Asked, is_compressed: bool = False) -> Answer:
         parameters=more,
         raw_input_contents=[to_raw(array) for array in asked.inputs.values()],
     )
-    with grpc.insecure_channel(f"127.0.0.1:{house.server.grpc_port}") as channel:
-        call = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=lambda given: given.SerializeToString(),
-            response_deserializer=message("inference.ModelInferResponse").FromString,
-        ).future(request, wait_for_ready=True, compression=grpc.Compression.Gzip if is_compressed else None)
-        try:
-            found = call.result(house.seconds)
-        except grpc.FutureTimeoutError:
-            call.cancel()
-            raise ClientLeftError from None
-        except grpc.RpcError as error:
-            told = dict(error.trailing_metadata() or ())
-            return Answer(str(told.get("error-code") or _RPC_CODES[error.code().name]), {}, error.details())
+    compression = grpc.Compression.Gzip if is_compressed else None
+    try:
+        found = infer_rpc(house.server.grpc_port, request, house.seconds, compression=compression)
+    except TimeoutError:
+        raise ClientLeftError from None
+    except grpc.RpcError as error:
+        told = dict(error.trailing_metadata() or ())
+        return Answer(str(told.get("error-code") or _RPC_CODES[error.code().name]), {}, error.details())
     outputs = zip(found.outputs, found.raw_output_contents, strict=True)
     return Answer("ok", {output.name: from_raw(output.datatype, list(output.shape), raw) for output, raw in outputs})
 

@@ -7,15 +7,13 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import pytest
 from doors.test_table import MISTAKES, NAMES, Table, kinds_in
 from kit import doors
@@ -26,6 +24,8 @@ from torchpipe_py.tools.export.config import to_toml
 
 serve = pytest.importorskip("ray.serve")  # not "ray", which might be the folder of these tests
 ray: Any = importlib.import_module("ray")
+ray_service = importlib.import_module("benchmarks.peers.ray_service")
+replica_processes: Callable[[], list[int]] = ray_service.replica_processes
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
@@ -157,24 +157,14 @@ class Clients:
         eventually(lambda: self.answered > before + 5 * CLIENTS)
 
 
-def replicas() -> list[int]:
-    """Their process ids."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
-            if "PipeDeployment" in "".join(process.cmdline()):
-                found.append(process.pid)
-    return found
-
-
 def test_killed_replica_loses_no_request_that_is_retried(running: Running) -> None:
-    eventually(lambda: len(replicas()) == 2)
+    eventually(lambda: len(replica_processes()) == 2)
     with Clients(running.table) as clients:
         clients.wait_for_more()
-        killed = replicas()[0]
+        killed = replica_processes()[0]
         os.kill(killed, signal.SIGKILL)
         clients.wait_for_more()
-        eventually(lambda: len(set(replicas()) - {killed}) == 2, "Serve starts another replica")
+        eventually(lambda: len(set(replica_processes()) - {killed}) == 2, "Serve starts another replica")
         clients.wait_for_more()
     assert clients.wrong == []
 

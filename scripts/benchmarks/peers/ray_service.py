@@ -55,11 +55,11 @@ def main(port: int, replicas: int, nodes: int = 1) -> None:
         if line == "kill node\n":
             cluster.remove_node(others.pop(), allow_graceful=False)
         elif line == "kill\n":
-            os.kill(_replicas()[0], signal.SIGKILL)
-        print(json.dumps(_replicas()), flush=True)
+            os.kill(replica_processes()[0], signal.SIGKILL)
+        print(json.dumps(replica_processes()), flush=True)
 
 
-def _replicas() -> list[int]:
+def replica_processes() -> list[int]:
     """The process ids of the demo's replicas."""
     found = []
     for process in psutil.Process().children(recursive=True):
