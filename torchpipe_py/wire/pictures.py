@@ -28,7 +28,7 @@ class Accepted(NamedTuple):
     is_only: bool
 
     def check_json(self, what: str) -> None:
-        """Raise ``NotAcceptableError`` for ``what`` is answered in JSON, if the client does not take that."""
+        """Raise ``NotAcceptableError`` if ``what`` must be answered in JSON and the client does not take that."""
         if self.is_only:
             raise NotAcceptableError(f"{what}: it is answered as {_JSON}, which Accept does not allow")
 
