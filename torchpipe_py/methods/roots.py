@@ -46,7 +46,8 @@ class Root:
             item[TASK_NODE_NAME_KEY] = node_name
         if priority is not None:
             item[TASK_PRIORITY_KEY] = priority
-        give(item, parameters)
+        if parameters:
+            give(item, parameters)
         return item
 
     def _inputs_of(self, given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:

@@ -117,7 +117,6 @@ class ForwardedHeaders:
 
 def give(data: dict[str, Any], parameters: Mapping[str, Any]) -> None:
     """Put a copy of the parameters into a request's dict. ``InvalidRequest`` if an input has their key."""
-    if parameters:
-        if TASK_PARAMETERS_KEY in data:
-            raise InvalidRequest(f"both an input {TASK_PARAMETERS_KEY!r} and parameters, which come under this key")
-        data[TASK_PARAMETERS_KEY] = dict(parameters)
+    if TASK_PARAMETERS_KEY in data:
+        raise InvalidRequest(f"both an input {TASK_PARAMETERS_KEY!r} and parameters, which come under this key")
+    data[TASK_PARAMETERS_KEY] = dict(parameters)

@@ -164,7 +164,9 @@ def _add_binary(inputs: Sequence[_Input], binary: memoryview) -> None:
         size = None
         if given.parameters:
             options, others = options_from(InputOptions, given.parameters, f"input {given.name[:40]!r}: ")
-            size, given.is_base64 = options.binary_data_size, is_base64(others)
+            size = options.binary_data_size
+            if others:
+                given.is_base64 = is_base64(others)
         if size is not None:
             if given.data is not msgspec.UNSET:
                 raise InvalidRequest(f"input {given.name[:40]!r}: both data and binary_data_size")

@@ -144,7 +144,7 @@ def infer_request(
         check_name("id", id)
     if outputs:
         _check_names("outputs", [output.name for output in outputs])
-    rows = _rows(inputs, most, images(node_name) if images is not None else ())
+    rows = _rows(inputs, most, images, node_name)
     return InferRequest(id, rows, outputs, is_binary, node_name, deadline_ms, priority, more or {})
 
 
@@ -197,7 +197,7 @@ def _check_names(what: str, names: Sequence[str]) -> None:
         raise InvalidRequest(f"{what}: a name appears twice")
 
 
-def _rows(inputs: Sequence[Given], most: int, images: Collection[str]) -> list[Row]:
+def _rows(inputs: Sequence[Given], most: int, images: Images | None, node_name: str | None) -> list[Row]:
     if not inputs:
         raise InvalidRequest("the request has no inputs")
     first = inputs[0]
@@ -205,12 +205,13 @@ def _rows(inputs: Sequence[Given], most: int, images: Collection[str]) -> list[R
     if len(inputs) == 1 and first.datatype == BYTES and first.shape in ([1], [1, 1]):
         element = only_element(first.data)
         if element is not None and 0 < len(first.name) <= NAME_CHARACTERS:
-            return [{first.name: _decoded(first, element)}]
+            return [{first.name: _decoded(first, element) if first.is_base64 else element}]
     _check_names("inputs", [given.name for given in inputs])
+    encoded = images(node_name) if images is not None else ()
     rows: list[Row] = []
     values = 0
     for given in inputs:
-        form = form_of(given.name, given.datatype, given.shape, given.name in images and not given.is_base64)
+        form = form_of(given.name, given.datatype, given.shape, given.name in encoded and not given.is_base64)
         items = form.shape[0]
         if items > most:
             raise InvalidRequest(f"{form.where}a batch of {items}; the limit is {most} (max_batch)")
