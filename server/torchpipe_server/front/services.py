@@ -202,8 +202,11 @@ class HttpService:
                 raise result
             if len(result.body) > self._reply.bytes:
                 raise ReplyTooLargeError(len(result.body), self._reply)
-            answer = compression.compressed(result, request.fields.get("accept-encoding", ""))
-            return request.answer(answer, self._fields(request, answer.headers)), request.label, OK
+            answer: HttpAnswer = result
+            if len(answer.body) >= compression.SMALLEST_BYTES:
+                answer = compression.compressed(answer, request.fields.get("accept-encoding", ""))
+            fields = self._headers if self._cors is None else self._fields(request, answer.headers)
+            return request.answer(answer, fields), request.label, OK
         except BaseException as error:  # also for a header that cannot be sent
             answer = self._failure(request, error) if self._failure else error_answer(error)
             return request.answer(answer, self._fields(request, answer.headers)), request.label, code_of(error)
