@@ -229,3 +229,17 @@ def test_missing_dependency_is_one_line(good: str) -> None:
     done = run(sys.executable, "-c", code, "check", good)
     line = "torchpipe: tomli is not installed (pip install torchpipe_py without --no-deps)\n"
     assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_serve_is_the_service() -> None:
+    """It becomes ``torchpipe-serve``, with its options and messages."""
+
+    def served(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from torchpipe_py.cli import main; main()", "serve", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_WAIT, check=False)
+
+    shown = served("--help")
+    assert (shown.returncode, shown.stdout[:22]) == (0, "usage: torchpipe-serve")
+    failed = served("missing.toml")
+    assert failed.returncode == 1
+    assert "torchpipe-serve: missing.toml: no such file" in failed.stderr

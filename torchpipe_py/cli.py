@@ -74,11 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", type=options.output_file, metavar="FILE", help="write the report")
     doctor.set_defaults(run=_tool("tools.doctor", "run_doctor"))
     load = commands.add_parser("load", help="load a server and report throughput and latency; compare two such reports")
+    commands.add_parser("serve", help="serve a configuration: the same as torchpipe-serve", add_help=False)
     idl = commands.add_parser("idl", help="print the Thrift contract of the service, for clients in any language")
     idl.set_defaults(run=lambda args: print(idl_path().read_text(encoding="utf-8"), end=""))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr: a path may not be valid UTF-8
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["serve"]:  # it parses its own options, and is a process that has imported little
+        os.execv(sys.executable, [sys.executable, "-m", "torchpipe_server", *arguments[1:]])
     load.set_defaults(run=lambda _: _tool("tools.load.run", "main")(arguments[1:]))
     # It parses its own options, which scripts/client_qps.py shares.
     args = parser.parse_args(["load"] if arguments[:1] == ["load"] else arguments)
