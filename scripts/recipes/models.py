@@ -34,7 +34,7 @@ def make_model(arch: str, classes: int, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if arch == SMALL:
-            return _small(classes)
+            return small(classes)
         try:
             models = torchvision_models()
         except ExportError as error:
@@ -74,7 +74,11 @@ def _classifier(model: nn.Module, classes: int) -> list[str]:
     return [name for name in model.state_dict() if layers and name.startswith(f"{layers[-1]}.")]
 
 
-def _small(classes: int) -> nn.Module:
+def small(classes: int) -> nn.Module:
+    """Four convolutions, for images 3×H×W of any size; a number for each class.
+
+    ``torchpipe export scripts/recipes/models.py:small --weights last.pt --preprocess FILE.toml`` writes a trained one.
+    """
     layers: list[nn.Module] = []
     width = 3
     for wider in (16, 32, 64, 64):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shlex
 from time import perf_counter
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from recipes import models
 from recipes.dali import DaliLoaders
 from recipes.data import Loaders
 from recipes.models import (
+    SMALL,
     check_classes,
     check_complete,
     load_checkpoint,
@@ -73,6 +77,12 @@ class Session:
                 self._say(f"stopped after {self._steps_now} steps, in epoch {self._loaders.train.epoch}")
                 return
             self._finish_epoch()
+        args = self._args
+        if args.checkpoint is not None and args.toml is not None:
+            own = f"{os.path.relpath(models.__file__)}:{SMALL}"
+            command = [own if args.arch == SMALL else args.arch, "--weights", args.checkpoint]
+            command += ["--preprocess", args.val_toml or args.toml]
+            self._say(f"to serve it: torchpipe export {shlex.join(map(str, command))}")
 
     def _say(self, line: str) -> None:
         if self._place.rank == 0:

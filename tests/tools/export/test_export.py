@@ -323,3 +323,19 @@ def test_nothing_is_run_and_every_other_file_is_refused(tmp_path: Path) -> None:
             read_weights(path)
         assert str(caught.value).startswith(f"{path}: ")
         assert problem in str(caught.value)
+
+
+def test_number_of_classes_comes_from_the_checkpoint(folder: Path, refused: Refused, capsys: Any) -> None:
+    """For a function that needs it; the checkpoint of ``scripts/train.py`` has their names."""
+    text = "def build(classes):\n return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, classes))"
+    name = code(folder, "counted", text)
+    options = ["--resize", "32x32", "--mean", "0,0,0", "--std", "1,1,1"]
+    model = nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, 3))
+    saved(folder / "last.pt", {"model": model.state_dict(), "classes": ["a", "b", "c"]})
+    assert main(["export", f"{name}:build", *options, "--weights", "last.pt"]) == 0
+    assert "build, 3 classes" in capsys.readouterr().out
+    assert (folder / "model.labels.txt").read_text("utf-8").split() == ["a", "b", "c"]
+    saved(folder / "bare.pt", model.state_dict())
+    for weights in ([], ["--weights", "bare.pt"]):
+        problem = refused(f"{name}:build", *options, "--force", *weights)
+        assert "needs classes; the number of classes comes from" in problem

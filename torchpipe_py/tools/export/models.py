@@ -53,6 +53,9 @@ SAVED = (b"PK\x03\x04", b"\x80")
 
 SHOWN = 3
 
+CLASS_COUNTS = ("classes", "num_classes")
+"""Names of a parameter that is the number of classes."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -167,6 +170,8 @@ def _some(names: Sequence[str]) -> str:
 def find_module(name: str, weights: str | None, transform: Transform, origin: str) -> Source:
     """The module that ``module:function`` or ``file.py:function`` returns, with the weights of a file if given.
 
+    A parameter ``classes`` or ``num_classes`` without a default gets the number of names in the list ``classes`` of a
+    checkpoint.
     It is on the CPU, in float32, and without the wrappers of ``torch.compile`` and parallel training, which exporters
     do not support. The name may also be that of a module object. Code is found as for ``--import``: ``ConfigError`` if
     it cannot be imported, ``ToolError`` otherwise.
@@ -179,13 +184,16 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ToolError(f"{module_name} has no {function_name!r}; {nearest(function_name, names)}")
     function = getattr(module, function_name)
+    loaded = read_weights(Path(weights)) if weights not in (None, PRETRAINED, UNTRAINED) else None
+    needed = () if isinstance(function, torch.nn.Module) else _required(function)
+    given = {key: len(loaded.classes) for key in needed if loaded and loaded.classes and key in CLASS_COUNTS}
     try:
-        model = function if isinstance(function, torch.nn.Module) else function()
+        model = function if isinstance(function, torch.nn.Module) else function(**given)
     except Exception as error:
-        parameters = inspect.signature(function).parameters.values() if callable(function) else ()
-        by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        needed = ", ".join(each.name for each in by_place if each.default is each.empty)
-        why = f"it is called without arguments, and needs {needed}" if needed else one_line(error)
+        lacking = [key for key in needed if key not in given]
+        why = f"it is called without arguments, and needs {', '.join(lacking)}" if lacking else one_line(error)
+        if any(key in CLASS_COUNTS for key in lacking):
+            why += "; the number of classes comes from --weights with a list 'classes'"
         raise ToolError(f"{name}: {why}") from error
     if not isinstance(model, torch.nn.Module):
         raise ToolError(f"{name}: returns a {type(model).__name__}; expected a torch.nn.Module")
@@ -195,11 +203,21 @@ def find_module(name: str, weights: str | None, transform: Transform, origin: st
     model = model.cpu().float().eval()
     if weights is None:
         return Source(function_name, model, "its own weights", transform, origin)
-    if weights in (PRETRAINED, UNTRAINED):
+    if loaded is None:
         raise ToolError(f"--weights {weights}: only for torchvision's; give a file, or let {function_name} load them")
-    loaded = read_weights(Path(weights))
     load_into(model, loaded, name, f"{function_name} must build the model that the file was saved from")
     return Source(function_name, model, f"weights of {loaded}", transform, origin, loaded.classes)
+
+
+def _required(function: Any) -> list[str]:
+    """The parameters without a default that a function takes by place."""
+    if not callable(function):
+        return []
+    with suppress(TypeError, ValueError):  # a function written in C may not have a signature
+        parameters = inspect.signature(function).parameters.values()
+        by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        return [each.name for each in by_place if each.default is each.empty]
+    return []
 
 
 DOWNLOAD_TIMEOUT = 10.0  # seconds without a byte
