@@ -70,7 +70,8 @@ class Registry:
     """Names to backends, filters and postprocessors: built-in ones, registered ones, backends of installed packages.
 
     ``entry_points(group=…)`` finds the latter. Any thread may register. A name never changes its meaning, unless the
-    notebook cell that defines it runs again: pipes that are built later use the new class.
+    code that defines it runs again, as a cell of a notebook or a module that is reloaded: pipes that are built later
+    use the new class.
     """
 
     def __init__(self, entry_points: Callable[..., Iterable[Any]] = entry_points) -> None:
@@ -134,7 +135,10 @@ class Registry:
         with self._lock:
             known = table.get(name, value)
             if is_built_in or (known is not value and not _is_redefined(known, value)):
-                raise ConfigError(f"{name!r} is registered already")
+                place = "by this package" if is_built_in else f"by {known.__module__}.{known.__qualname__}"
+                raise ConfigError(
+                    f"{name!r} is registered already, {place}; register_…({value.__name__}, 'other name')"
+                )
             table[name] = value
 
     def find_backend(self, name: str) -> type[Backend] | None:
@@ -287,10 +291,10 @@ def canonical(name: str) -> str:
 
 
 def _is_redefined(known: Any, value: Any) -> bool:
-    """Whether a notebook or script redefined the class."""
+    """Whether ``value`` is ``known`` from the same place, whose code ran again."""
     name = getattr(value, "__qualname__", "<")
     places = {(getattr(each, "__module__", ""), getattr(each, "__qualname__", "")) for each in (known, value)}
-    return places == {("__main__", name)} and "<" not in name  # each call of a function may make another class
+    return len(places) == 1 and "<" not in name  # each call of a function may make another class
 
 
 def _check_methods(cls: type) -> None:

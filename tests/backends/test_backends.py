@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from contextlib import ExitStack
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
@@ -277,17 +278,43 @@ def test_refuses_invalid_registrations(thing: Any, problem: str) -> None:
 
 
 @pytest.mark.usefixtures("register")
-def test_notebook_cell_may_redefine_its_class() -> None:
-    """Only classes at the top of ``__main__``: each call of a function may make another one."""
+@pytest.mark.parametrize("module", ["__main__", "reloaded"])
+def test_code_that_runs_again_may_redefine_its_class(module: str) -> None:
+    """A cell, or a module that is reloaded; not a function, of which each call may make another class."""
     cell = "class Cell(Backend):\n    def forward(self, items):\n        items[0]['result'] = {}\n"
-    for number in range(2):
-        exec(cell.format(number), names := {"__name__": "__main__", "Backend": Backend})
-        register_backend(names["Cell"])
-        with pipe({"backend": "Cell"}) as p:
-            assert p({"data": None})["result"] == number
+    with ExitStack() as pipes:
+        runs = []
+        for number in range(2):
+            exec(cell.format(number), names := {"__name__": module, "Backend": Backend})
+            register_backend(names["Cell"])
+            runs.append(pipes.enter_context(pipe({"backend": "Cell"})))
+        assert [run({"data": None})["result"] for run in runs] == [0, 1]  # each keeps the class that it was built with
     exec("def make():\n    class Cell(Backend):\n        pass\n    return Cell", names)
-    with pytest.raises(ConfigError, match="'Cell' is registered already"):
+    with pytest.raises(ConfigError, match=f"'Cell' is registered already, by {module}.Cell; register_"):
         register_backend(names["make"]())
+    exec(cell.format(2), names := {"__name__": "another", "Backend": Backend})
+    with pytest.raises(ConfigError, match="'Cell' is registered already"):
+        register_backend(names["Cell"])
+
+
+@pytest.mark.usefixtures("register")
+def test_forward_written_for_one_dict_gets_a_hint() -> None:
+    class OfOne:
+        def forward(self, item: Any) -> Any:
+            return item["data"]
+
+    class OfMany:
+        def forward(self, items: Any) -> Any:
+            return [item["data"]["of a list"] for item in items]
+
+    register_backend(OfOne)
+    register_backend(OfMany)
+    hint = "forward gets a list of dicts, also for one request"
+    with pipe({"backend": "OfOne"}) as run, pytest.raises(BackendError, match=hint):
+        run({"data": 1})
+    with pipe({"backend": "OfMany"}) as run, pytest.raises(BackendError) as raised:
+        run({"data": [1]})
+    assert hint not in str(raised.value)
 
 
 @pytest.mark.usefixtures("register")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Register
 from kit.backends import Echo, EchoFour, Gate
@@ -298,9 +299,14 @@ def test_node_name_none_means_the_only_root() -> None:
         run({"data": 1, "node_name": None})
 
 
-def test_refuses_timeout_of_nan_before_the_request_starts() -> None:
+@pytest.mark.parametrize(
+    ("timeout", "shown", "kind"),
+    [(float("nan"), "nan", ValueError), ("5", "'5'", TypeError), ([5], r"\[5\]", TypeError)],
+)
+def test_refuses_other_timeouts_before_the_request_starts(timeout: Any, shown: str, kind: type) -> None:
     with pipe({"backend": "Identity"}) as run:
         for call in (run, run.submit, lambda data, timeout: asyncio.run(run.acall(data, timeout))):
-            with pytest.raises(ValueError, match="timeout is a number of seconds, or None, got nan"):
-                call({"data": 1}, timeout=float("nan"))
+            with pytest.raises(kind, match=f"timeout is a number of seconds, or None, got {shown}"):
+                call({"data": 1}, timeout=timeout)
         assert run.stats()["inflight"] == 0
+        assert run({"data": 1}, timeout=np.float32(60))["result"] == 1

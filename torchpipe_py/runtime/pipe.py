@@ -573,7 +573,7 @@ class Ticket:
 
 def _seconds(timeout: float) -> float:
     """The timeout in seconds, limited to what a wait accepts."""
-    return min(max(0.0, timeout), threading.TIMEOUT_MAX)
+    return min(max(0.0, float(timeout)), threading.TIMEOUT_MAX)
 
 
 def _drop_outcome(data: Data) -> None:

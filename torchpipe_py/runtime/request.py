@@ -234,9 +234,16 @@ def checked_priority(value: object) -> int:
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """The deadline ``timeout`` seconds from now; ``None`` stays ``None``. ``ValueError`` for NaN."""
+    """The deadline ``timeout`` seconds from now; ``None`` stays ``None``.
+
+    Raises ``TypeError`` for what is no number and ``ValueError`` for NaN.
+    """
     if timeout is None:
         return None
-    if timeout != timeout:
+    try:
+        seconds = 0.0 + timeout
+    except TypeError:
+        raise TypeError(f"timeout is a number of seconds, or None, got {timeout!r:.60}") from None
+    if seconds != seconds:
         raise ValueError("timeout is a number of seconds, or None, got nan")
-    return perf_counter() + timeout
+    return perf_counter() + seconds

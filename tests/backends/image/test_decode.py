@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
+from io import BytesIO
 from itertools import product
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -13,6 +14,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 from conftest import encode, picture
 from kit.image_backends import made
 from kit.pictures import (
@@ -32,6 +34,7 @@ from kit.pictures import (
     webp_of,
     with_scans,
 )
+from PIL import Image
 
 from torchpipe_py import ConfigError, DecodeError, InvalidRequest, pipe
 from torchpipe_py.backends.image.decode import HeaderCheck, declared_size, to_formats
@@ -337,6 +340,20 @@ def test_rejects_values_that_are_not_bytes(data: Any) -> None:
     assert isinstance(error, InvalidRequest)
     assert "expected encoded bytes, got" in str(error)
     assert ("Path(...).read_bytes()" in str(error)) is isinstance(data, (str, Path))
+
+
+@pytest.mark.parametrize(
+    ("data", "hint"),
+    [
+        (Image.new("L", (4, 4)), "pass the file's bytes, or a Mat: np.asarray"),
+        (BytesIO(JPEG), "pass what its read() returns"),
+        (torch.zeros(4, 4, 3, dtype=torch.uint8), "Tensor of 4x4x3; pass tensor.numpy()"),
+        (torch.zeros(1, 3, 4, 4), "is the dict one of an earlier call?"),
+        (("cat", 0.5), "is the dict one of an earlier call?"),
+    ],
+)
+def test_names_what_to_pass_in_place_of_other_images(data: Any, hint: str) -> None:
+    assert hint in str(decode(data)["error"])
 
 
 @pytest.mark.parametrize("data", [JPEG[: len(JPEG) // 2 + 200], LOSSY[:-99]], ids=["jpeg", "webp"])

@@ -83,7 +83,13 @@ class PythonClass(Backend):
         self._object = configured(self.wrapped, self.declared, self.params)
 
     def forward(self, items: list[Data]) -> None:
-        results = self._object.forward(items)
+        try:
+            results = self._object.forward(items)
+        except TypeError as error:
+            hint = _hint(error, getattr(self.wrapped, "forward", None))
+            if hint:
+                raise TypeError(f"{error}; {hint}") from error
+            raise
         if results is not None:
             _take(results, items, type(self._object).__name__)
 
@@ -128,6 +134,15 @@ class PythonFilter:
         """A new filter with these parameter values."""
         forward: Filter = configured(self._wrapped, self._declared, params).forward
         return forward
+
+
+def _hint(error: TypeError, forward: Any) -> str:
+    """A hint for a ``forward`` that was written for one dict, if it raised ``error`` itself; else empty."""
+    inner = error.__traceback__ and error.__traceback__.tb_next
+    if str(error) != "list indices must be integers or slices, not str" or inner is None or inner.tb_next is not None:
+        return ""
+    is_own = inner.tb_frame.f_code is getattr(forward, "__code__", None)
+    return "forward gets a list of dicts, also for one request: for item in items: item['result'] = …" if is_own else ""
 
 
 def configured(wrapped: Callable[[], Any], names: Iterable[str], params: Mapping[str, Any]) -> Any:

@@ -102,10 +102,29 @@ def encoded_bytes(value: Any) -> np.ndarray:
             return np.ascontiguousarray(value)
         raise InvalidRequest(f"expected encoded bytes, got {value.dtype} array of shape {value.shape}")
     if not isinstance(value, (bytes, bytearray, memoryview)):
-        hint = "; of a file they are Path(...).read_bytes()" if isinstance(value, (str, os.PathLike)) else ""
-        hint += ', in JSON {"b64": "…"}' if isinstance(value, str) else ""
-        raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}{hint}")
+        raise InvalidRequest(f"expected encoded bytes, got {type(value).__name__}{_instead_of(value)}")
     return np.frombuffer(value, UINT8)
+
+
+def _instead_of(value: Any) -> str:
+    """What to pass in place of a value that is no encoded image; empty if nothing is known."""
+    if isinstance(value, str):
+        return '; of a file they are Path(...).read_bytes(), in JSON {"b64": "…"}'
+    if isinstance(value, os.PathLike):
+        return "; of a file they are Path(...).read_bytes()"
+    if type(value).__module__.partition(".")[0] == "PIL":
+        return "; pass the file's bytes, or a Mat: np.asarray(image.convert('RGB'))[:, :, ::-1]"
+    if hasattr(value, "read") and hasattr(value, "readable"):
+        return "; pass what its read() returns"
+    if hasattr(value, "detach"):
+        shape = "x".join(map(str, value.shape))
+        if value.ndim == 4:
+            return f" of {shape}; {_USED}"
+        return f" of {shape}; pass tensor.numpy(): of one dimension encoded bytes, of HxWxC an image, uint8 and BGR"
+    return f"; {_USED}" if isinstance(value, tuple) else ""
+
+
+_USED = "is the dict one of an earlier call? Each request needs a dict of its own"
 
 
 # -- resizing and placing ---------------------------------------------------------------------------------------------
