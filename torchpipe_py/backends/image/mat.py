@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.arrays import is_foreign, to_host_array
 from torchpipe_py.backends.base import Data, Isolation, ItemBackend
 from torchpipe_py.backends.image import geometry
 from torchpipe_py.backends.image.geometry import Placement
@@ -60,13 +61,20 @@ def to_color(value: Any) -> str:
 
 
 def as_mat(value: Any, dtypes: tuple[np.dtype, ...] = (UINT8, FLOAT32)) -> np.ndarray:
-    """``value`` as an H×W×C array of one of ``dtypes``; H×W becomes H×W×1; ``InvalidRequest`` for anything else."""
+    """``value`` as an H×W×C array of one of ``dtypes``; H×W becomes H×W×1; ``InvalidRequest`` for anything else.
+
+    An array of another library on the host is taken, too (see ``arrays``).
+    """
     # NOTE: on the path of every request: compare dtypes by identity, since comparing one with a type is slow.
     if isinstance(value, np.ndarray) and (value.dtype is UINT8 or value.dtype in dtypes) and value.size:
         if value.ndim == 3:
             return value
         if value.ndim == 2:
             return value[:, :, None]
+    elif is_foreign(value):
+        array = to_host_array(value)
+        if array is not None:
+            return as_mat(array, dtypes)
     kind = f"{value.dtype} array of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
     raise InvalidRequest(f"expected a Mat ({' or '.join(map(str, dtypes))} array, HxWxC), got {kind}")
 

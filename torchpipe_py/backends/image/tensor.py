@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchpipe_py.backends.arrays import is_foreign, to_tensor
 from torchpipe_py.backends.base import Data, ItemBackend
 from torchpipe_py.backends.cuda import Guard, on_stream
 from torchpipe_py.backends.image.geometry import Placement
@@ -67,13 +68,15 @@ def tensor_of(backend: Any, item: Data) -> Any:
     """The tensor that ``backend`` works on: an image 1×C×H×W if it has a ``data_format``, else of any shape.
 
     A tensor on the CPU stays there; one on another GPU is copied to this node's. ``InvalidRequest`` for a value that
-    is not a Tensor.
+    is neither a Tensor nor an array of another library (see ``arrays``).
     """
     import torch
 
     tensor: Any = item[TASK_DATA_KEY]
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidRequest(f"expected a Tensor (torch.Tensor), got {type(tensor).__name__}")
+        if not is_foreign(tensor):
+            raise InvalidRequest(f"expected a Tensor (torch.Tensor), got {type(tensor).__name__}")
+        tensor = to_tensor(tensor)
     data_format = getattr(backend, "data_format", "")
     if data_format:
         tensor = as_image(tensor, data_format)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from torchpipe_py.backends.arrays import is_foreign, to_tensor
 from torchpipe_py.backends.base import Data
 from torchpipe_py.backends.image.mat import UINT8
 from torchpipe_py.backends.signature import BYTES, TensorSpec, shown_dims
@@ -26,7 +27,7 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
     data = item[TASK_DATA_KEY]
     has_texts = any(spec.dtype == BYTES for spec in inputs)
     if hasattr(data, "dtype"):  # a tensor or an array: checked first, as the usual case
-        values = [data]
+        values = [_adopted(data)]
     elif isinstance(data, Mapping):
         return [_value(data[name], has_texts) for name in _names(data, inputs)]
     elif isinstance(data, (list, tuple)):
@@ -35,7 +36,7 @@ def request_values(item: Data, inputs: Sequence[TensorSpec]) -> list[Any]:
             is_vector = all(isinstance(value, (str, bytes)) for value in data)
         values = [_value(data, has_texts)] if is_vector else [_value(value, has_texts) for value in data]
     else:
-        values = [data]
+        values = [_adopted(data)]
     count = sum(not spec.is_optional for spec in inputs)
     if inputs and len(values) != count:
         raise InvalidRequest(f"the model has {counted(count, 'input')}, data holds {len(values)}: {_listed(inputs)}")
@@ -74,10 +75,16 @@ def _listed(inputs: Sequence[TensorSpec]) -> str:
     return ", ".join(map(str, inputs))
 
 
+def _adopted(value: Any) -> Any:
+    """An array of another library as a tensor, any other value as it is."""
+    return to_tensor(value) if is_foreign(value) else value
+
+
 def _value(value: Any, may_be_text: bool = False) -> Any:
     """An input of a request: a list of numbers or texts as an array, one of tensors, arrays or Mats stacked."""
     if not isinstance(value, (list, tuple)) or not value:
-        return value
+        return _adopted(value)
+    value = [_adopted(element) for element in value] if is_foreign(value[0]) else value
     try:
         if hasattr(value[0], "detach"):
             import torch
@@ -183,7 +190,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 def tensor_to_numpy(value: Any, name: str) -> np.ndarray:
     """``to_numpy``; ``InvalidRequest`` if ``value`` is not a tensor."""
     try:
-        return to_numpy(value)
+        return to_numpy(_adopted(value))
     except AttributeError:
         raise InvalidRequest(f"input {name!r} takes a tensor, got {type(value).__name__}") from None
 
